@@ -18,6 +18,7 @@ from slurm_rlhf.bench.options import Given
 from slurm_rlhf.cluster.gpu_query import local_gpus, share_gpus
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.schema import Sync
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError, RunError
 
 _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -64,7 +65,8 @@ def measure(world: World) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=world.scratch or None) as place:
         spec = {each.name: getattr(world, each.name) for each in fields(Spec)}
-        spec |= {"port_file": f"{place}/port", "parent": 0 if world.remote else os.getpid()}
+        spec |= {"port_file": f"{place}/port", "timeout_s": timeouts.BENCH_SYNC_S}
+        spec["parent"] = 0 if world.remote else os.getpid()
         (Path(place) / "spec.json").write_text(json.dumps(spec))
         processes: list[subprocess.Popen[str]] = []
         nodes = [*world.actors, *world.engines]

@@ -26,6 +26,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import SlurmRlhfError, printable
 from slurm_rlhf.launch.accelerators import seen_by_processes
 from slurm_rlhf.launch.child_process import bound_to_parent
@@ -44,7 +45,6 @@ from slurm_rlhf.preflight.starters import AGENT
 
 NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and the same command resumes it"
 _POLL_S = 0.1
-_LATE_S = 30.0
 
 
 def train(arguments: Arguments, start: Launched) -> int:
@@ -175,12 +175,12 @@ def examine_nodes(
 
 def obey(world: Communicator) -> Any:
     """Take part as any rank but 0, as often as rank 0 wants; return its first message about something else."""
-    wait_s = _LATE_S
-    while (message := world.broadcast(timeout_s=wait_s + _LATE_S)) is not None:
+    wait_s = timeouts.MPI_EXAMINE_S
+    while (message := world.broadcast(timeout_s=wait_s + timeouts.MPI_EXAMINE_S)) is not None:
         if "equipment" in message:
             world.gather(_own_equipment(message["equipment"]))
         elif "agents" in message:
-            wait_s = message["limit_s"] + _LATE_S
+            wait_s = message["limit_s"] + timeouts.MPI_EXAMINE_S
             if world.rank in message["agents"]:
                 world.send(0, {"printed": _agent(message["environment"])})
         else:
@@ -236,7 +236,7 @@ class MpiStarter:
 
     def end(self) -> None:
         """Wait for the agents, which end with the desk: what a rank said later would be taken for a report."""
-        wait_until(self.over, self._limit_s + _LATE_S, _POLL_S, _POLL_S)
+        wait_until(self.over, self._limit_s + timeouts.MPI_EXAMINE_S, _POLL_S, _POLL_S)
 
     def _hear(self) -> None:
         if self._own is not None and self._own.poll() is not None:

@@ -18,6 +18,7 @@ from slurm_rlhf.cli.main import Command
 from slurm_rlhf.cli.watch import INTERVAL_S, extra_lines, repeated, rows_of, show
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, SESSION_FILE, Session, attach_line, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, place_in_queue, reason_words, state_words
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError, RunError, printable, shortened
 from slurm_rlhf.launch.headless import last_words
 from slurm_rlhf.observe.events import engines_lost, read_events
@@ -34,8 +35,6 @@ _LEFT_LINES = 80
 """Of a rank's log: a traceback of a step is longer than what is shown."""
 _ANNOUNCED = re.compile(r"run directory (/.*?)(?:, \d+ steps|;|$)", re.MULTILINE)
 _READ = 1 << 20
-PATIENCE_S = 5.0
-"""For slurmctld, where the run directory tells the rest; scontrol itself would try for 18 s while it is down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def find(word: str) -> Found:
         )
     number = (session.task or session.job_id) if session else ""
     try:
-        jobs = ask_jobs(number, PATIENCE_S) if number else []
+        jobs = ask_jobs(number, timeouts.SLURM_STATUS_S) if number else []
     except RunError as error:
         return Found(directory, session, None, number, unasked=str(error))
     return Found(directory, session, _current(jobs, number), number)
@@ -172,7 +171,7 @@ def job_lines(found: Found) -> list[str]:
     if job.state == "PENDING" and (why := reason_words(job.reason)):
         lines.append(_row("", why))
     if job.state == "PENDING":
-        lines += queue_lines(job, place_in_queue(job, PATIENCE_S))
+        lines += queue_lines(job, place_in_queue(job, timeouts.SLURM_STATUS_S))
     if job.restarts not in ("", "0"):
         lines.append(_row("", f"requeued {job.restarts} times"))
     if todo:

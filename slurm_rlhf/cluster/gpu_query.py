@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.cluster.network import user_name
+from slurm_rlhf.control import timeouts
 
 _PROC = Path("/proc/driver/nvidia/gpus")
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
@@ -22,7 +23,6 @@ FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_versio
 PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 """As `nvidia-smi --help-query-compute-apps` names them; one line a process: `GPU-5f3a..., 4021, python, 12034`."""
 
-_TIMEOUT_S = 30.0
 _IDLE_MIB, _IDLE_SHARE = 1024, 0.05
 """Memory that an idle GPU may have in use: for the driver, a display, a monitor."""
 _CUDA = re.compile(r"CUDA(?: UMD)? Version:\s*(\d+\.\d+)")
@@ -187,7 +187,7 @@ def driver_cuda(library: str = "libcuda.so.1") -> str:
     return f"{version.value // 1000}.{version.value % 1000 // 10}" if version.value else ""
 
 
-def _run(program: str, *query: str, timeout_s: float = _TIMEOUT_S) -> str:
+def _run(program: str, *query: str, timeout_s: float = timeouts.GPU_QUERY_S) -> str:
     words = [*query, "--format=csv,noheader,nounits"] if query and query[0].startswith("--query") else query
     return subprocess.run(
         [program, *words], capture_output=True, text=True, timeout=timeout_s, check=True, stdin=subprocess.DEVNULL
@@ -231,7 +231,6 @@ _REASONS = {
 }
 _SPELLINGS = ("clocks_event_reasons", "clocks_throttle_reasons")
 """Since driver 535 and before it. As `nvidia-smi --help-query-gpu` names them."""
-_HEALTH_TIMEOUT_S = 10.0
 
 
 def ask_health(environ: Mapping[str, str]) -> list[str]:
@@ -243,7 +242,9 @@ def ask_health(environ: Mapping[str, str]) -> list[str]:
     for spelling in _SPELLINGS:
         fields = [*_ERRORS, *(f"{spelling}.{reason}" for reason in _REASONS)]
         try:
-            return parse_health(_run(program, f"--query-gpu={','.join(fields)}", timeout_s=_HEALTH_TIMEOUT_S), names)
+            return parse_health(
+                _run(program, f"--query-gpu={','.join(fields)}", timeout_s=timeouts.GPU_HEALTH_S), names
+            )
         except subprocess.CalledProcessError:
             continue  # it does not know this spelling
         except (OSError, subprocess.SubprocessError):

@@ -22,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.disk import MOUNTS, mount_of
 from slurm_rlhf.polling import wait_until
 
@@ -46,7 +47,6 @@ LOCK, STARTING = ".lock", ".starting"
 DRIVER = Path("/proc/driver/nvidia/version")
 ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "pvfs", "cifs", "smb", "afs", "9p", "fuse.")
-_PATIENCE_S = 20.0
 
 
 def cache_variables(directory: Path) -> dict[str, str]:
@@ -227,8 +227,8 @@ def _turn(root: Path) -> Iterator[None]:
         locks.extend([] if lock is None else [lock])
         return lock is not None
 
-    if not wait_until(locked, _PATIENCE_S, 0.02, 0.02):
-        raise TimeoutError(errno.ETIMEDOUT, f"another rank holds its lock for more than {_PATIENCE_S:g} s")
+    if not wait_until(locked, timeouts.KERNEL_LOCK_S, 0.02, 0.02):
+        raise TimeoutError(errno.ETIMEDOUT, f"another rank holds its lock for more than {timeouts.KERNEL_LOCK_S:g} s")
     try:
         yield
     finally:

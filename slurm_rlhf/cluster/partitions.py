@@ -9,9 +9,9 @@ import subprocess
 from dataclasses import dataclass
 
 from slurm_rlhf.cluster.slurm_notation import parse_gpus
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import RunError
 
-_TIMEOUT_S = 20.0
 _FORMAT = "%P|%D|%G|%l|%c|%a"
 
 
@@ -63,9 +63,9 @@ def ask_partitions() -> list[Partition]:
         return []
     command = ["sinfo", "--noheader", f"--format={_FORMAT}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.SLURM_S, check=False)
     except subprocess.TimeoutExpired:
-        raise RunError(f"sinfo has not answered for {_TIMEOUT_S:g} s: is slurmctld up?") from None
+        raise RunError(f"sinfo has not answered for {timeouts.SLURM_S:g} s: is slurmctld up?") from None
     if done.returncode:
         raise RunError(f"sinfo failed: {done.stderr.strip()}")
     return [partition for partition in parse_partitions(done.stdout) if partition.up]
@@ -87,7 +87,7 @@ def ask_modules() -> list[str]:
     if command is None:
         return []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.SLURM_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return parse_modules(f"{done.stdout}\n{done.stderr}")  # both write to stderr, Lmod by default

@@ -125,7 +125,7 @@ _BESIDE = 128
 
 
 def raise_descriptors(ranks: int = 0) -> None:
-    """Let this process, and those that it starts, open as many files as they may.
+    """Let this process, and those that it starts, open as many files as they may: the first on each node calls it.
 
     `ranks`: those that will connect to this process. Raises ConfigError where that many cannot.
     """

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slurm_rlhf.cluster.slurm_notation import expand, parse_gpus
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import PlacementError, RunError
 
-_TIMEOUT_S = 30.0
 _FIELD = re.compile(r"(?:^|\s)([A-Z][\w:/]*)=")
 _FORGOTTEN = ("Invalid job id", "not found")
 
@@ -70,7 +70,7 @@ def parse_jobs(text: str) -> list[Job]:
     return jobs
 
 
-def ask_jobs(job_id: str, timeout_s: float = _TIMEOUT_S) -> list[Job]:
+def ask_jobs(job_id: str, timeout_s: float = timeouts.SLURM_S) -> list[Job]:
     """Ask for the job `job_id`, or all tasks of that array; empty when slurmctld has forgotten it.
 
     Raises RunError where slurmctld does not answer within `timeout_s`.
@@ -86,7 +86,7 @@ def ask_jobs(job_id: str, timeout_s: float = _TIMEOUT_S) -> list[Job]:
     )
 
 
-def place_in_queue(job: Job, timeout_s: float = _TIMEOUT_S) -> tuple[int, int] | None:
+def place_in_queue(job: Job, timeout_s: float = timeouts.SLURM_S) -> tuple[int, int] | None:
     """Return the place of a job among those that wait in its partition, from 1 by priority, and how many wait.
 
     None where Slurm does not say: it may hide the jobs of others (PrivateData), or not answer in time.
@@ -100,7 +100,7 @@ def place_in_queue(job: Job, timeout_s: float = _TIMEOUT_S) -> tuple[int, int] |
 
 
 def command(
-    words: Sequence[str], env: Mapping[str, str] | None = None, cwd: str = "", timeout_s: float = _TIMEOUT_S
+    words: Sequence[str], env: Mapping[str, str] | None = None, cwd: str = "", timeout_s: float = timeouts.SLURM_S
 ) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm; one that is missing, or gives no answer within `timeout_s`, counts as failed.
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from slurm_rlhf.control import timeouts
+
 
 class Arrangement(NamedTuple):
     """Say how a run goes on, and whether that is certain: where nothing could be arranged, the user has to act."""
@@ -48,9 +50,7 @@ class Continuation:
 STOP_FILE = "stop"
 SAVE_FILE = "save"
 _POLL_S = 1.0
-_SECOND_TERM_S = 2.0
 _TAKEN = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-_HANDLED_S = 0.1  # in which Python's handler of a signal usually runs
 _KICK = signal.SIGURG
 """Does nothing but end the main thread's wait."""
 _SAVES = b"\nCtrl-C: the run saves and ends; press it again to end it at once\n"
@@ -200,7 +200,7 @@ class Stop:
             os.write(2, _SAVES)  # not print: the signal may have interrupted one
         elif number == signal.SIGTERM:
             # One `scancel` or `timeout` can deliver SIGTERM twice.
-            if self.reason is TERM and time.monotonic() > self._term_at + _SECOND_TERM_S:
+            if self.reason is TERM and time.monotonic() > self._term_at + timeouts.SECOND_TERM_S:
                 raise SystemExit(TERM.exit_code)
             if self.reason is not TERM:
                 self.reason, self._term_at = TERM, time.monotonic()
@@ -222,7 +222,7 @@ class Stop:
                 if set(came.recv(64)) - {_KICK}:
                     # Python's handler runs when the main thread runs, and a wait that begins while the signal comes,
                     # or a signal that another thread took, does not let it run: a signal to that thread ends the wait.
-                    self._leaving.wait(_HANDLED_S)
+                    self._leaving.wait(timeouts.SIGNAL_HANDLED_S)
                     if not self._leaving.is_set():
                         signal.pthread_kill(main, _KICK)
                 continue

@@ -22,6 +22,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 from zmq.utils.z85 import decode as z85_decode
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.io_thread import CarefulLog
 from slurm_rlhf.disk import files_exhausted, most_files
 from slurm_rlhf.errors import ConfigError
@@ -100,7 +101,6 @@ log = CarefulLog(logging.getLogger(__name__))
 # A flood of connections without the key must not keep the thread from the ranks.
 _EVENTS_PER_ROUND = 200
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-_HANDSHAKE_MS = 5_000
 _QUIET_MS = 10  # no news for so long means that no connection is being made
 _SHARE = 4  # one descriptor in so many may be that of a connection whose handshake is not done
 
@@ -127,7 +127,7 @@ class Authenticator:
         self._allowed = z85_decode(keys.client_public)
         self._zap = context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
-        socket.handshake_ivl = _HANDSHAKE_MS
+        socket.handshake_ivl = timeouts.HANDSHAKE_MS
         socket.curve_server = True
         socket.curve_secretkey = keys.server_secret.encode()
         socket.curve_publickey = keys.server_public.encode()

@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.codec import Buffer, encode
 from slurm_rlhf.control.io_thread import (
@@ -39,7 +40,6 @@ from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
 log = CarefulLog(logging.getLogger(__name__))
 
-_LINGER_MS = 1000
 THREAD_FAILED = "the thread that talks to the conductor has failed: the lines above say why"
 """Why a rank leaves whose conductor is there."""
 
@@ -155,7 +155,7 @@ class ControlClient:
         self.close()
 
     def _connected_socket(self, keys: RunKeys, routing_id: bytes) -> zmq.Socket[Any]:
-        dealer = make_socket(self._context, zmq.DEALER, _LINGER_MS)
+        dealer = make_socket(self._context, zmq.DEALER, timeouts.LINGER_MS)
         dealer.routing_id = routing_id
         dealer.curve_serverkey = keys.server_public.encode()
         dealer.curve_publickey = keys.client_public.encode()
@@ -204,7 +204,7 @@ class ControlClient:
             self._send("bye")
         self._inbox.put(None)
         self._pulse.close(linger=0)
-        self._dealer.close(linger=0 if self.conductor_lost else _LINGER_MS)
+        self._dealer.close(linger=0 if self.conductor_lost else timeouts.LINGER_MS)
         self._wakeup.close()
         end_context(self._context)
 

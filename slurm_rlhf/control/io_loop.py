@@ -14,6 +14,7 @@ from typing import Any
 
 import zmq
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.auth import Authenticator, RunKeys
 from slurm_rlhf.control.codec import Buffer, Reader, decode
 from slurm_rlhf.control.io_thread import CarefulLog, Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket
@@ -26,7 +27,6 @@ log = CarefulLog(logging.getLogger(__name__))
 
 # So many messages in a row before timers and own calls get their turn: nobody can keep the thread to itself.
 _MESSAGES_PER_ROUND = 200
-_LINGER_MS = 500
 _REMEMBERED = 400  # messages
 
 
@@ -62,7 +62,7 @@ class IoLoop:
         self._outbox: SimpleQueue[tuple[Call, list[Part]]] = SimpleQueue()
         self._given_up: SimpleQueue[tuple[Peer, str]] = SimpleQueue()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._router = make_socket(self._context, zmq.ROUTER, _LINGER_MS)
+        self._router = make_socket(self._context, zmq.ROUTER, timeouts.LINGER_MS)
         self._router.router_mandatory = True
         # A rank whose connection broke comes back under its name before the old connection is known to be dead.
         self._router.router_handover = True

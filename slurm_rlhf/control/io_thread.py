@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.codec import MAX_FRAME_BYTES, Buffer
 from slurm_rlhf.errors import ConfigError
 
@@ -32,7 +33,6 @@ class CarefulLog(logging.LoggerAdapter[logging.Logger]):
 
 log = CarefulLog(logging.getLogger(__name__))
 
-_HANDSHAKE_MS = 30_000
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 2_000
 _INTERVALS_PER_LIMIT = 4
@@ -49,18 +49,15 @@ def make_socket(context: zmq.Context[Any], kind: int, linger_ms: int) -> zmq.Soc
     socket.sndhwm = 0
     socket.rcvhwm = 0
     socket.maxmsgsize = MAX_FRAME_BYTES
-    socket.handshake_ivl = _HANDSHAKE_MS
+    socket.handshake_ivl = timeouts.CONNECT_HANDSHAKE_MS
     socket.reconnect_ivl = _RECONNECT_MS
     socket.reconnect_ivl_max = _RECONNECT_MAX_MS
     socket.tcp_keepalive = 1
     return socket
 
 
-def end_context(context: zmq.Context[Any], patience_s: float = 5.0) -> None:
-    """End `context`, whose sockets are closed, or leave it to itself after `patience_s` seconds.
-
-    libzmq 4.3.5 was seen to wait without end here, when ranks were killed while they connected.
-    """
+def end_context(context: zmq.Context[Any], patience_s: float = timeouts.CONTEXT_END_S) -> None:
+    """End `context`, whose sockets are closed, or leave it to itself after `patience_s` seconds."""
     ending = threading.Thread(target=context.term, name="control-end", daemon=True)
     ending.start()
     ending.join(patience_s)

@@ -8,12 +8,10 @@ import signal
 import threading
 from collections.abc import Iterable
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.roster import Peer
 
 log = logging.getLogger(__name__)
-
-_WAIT_S = 1.0
-"""`scancel` sends SIGTERM to this process, too: it comes within a second, and then it decides."""
 
 
 class Preemption:
@@ -32,4 +30,4 @@ class Preemption:
         self._told.add(peer)
         if not self._noticed and sum(each in self._told for each in ranks) == count:
             self._noticed = True
-            threading.Timer(_WAIT_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            threading.Timer(timeouts.PREEMPTION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()

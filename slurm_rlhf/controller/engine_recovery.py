@@ -15,6 +15,7 @@ from typing import Literal
 
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Timeout
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
@@ -25,8 +26,6 @@ from slurm_rlhf.observe.events import ENGINE_JOINED, ENGINE_LOST
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0
-"""How long a node has to say that an engine's processes are gone; one that is cut off never does."""
 _BROKEN = (": OutOfMemoryError: ", "CUDA error")
 """In the words of an engine whose process lives and can do nothing more."""
 
@@ -199,7 +198,7 @@ class EngineRecovery:
                 self._launcher.end(engine)
 
     def _is_over(self, engine: int, state: EngineState) -> bool:
-        gone = self._launcher.gone(engine) or time.monotonic() - state.lost_at > PATIENCE_S
+        gone = self._launcher.gone(engine) or time.monotonic() - state.lost_at > timeouts.ENGINE_GONE_S
         return gone and self._peers_lost(engine)
 
     def _start_again(self, engine: int) -> None:

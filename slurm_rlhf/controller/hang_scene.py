@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.calls import StacksAnswer
 from slurm_rlhf.control.handles import RoleHandle
 from slurm_rlhf.control.messages import Said
@@ -29,10 +30,6 @@ from slurm_rlhf.observe.log_tail import read_end
 from slurm_rlhf.observe.stacks import ThreadStack, last_late_dump, late_s, own_stacks, read_spy, read_stacks, written
 from slurm_rlhf.run_directory import RunDirectory
 
-ASK_S = 5.0
-"""How long the ranks have for their answer, which needs no main thread."""
-LOOK_S = 12.0
-"""How long the nodes have to look at the processes from outside."""
 _SLACK_S = 5.0  # between a heartbeat that is missing and the time of the log
 
 
@@ -49,7 +46,7 @@ class Scene:
 
 
 def ask_ranks(supervisor: Supervisor, directory: RunDirectory, timeout: Timeout) -> Scene:
-    """Ask every rank for its stacks, and read the log of those that do not answer. Takes `ASK_S` seconds at most."""
+    """Ask every rank for its stacks, and read the log of those that do not answer. Takes STACKS_S at most."""
     server = supervisor.server
     flights: dict[Peer, Flight] = {}
     for flight in server.flights():
@@ -83,7 +80,7 @@ def _ask(handle: RoleHandle[Any], peer: Peer) -> Future[StacksAnswer]:
 
 def _wait(supervisor: Supervisor, asked: Sequence[tuple[Peer, Future[StacksAnswer]]], quiet_s: float) -> None:
     """Wait for the answers; not of ranks that have been silent for so long that their log has their stacks."""
-    end = time.monotonic() + ASK_S
+    end = time.monotonic() + timeouts.STACKS_S
     while time.monotonic() < end:
         left = [answer for peer, answer in asked if not answer.done() and supervisor.server.quiet(peer) < quiet_s]
         if not left:
@@ -102,12 +99,12 @@ def _late(path: Path, silent_s: float) -> list[ThreadStack]:
 
 
 def look_from_outside(scene: Scene, supervisor: Supervisor, directory: Path) -> None:
-    """Let the nodes look at the processes, and add what they see. Takes `LOOK_S` seconds, and a little, at most."""
+    """Let the nodes look at the processes, and add what they see. Takes little more than LOOK_S."""
     pids: dict[str, list[int]] = defaultdict(list)
     for seen in scene.ranks:
         pids[seen.node].append(seen.pid)
     try:
-        supervisor.look(pids, directory, LOOK_S)
+        supervisor.look(pids, directory, timeouts.LOOK_S)
     except (OSError, SlurmRlhfError) as error:
         scene.notes.append(f"the nodes could not be looked at: {error}")
     views = [view for node in pids if (view := _view(directory / f"{node}.json", node, scene)) is not None]
@@ -136,7 +133,9 @@ def _view(path: Path, node: str, scene: Scene) -> NodeView | None:
         path.unlink()
         return view
     except (OSError, ValueError, KeyError, TypeError):
-        scene.notes.append(f"{node} was not looked at from outside: nothing came back from it within {LOOK_S:g} s")
+        scene.notes.append(
+            f"{node} was not looked at from outside: nothing came back from it within {timeouts.LOOK_S:g} s"
+        )
         return None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from slurm_rlhf.cluster.processes import raise_descriptors, running
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle
 from slurm_rlhf.control.messages import FAILURE, TERMINATION
@@ -40,7 +41,6 @@ from slurm_rlhf.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-VERDICT_S = 2.0
 SILENT_BEATS = 3  # so many missed heartbeats are no accident
 LOOPBACK = "127.0.0.1"
 
@@ -334,7 +334,7 @@ class Supervisor:
     @property
     def _patience_s(self) -> float:
         """Return how long it takes to see that a rank is silent."""
-        return max(VERDICT_S, (SILENT_BEATS + 1) * self._config.timeout.heartbeat_interval)
+        return max(timeouts.VERDICT_S, (SILENT_BEATS + 1) * self._config.timeout.heartbeat_interval)
 
     @property
     def _enough_s(self) -> float:

@@ -9,18 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.calls import ActorCalls
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle
 from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.records import SyncReport
 
 LEADER = 0  # the actor rank that leads an update; it is rank 0 of the sync group
-SETTLE_S = 3.0
-"""After a member has failed: how long until it is known that an engine died, which is the usual reason."""
-SLOW_S = 5.0
-"""How much longer than all of the actor's ranks an engine may take to see that an update broke off."""
 _POLL_S = 0.1
-_ABORT_S = 1.0
 
 Call = Future[Any]
 
@@ -86,7 +82,7 @@ def _settle(transfer: _Transfer, urge: Callable[[_Transfer, float], None]) -> No
             return
         if transfer.broken_at:
             waited = time.monotonic() - transfer.broken_at
-            if transfer.failed and not transfer.lost and waited > SETTLE_S:
+            if transfer.failed and not transfer.lost and waited > timeouts.TRANSFER_DEATH_S:
                 return
             urge(transfer, waited)
     if transfer.lost:
@@ -94,7 +90,7 @@ def _settle(transfer: _Transfer, urge: Callable[[_Transfer, float], None]) -> No
 
 
 def _give_up_late(transfer: _Transfer, waited: float) -> None:
-    if waited < SLOW_S or not all(call.done() for call in transfer.actor):
+    if waited < timeouts.TRANSFER_SLOW_S or not all(call.done() for call in transfer.actor):
         return
     for call, engine in transfer.engines.items():
         if not call.done() and engine not in transfer.given_up:
@@ -104,6 +100,6 @@ def _give_up_late(transfer: _Transfer, waited: float) -> None:
 
 def _end_forming(leader: RoleHandle[ActorCalls], transfer: _Transfer, waited: float) -> None:
     """Let the members give the group up, again and again: the leader may not have begun to form it."""
-    if transfer.lost and waited > transfer.aborts * _ABORT_S:
+    if transfer.lost and waited > transfer.aborts * timeouts.TRANSFER_ABORT_S:
         transfer.aborts += 1
         leader.call(LEADER, ActorCalls.sync_abort)

@@ -20,6 +20,7 @@ from pathlib import Path
 from slurm_rlhf.cluster.stop import Reason, Stop, StopRequested
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.io_thread import ListeningClock
 from slurm_rlhf.control.pending_calls import Flight
 from slurm_rlhf.controller.hang_rules import Verdict, judge
@@ -34,7 +35,6 @@ from slurm_rlhf.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-_LONGEST_ROUND_S = 5.0  # of its thread: what takes longer is a suspension, or its own report
 CEILING = 0.9
 """Share of a call's deadline that is the most a budget can be: the stacks are taken before the call is given up."""
 START = "start"
@@ -84,7 +84,7 @@ class Watchdog:
         self._step = step
         self._budgets = WaitBudgets(config.timeout.hang)
         self._phase = START
-        self._clock = ListeningClock(_LONGEST_ROUND_S)  # a suspended run hangs nowhere
+        self._clock = ListeningClock(timeouts.WATCHDOG_ROUND_S)  # a suspended run hangs nowhere
         self._moved = self._clock.now()
         self._moves = 0  # of the ranks, as of then
         self._hang: Hang | None = None

@@ -16,6 +16,7 @@ from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
 from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.cluster.processes import KILLED
 from slurm_rlhf.config.roles import ROLLOUT
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.launch.engine_node import EngineRanks
 from slurm_rlhf.launch.node import visible_gpus, without_gpu_choice
 from slurm_rlhf.placement.rank_map import RankMap
@@ -23,10 +24,6 @@ from slurm_rlhf.polling import wait_until
 
 Environment = Mapping[str, Mapping[str, str]]
 """Node -> variables of its ranks."""
-
-
-HEARSAY_S = 2.0
-"""How long a launcher has to say how an engine ended whose own ranks have said why."""
 
 
 class EngineLauncher(Protocol):
@@ -84,7 +81,7 @@ class EngineEnds:
         for engine, how in ended:
             _, why = self._said.pop(engine, (0.0, how))
             found.append((engine, how if KILLED in how else why))
-        due = [engine for engine, (at, _) in list(self._said.items()) if time.monotonic() > at + HEARSAY_S]
+        due = [engine for engine, (at, _) in list(self._said.items()) if time.monotonic() > at + timeouts.ENGINE_END_S]
         return found + [(engine, self._said.pop(engine)[1]) for engine in due]
 
 

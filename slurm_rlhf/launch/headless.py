@@ -23,6 +23,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_job import Job, ask_jobs, command
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLLOUT
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.launch.node import read_spec
 from slurm_rlhf.placement.rank_map import RankMap
@@ -37,7 +38,6 @@ TURN_S = 30.0
 _FIRST_S = 2.0
 _LONGEST_S = 15.0
 """Between two questions to slurmctld, which last for minutes."""
-_CONNECT_S = 3.0
 _MOST_REFUSALS = 3
 
 WAIT, LEAVE, REQUEUE, CANCEL = "wait", "leave", "requeue", "cancel"
@@ -80,7 +80,7 @@ def answers(endpoint: str) -> bool:
     """Tell whether somebody listens at `tcp://host:port`. Blocks for 3 s at most."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeouts.CONNECT_S).close()
     except OSError:
         return False
     return True

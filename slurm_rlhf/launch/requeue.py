@@ -20,16 +20,12 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.slurm_job import command
 from slurm_rlhf.cluster.stop import Arrangement, Continuation, immune, termination
 from slurm_rlhf.config.schema import Slurm
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.launch.node import GPU_VARIABLES
 
-_KILL_S = 20.0  # Slurm ends a requeued job within seconds
 _AGAIN_S = 10.0
-_LAST_TRY_S = 60.0
-"""Before the end of the allocation: a controller that is away until then is not waited for."""
 _AWAY = ("contact", "timed out", "no answer", "Connection", "Zero Bytes", "standby", "temporarily")
 """In what Slurm's commands say when the controller is away, and not when it refuses."""
-_PATIENCE_S = 600.0
-"""How long the controller is asked where the end of the allocation is not known."""
 SCRIPT = "successor.sh"
 """In `.control` of the run directory."""
 
@@ -54,7 +50,7 @@ class SlurmContinuation(Continuation):
     def end_time(self) -> float | None:
         """Read the end from the environment, else ask `squeue` once (Slurm before 23.02 sets no variable)."""
         end = float(self._slurm.end_time) if self._slurm.end_time is not None else self._asked_end()
-        self._last = None if end is None else time.monotonic() + end - time.time() - _LAST_TRY_S
+        self._last = None if end is None else time.monotonic() + end - time.time() - timeouts.REQUEUE_END_S
         return end
 
     def _asked_end(self) -> float | None:
@@ -71,13 +67,13 @@ class SlurmContinuation(Continuation):
         ended: this waits for that SIGTERM and no longer. Where neither works, because the controller is away, it is
         tried again until shortly before the end of the allocation.
         """
-        last = self._last or time.monotonic() + _PATIENCE_S
+        last = self._last or time.monotonic() + timeouts.REQUEUE_S
         with termination() as terminated:
             while True:
                 with immune():
                     requeued = command(["scontrol", "requeue", self._job])
                 if requeued.returncode == 0:
-                    terminated.wait(_KILL_S)
+                    terminated.wait(timeouts.REQUEUED_KILL_S)
                     return Arrangement(f"job {self._job} is requeued", True)
                 why = requeued.stderr.strip() or "scontrol requeue failed"
                 # A controller that is away takes no job either, and each command may wait for it for half a minute.

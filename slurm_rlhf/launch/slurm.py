@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node_look import arguments
 from slurm_rlhf.launch.slurm_engines import SlurmEngines
@@ -23,9 +24,6 @@ from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 
-_KILL_S = 3.0
-_REACHED_S = 20.0
-"""For srun to find that a node does not answer: 3 s without a network, else Slurm's MessageTimeout, 10 s by default."""
 _ATTEMPTS = 5
 
 
@@ -92,7 +90,7 @@ class SlurmLauncher:
         for number in (signal.SIGTERM, signal.SIGKILL):
             for item in ended:
                 item.step.signal(number)
-            wait_until(lambda: not any(item.step.code is None for item in ended), _KILL_S, 0.05, 0.05)
+            wait_until(lambda: not any(item.step.code is None for item in ended), timeouts.STEP_KILL_S, 0.05, 0.05)
 
     def ended(self) -> list[Ended]:
         news: list[Ended] = []
@@ -121,7 +119,7 @@ class SlurmLauncher:
     def unreached(self, nodes: Sequence[str]) -> list[str]:
         running = RunningStep(look_step(self._ranks, nodes), ["true"], self._run.logs / "unreached.srun.log")
         running.start()
-        wait_until(lambda: running.code is not None, _REACHED_S, 0.05, 0.2)
+        wait_until(lambda: running.code is not None, timeouts.NODE_REACHED_S, 0.05, 0.2)
         running.signal(signal.SIGTERM)
         return running.unreached()
 
@@ -131,11 +129,11 @@ class SlurmLauncher:
         if done:
             self._wait_gone(grace_s)
         self._signal(signal.SIGTERM)
-        self._wait_gone(_KILL_S)
+        self._wait_gone(timeouts.STEP_KILL_S)
         # The steps that are left have a node that does not answer. Their tasks on other nodes got the signal, and the
         # end of the batch step ends the rest; srun itself would wait for SlurmdTimeout.
         self._signal(signal.SIGKILL)
-        self._wait_gone(_KILL_S)
+        self._wait_gone(timeouts.STEP_KILL_S)
 
     def _started_again(self, item: _Role) -> bool:
         """Start a role once more; return whether it will run. Its failed step may still be ending."""

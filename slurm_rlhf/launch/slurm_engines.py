@@ -12,6 +12,7 @@ from pathlib import Path
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.roles import ROLLOUT
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.engine_launcher import Environment
 from slurm_rlhf.launch.engine_node import end_file, ended_file
@@ -23,7 +24,6 @@ from slurm_rlhf.placement.spares import with_engine_on
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.polling import wait_until
 
-_KILL_S = 3.0
 _ATTEMPTS = 5
 """Starts of a step that failed for a reason which may be gone the next time."""
 
@@ -166,7 +166,7 @@ class SlurmEngines:
             self._wait_gone(grace_s)
         for number in (signal.SIGTERM, signal.SIGKILL):
             self.signal(number)
-            self._wait_gone(_KILL_S)
+            self._wait_gone(timeouts.STEP_KILL_S)
 
     def signal(self, number: signal.Signals) -> None:
         """Signal every step, as part of the end of the whole job."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import GPU
@@ -70,7 +71,7 @@ def torchrun_command(spec: StepSpec, ranks: RankMap, node: str, log_dir: str) ->
         f"--rdzv-id={spec.run_id}.{spec.role}",
         "--max-restarts=0",
         "--monitor-interval=0.2",
-        "--shutdown-timeout=3",
+        f"--shutdown-timeout={timeouts.TORCHRUN_END_S}",
         f"--role={spec.role}",
         f"--log-dir={log_dir}",
         "-m",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.gpu_query import ask_health
 from slurm_rlhf.cluster.network import address_towards, addresses, interface_of, link_mbits
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.disk import refusal
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.node import INTERFACES
@@ -23,7 +24,6 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.preflight.facts import UNKNOWN, NodeFacts, Orders, Place
 
 SHM = Path("/dev/shm")
-_CANARY_S = 5.0  # for a file system that is slow to show a new file
 _SHM_BYTES = 1 << 20  # that are written to try it
 _SIOCGIFNETMASK = 0x891B  # linux/sockios.h
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -39,7 +39,7 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
         clock=time.time(),
         versions=versions(),
         equipment=equipment(orders.gpus),
-        canary=_read(Path(orders.canary), _CANARY_S),
+        canary=_read(Path(orders.canary), timeouts.CANARY_S),
         run_dir=_unwritable(run_dir),
         places=tuple(Place(key, path, _unreadable(Path(path))) for key, path in orders.places),
         free_bytes=free[0],

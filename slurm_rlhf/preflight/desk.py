@@ -16,10 +16,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from slurm_rlhf.control import timeouts
+
 _LONGEST = 64 << 20  # bytes of a line
 _LONGEST_PROOF = 4096
 _BACKLOG = 4096
-_SEND_S = 5.0
 
 
 def proof(secret: str, number: str, node: str) -> str:
@@ -95,7 +96,7 @@ class Desk:
             connection, _ = self._listening.accept()
         except OSError:
             return
-        connection.settimeout(_SEND_S)
+        connection.settimeout(timeouts.PREFLIGHT_S)
         guest = _Guest(connection, secrets.token_hex(16), time.time())
         with contextlib.suppress(OSError):
             connection.sendall(encode({"number": guest.number}))

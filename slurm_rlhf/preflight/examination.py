@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.launch.node_look import MISSING
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.spares import chosen
@@ -27,7 +28,6 @@ from slurm_rlhf.preflight.starters import Starter
 INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.65, 0.95
 """Parts of the time limit at which the next stage begins, whoever is missing."""
 _PEERS = 8  # that a node tries to reach, on either side of it in the list
-_CONNECT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def _orders(asked: Question, secret: str, desk: Desk, canary: Path) -> Orders:
         # Without GPUs the reason is of interest, but nvidia-smi on each node of a run on CPUs is not.
         gpus=bool(asked.needs.wanted.slots),
         groups=asked.measure,
-        connect_s=_CONNECT_S,
+        connect_s=timeouts.CONNECT_S,
         limit_s=asked.limit_s,
     )
 

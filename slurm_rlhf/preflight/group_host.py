@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from slurm_rlhf.cluster.network import address_of, is_loopback
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.launch.node import visible_gpus, without_injected
 from slurm_rlhf.placement.topology import Node, Topology
 from slurm_rlhf.preflight.facts import VARIABLE
 
 _MESSAGE = 1 << 20
-_LATE_S = 5.0
 
 
 class GroupHost:
@@ -55,7 +55,7 @@ class GroupHost:
             except ConfigError as error:
                 yield from self._all(order, str(error))
                 return
-        self._socket.settimeout(order["limit_s"] + _LATE_S)
+        self._socket.settimeout(order["limit_s"] + timeouts.PREFLIGHT_S)
         place = Topology((Node(order["node"], order["gpus"], 0, tuple(order["devices"])),), order["accelerator"])
         seats = [[seat, slot, visible_gpus(place, order["node"], [slot], environ)] for seat, slot in order["seats"]]
         message = json.dumps({**order, "seats": seats, "address": address}).encode()

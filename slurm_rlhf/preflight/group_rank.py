@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from slurm_rlhf.cluster.processes import die_with_parent
+from slurm_rlhf.control import timeouts
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -26,9 +27,6 @@ _POLL_S = 0.02
 _ENOUGH_S = 0.3  # of repeating an operation: a slow one is not repeated
 _REPEATS = 3
 _SMALL = 5  # repeats of the smallest message
-_PARTING_S = 10.0
-GROUP_S = {"gloo": 6.0, "nccl": 15.0}
-"""Deadline of the operations of a group. It begins only if twice as much is left: what is killed then was stuck."""
 SIZE = {"gloo": 2 << 20, "nccl": 64 << 20}
 """Bytes of the large message."""
 
@@ -94,7 +92,7 @@ def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> 
     for name, seats in ((name, seats) for stage in order["stages"] for name, seats in stage if seat in seats):
         own = signed(store, f"{order['name']}/{name}")
         rank = seats.index(seat)
-        if not _together(own, rank, len(seats), end, GROUP_S[order["backend"]]):
+        if not _together(own, rank, len(seats), end, timeouts.GROUP_S[order["backend"]]):
             tell({"seat": seat, "group": name, "late": True})
             continue
         tell({"seat": seat, "group": name, "together": True})
@@ -126,7 +124,7 @@ def _together(store: Any, rank: int, world: int, end: float, group_s: float) -> 
 
 def _stay(store: Any, seats: int) -> None:
     """Keep the store until all others are through with it."""
-    end = time.monotonic() + _PARTING_S
+    end = time.monotonic() + timeouts.GROUP_LEAVE_S
     while store.add("through", 0) < seats and time.monotonic() < end:
         time.sleep(_POLL_S)
 
@@ -142,9 +140,9 @@ def _measure(order: dict[str, Any], store: Any, rank: int, world: int) -> dict[s
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-        group = nccl_group(store, rank, world, GROUP_S[order["backend"]])
+        group = nccl_group(store, rank, world, timeouts.GROUP_S[order["backend"]])
     else:
-        group = gloo_group(store, rank, world, order["address"], GROUP_S[order["backend"]])
+        group = gloo_group(store, rank, world, order["address"], timeouts.GROUP_S[order["backend"]])
     from_first = BroadcastOptions()
     from_first.rootRank = 0
     small = torch.ones(1, device=device)

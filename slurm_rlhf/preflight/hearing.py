@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.placement.topology import GPU, Topology
 from slurm_rlhf.preflight.desk import Desk
 from slurm_rlhf.preflight.facts import NodeFacts
@@ -86,7 +87,6 @@ class Hearing:
 
 SUSPICIOUS = 0.5
 """Of the fastest link: what is below is measured once more, alone, for a busy moment of a node is no slow link."""
-_PARTING_S = 1.0  # that the agents have to report before the time is over
 
 
 def on_gpus(heard: Hearing, topology: Topology) -> bool:
@@ -149,7 +149,7 @@ def measure_groups(heard: Hearing, lineup: Lineup, topology: Topology, until: fl
             "port": heard.stores[first],
             "backend": "nccl" if on_gpus(heard, topology) else "gloo",
             "seats_in_all": len(lineup.seats),
-            "limit_s": max(heard.left(until) - _PARTING_S, _PARTING_S),
+            "limit_s": max(heard.left(until) - timeouts.REPORT_S, timeouts.REPORT_S),
         }
         heard.desk.send(node, order)
     heard.listen(until, lambda: set(taking_part) <= heard.done.get(lineup.name, set()))

@@ -19,6 +19,7 @@ from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.disk import device_of, mount_of, size_of
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
 from slurm_rlhf.launch.accelerators import Wanted
@@ -31,7 +32,6 @@ _FILES_OF_A_RANK = 4
 _FILES_BESIDE = 32
 _FP32 = 4
 _ADAM = 12  # bytes of a parameter: a master copy and two moments, all fp32
-_SLURM_S = 10.0
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
@@ -138,7 +138,9 @@ def earlier_nodes(run_dir: Path) -> tuple[str, ...]:
 def allocation_problem(slurm: SlurmEnvironment) -> str:
     """Say how the nodes of the job differ from those that its environment names; empty where Slurm does not answer."""
     try:
-        jobs = [job for job in ask_jobs(str(slurm.job_id), _SLURM_S) if job.number == str(slurm.job_id)]
+        jobs = [
+            job for job in ask_jobs(str(slurm.job_id), timeouts.SLURM_PREFLIGHT_S) if job.number == str(slurm.job_id)
+        ]
         now = expand(jobs[0].nodes) if jobs else []
     except (RunError, PlacementError):
         return ""
@@ -158,7 +160,6 @@ def nodes_differ(named: Sequence[str], now: Sequence[str]) -> str:
 
 
 _KIB = 1024
-_ASK_S = 5.0
 _FIELDS = 8  # used, quota, limit, grace of the blocks, and of the files
 
 
@@ -188,7 +189,7 @@ def quota_on(directory: Path) -> Quota | None:
     try:
         # Its exit status is that of a quota which is used up, too.
         said = subprocess.run(
-            command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_S
+            command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeouts.QUOTA_S
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -9,13 +9,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import IO, Protocol
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.launch.child_process import bound_to_parent
 from slurm_rlhf.launch.srun import HOST, Container, Step, step_command, step_environment
 from slurm_rlhf.preflight.facts import Orders
 
 AGENT = "slurm_rlhf.preflight.agent"
-_END_S = 5.0
 
 
 class Starter(Protocol):
@@ -72,7 +72,7 @@ class CommandStarter:
         if self._process is not None:
             self._process.terminate()  # srun ends its tasks
             try:
-                self._process.wait(_END_S)
+                self._process.wait(timeouts.PREFLIGHT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurm_rlhf.config.schema import Reward
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError, RewardError, cut, meant
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.values import Rewards, parse_answer
@@ -124,8 +125,6 @@ def _unknown(name: str, where: str) -> str:
 FUNCTION = "reward_func"
 KEY = "reward.remote_url"
 REGISTERED = "reward.function"
-_SEARCH_S = 10.0
-"""How long a response is looked for that makes the function raise."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -207,8 +206,8 @@ class RewardFunction:
         return parse_answer(answer, len(trajectories), f"{self._file}: {self._name}")
 
     def _culprit(self, error: BaseException, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> str:
-        """Name the first response that raises the same alone; empty: none does within `_SEARCH_S`."""
-        until = time.monotonic() + _SEARCH_S
+        """Name the first response that raises the same alone; empty: none does within `timeouts.REWARD_SEARCH_S`."""
+        until = time.monotonic() + timeouts.REWARD_SEARCH_S
         for prompt, trajectory in zip(prompts, trajectories, strict=True):
             if time.monotonic() > until:
                 break

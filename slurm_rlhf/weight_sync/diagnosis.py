@@ -18,13 +18,11 @@ from typing import Any
 
 from torch.distributed import Store
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import shortened
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.rendezvous import read
 
-GRACE_S = 3.0
-"""How long survivors have to post after a failure."""
-_CLOSED_GRACE_S = 0.5
 _NAMED = 4  # members that a message names; of a node that is cut off, all would be too many
 
 
@@ -80,7 +78,7 @@ class FailureBoard:
             if reason:
                 self._store.set("refused", f"{self._label}: {reason}")
 
-        self._within(GRACE_S, write)
+        self._within(timeouts.POST_S, write)
 
     def refusal(self) -> str | None:
         """Return who gave up for a reason of its own, and why; None if nobody did. Raises RuntimeError."""
@@ -101,9 +99,9 @@ class FailureBoard:
             waited = time.monotonic() - start
             if reasons:
                 return Verdict("; ".join(reasons), refused=True)
-            if dead and waited > _CLOSED_GRACE_S:
+            if dead and waited > timeouts.POST_CLOSED_S:
                 return Verdict(f"{' and '.join(dead)} died: its connection closed without a message")
-            if len(posts) == len(peers) or waited > GRACE_S:
+            if len(posts) == len(peers) or waited > timeouts.POST_S:
                 break
             time.sleep(0.05)
         missing = {0: tuple(quiet)} | {rank: post.quiet for rank, post in posts.items()}
@@ -120,17 +118,17 @@ class FailureBoard:
 
     def publish(self, verdict: Verdict) -> None:
         """Tell the other members what rank 0 found."""
-        self._within(GRACE_S, lambda: self._store.set("verdict", json.dumps(asdict(verdict))))
+        self._within(timeouts.POST_S, lambda: self._store.set("verdict", json.dumps(asdict(verdict))))
 
     def verdict(self) -> Verdict | None:
         """Return what rank 0 found; None if it does not say so in time, and is probably gone or cut off itself."""
 
         def wait() -> Verdict | None:
-            if wait_until(lambda: self._store.check(["verdict"]), GRACE_S + 1.0):
+            if wait_until(lambda: self._store.check(["verdict"]), timeouts.POST_S + 1.0):
                 return Verdict(**json.loads(read(self._store, "verdict") or "{}"))
             return None
 
-        found: Verdict | None = self._within(GRACE_S + 2.0, wait)
+        found: Verdict | None = self._within(timeouts.POST_S + 2.0, wait)
         return found
 
     def _within(self, seconds: float, work: Callable[[], Any]) -> Any:

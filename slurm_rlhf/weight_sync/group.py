@@ -18,6 +18,7 @@ from torch.distributed import Store
 
 from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, link_mbits
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.records import SyncConnection
@@ -49,8 +50,6 @@ log = logging.getLogger(__name__)
 Described = Sequence[Sequence[Any]]
 """[[name, shape, dtype], ...] of parameters, in layer order."""
 
-_MARGIN_S = 2.0
-_REACH_S = 10.0
 _LOOK_S = 0.1
 _OPERATION = 0.5
 """An operation's share of timeout.sync: members have to find out who is behind before the conductor gives up on all."""
@@ -179,7 +178,8 @@ class SyncGroup:
         def poll() -> None:
             refusal = self.board.refusal
             try:
-                came.append(wait_until(lambda: bool(self._ended or refusal()) or ready(), self.timeout_s + _MARGIN_S))
+                limit_s = self.timeout_s + timeouts.GROUP_MARGIN_S
+                came.append(wait_until(lambda: bool(self._ended or refusal()) or ready(), limit_s))
                 refused.append(refusal())
             except Exception as error:
                 failed.append(error)
@@ -187,11 +187,11 @@ class SyncGroup:
         # In a thread, because a store behind a cut link does not answer as long as TCP tries.
         asking = threading.Thread(target=poll, name="sync-wait", daemon=True)
         asking.start()
-        end = time.monotonic() + self.timeout_s + 2 * _MARGIN_S
+        end = time.monotonic() + self.timeout_s + 2 * timeouts.GROUP_MARGIN_S
         while asking.is_alive() and time.monotonic() < end:
             asking.join(_LOOK_S)
             if self._ended:
-                end = min(end, time.monotonic() + _MARGIN_S)
+                end = min(end, time.monotonic() + timeouts.GROUP_MARGIN_S)
         for error in failed:
             if isinstance(error, RuntimeError):
                 raise SyncError(f"group {self.name}: the process that holds its store is gone: {error}") from error
@@ -290,7 +290,7 @@ class SyncGroup:
         """
         if len({member.host for member in self.members}) == 1:
             return
-        failure = unreachable(self.me, self.members, min(_REACH_S, self.timeout_s / 2))
+        failure = unreachable(self.me, self.members, min(timeouts.GROUP_REACH_S, self.timeout_s / 2))
         if failure:
             self.abort(failure)
             raise SyncError(f"group {self.name}: {failure}")

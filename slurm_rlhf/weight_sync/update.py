@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import SyncBroken, SyncError
 from slurm_rlhf.weight_sync.backends.backend import TransportFailure
 from slurm_rlhf.weight_sync.diagnosis import Verdict, cut
@@ -22,7 +23,6 @@ REPORT_TAG = (1 << 30) + 1
 """Tag of a member's report that it has done its part of an update; chunks have lower tags."""
 DONE_TAG = (1 << 30) + 2
 """Tag of rank 0's message that all members have."""
-_SETTLE_S = 0.3
 _LOOK_S = 0.1
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class _Reports(_Waiting):
     def drop(self) -> None:
         with self._dropping:
             if not self._dropped:
-                time.sleep(_SETTLE_S)  # a death closes several connections, one after the other
+                time.sleep(timeouts.CLOSING_S)  # a death closes several connections, one after the other
                 self._dropped = True
                 super().drop()
 

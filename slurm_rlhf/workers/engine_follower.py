@@ -11,6 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.calls import SyncGroupRequest, SyncUpdateRequest, WakeUpRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import read
@@ -23,9 +24,6 @@ from slurm_rlhf.workers.engine_worker import EngineWorker, read_address
 from slurm_rlhf.workers.follower_links import Answer, Command, FollowerCalls, Told
 from slurm_rlhf.workers.local_stream import connect_local
 from slurm_rlhf.workers.worker import RankInfo
-
-_GRACE_S = 5.0  # for the leader to report why the engine does not start, before the end of this rank does
-
 
 _MAY_FAIL = (FollowerCalls.sync_join.__name__, FollowerCalls.sync_receive.__name__)  # and this rank goes on
 
@@ -77,7 +75,7 @@ class EngineFollower(EngineWorker):
         except Exception as error:
             self.stream.send(Answer("failed", number, sendable(f"{type(error).__name__}: {error}")))
             if command.name == FollowerCalls.start.__name__:
-                time.sleep(_GRACE_S)
+                time.sleep(timeouts.FOLLOWER_S)
             if command.name not in _MAY_FAIL:
                 raise
             return

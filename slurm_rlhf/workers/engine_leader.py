@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.calls import (
     EngineCalls,
     GenerateAnswer,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RECEIVE = EngineCalls.sync_receive.__name__
-_LAST_WORDS_S = 1.0  # for the main thread and the control client to say why
 
 
 def make_engine_worker(config: Config, info: RankInfo, client: ControlClient) -> Worker:
@@ -92,7 +92,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         """End this process: its main thread may be inside a collective that never ends."""
         print(reason, file=sys.stderr, flush=True)
         self.client.event(FAILURE, reason=sendable(reason))
-        timer = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
+        timer = threading.Timer(timeouts.LAST_WORDS_S, os._exit, (1,))
         timer.daemon = True
         timer.start()
 

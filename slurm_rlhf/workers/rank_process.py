@@ -29,12 +29,12 @@ from slurm_rlhf.cluster.processes import (
     die_with_parent,
     keep_others_out,
     print_to,
-    raise_descriptors,
 )
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import ActorCalls, RankCalls
 from slurm_rlhf.control.client import THREAD_FAILED, ControlClient
@@ -52,7 +52,6 @@ SHUTDOWN = RankCalls.shutdown.__name__
 
 _USUAL = gc.get_threshold()[0]
 _RARELY = 100_000  # new objects
-_JOIN_S = 10.0
 _ARENA = 1 << 20  # bytes: what Python asks the system for at once
 
 
@@ -187,7 +186,7 @@ def tell_joined(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.e
             int(environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=_JOIN_S),
+            timeout=timedelta(seconds=timeouts.STORE_JOIN_S),
         )
         doors.tell_joined(store, info.rank, keys.client_secret)
     except RuntimeError as error:  # it listens on, that is all
@@ -257,7 +256,6 @@ def main() -> None:
     arguments = parser.parse_args()
 
     collect_rarely()
-    raise_descriptors()
     keep_others_out()
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C

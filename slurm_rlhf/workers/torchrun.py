@@ -33,6 +33,7 @@ from slurm_rlhf.cluster.doors import shut_when_joined
 from slurm_rlhf.cluster.local_directory import OWN, remove_directory
 from slurm_rlhf.cluster.network import own_address
 from slurm_rlhf.cluster.processes import PARENT, raise_descriptors
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -42,7 +43,6 @@ BACKEND = "bound"
 
 _BACKLOG = 4096
 _LOOK_S = 0.2
-_LIMIT_S = 600  # torch's own; the conductor gives up sooner, with timeout.connect
 
 
 class BoundRendezvous(RendezvousHandler):
@@ -89,7 +89,9 @@ class BoundRendezvous(RendezvousHandler):
 
     def _connect(self) -> TCPStore:
         where = self._where = RendezvousStoreInfo(self._where.master_addr, self._port())
-        return TCPStore(where.master_addr, where.master_port, self._nodes, False, timedelta(seconds=_LIMIT_S))
+        return TCPStore(
+            where.master_addr, where.master_port, self._nodes, False, timedelta(seconds=timeouts.TORCHRUN_S)
+        )
 
     @property
     def _file(self) -> Path:
@@ -97,12 +99,12 @@ class BoundRendezvous(RendezvousHandler):
 
     def _port(self) -> int:
         """Wait until the first node has said where it listens."""
-        end = time.monotonic() + _LIMIT_S
+        end = time.monotonic() + timeouts.TORCHRUN_S
         while not (said := _read(self._file)).endswith("\n"):
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"{self._where.master_addr} has not written into {self._file}, within {_LIMIT_S} s, where it "
-                    "listens: its log says why; or this node does not see what others write there"
+                    f"{self._where.master_addr} has not written into {self._file}, within {timeouts.TORCHRUN_S} s, "
+                    "where it listens: its log says why; or this node does not see what others write there"
                 )
             time.sleep(_LOOK_S)
         return int(said)
@@ -117,7 +119,8 @@ class BoundRendezvous(RendezvousHandler):
             self._file.write_text(f"{self._where.master_port}\n", encoding="ascii")
         number = listener.detach()
         store = TCPStore(
-            *(address, self._where.master_port, self._nodes, True, timedelta(seconds=_LIMIT_S)), master_listen_fd=number
+            *(address, self._where.master_port, self._nodes, True, timedelta(seconds=timeouts.TORCHRUN_S)),
+            master_listen_fd=number,
         )
         if self._ranks:
             first, run_dir = int(_of_rank("--first_rank=")), RunDirectory(Path(_of_rank("--run_dir=")))

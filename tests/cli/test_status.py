@@ -10,9 +10,9 @@ import pytest
 from loaded_packages import LIBRARIES, packages_loaded
 from waiting import HANG_S
 
-from slurm_rlhf.cli import status
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cluster.processes import Session, read_session
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import printable
 from slurm_rlhf.launch.headless import mark
 
@@ -217,8 +217,8 @@ def test_a_slurmctld_that_is_down_is_not_waited_for(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """scontrol tries for 18 s; the run directory has what there is to know."""
-    assert status.PATIENCE_S <= 5
-    monkeypatch.setattr(status, "PATIENCE_S", 0.3)
+    assert timeouts.SLURM_STATUS_S <= 5
+    monkeypatch.setattr(timeouts, "SLURM_STATUS_S", 0.3)
     bench.wrote("running", 3)
     bench.program("scontrol", f"exec sleep {HANG_S}")
     out = shown(bench.run_dir, capsys)

@@ -23,6 +23,7 @@ from slurm_rlhf.cluster.kernel_cache import (
     prune,
     take_kernel_cache,
 )
+from slurm_rlhf.control import timeouts
 
 Take = Callable[..., KernelCache]
 
@@ -204,7 +205,7 @@ def test_a_full_disk_is_passed_over(places: list[Path], monkeypatch: pytest.Monk
 
 def test_a_rank_that_holds_the_door_does_not_hang_the_others(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
     root = take().directory.parent.parent
-    monkeypatch.setattr(kernel_cache, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(timeouts, "KERNEL_LOCK_S", 0.1)
     door = kernel_cache._try_lock(root)
     assert door is not None
     try:

@@ -14,7 +14,7 @@ from msgspec import inspect
 
 import slurm_rlhf
 from slurm_rlhf.config.schema_cluster import Timeout
-from slurm_rlhf.control import calls
+from slurm_rlhf.control import calls, timeouts
 from slurm_rlhf.control.calls import RankCalls, StacksAnswer
 from slurm_rlhf.control.declarations import call, calls_of, spec_of
 from slurm_rlhf.errors import RunError
@@ -92,6 +92,12 @@ def test_what_is_no_declaration_is_refused() -> None:
         spec_of(Two.drop).seconds(Timeout())
     with pytest.raises(RunError, match=r"Two\.add has 2 arguments; a call has one at most"):
         spec_of(Two.add)
+
+
+def test_every_time_out_of_the_table_bounds_something() -> None:
+    names = {name for name in vars(timeouts) if name.isupper()}
+    text = "\n".join(path.read_text(encoding="utf-8") for path in Path(slurm_rlhf.__file__).parent.rglob("*.py"))
+    assert {name for name in names if f"timeouts.{name}" not in text} == set()
 
 
 PROGRAM = """

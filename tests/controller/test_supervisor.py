@@ -18,9 +18,9 @@ from waiting import HANG_S, scaled, until
 
 from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.messages import TERMINATION
-from slurm_rlhf.controller import supervisor as module
-from slurm_rlhf.controller.supervisor import POLL_S, SILENT_BEATS, VERDICT_S, Supervisor
+from slurm_rlhf.controller.supervisor import POLL_S, SILENT_BEATS, Supervisor
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, LocalLauncher
 from slurm_rlhf.observe.log_tail import _ROOT_CAUSE
@@ -182,7 +182,7 @@ def test_a_rank_that_was_killed_is_named_without_a_look_for_dead_nodes(
     supervisor: Supervisor, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its torchrun has reported it. A rank on the other node ended because of it, and srun tells of that one first."""
-    monkeypatch.setattr(module, "VERDICT_S", 2 * HANG_S)
+    monkeypatch.setattr(timeouts, "VERDICT_S", 2 * HANG_S)
     report = f"{_ROOT_CAUSE}\n  rank      : 1 (local_rank: 0)\n  exitcode  : -9 (pid: 7)\n"
     processes.directory.role_log("actor", "n2", "torchrun").write_text(report)
     for rank in range(2):
@@ -301,7 +301,7 @@ def test_an_error_stands_where_everybody_is_heard_or_was_only_busy(
 ) -> None:
     assert blamed(supervisor, RemoteError("reward.py returned NaN", user_error=True)) is None
     assert blamed(supervisor, BROKEN) is None
-    patience = max(VERDICT_S, (SILENT_BEATS + 1) * INTERVAL)
+    patience = max(timeouts.VERDICT_S, (SILENT_BEATS + 1) * INTERVAL)
     goes_on = threading.Event()
 
     def go_on() -> None:

@@ -11,7 +11,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller import transfer_calls
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.controller.transfer_calls import EngineLost, settle_update
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import RoleDied
@@ -46,7 +46,7 @@ def answered(report: SyncReport) -> Future[Any]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer_calls, "SLOW_S", 0.3)
+    monkeypatch.setattr(timeouts, "TRANSFER_SLOW_S", 0.3)
 
 
 def settle(engines: Engines, actor: list[Future[Any]]) -> list[BaseException]:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from waiting import until
 
-from slurm_rlhf.launch import engine_launcher, engine_node
+from slurm_rlhf.control import timeouts
+from slurm_rlhf.launch import engine_node
 from slurm_rlhf.launch.engine_launcher import EngineEnds, LocalEngines
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import place
@@ -84,7 +85,7 @@ def test_how_an_engine_ended_its_launcher_knows_better_than_the_rank_that_is_lef
     assert ends.news([(0, killed), (1, killed)]) == [(0, killed), (1, killed)]
     ends.said(0, "its ranks did not do the same")  # then it ends by itself
     assert ends.news([(0, "rank 0 (pid 6) ended with status 1")]) == [(0, "its ranks did not do the same")]
-    monkeypatch.setattr(engine_launcher, "HEARSAY_S", -1.0)
+    monkeypatch.setattr(timeouts, "ENGINE_END_S", -1.0)
     ends.said(0, gone)  # and its node says nothing
     assert ends.news([]) == [(0, gone)]
     assert ends.news([]) == []

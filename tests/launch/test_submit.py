@@ -16,6 +16,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
 from slurm_rlhf.config.schema_cluster import minutes
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError, UserError
 from slurm_rlhf.launch import requeue, submitit_job
 from slurm_rlhf.launch.requeue import PARENT_REQUEUES, ChainContinuation, ParentContinuation, continuation_of
@@ -182,8 +183,8 @@ def test_a_requeue_is_tried_again_while_the_controller_is_away(
     What Slurm refuses, or a machine without its commands, is no reason to wait.
     """
     monkeypatch.setattr(requeue, "_AGAIN_S", 0.01)
-    monkeypatch.setattr(requeue, "_LAST_TRY_S", 67.0)
-    monkeypatch.setattr(requeue, "_KILL_S", 0.0)
+    monkeypatch.setattr(timeouts, "REQUEUE_END_S", 67.0)
+    monkeypatch.setattr(timeouts, "REQUEUED_KILL_S", 0.0)
     monkeypatch.chdir(tmp_path)
     if scontrol is not None:
         (tmp_path / "scontrol").write_text(f'#!/bin/sh\nPATH=/usr/bin:/bin\necho "$@" >>calls\n{scontrol}\n')

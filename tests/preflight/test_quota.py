@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.disk import device_of
 from slurm_rlhf.preflight import needs
 from slurm_rlhf.preflight.needs import Quota, quota_on, read_quota
@@ -46,7 +47,7 @@ def test_the_programs_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     program.chmod(0o755)
     assert quota_on(tmp_path) == Quota("lfs quota", 300 * 1024, None)
     program.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(needs, "_ASK_S", 0.2)
+    monkeypatch.setattr(timeouts, "QUOTA_S", 0.2)
     assert quota_on(tmp_path) is None
     program.unlink()
     assert quota_on(tmp_path) is None

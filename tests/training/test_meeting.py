@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 from waiting import HANG_S, scaled, until
 
-from slurm_rlhf.workers import torchrun
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.workers.torchrun import BoundRendezvous
 
 pytestmark = [pytest.mark.slow]
@@ -150,6 +150,6 @@ def test_a_node_that_does_not_learn_the_port_says_where_it_looked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["torchrun", f"--run_dir={tmp_path}"])
-    monkeypatch.setattr(torchrun, "_LIMIT_S", 0)
+    monkeypatch.setattr(timeouts, "TORCHRUN_S", 0)
     with pytest.raises(TimeoutError, match=rf"n1 has not written into {tmp_path}/.control/actor.port, within 0 s"):
         BoundRendezvous("n1", "actor.port", "run", 1, 2, 0).next_rendezvous()

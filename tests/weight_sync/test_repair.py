@@ -15,7 +15,7 @@ from sync_fleet import PeerRanks, configure, loaded, sent
 from sync_peer import Peer, describe, make_weights
 from waiting import HANG_S, scaled
 
-from slurm_rlhf.controller import transfer_calls
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import RemoteError, SyncError
 
@@ -60,7 +60,7 @@ PARAMETERS = describe(make_weights(0))
 
 
 def test_an_engine_that_hung_gets_the_whole_update_over_a_new_group(sync, roles, monkeypatch):
-    monkeypatch.setattr(transfer_calls, "SLOW_S", HANG_S)
+    monkeypatch.setattr(timeouts, "TRANSFER_SLOW_S", HANG_S)
     weights = sync()
     weights.connect(PARAMETERS, [0, 1])
     assert weights.update(1)["perf/sync_group"] == 1

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import CallTimeout, ConfigError
 from slurm_rlhf.launch.mpi.assignment import Launched, check_world
 from slurm_rlhf.polling import wait_until
 
 _POLL_S = 0.01
-_LATE_S = 60.0
-_LEAVE_S = 600.0  # the conductor may still ask Slurm to requeue the job
 
 
 class Communicator:
@@ -45,7 +44,7 @@ class Communicator:
     def size(self) -> int:
         return int(self._comm.size)
 
-    def gather(self, value: Any, timeout_s: float = _LATE_S) -> list[Any]:
+    def gather(self, value: Any, timeout_s: float = timeouts.MPI_S) -> list[Any]:
         """Return the `value` of every rank, in rank order. Blocks until all have called it, or raises CallTimeout."""
         mine = json.dumps(value).encode()
         sizes = memoryview(bytearray(8 * self.size)).cast("q")
@@ -59,7 +58,7 @@ class Communicator:
         self._wait(self._comm.Iallgatherv([mine, kind], [everything, counts, places, kind]), "gather", timeout_s)
         return [json.loads(everything[at : at + count]) for at, count in zip(places, counts, strict=True)]
 
-    def broadcast(self, value: Any = None, timeout_s: float = _LATE_S) -> Any:
+    def broadcast(self, value: Any = None, timeout_s: float = timeouts.MPI_S) -> Any:
         """Return the `value` of rank 0 on every rank. Blocks until rank 0 has called it, or raises CallTimeout."""
         data = json.dumps(value).encode() if self.rank == 0 else b""
         size = memoryview(bytearray(8)).cast("q")
@@ -71,7 +70,7 @@ class Communicator:
 
     def send(self, rank: int, value: Any) -> None:
         """Send a small message to `rank`; messages arrive in order. Blocks until it is handed over."""
-        self._wait(self._comm.Isend([json.dumps(value).encode(), self._mpi.BYTE], dest=rank), "message", _LATE_S)
+        self._wait(self._comm.Isend([json.dumps(value).encode(), self._mpi.BYTE], dest=rank), "message", timeouts.MPI_S)
 
     def receive(self) -> Any:
         """Return the next message from any rank, or None; does not block."""
@@ -88,7 +87,7 @@ class Communicator:
 
     def leave(self) -> None:
         """Wait for all ranks, then leave MPI. A launcher takes a process that ends without it for a crash."""
-        self.barrier(_LEAVE_S)
+        self.barrier(timeouts.MPI_LEAVE_S)
         self._mpi.Finalize()
 
     def _wait(self, request: Any, what: str, timeout_s: float) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node_look import look_here
@@ -17,7 +18,6 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 
 _POLL_S = 0.05
-_LATE_S = 10.0
 
 
 class Channel:
@@ -108,7 +108,7 @@ class MpiLauncher:
         with self._lock:
             self._reported = True
         self._channel.send(stop=grace_s if done else 0.0)
-        wait_until(self._closed, grace_s + _LATE_S, _POLL_S, _POLL_S)
+        wait_until(self._closed, grace_s + timeouts.MPI_CLOSED_S, _POLL_S, _POLL_S)
 
     def _closed(self) -> bool:
         with self._lock:

@@ -25,6 +25,7 @@ from typing import IO, Any
 from slurm_rlhf.cluster.local_directory import take_temporary
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS, exit_text
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.launch.child_process import bound_to_parent, start_child
 from slurm_rlhf.launch.mpi.assignment import Assignment
 from slurm_rlhf.launch.mpi.communicator import Communicator
@@ -41,7 +42,6 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 
 _POLL_S = 0.1
-_LATE_S = 60.0
 _KEYS = Path(".control") / "keys.json"
 
 
@@ -57,7 +57,7 @@ def follow(world: Communicator, ranks: RankMap, assignment: Assignment, start_s:
                 world.send(0, report)
             time.sleep(_POLL_S)
         worker.end(stop)
-        world.barrier(stop + _LATE_S)
+        world.barrier(stop + timeouts.MPI_S)
 
 
 def lead(
@@ -135,7 +135,7 @@ def _serve(world: Communicator, worker: MpiWorker, channel: Channel, child: subp
     for rank in range(1, world.size):
         world.send(rank, stop)
     worker.end(stop)
-    world.barrier(stop + _LATE_S)
+    world.barrier(stop + timeouts.MPI_S)
     while world.receive() is not None:
         pass  # reports that crossed the stop
 
