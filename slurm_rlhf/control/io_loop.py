@@ -54,8 +54,8 @@ class IoLoop:
         self.said: deque[Said] = deque(maxlen=_REMEMBERED)
         self.moves = 0  # answers to calls that do more than look, events
         self._heartbeat = Heartbeat(interval, limit)
-        self._clock = ListeningClock(self._heartbeat.longest_round)
-        self._now = self._clock.now()
+        self.clock = ListeningClock(self._heartbeat.longest_round)
+        self.now = self.clock.now()  # when this thread last listened
         self._lock = lock
         self._on_lost = on_lost
         self._on_event = on_event
@@ -66,42 +66,23 @@ class IoLoop:
         self._router.router_mandatory = True
         # A rank whose connection broke comes back under its name before the old connection is known to be dead.
         self._router.router_handover = True
-        self._auth = Authenticator(self._context, self._router, keys)
+        self.auth = Authenticator(self._context, self._router, keys)
         try:
             self._router.bind(f"tcp://{host}:0")
         except zmq.ZMQError as error:
-            self._auth.close()
+            self.auth.close()
             self._context.destroy(linger=0)
             raise RunError(f"the conductor cannot listen on {host!r}: {error}; use an address of this node") from error
         self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name="control-server", daemon=True)
 
-    @property
-    def refused(self) -> int:
-        """Count the connections that were refused because the peer lacks the run's key."""
-        return self._auth.refused
-
-    @property
-    def obstacle(self) -> str:
-        """Say why connections were not accepted; empty: they all were."""
-        return self._auth.obstacle
-
-    @property
-    def now(self) -> float:
-        """Return when the I/O thread last listened, on its clock."""
-        return self._now
-
-    def absence_s(self, within_s: float) -> float:
-        """Return how long the ranks were not heard, nor heard anything, at a stretch; see `ListeningClock`."""
-        return self._clock.absence_s(within_s)
-
     def start(self) -> None:
         self._thread.start()
 
     def call(self, peer: Peer, method: str, timeout_s: float, parts: list[Part], read: Reader) -> Future[Any]:
         """Send a call, which is pending when this returns. For any thread, under the lock."""
-        call = self.pending.add(peer, method, timeout_s, read, self._clock.now())
+        call = self.pending.add(peer, method, timeout_s, read, self.clock.now())
         self.said.append(Said(time.time(), peer, f"call {method}"))
         self._outbox.put((call, parts))
         self._wakeup.signal()
@@ -125,18 +106,18 @@ class IoLoop:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._router, self._wakeup.fileno(), *self._auth.sockets):
+        for source in (self._router, self._wakeup.fileno(), *self.auth.sockets):
             poller.register(source, zmq.POLLIN)
         try:
             while not self.closed:
-                poller.poll(self._heartbeat.wait_ms(self._clock.now(), self._next_deadline()))
-                self._now = self._clock.tick()
+                poller.poll(self._heartbeat.wait_ms(self.clock.now(), self._next_deadline()))
+                self.now = self.clock.tick()
                 self._wakeup.clear()
                 self._send_calls()
                 self._drop_given_up()
-                self._auth.answer()
+                self.auth.answer()
                 self._receive()
-                if self._heartbeat.due(self._now):
+                if self._heartbeat.due(self.now):
                     self._beat()
                 self._expire()
         except Exception:
@@ -153,7 +134,7 @@ class IoLoop:
             call.future.set_exception(RunError(f"the control server was closed before {call.peer} answered"))
         for peer in self.roster.present():
             self._send(peer, "bye")
-        self._auth.close()
+        self.auth.close()
         self._router.close()
         self._wakeup.close()
         end_context(self._context)
@@ -201,7 +182,7 @@ class IoLoop:
                 route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._auth.heard(route)
+            self.auth.heard(route)
             try:
                 self._handle(route.bytes, [frame.buffer for frame in frames])
             except WireError as error:
@@ -227,7 +208,7 @@ class IoLoop:
         if order == "replayed":
             self.replayed += 1
             return
-        peer.heard = self._now
+        peer.heard = self.now
         if order == "gap":
             self._lose(peer, f"messages {peer.received + 1} to {envelope.number} were lost with its connection")
             return
@@ -242,7 +223,7 @@ class IoLoop:
             raise WireError("a pulse from a process that never said hello")
         if not peer.lost:
             peer.phase = phase
-            peer.heard = self._now
+            peer.heard = self.now
 
     def _dispatch(self, peer: Peer, envelope: Envelope, rest: Sequence[Buffer]) -> None:
         match envelope.kind:
@@ -260,7 +241,7 @@ class IoLoop:
                 raise WireError(f"a {envelope.kind} from {peer}; only the conductor sends that")
 
     def _welcome(self, route: bytes, hello: Hello) -> None:
-        newcomer = hello.peer(route, self._now)
+        newcomer = hello.peer(route, self.now)
         known = self.roster.at(route)
         if known is None and hello.start != (wanted := self.starts.get(newcomer.role, 0)):
             self.replayed += 1
@@ -282,7 +263,7 @@ class IoLoop:
 
     def _resolve(self, peer: Peer, envelope: Envelope, rest: Sequence[Buffer]) -> None:
         with self._lock:
-            call = self.pending.answered(envelope.call, peer, self._now)
+            call = self.pending.answered(envelope.call, peer, self.now)
         if call is None:
             if not self.pending.was_made(envelope.call):
                 raise WireError(f"{peer} replied to call {envelope.call}, which nobody made")
@@ -305,7 +286,7 @@ class IoLoop:
 
     def _beat(self) -> None:
         for peer in self.roster.present():
-            if self._now - peer.heard > self._heartbeat.limit:
+            if self.now - peer.heard > self._heartbeat.limit:
                 peer.silent = True
                 self._lose(peer, f"it was not heard from for {self._heartbeat.limit:g} s, last phase {peer.phase!r}")
             else:
@@ -314,13 +295,13 @@ class IoLoop:
 
     def _expire(self) -> None:
         with self._lock:
-            calls = self.pending.expired(self._now)
+            calls = self.pending.expired(self.now)
         for call in calls:
             peer = call.peer
             call.future.set_exception(
                 CallTimeout(
                     f"{peer} did not answer {call.method} within {call.timeout_s:g} s; it was last heard "
-                    f"{self._now - peer.heard:.1f} s ago, in phase {peer.phase!r}. Its log says where it stands; if "
+                    f"{self.now - peer.heard:.1f} s ago, in phase {peer.phase!r}. Its log says where it stands; if "
                     "the work takes longer than that, raise the limit in [timeout]"
                 )
             )

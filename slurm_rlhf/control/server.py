@@ -76,7 +76,7 @@ class ControlServer:
         """Describe for the log what came that should not have."""
         io = self.loop
         return (
-            f"{io.refused} connections refused, {io.garbage} messages of no use, {io.replayed} replayed, "
+            f"{io.auth.refused} connections refused, {io.garbage} messages of no use, {io.replayed} replayed, "
             f"{io.late} replies too late"
         )
 
@@ -141,7 +141,8 @@ class ControlServer:
                 if not self._changed.wait(end - time.monotonic()) and time.monotonic() >= end:
                     raise CallTimeout(
                         f"{role}: {len(here)} of {n} ranks said hello within {timeout_s:g} s; "
-                        f"missing: {shortened(map(str, missing), 8)}; {self.loop.obstacle or 'their log files say why'}"
+                        f"missing: {shortened(map(str, missing), 8)}; "
+                        f"{self.loop.auth.obstacle or 'their log files say why'}"
                     )
 
     def call(

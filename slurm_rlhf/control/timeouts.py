@@ -6,117 +6,65 @@ In seconds; names in MS are in milliseconds. Each says what it bounds.
 from __future__ import annotations
 
 # --- conductor and ranks ---
-HANDSHAKE_MS = 5_000
-"""The handshake of a connection to the conductor: a stranger holds it no longer."""
-CONNECT_HANDSHAKE_MS = 30_000
-"""The handshake as a rank sees it: the conductor may be busy."""
-LINGER_MS = 1_000
-"""The last messages on their way out, once a socket is closed."""
-CONTEXT_END_S = 5.0
-"""The end of ZeroMQ's thread: libzmq 4.3.5 was seen to wait without end when ranks were killed as they connected."""
-PREEMPTION_S = 1.0
-"""The conductor's own SIGTERM, after those of all ranks: `scancel` sends both, and then it decides."""
-LAST_WORDS_S = 1.0
-"""The reasons of the main thread and of the control client, when an engine's rank has to end."""
-FOLLOWER_S = 5.0
-"""The leader's report why an engine does not start, before its follower ends."""
-STORE_JOIN_S = 10.0
-"""The way of a rank to the store of its own node."""
-TORCHRUN_S = 600
-"""The meeting of the nodes of a torchrun, as torch has it; the conductor gives up sooner, with timeout.connect."""
+HANDSHAKE_MS = 5_000  # the handshake of a connection to the conductor: a stranger holds it no longer
+CONNECT_HANDSHAKE_MS = 30_000  # the handshake as a rank sees it: the conductor may be busy
+LINGER_MS = 1_000  # the last messages on their way out, once a socket is closed
+CONTEXT_END_S = 5.0  # the end of ZeroMQ's thread: libzmq 4.3.5 may wait without end if ranks are killed as they connect
+PREEMPTION_S = 1.0  # the conductor's own SIGTERM, after those of all ranks: `scancel` sends both, and then it decides
+LAST_WORDS_S = 1.0  # the reasons of the main thread and of the control client, when an engine's rank has to end
+FOLLOWER_S = 5.0  # the leader's report why an engine does not start, before its follower ends
+STORE_JOIN_S = 10.0  # the way of a rank to the store of its own node
+TORCHRUN_S = 600  # the meeting of a torchrun's nodes, as torch has it; the conductor gives up sooner (timeout.connect)
 
 # --- programs that are asked ---
-SLURM_S = 30.0
-"""A command of Slurm."""
-SLURM_PREFLIGHT_S = 10.0
-"""The same, where preflight does without the answer."""
-SLURM_STATUS_S = 5.0
-"""The same, where the run directory tells the rest; scontrol itself would try for 18 s while slurmctld is down."""
-GPU_QUERY_S = 30.0
-"""nvidia-smi and its like."""
-GPU_HEALTH_S = 10.0
-"""The same about the health of GPUs, without which a run starts too."""
-QUOTA_S = 5.0
-"""The command that tells a quota."""
-PY_SPY_S = 8.0
-"""The stacks of a process, taken from outside."""
-KERNEL_LOCK_S = 20.0
-"""The lock of a kernel cache that another rank holds."""
-REWARD_SEARCH_S = 10.0
-"""The search for the response that makes a reward function raise."""
+SLURM_S = 30.0  # a command of Slurm
+SLURM_PREFLIGHT_S = 10.0  # a command of Slurm whose answer preflight can do without
+SLURM_STATUS_S = 5.0  # a command of Slurm in `status`; scontrol itself tries for 18 s while slurmctld is down
+GPU_QUERY_S = 30.0  # an answer of nvidia-smi and its like
+GPU_HEALTH_S = 10.0  # an answer about the health of GPUs, without which a run starts too
+QUOTA_S = 5.0  # the command that tells a quota
+PY_SPY_S = 8.0  # the stacks of a process, taken from outside
+KERNEL_LOCK_S = 20.0  # the lock of a kernel cache that another rank holds
+REWARD_SEARCH_S = 10.0  # the search for the response that makes a reward function raise
 
 # --- start and end of processes ---
-SECOND_TERM_S = 2.0
-"""A second SIGTERM after which a stop still counts as one by Slurm."""
-SIGNAL_HANDLED_S = 0.1
-"""Python's handler of a signal, which usually runs by then."""
-TORCHRUN_END_S = 3
-"""The ranks of a torchrun that has to end, before it kills them."""
-STEP_KILL_S = 3.0
-"""The end of a step's processes after they were killed."""
-NODE_REACHED_S = 20.0
-"""Until srun finds that a node does not answer: 3 s without a network, else MessageTimeout, 10 s by default."""
-REQUEUED_KILL_S = 20.0
-"""Slurm's SIGTERM to a job that was requeued."""
-REQUEUE_END_S = 60.0
-"""Before the end of the allocation: a controller that is away until then is not waited for."""
-REQUEUE_S = 600.0
-"""The tries to requeue, where the end of the allocation is not known."""
-ENGINE_END_S = 2.0
-"""A launcher's word how an engine ended whose own ranks have said why."""
-ENGINE_GONE_S = 10.0
-"""A node's word that an engine's processes are gone; one that is cut off never says it."""
-GPU_LEFT_S = 5.0
-"""The processes of an earlier run that are about to leave a GPU."""
-MPI_S = 60.0
-"""A message or a barrier between processes of an MPI start, beyond what it waits for."""
-MPI_EXAMINE_S = 30.0
-"""The same while nodes are examined."""
-MPI_CLOSED_S = 10.0
-"""The end of all ranks, beyond their grace."""
-MPI_LEAVE_S = 600.0
-"""The common end of an MPI start: the conductor may still ask Slurm to requeue the job."""
+SECOND_TERM_S = 2.0  # a second SIGTERM after which a stop still counts as one by Slurm
+SIGNAL_HANDLED_S = 0.1  # Python's handler of a signal, which usually runs by then
+TORCHRUN_END_S = 3  # the ranks of a torchrun that has to end, before it kills them
+STEP_KILL_S = 3.0  # the end of a step's processes after they were killed
+NODE_REACHED_S = 20.0  # srun's word that a node does not answer: 3 s without a network, else MessageTimeout, 10 s
+REQUEUED_KILL_S = 20.0  # Slurm's SIGTERM to a job that was requeued
+REQUEUE_END_S = 60.0  # the end of the tries to requeue, before the end of the allocation
+REQUEUE_S = 600.0  # the tries to requeue, where the end of the allocation is not known
+ENGINE_END_S = 2.0  # a launcher's word how an engine ended whose own ranks have said why
+ENGINE_GONE_S = 10.0  # a node's word that an engine's processes are gone; one that is cut off never says it
+GPU_LEFT_S = 5.0  # the processes of an earlier run that are about to leave a GPU
+MPI_S = 60.0  # a message or a barrier between processes of an MPI start, beyond what it waits for
+MPI_EXAMINE_S = 30.0  # a message between processes of an MPI start while nodes are examined
+MPI_CLOSED_S = 10.0  # the end of all ranks, beyond their grace
+MPI_LEAVE_S = 600.0  # the common end of an MPI start: the conductor may still ask Slurm to requeue the job
 
 # --- preflight ---
-CONNECT_S = 3.0
-"""A connection to another node's port, where one that does not answer counts as not reached."""
-PREFLIGHT_S = 5.0
-"""A message to an agent, its end, or a measurement beyond its own limit."""
-CANARY_S = 5.0
-"""A file system that is slow to show a new file."""
-REPORT_S = 1.0
-"""The reports of the agents, before the time for a measurement is over."""
-GROUP_LEAVE_S = 10.0
-"""The others of a group that was measured, at its end."""
-GROUP_S = {"gloo": 6.0, "nccl": 15.0}
-"""The operations of a group. It begins only if twice as much is left: what is killed then was stuck."""
+CONNECT_S = 3.0  # a connection to another node's port, where one that does not answer counts as not reached
+PREFLIGHT_S = 5.0  # a message to an agent, its end, or a measurement beyond its own limit
+CANARY_S = 5.0  # a file system that is slow to show a new file
+REPORT_S = 1.0  # the reports of the agents, before the time for a measurement is over
+GROUP_LEAVE_S = 10.0  # the others of a group that was measured, at its end
+GROUP_S = {"gloo": 6.0, "nccl": 15.0}  # operations of a group, which begin only if twice as much is left
 
 # --- failures and hangs ---
-VERDICT_S = 2.0
-"""The reason of a death, which others may tell before the process itself."""
-STACKS_S = 5.0
-"""The ranks' answer with their stacks, which needs no main thread."""
-LOOK_S = 12.0
-"""The look of the nodes at their processes from outside."""
-WATCHDOG_ROUND_S = 5.0
-"""A round of the watchdog's thread: what takes longer is a suspension, or its own report."""
+VERDICT_S = 2.0  # the reason of a death, which others may tell before the process itself
+STACKS_S = 5.0  # the ranks' answer with their stacks, which needs no main thread
+LOOK_S = 12.0  # the look of the nodes at their processes from outside
+WATCHDOG_ROUND_S = 5.0  # a round of the watchdog's thread: what takes longer is a suspension, or its own report
 
 # --- weight transfer ---
-TRANSFER_DEATH_S = 3.0
-"""After a member has failed: until it is known that an engine died, which is the usual reason."""
-TRANSFER_SLOW_S = 5.0
-"""An engine's sight that an update broke off, beyond all of the actor's ranks."""
-TRANSFER_ABORT_S = 1.0
-"""One abort of the actor, before the next."""
-POST_S = 3.0
-"""The survivors' posts after a failure."""
-POST_CLOSED_S = 0.5
-"""The same, once a connection is known to be closed."""
-CLOSING_S = 0.3
-"""The connections that a death closes, one after the other."""
-GROUP_MARGIN_S = 2.0
-"""A group's answer beyond timeout.sync."""
-GROUP_REACH_S = 10.0
-"""The members' way to each other's ports, when a group could not be formed."""
-BENCH_SYNC_S = 600.0
-"""An operation of `slurm-rlhf bench sync`."""
+TRANSFER_DEATH_S = 3.0  # after a member has failed: until it is known that an engine died, which is the usual reason
+TRANSFER_SLOW_S = 5.0  # an engine's sight that an update broke off, beyond all of the actor's ranks
+TRANSFER_ABORT_S = 1.0  # one abort of the actor, before the next
+POST_S = 3.0  # the survivors' posts after a failure
+POST_CLOSED_S = 0.5  # the survivors' posts, once a connection is known to be closed
+CLOSING_S = 0.3  # the connections that a death closes, one after the other
+GROUP_MARGIN_S = 2.0  # a group's answer beyond timeout.sync
+GROUP_REACH_S = 10.0  # the members' way to each other's ports, when a group could not be formed
+BENCH_SYNC_S = 600.0  # an operation of `slurm-rlhf bench sync`

@@ -382,7 +382,7 @@ class Supervisor:
     def _fail(self, casualty: Casualty, what: str, logs: list[Path], hang: bool = False) -> None:
         """Break the run: `what` happened to a role, as the newest of `logs` may explain."""
         if self.failure is None:
-            away = conductor_stood_still(self.server.loop.absence_s, self._config.timeout)
+            away = conductor_stood_still(self.server.loop.clock.absence_s, self._config.timeout)
             told = away or f"role {casualty.role} died: {what}"
             error = RoleDied(f"{told}.\n{self._logs.quote(logs)}", hang=hang)
             log.error("%s", error)

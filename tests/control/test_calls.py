@@ -57,7 +57,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
         made.server.wait_for("actor", 2, HANG_S)
         yield made
         assert made.lost == []
-        assert (made.server.loop.garbage, made.server.loop.replayed, made.server.loop.refused) == (0, 0, 0)
+        assert (made.server.loop.garbage, made.server.loop.replayed, made.server.loop.auth.refused) == (0, 0, 0)
     finally:
         made.server.close()
         for process in made.processes:

@@ -85,7 +85,7 @@ def test_a_peer_without_the_runs_key_is_refused_and_counted(scene: Scene, tmp_pa
         "another server key": lambda: scene.dealer(other.server_public, scene.keys),
     }[intruder]()
     dealer.send_multipart(message("hello", 0, HELLO))
-    assert until(lambda: scene.server.loop.refused > 0)
+    assert until(lambda: scene.server.loop.auth.refused > 0)
     assert scene.call_works()
     assert scene.server.peers("critic") == []
     assert scene.server.loop.garbage == 0
@@ -97,7 +97,7 @@ def test_other_protocols_are_refused_and_counted(scene: Scene, content: bytes) -
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(content)
         assert scene.call_works()
-    assert until(lambda: scene.server.loop.refused > 0)
+    assert until(lambda: scene.server.loop.auth.refused > 0)
 
 
 def test_who_says_nothing_is_cut_off(scene: Scene) -> None:
@@ -105,7 +105,7 @@ def test_who_says_nothing_is_cut_off(scene: Scene) -> None:
     with socket.create_connection((host, int(port)), HANG_S) as stranger:
         while stranger.recv(100):
             pass  # ZeroMQ's greeting
-    assert until(lambda: scene.server.loop.refused == 1)
+    assert until(lambda: scene.server.loop.auth.refused == 1)
     assert scene.server.loop._router.handshake_ivl == 5000
 
 
@@ -136,7 +136,7 @@ def test_nonsense_from_a_stranger_with_the_key_is_counted(scene: Scene) -> None:
         dealer.send_multipart(frames or [b""])
     assert until(lambda: scene.server.loop.garbage == len(nonsense()))
     assert scene.server.peers("critic") == []
-    assert scene.server.loop.refused == 0
+    assert scene.server.loop.auth.refused == 0
 
 
 def test_nonsense_from_a_rank_is_counted_and_the_rank_goes_on(scene: Scene) -> None:
