@@ -44,7 +44,6 @@ from slurm_rlhf.preflight.report import Report
 from slurm_rlhf.preflight.starters import AGENT
 
 NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and the same command resumes it"
-_POLL_S = 0.1
 
 
 def train(arguments: Arguments, start: Launched) -> int:
@@ -236,7 +235,7 @@ class MpiStarter:
 
     def end(self) -> None:
         """Wait for the agents, which end with the desk: what a rank said later would be taken for a report."""
-        wait_until(self.over, self._limit_s + timeouts.MPI_EXAMINE_S, _POLL_S, _POLL_S)
+        wait_until(self.over, self._limit_s + timeouts.MPI_EXAMINE_S, timeouts.POLL_S, timeouts.POLL_S)
 
     def _hear(self) -> None:
         if self._own is not None and self._own.poll() is not None:

@@ -5,6 +5,10 @@ In seconds; names in MS are in milliseconds. Each says what it bounds.
 
 from __future__ import annotations
 
+# --- pauses ---
+POLL_S = 0.1  # the pause between two looks at something that sends no message
+DEVICE_POLL_S = 0.0005  # the pause between two looks at an operation of a GPU
+
 # --- conductor and ranks ---
 HANDSHAKE_MS = 5_000  # the handshake of a connection to the conductor: a stranger holds it no longer
 CONNECT_HANDSHAKE_MS = 30_000  # the handshake as a rank sees it: the conductor may be busy

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.control.calls import (
     EngineCalls,
     StartRequest,
@@ -24,7 +25,6 @@ from slurm_rlhf.records import ParameterSpec
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.1
 _STARTED_S = 0.02
 
 
@@ -208,7 +208,7 @@ class EnginePool:
                     self._note(f"warning: {what}. The run goes on without them, and takes them in when they come")
             if never and isinstance(self._failure, Exception) and not self._closed:
                 self._supervisor.fail(self._failure)
-            time.sleep(POLL_S)
+            time.sleep(timeouts.POLL_S)
 
     def _start(self, engine: int) -> None:
         life = self._life(engine)

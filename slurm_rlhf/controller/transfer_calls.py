@@ -16,7 +16,6 @@ from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.records import SyncReport
 
 LEADER = 0  # the actor rank that leads an update; it is rank 0 of the sync group
-_POLL_S = 0.1
 
 Call = Future[Any]
 
@@ -77,7 +76,7 @@ def _settle(transfer: _Transfer, urge: Callable[[_Transfer, float], None]) -> No
     """Wait; `urge` hastens those that are left, so many seconds after the first has failed or broken off."""
     pending = {*transfer.actor, *transfer.engines}
     while pending:
-        done, pending = wait(pending, _POLL_S if transfer.broken_at else None, FIRST_COMPLETED)
+        done, pending = wait(pending, timeouts.POLL_S if transfer.broken_at else None, FIRST_COMPLETED)
         if not all(transfer.take(call) for call in done):
             return
         if transfer.broken_at:

@@ -29,6 +29,7 @@ from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import minutes
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.launch.child_process import bound_to_parent
 from slurm_rlhf.launch.requeue import PARENT_REQUEUES
@@ -184,7 +185,6 @@ SIGNAL = signal.SIGUSR2
 """The signal with which Slurm, submitit's local executor and the conductor tell submitit to save and requeue."""
 
 _LAST_LINES = 30  # lines
-_POLL_S = 0.1
 
 
 @dataclass
@@ -229,7 +229,7 @@ class TrainJob:
     def _wait(self) -> None:
         """Wait in small steps and without a lock: a signal handler may call this while it already waits."""
         while self._watch is not None and self._watch.is_alive():
-            time.sleep(_POLL_S)
+            time.sleep(timeouts.POLL_S)
 
     def _relay(self, number: int, frame: object = None) -> None:
         if self._child is not None and self._child.poll() is None:

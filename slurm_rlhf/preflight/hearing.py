@@ -15,8 +15,6 @@ from slurm_rlhf.preflight.facts import NodeFacts
 from slurm_rlhf.preflight.groups import Group, Lineup, Outcome, orders_for, outcomes
 from slurm_rlhf.preflight.starters import Starter
 
-_POLL_S = 0.1
-
 
 class Hearing:
     """Hold what the agents of one examination have said so far. Used from one thread."""
@@ -48,7 +46,7 @@ class Hearing:
     def listen(self, until: float, enough: Callable[[], bool]) -> None:
         """Take messages until there are enough, the agents have ended, or this part of the time is over."""
         while not enough() and self.left(until) > 0:
-            for node, message in self.desk.poll(_POLL_S):
+            for node, message in self.desk.poll(timeouts.POLL_S):
                 self._take(node, message)
             if self._starter.over() and not self.desk.nodes:
                 return

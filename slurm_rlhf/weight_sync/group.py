@@ -50,7 +50,6 @@ log = logging.getLogger(__name__)
 Described = Sequence[Sequence[Any]]
 """[[name, shape, dtype], ...] of parameters, in layer order."""
 
-_LOOK_S = 0.1
 _OPERATION = 0.5
 """An operation's share of timeout.sync: members have to find out who is behind before the conductor gives up on all."""
 
@@ -189,7 +188,7 @@ class SyncGroup:
         asking.start()
         end = time.monotonic() + self.timeout_s + 2 * timeouts.GROUP_MARGIN_S
         while asking.is_alive() and time.monotonic() < end:
-            asking.join(_LOOK_S)
+            asking.join(timeouts.POLL_S)
             if self._ended:
                 end = min(end, time.monotonic() + timeouts.GROUP_MARGIN_S)
         for error in failed:

@@ -21,13 +21,13 @@ from torch.distributed import Store, TCPStore
 
 from slurm_rlhf.cluster.doors import shut
 from slurm_rlhf.cluster.network import is_loopback, own_address
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import signed
 from slurm_rlhf.weight_sync.member import Member, Membership
 
 BACKENDS = ("auto", "gloo", "nccl", "ipc", "disk")
-_RETRY_S = 0.1
 _BACKLOG = 4096
 _PROBES = 16  # connections that are tried at a time
 
@@ -93,7 +93,7 @@ def _wait_for_answer(host: str, port: int, answer_s: float) -> None:
     end = time.monotonic() + answer_s
     while True:
         try:
-            socket.create_connection((host, port), max(end - time.monotonic(), _RETRY_S)).close()
+            socket.create_connection((host, port), max(end - time.monotonic(), timeouts.POLL_S)).close()
             return
         except ConnectionRefusedError:
             return  # an answer
@@ -104,7 +104,7 @@ def _wait_for_answer(host: str, port: int, answer_s: float) -> None:
                     f"{answer_s:g} s ({error.strerror or error}): the link to {host} is cut, or something drops what "
                     "is sent there"
                 ) from error
-        time.sleep(_RETRY_S)
+        time.sleep(timeouts.POLL_S)
 
 
 def read(store: Store, key: str) -> str | None:

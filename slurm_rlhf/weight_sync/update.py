@@ -23,7 +23,6 @@ REPORT_TAG = (1 << 30) + 1
 """Tag of a member's report that it has done its part of an update; chunks have lower tags."""
 DONE_TAG = (1 << 30) + 2
 """Tag of rank 0's message that all members have."""
-_LOOK_S = 0.1
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,6 @@ from slurm_rlhf.launch.step_spec import WORKER_MODULE, share_on, worker_argument
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 
-_POLL_S = 0.1
 _KEYS = Path(".control") / "keys.json"
 
 
@@ -55,7 +54,7 @@ def follow(world: Communicator, ranks: RankMap, assignment: Assignment, start_s:
         while (stop := world.receive()) is None:
             if (report := worker.report()) is not None:
                 world.send(0, report)
-            time.sleep(_POLL_S)
+            time.sleep(timeouts.POLL_S)
         worker.end(stop)
         world.barrier(stop + timeouts.MPI_S)
 
@@ -105,7 +104,7 @@ def _collect_spec(channel: Channel, child: subprocess.Popen[bytes], ranks: RankM
                 environment[message["start"]] = message["environment"]
         if child.poll() is not None:
             return None
-        time.sleep(_POLL_S)
+        time.sleep(timeouts.POLL_S)
     keys = (run_dir / _KEYS).read_text(encoding="utf-8")
     return WorkerSpec(secrets.token_hex(6), str(run_dir), keys, arguments, environment)
 
@@ -131,7 +130,7 @@ def _serve(world: Communicator, worker: MpiWorker, channel: Channel, child: subp
             channel.send(ended=report)
         while (other := world.receive()) is not None:
             channel.send(ended=other)
-        time.sleep(_POLL_S)
+        time.sleep(timeouts.POLL_S)
     for rank in range(1, world.size):
         world.send(rank, stop)
     worker.end(stop)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from slurm_rlhf.control import timeouts
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.transfer_plan import Part
@@ -30,7 +31,7 @@ def wait_for(
     given_up: Callable[[], bool],
     timeout_s: float,
     late: str,
-    pauses: tuple[float, float] = (0.0005, 0.0005),
+    pauses: tuple[float, float] = (timeouts.DEVICE_POLL_S, timeouts.DEVICE_POLL_S),
 ) -> None:
     """Block until `ready`. Raises TransportFailure when the transfer is given up meanwhile, or after the time-out.
 
