@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from typing import Any, Literal
 
@@ -270,8 +269,6 @@ def ext(content: Any, dtype: Any, shape: Any, code: int = 1) -> msgpack.Ext:
         ext(None, "<f8", [2]),
         ext(b"", "<U0", [2]),
         ext(0, "<f8", [10], code=9),
-        datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC),
-        {(): 1},
         None,
     ],
     ids=repr,
@@ -281,16 +278,21 @@ def test_malformed_arrays_are_refused(header: Any) -> None:
         decode([msgpack.encode(header), bytes(80)])
 
 
-@pytest.mark.parametrize("declared", [Any, Outer, list[Any], NDArray[np.float32]])
 @pytest.mark.parametrize(
-    "header", [b"\x91" * 100_000 + b"\xc0", b"\x81\xa1a" * 100_000 + b"\xc0", b"\xa3\xed\xa0\x80"], ids=len
+    ("header", "why"),
+    [
+        (b"\x91" * 100_000 + b"\xc0", "RecursionError"),
+        (b"\x81\xa1a" * 100_000 + b"\xc0", "RecursionError"),
+        (b"\xa3\xed\xa0\x80", "utf-8"),
+    ],
+    ids=len,
 )
-def test_deep_nesting_and_lone_surrogates_are_refused(header: bytes, declared: Any) -> None:
-    with pytest.raises(WireError):
-        decode([header], declared)
+def test_deep_nesting_and_lone_surrogates_are_refused(header: bytes, why: str) -> None:
+    with pytest.raises(WireError, match=f"does not decode: .*{why}"):
+        decode([header])
 
 
-SAMPLE = encode({"text": "some text", "small": np.arange(3), "large": np.arange(2000)})
+SAMPLE = encode(GOOD | {"anything": np.arange(2000)})
 
 
 @given(st.lists(st.binary(max_size=200), max_size=4))
@@ -298,9 +300,10 @@ SAMPLE = encode({"text": "some text", "small": np.arange(3), "large": np.arange(
 def test_random_frames_never_raise_anything_else(frames: list[bytes]) -> None:
     try:
         decode(frames)
+        decode(frames, Outer)
     except WireError:
         return
-    assert len(frames) == 1
+    raise AssertionError("random bytes were a record")
 
 
 @given(st.data())
@@ -310,7 +313,7 @@ def test_flipped_bytes_never_raise_anything_else(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
     try:
-        decode([bytes(header), *SAMPLE[1:]])
+        assert isinstance(decode([bytes(header), *SAMPLE[1:]], Outer), Outer)
     except WireError:
         return
 

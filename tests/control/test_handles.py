@@ -110,19 +110,9 @@ def test_other_arguments_than_declared_are_refused_before_they_are_sent(handle: 
         handle.call(0, TeamCalls.undeclared, Job())
 
 
-@pytest.mark.parametrize(
-    ("answer", "told"),
-    [
-        ({"rank": 1}, "Object missing required field `after`"),
-        ({"rank": 1, "after": 1.0, "more": 2}, "Object contains unknown field `more`"),
-        ({"rank": "1", "after": 1.0}, r"Expected `int`, got `str` - at `\$\.rank`"),
-        ([1, 1.0], "Expected `object`, got `array`"),
-    ],
-)
-def test_an_answer_of_another_type_is_refused(handle: RoleHandle[TeamCalls], answer: Any, told: str) -> None:
-    with pytest.raises(
-        WireError, match=f"the reply of actor rank 0 .* to work is broken: the result of work .*: {told}"
-    ):
+def test_an_answer_of_another_type_is_refused(handle: RoleHandle[TeamCalls]) -> None:
+    answer = {"rank": 1, "after": 1.0, "more": 2}
+    with pytest.raises(WireError, match=r"the reply of actor rank 0 .* to work is broken: .* unknown field `more`"):
         handle.call(0, TeamCalls.work, Job(answer=answer)).result(HANG_S)
 
 

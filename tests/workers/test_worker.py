@@ -78,15 +78,9 @@ def test_what_is_not_declared_or_of_another_type_is_refused_by_name(worker: Addi
         [(kind, failure)] = Asked(worker, method, {}).answers
         assert kind == "error"
         assert failure["message"] == f"adder has no call {method!r}; its calls: {CALLS}"
-    for args, wrong in (
-        ({}, "missing required field `numbers`"),
-        ({"numbers": [1], "no": 1}, "contains unknown field `no`"),
-    ):
-        [(_, failure)] = Asked(worker, "add", args).answers
-        assert failure["type"] == "WireError"
-        assert failure["message"].startswith(f"the argument of add does not decode: Object {wrong}")
-    [(_, failure)] = Asked(worker, "add", {"numbers": [1, "2"]}).answers
-    assert failure["message"].endswith("Expected `int`, got `str` - at `$.numbers[1]`")
+    [(_, failure)] = Asked(worker, "add", {"numbers": [1], "no": 1}).answers
+    assert failure["type"] == "WireError"
+    assert failure["message"] == "the argument of add does not decode: Object contains unknown field `no`"
 
 
 def test_what_an_implementation_raises_goes_to_the_caller(worker: Adding) -> None:
