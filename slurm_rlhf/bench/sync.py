@@ -39,7 +39,7 @@ class Spec:
     model: str = ""  # directory to load into; empty: no loading
     host: str = "127.0.0.1"  # of the first actor rank
     port_file: str = ""  # where rank 0 writes its port
-    timeout_s: float = 600.0
+    timeout_s: float = timeouts.BENCH_SYNC_S
     parent: int = 0  # the process that ranks end with; 0: whichever has started this one, on another machine
 
 
@@ -65,8 +65,7 @@ def measure(world: World) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=world.scratch or None) as place:
         spec = {each.name: getattr(world, each.name) for each in fields(Spec)}
-        spec |= {"port_file": f"{place}/port", "timeout_s": timeouts.BENCH_SYNC_S}
-        spec["parent"] = 0 if world.remote else os.getpid()
+        spec |= {"port_file": f"{place}/port", "parent": 0 if world.remote else os.getpid()}
         (Path(place) / "spec.json").write_text(json.dumps(spec))
         processes: list[subprocess.Popen[str]] = []
         nodes = [*world.actors, *world.engines]
