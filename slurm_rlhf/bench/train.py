@@ -21,9 +21,10 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.model_shape import ModelShape, batch_flops, mfu, read_shape
 from slurm_rlhf.records import Experience
-from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, deepspeed_config
+from slurm_rlhf.training._deepspeed import import_deepspeed
+from slurm_rlhf.training.deepspeed import deepspeed_config
 from slurm_rlhf.training.distributed import join_world
-from slurm_rlhf.training.models import DTYPES
+from slurm_rlhf.training.train_settings import DTYPES, Schedule, TrainSettings
 from slurm_rlhf.workers.model_workers import ActorWorker
 from slurm_rlhf.workers.worker import RankInfo
 
@@ -126,7 +127,7 @@ def _micros(config: Config, batch: Experience) -> list[list[int]]:
 def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, role: ActorWorker) -> Experience:
     """Make random tokens; lengths as if drawn between the shortest and the longest; old log-probs from the actor."""
     dice = np.random.default_rng(0)
-    vocab = role.trainer.engine.module.model.config.vocab_size
+    vocab = role.trainer.backend.module.model.config.vocab_size
     prompts = np.full(sequences, prompt_tokens, dtype=np.int32)
     responses = dice.integers(shortest, config.rollout.max_new_tokens + 1, sequences).astype(np.int32)
     actions = int(responses.sum())
@@ -156,7 +157,6 @@ class BaselineTrainer:
 
         `micro_batch`: sequences in a micro-batch.
         """
-        import deepspeed
         from transformers import AutoModelForCausalLM
 
         self.world = join_world(config.timeout.collective, config.timeout.connect)
@@ -170,10 +170,12 @@ class BaselineTrainer:
         if config.actor.gradient_checkpointing_enable:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        engine = EngineConfig.of(config, Schedule.of(config, config.actor.learning_rate, 1), self.world.size)
+        engine = TrainSettings.of(config, Schedule.of(config, config.actor.learning_rate, 1), self.world.size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=engine.schedule.peak, betas=engine.betas)
         settings = deepspeed_config(engine, sum(p.numel() for p in model.parameters()), self.world.size)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        self.engine, *_ = import_deepspeed(self.world.device).initialize(
+            model=model, optimizer=optimizer, config=settings
+        )
 
     def train_step(self, exp: Experience, denominator: float) -> float:
         """Take one optimizer step over all sequences of `exp`, in their order; return the loss."""

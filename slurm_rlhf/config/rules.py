@@ -86,7 +86,7 @@ def _frozen(config: Config) -> Iterator[str]:
         if group.zero_stage not in (0, 3):
             yield f"{name}.zero_stage takes 0 or 3, got {group.zero_stage}: a frozen model has parameters only to cut"
         elif group.offload and group.zero_stage != 3:
-            yield f"{name}.offload needs {name}.zero_stage = 3: DeepSpeed moves parameters that ZeRO-3 has cut"
+            yield f"{name}.offload needs {name}.zero_stage = 3: only parameters that ZeRO-3 has cut can be moved"
 
 
 def _divisors(whole: int, wanted: int) -> str:

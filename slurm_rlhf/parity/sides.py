@@ -17,7 +17,8 @@ from slurm_rlhf.records import F32, Experience, Sampling, Trajectory, pack
 from slurm_rlhf.rollout.engine import GenerateRequest, request_seed
 from slurm_rlhf.training.batch import TokenBatch, per_action
 from slurm_rlhf.training.distributed import local_device
-from slurm_rlhf.training.models import DTYPES, load_policy
+from slurm_rlhf.training.models import load_policy
+from slurm_rlhf.training.train_settings import DTYPES
 
 
 def settings(directory: str, precision: Precision, max_len: int) -> Config:

@@ -96,10 +96,10 @@ def import_libraries() -> None:
     """Import what the stages need, for all processes that are forked from this one."""
     _prepare()
     from slurm_rlhf.rollout._vllm import import_vllm
-    from slurm_rlhf.training.deepspeed_engine import import_trainers
+    from slurm_rlhf.training._transformers import import_modeling
 
     import_vllm()
-    import_trainers(deepspeed=False)
+    import_modeling()
     import slurm_rlhf.parity.sides
     import slurm_rlhf.rollout.vllm_engine  # noqa: F401
 

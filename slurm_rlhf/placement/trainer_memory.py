@@ -12,9 +12,9 @@ from slurm_rlhf.config.roles import ROLES, RoleSpec
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.model_shape import ModelShape
 
-BUCKET = 200_000_000  # elements of a reduce bucket, at most: `training/deepspeed_engine.py`
-ALL_REDUCE = 500_000_000  # elements that DeepSpeed reduces at once without ZeRO
-LIVE = 1_000_000_000  # elements that ZeRO-3 gathers ahead, at most: DeepSpeed's stage3_max_live_parameters
+BUCKET = 200_000_000  # elements of a reduce bucket, at most
+ALL_REDUCE = 500_000_000  # elements that are reduced at once without ZeRO, at most
+LIVE = 1_000_000_000  # elements that ZeRO-3 gathers ahead, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ def states(elements: int, ranks: int, stage: int, param_dtype: str, small: int =
     """Estimate the states of a model of `elements` parameters under ZeRO `stage` over `ranks`.
 
     `small` counts the elements of tensors that ZeRO-3 does not cut. At stage 0 parameters are fp32, under autocast.
-    Stage 1 keeps whole gradients: in bf16 DeepSpeed holds the new ones and their fp32 sum, in fp16 the sum.
-    Source: Rajbhandari et al., ZeRO (2020), section 3, with DeepSpeed's choices of precision.
+    Stage 1 keeps whole gradients: in bf16 the new ones and their fp32 sum, in fp16 the sum.
+    Source: Rajbhandari et al., ZeRO (2020), section 3, with the trainers' choices of precision.
     """
     width = 2 if param_dtype != "fp32" and stage else 4
     part = -(-elements // ranks)
@@ -90,7 +90,7 @@ def persistent(sizes: dict[int, int], elements: int) -> int:
 def step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
     """Estimate an optimizer step beyond states and gradients: square roots of AdamW, flat gradients, their norm.
 
-    DeepSpeed takes the norm of each piece of the gradient in fp64.
+    The norm of each piece of the gradient is taken in fp64.
     """
     part = -(-elements // ranks) if stage else elements
     return 4 * part + max(4 * part if stage else 0, 8 * min(largest, part))

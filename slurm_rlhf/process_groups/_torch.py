@@ -158,7 +158,7 @@ def prove_all(group: Any, store: Store, rank: int, world: int) -> None:
 
 
 def _guard() -> None:
-    """Have this process prove itself in all gloo groups, DeepSpeed's and vLLM's too, and guard its unpickler."""
+    """Have this process prove itself in all gloo groups, those of libraries too, and guard its unpickler."""
     if distributed_c10d._unpickler is AdmittedUnpickler:
         return
     distributed_c10d._unpickler = AdmittedUnpickler

@@ -71,7 +71,7 @@ def _watch_once() -> None:
 
 
 def limit_collectives(timeout_s: float) -> None:
-    """Give every process group of this process the time-out: DeepSpeed makes its own groups with torch's default."""
+    """Give every process group of this process the time-out: libraries make their own groups with torch's default."""
     for group in distributed_c10d._world.pg_map:
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 

@@ -1,8 +1,8 @@
 """One rank's part of a checkpoint, copied to host memory and written by a thread while the rank goes on to compute.
 
-DeepSpeed's own engines for this (`checkpoint.writer`, decoupled) stand behind its `save_checkpoint`, whose files only
-the same layout can read; those of `torch.distributed.checkpoint.async_save` hold whole tensors, which a rank here does
-not have. The thread writes the files of `optimizer_state` and `train_engine`, the same bytes as without it.
+What libraries have for this writes files that only the same layout can read, or, as
+`torch.distributed.checkpoint.async_save` does, whole tensors, which a rank here does not have. The thread writes the
+files of `optimizer_state` and `trainer`, the same bytes as without it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from slurm_rlhf.training.optimizer_state import Fragment
+
+
+def _nothing() -> Future[None]:
+    """Return what is done already."""
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Says how far a save is; without arguments, one that is done."""
+
+    copied_s: float = 0.0  # seconds for which the next step had to wait
+    written: Future[None] = field(default_factory=_nothing)  # raises what the write has raised
 
 
 class HostCopy:
@@ -56,27 +72,18 @@ class AsyncSave:
     def __init__(self) -> None:
         self.copies = HostCopy()
         self._thread: threading.Thread | None = None
-        self._written: Future[None] = Future()
-        self._written.set_result(None)
 
     def begin(
         self, fragments: Iterable[Fragment], device: torch.device, write: Callable[[list[Fragment]], None]
-    ) -> float:
-        """Copy fragments and have a thread `write` the copies; returns the seconds that this took.
-
-        Waits for the write before.
-        """
+    ) -> Pending:
+        """Copy fragments and have a thread `write` the copies. Waits for the write before."""
         began = time.monotonic()
         self.wait()
         copies = self.copies.take(fragments, device)
-        self._written = Future()
-        self._thread = threading.Thread(target=self._run, args=(write, copies), name="async-save", daemon=True)
+        written: Future[None] = Future()
+        self._thread = threading.Thread(target=_write, args=(write, copies, written), name="async-save", daemon=True)
         self._thread.start()
-        return time.monotonic() - began
-
-    def written(self) -> Future[None]:
-        """Return what is done once the last `begin` is written; it raises what the write has raised."""
-        return self._written
+        return Pending(time.monotonic() - began, written)
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -84,14 +91,14 @@ class AsyncSave:
             self._thread.join()
             self._thread = None
 
-    def _run(self, write: Callable[[list[Fragment]], None], copies: list[Fragment]) -> None:
-        written = self._written
-        try:
-            write(copies)
-        except BaseException as error:  # whoever waits for it gets it
-            written.set_exception(error)
-        else:
-            written.set_result(None)
+
+def _write(write: Callable[[list[Fragment]], None], copies: list[Fragment], written: Future[None]) -> None:
+    try:
+        write(copies)
+    except BaseException as error:  # whoever waits for it gets it
+        written.set_exception(error)
+    else:
+        written.set_result(None)
 
 
 def flush(directory: Path, pattern: str) -> None:

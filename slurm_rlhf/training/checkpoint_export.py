@@ -1,7 +1,7 @@
 """Make a Hugging Face directory of the actor's part of a checkpoint: `... ACTOR_DIRECTORY BASE_MODEL OUT DTYPE`.
 
 The checkpoint has fp32 masters in fragments (`optimizer_state`), whatever ZeRO stage and number of ranks wrote them, so
-that no process group and no DeepSpeed is needed. One process holds the model, once, in host memory.
+that no process group is needed. One process holds the model, once, in host memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def export(actor: Path, base: Path, out: Path, dtype: Dtype) -> None:
     """
     module = load_policy(base, Ds(param_dtype=dtype, attn_implementation="eager"), chunk_tokens=1)
     fill(module, actor)
-    save_hf(module.model, base, out, rank=0)
+    save_hf(module.model, module.model.named_parameters(), base, out, rank=0)
 
 
 def fill(module: PolicyModule, actor: Path) -> None:

@@ -34,7 +34,7 @@ def join_world(timeout_s: float, connect_s: float) -> World:
     it returns the world that was joined before. Raises RunError where the ranks do not meet.
     """
     if not dist.is_initialized():
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it in every case
+        os.environ.setdefault("LOCAL_RANK", "0")  # libraries read it in every case
         if torch.cuda.is_available():
             torch.cuda.set_device(local_device())
         timeout = timedelta(seconds=timeout_s)

@@ -13,18 +13,16 @@ from torch import Tensor, nn
 from slurm_rlhf.config.model_directory import read_config
 from slurm_rlhf.config.schema import Config, Ref, Reward
 from slurm_rlhf.records import F32, Experience
-from slurm_rlhf.training._deepspeed import import_deepspeed
-from slurm_rlhf.training._torch import limit_collectives
+from slurm_rlhf.training.backends import start_sharded
 from slurm_rlhf.training.batch import TokenBatch, collate, per_action, to_device
-from slurm_rlhf.training.deepspeed_engine import sharded_from_the_start, stored_as, zero3_config
 from slurm_rlhf.training.distributed import join_world, local_device
-from slurm_rlhf.training.models import DTYPES, RewardModule, load_policy, load_reward
-from slurm_rlhf.training.optimizer_state import sizes
+from slurm_rlhf.training.models import RewardModule, load_policy, load_reward
+from slurm_rlhf.training.train_settings import DTYPES, stored_as
 from slurm_rlhf.training.value_head import head_name
 
 
 class Frozen:
-    """Runs a module without gradients: full on every rank, or sharded over the ranks by DeepSpeed ZeRO-3.
+    """Runs a module without gradients: full on every rank, or sharded over the ranks by ZeRO-3.
 
     Under ZeRO-3 every forward is collective: each rank calls it equally often.
     """
@@ -39,13 +37,9 @@ class Frozen:
         if group.zero_stage == 0:
             self._module = load().to(self.device).requires_grad_(False).eval()
             return
-        world = join_world(config.timeout.collective, config.timeout.connect)
-        with sharded_from_the_start(world, zero3_config(dtype, group.offload)):
-            module = load()
-        settings = zero3_config(dtype, group.offload, sum(sizes(module).values()))
-        self._module, *_ = import_deepspeed(world.device).initialize(model=module, config=settings)
-        limit_collectives(config.timeout.collective)
-        self._module.eval()
+        timeout = config.timeout
+        world = join_world(timeout.collective, timeout.connect)
+        self._module = start_sharded(load, dtype, group.offload, timeout.collective, world)
 
     def __call__(self, *args: Any) -> Any:
         with torch.no_grad():
@@ -53,7 +47,7 @@ class Frozen:
 
 
 class Autocast(nn.Module):
-    """Computes a module with fp32 parameters in 16 bits, as DeepSpeed computes the actor at ZeRO stage 0."""
+    """Computes a module with fp32 parameters in 16 bits, as the actor computes at ZeRO stage 0."""
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The policy in training as a model that samples: whole on every rank, or gathered layer by layer under ZeRO-3.
 
-Whole: a copy without DeepSpeed's hooks, whose forward passes are this rank's own, so that no rank waits for another.
+Whole: a copy without hooks, whose forward passes are this rank's own, so that no rank waits for another.
 Under ZeRO-3 its parameters are gathered once and kept until `release`; otherwise they are those in training. Layer by
 layer: the forward pass of training, which is collective, so that every rank takes as many steps.
 """
@@ -16,14 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from slurm_rlhf.config.schema import Config
-from slurm_rlhf.training._deepspeed import is_sharded
 from slurm_rlhf.training._torch import bare_copy, without_hooks
 from slurm_rlhf.training.distributed import undisturbed
 from slurm_rlhf.training.forward_fixes import has_fixed_frequencies
-from slurm_rlhf.training.models import DTYPES, PolicyModule
-from slurm_rlhf.training.parameters import full_parameters
-from slurm_rlhf.training.train_engine import TrainEngine
+from slurm_rlhf.training.trainer import Trainer
 
 
 class Watch(Protocol):
@@ -37,17 +33,16 @@ class Watch(Protocol):
 
 
 class Generation:
-    """Makes a model with transformers' `generate` of a policy that `engine` trains."""
+    """Makes a model with transformers' `generate` of a policy that `trainer` trains."""
 
-    def __init__(self, config: Config, engine: TrainEngine, whole: bool) -> None:
+    def __init__(self, trainer: Trainer, whole: bool) -> None:
         """`whole`: gather the parameters that ZeRO-3 has cut; without ZeRO-3 they are whole anyway."""
-        self._engine = engine
-        self._module: PolicyModule = engine.module
-        self._sharded = any(is_sharded(parameter) for parameter in self._module.parameters())
+        self._trainer = trainer
+        self._module: Any = trainer.module
+        self._sharded = trainer.sharded
         self._copy: Any = None
-        halves = config.ds.param_dtype != "fp32" and config.ds.zero_stage == 0  # fp32 parameters under autocast
-        self._autocast = DTYPES[config.ds.param_dtype] if halves else None
-        self.collective = self._sharded and not whole and engine.world.size > 1
+        self._autocast = trainer.cfg.autocast
+        self.collective = self._sharded and not whole and trainer.world.size > 1
         """Whether every step is one of all ranks, so that all have to take as many."""
         self.whole = whole or not self._sharded
         """Whether each rank has all parameters while it generates."""
@@ -58,7 +53,7 @@ class Generation:
 
         Nothing of the training changes by it: no random number of the run is drawn, modes are restored.
         """
-        module, device = self._module, self._engine.world.device
+        module, device = self._module, self._trainer.world.device
         with undisturbed(module, device), torch.no_grad(), self._cast(device):
             if self.whole:
                 if self._copy is None:
@@ -69,7 +64,7 @@ class Generation:
             module.eval()
 
             def watched(**inputs: Any) -> Any:
-                output = self._engine(**inputs)
+                output = self._trainer.forward(**inputs)
                 watch.stepped()
                 return output
 
@@ -86,7 +81,7 @@ class Generation:
         replaced = {}
         if self._sharded:
             cut = [parameter for _, parameter in self._module.named_parameters()]
-            full = (whole.clone() for _, whole in full_parameters(self._module))
+            full = (whole.clone() for _, whole in self._trainer.gathered(self._module))
             replaced = {old: nn.Parameter(new, requires_grad=False) for old, new in zip(cut, full, strict=True)}
         return bare_copy(self._module, replaced).eval()
 

@@ -1,8 +1,8 @@
 """The loss scale of fp16: gradients are multiplied by it until the optimizer step, so that small ones do not vanish.
 
 fp16 has 10 bits after the first, against bf16's 7, and numbers from 6e-8 to 65504 only. Source of the scheme:
-Micikevicius et al., Mixed Precision Training (2018), section 3.2. Names and defaults are DeepSpeed's, but for its
-hysteresis: here every overflow halves the scale.
+Micikevicius et al., Mixed Precision Training (2018), section 3.2. There is no hysteresis:
+every overflow halves the scale.
 """
 
 from __future__ import annotations

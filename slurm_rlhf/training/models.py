@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,12 @@ from torch import Tensor, nn
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.training._deepspeed import is_sharded
 from slurm_rlhf.training._transformers import restore_buffers, rows_are_sequences
+from slurm_rlhf.training.backends import gathering, is_sharded
 from slurm_rlhf.training.forward_fixes import fix_frequencies, switch_off
 from slurm_rlhf.training.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
+from slurm_rlhf.training.train_settings import DTYPES
 from slurm_rlhf.training.value_head import ValueHead, head_name, load_head, take_head
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 SCORE_CAP = "attn_logit_softcapping"
 """Field of a Hugging Face config: attention scores s become c * tanh(s / c) before the softmax."""
@@ -148,42 +145,12 @@ def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
     return RewardModule(body, load_head(Path(path), hidden))
 
 
-@contextmanager
-def _gathering(module: nn.Module) -> Iterator[None]:
-    """Have each module gather the parameters that ZeRO-3 has sharded while it computes, as DeepSpeed's engine will."""
-    sharded = [part for part in module.modules() if any(map(is_sharded, part.parameters(recurse=False)))]
-    if not sharded:
-        yield
-        return
-    import deepspeed  # takes seconds
-
-    gathered: list[Any] = []
-
-    def gather(part: nn.Module, _: Any) -> None:
-        gathered.append(deepspeed.zero.GatheredParameters(list(part.parameters(recurse=False))))
-        gathered[-1].__enter__()
-
-    def release(part: nn.Module, _: Any, output: Any) -> None:
-        gathered.pop().__exit__(None, None, None)
-
-    hooks = [
-        hook
-        for part in sharded
-        for hook in (part.register_forward_pre_hook(gather), part.register_forward_hook(release))
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 def _compare_logits(policy: PolicyModule, path: str) -> None:
     """Compare the model's own logits with those of its body and head, on four tokens; raises ModelError."""
     model = policy.model
     index = torch.arange(4, device=model.device)
     ids = (index[None] + 2) % model.config.get_text_config().vocab_size
-    with torch.no_grad(), _gathering(policy):
+    with torch.no_grad(), gathering(policy):
         own = model(input_ids=ids, use_cache=False).logits[0]
         ours = policy.head(_action_states(model.base_model, ids, index), None)
     off = float((own.float().log_softmax(-1) - ours.log_softmax(-1)).abs().mean())

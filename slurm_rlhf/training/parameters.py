@@ -1,4 +1,4 @@
-"""A model's parameters: whole ones, gathered one at a time and exported, and the elements that this rank has."""
+"""A model's parameters: described, rounded for the weight transfer, and exported."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slurm_rlhf.records import ParameterSpec
-from slurm_rlhf.training._deepspeed import full_shape, is_sharded, local_shard
 from slurm_rlhf.training.forward_fixes import restore_config
 
 TOKENIZER_FILES = (
@@ -34,38 +33,10 @@ LocalParameters = Mapping[str, tuple[int, Tensor]]
 """name -> (index of the first element in the flat parameter, this rank's elements [n]); tied parameters once."""
 
 
-def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full parameter); tied parameters once, under their first name.
-
-    Under ZeRO-3 every rank must iterate, and a parameter is full only until the next one is asked for: one parameter
-    at a time is gathered, never the model.
-    """
-    for name, parameter in model.named_parameters():
-        if is_sharded(parameter):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                yield name, parameter.detach()
-        else:
-            yield name, parameter.detach()
-
-
-def describe(model: nn.Module, dtype: torch.dtype) -> list[ParameterSpec]:
-    """Describe `full_parameters` in precision `dtype`, written as in "float32"."""
+def describe(shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> list[ParameterSpec]:
+    """Describe parameters in precision `dtype`, written as in "float32"."""
     written = str(dtype).removeprefix("torch.")
-    return [ParameterSpec(name, list(full_shape(p)), written) for name, p in model.named_parameters()]
-
-
-def local_parameters(model: nn.Module, rank: int) -> LocalParameters:
-    """Return what this rank has of each parameter, without gathering any. Not collective.
-
-    Under ZeRO-3 rank r has elements r * s to (r + 1) * s of n, s = ceil(n / ranks), the last ranks fewer or none; else
-    every rank has all. Views where memory allows: valid until the next optimizer step.
-    """
-    return {
-        name: local_shard(parameter, rank) if is_sharded(parameter) else (0, parameter.detach().reshape(-1))
-        for name, parameter in model.named_parameters()
-    }
+    return [ParameterSpec(name, list(shape), written) for name, shape in shapes.items()]
 
 
 class Rounded(LocalParameters):
@@ -95,13 +66,14 @@ class Rounded(LocalParameters):
 # --- as a Hugging Face directory -------------------------------------------------------------------------------------
 
 
-def save_hf(model: Any, source: Path, out: Path, rank: int) -> None:
+def save_hf(model: Any, whole: Iterable[tuple[str, Tensor]], source: Path, out: Path, rank: int) -> None:
     """Write `model` with the tokenizer of directory `source` to `out`; an export already there is replaced.
 
-    The new directory is complete before it takes the name `out`. Collective under ZeRO-3; rank 0 writes.
+    `whole`: its parameters, of which one at a time may be whole; every rank asks for all. The new directory is complete
+    before it takes the name `out`. Rank 0 writes.
     """
     keep = rank == 0
-    state = {name: full.cpu().clone() for name, full in full_parameters(model) if keep}
+    state = {name: full.cpu().clone() for name, full in whole if keep}
     if keep:
         out.parent.mkdir(parents=True, exist_ok=True)
         for left in out.parent.glob(f".{out.name}.*"):  # of an export that was killed

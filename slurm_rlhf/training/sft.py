@@ -27,9 +27,9 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training.batch import collate
-from slurm_rlhf.training.deepspeed_engine import Schedule
 from slurm_rlhf.training.distributed import World, join_world
 from slurm_rlhf.training.sft_record import ROLE, SftRecord
+from slurm_rlhf.training.train_settings import Schedule
 from slurm_rlhf.training.trainers import LanguageModelTrainer
 
 PROGRESS_LINES = 40  # about so many
@@ -140,7 +140,7 @@ class SftTrainer(LanguageModelTrainer):
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         """Sum the cross-entropy of this micro-batch's answers, divided by the answer tokens of the whole step."""
         batch = collate(part, self.world.device)
-        logprobs, _ = self.engine(batch.input_ids, batch.action_index, batch.targets)
+        logprobs, _ = self.backend.forward(batch.input_ids, batch.action_index, batch.targets)
         total = -logprobs.sum()
         return total / denominator, {"loss": total.detach()}
 

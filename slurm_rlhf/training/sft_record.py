@@ -77,7 +77,7 @@ class SftRecord:
         if self._world.rank == 0:
             self._metrics.append(step, metrics)
 
-    def save(self, step: int, steps: int, order: dict[str, Any], write: Callable[[Path], None]) -> None:
+    def save(self, step: int, steps: int, order: dict[str, Any], write: Callable[[Path], object]) -> None:
         """Save a checkpoint, in place of the one before; `write` is called on each rank with the same directory."""
         if self._world.rank == 0:
             (self._checkpoints.begin(step) / ROLE).mkdir()

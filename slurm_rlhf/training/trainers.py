@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slurm_rlhf.algorithms.losses import entropy_bonus, kl_loss, nll_loss, value_loss
@@ -16,16 +18,17 @@ from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.roles import CRITIC, ROLES
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec
+from slurm_rlhf.training.async_save import Pending
+from slurm_rlhf.training.backends import loading, start_trainer
 from slurm_rlhf.training.batch import TokenBatch, collate, column, in_order, optional_column, per_action, to_device
-from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, loading
 from slurm_rlhf.training.distributed import join_world, seed_rank, undisturbed
-from slurm_rlhf.training.models import DTYPES, load_critic, load_policy
-from slurm_rlhf.training.parameters import LocalParameters, Rounded, describe, local_parameters, save_hf
-from slurm_rlhf.training.train_engine import TrainEngine, optimizer_step
+from slurm_rlhf.training.models import load_critic, load_policy
+from slurm_rlhf.training.parameters import LocalParameters, Rounded, describe, save_hf
+from slurm_rlhf.training.train_settings import DTYPES, Schedule, TrainSettings
 
 
-class Trainer(ABC):
-    """Trains one model on one rank. Every method is collective unless it says otherwise."""
+class TrainedModel(ABC):
+    """Trains one model with its loss on one rank. Every method is collective unless it says otherwise."""
 
     def __init__(self, config: Config, schedule: Schedule) -> None:
         """Load the model. Raises ModelError, ConfigError."""
@@ -34,7 +37,7 @@ class Trainer(ABC):
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
         with loading(config.ds, self.world) as ds:
             module = self._load(ds)
-        self.engine = TrainEngine(module, EngineConfig.of(config, schedule, self.world.size), self.world)
+        self.backend = start_trainer(module, TrainSettings.of(config, schedule, self.world.size), self.world)
 
     @abstractmethod
     def _load(self, ds: Ds) -> nn.Module:
@@ -47,25 +50,28 @@ class Trainer(ABC):
     def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
         """Take one optimizer step on this rank's part `exp`, with micro-batches as rows of it.
 
-        `denominator`: policy tokens in the whole step, over all ranks. Returns this rank's sums of the metrics over
-        its actions, and `lr` and `grad_norm` of the whole step. Raises RunError.
+        Every rank needs as many. `denominator`: policy tokens in the whole step, over all ranks. Returns this rank's
+        sums of the metrics over its actions, and `lr` and `grad_norm` of the whole step. Raises RunError.
         """
-        return optimizer_step(self.engine, exp, micro, lambda part: self._loss(part, denominator))
+        sums: Metrics = {}
+        for number, rows in enumerate(micro, start=1):
+            loss, metrics = self._loss(exp.select(rows), denominator)
+            self.backend.accumulate(loss, last=number == len(micro))
+            sums = {name: sums[name] + value if name in sums else value for name, value in metrics.items()}
+        stats = self.backend.step()
+        values = torch.stack([value.double() for value in sums.values()]).tolist()  # one copy from the device for all
+        return dict(zip(sums, values, strict=True)) | stats
 
-    def save(self, directory: Path) -> None:
-        """Write the state for an exact resume into a directory that all ranks see."""
-        self.engine.save(directory)
-
-    def save_async(self, directory: Path) -> float:
-        """Save as `save` does, but beside the next steps; returns the seconds that copying took. Not collective."""
-        return self.engine.save_async(directory)
+    def save(self, directory: Path, behind: bool = False) -> Pending:
+        """Write the state for an exact resume into a directory that all ranks see; `behind`: see `Trainer.save`."""
+        return self.backend.save(directory, behind)
 
     def load(self, directory: Path) -> None:
         """Continue where `save` was called. Raises CheckpointError."""
-        self.engine.load(directory)
+        self.backend.load(directory)
 
 
-class LanguageModelTrainer(Trainer):
+class LanguageModelTrainer(TrainedModel):
     """Trains the causal language model of the actor."""
 
     def _load(self, ds: Ds) -> nn.Module:
@@ -79,7 +85,9 @@ class LanguageModelTrainer(Trainer):
 
     def export_hf(self, directory: Path) -> None:
         """Write the model and its tokenizer as a Hugging Face directory; an export already there is replaced."""
-        save_hf(self.engine.module.model, Path(self.config.actor.model_name_or_path), directory, self.world.rank)
+        model: Any = self.backend.module.model
+        source = Path(self.config.actor.model_name_or_path)
+        save_hf(model, self.backend.gathered(model), source, directory, self.world.rank)
 
 
 class PolicyTrainer(LanguageModelTrainer):
@@ -104,7 +112,7 @@ class PolicyTrainer(LanguageModelTrainer):
         return {"logprobs": per_action(exp, micro, self.world.device, lambda batch: self._forward(batch)[0])}
 
     def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
-        """Take one optimizer step, as `Trainer.train_step`."""
+        """Take one optimizer step, as `TrainedModel.train_step`."""
         self._parts: list[Tensor] = []
         metrics = super().train_step(exp, micro, denominator)
         self.passed = in_order(exp, micro, self._parts) if self._parts else None
@@ -126,7 +134,7 @@ class PolicyTrainer(LanguageModelTrainer):
         first, again: the same micro-batches twice. eval: in eval mode. alone: every row a micro-batch of its own; every
         rank needs as many rows. No random number of the run is drawn.
         """
-        module = self.engine.module
+        module = self.backend.module
         with undisturbed(module, self.world.device):
             found = {name: self.logprobs(exp, micro)["logprobs"] for name in ("first", "again")}
             found["alone"] = self.logprobs(exp, [[row] for row in range(len(exp))])["logprobs"]
@@ -172,7 +180,7 @@ class PolicyTrainer(LanguageModelTrainer):
             yield nll_loss(logprobs, mask, weights, config.actor.nll_coef)
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.engine(
+        result: tuple[Tensor, Tensor] = self.backend.forward(
             batch.input_ids,
             batch.action_index,
             batch.targets,
@@ -183,25 +191,28 @@ class PolicyTrainer(LanguageModelTrainer):
 
     def local_parameters(self) -> LocalParameters:
         """Return what this rank has of the parameters in `describe`. Not collective."""
-        return Rounded(local_parameters(self.engine.module.model, self.world.rank), DTYPES[self.config.ds.param_dtype])
+        held = self.backend.shards(self.backend.module.model, "parameters")
+        own = {one.name: (one.start, one.tensors["parameter"]) for one in held}
+        return Rounded(own, DTYPES[self.config.ds.param_dtype])
 
     def describe(self) -> list[ParameterSpec]:
         """Describe the parameters, in layer order, tied ones once. Not collective."""
-        return describe(self.engine.module.model, DTYPES[self.config.ds.param_dtype])
+        shapes = {name.removeprefix("model."): shape for name, shape in self.backend.shapes.items()}
+        return describe(shapes, DTYPES[self.config.ds.param_dtype])
 
 
-class ValueTrainer(Trainer):
+class ValueTrainer(TrainedModel):
     """Trains the value model on one rank of the critic. `train_step` needs the columns `values` (old) and `returns`."""
 
     def __init__(self, config: Config, total_steps: int) -> None:
         """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
         self._path = ROLES[CRITIC].model(config)[1]
         super().__init__(config, Schedule.of(config, config.critic.learning_rate, total_steps))
-        module = self.engine.module
+        module = self.backend.module
         self.origin = f"critic: starts from {self._path}, " + (
             f"a reward model, and keeps its head ({module.head})" if module.head else "with a new head"
         )
-        module.value_head.write_masters(self.engine.fragments(module.value_head))
+        module.value_head.write_masters(self.backend.shards(module.value_head, "optimizer"))
 
     def _load(self, ds: Ds) -> nn.Module:
         config = self.config
@@ -219,7 +230,7 @@ class ValueTrainer(Trainer):
         return {"values": per_action(exp, micro, self.world.device, self._forward)}
 
     def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
-        """Take one optimizer step, as `Trainer.train_step`, and compute values with the new masters of the head."""
+        """Take a step as `TrainedModel.train_step`, and compute values with the new masters of the head."""
         metrics = super().train_step(exp, micro, denominator)
         self._read_masters()
         return metrics
@@ -236,7 +247,7 @@ class ValueTrainer(Trainer):
         )
 
     def _forward(self, batch: TokenBatch) -> Tensor:
-        values: Tensor = self.engine(batch.input_ids, batch.action_index)
+        values: Tensor = self.backend.forward(batch.input_ids, batch.action_index)
         return values
 
     def load(self, directory: Path) -> None:
@@ -245,5 +256,5 @@ class ValueTrainer(Trainer):
         self._read_masters()
 
     def _read_masters(self) -> None:
-        head = self.engine.module.value_head
-        head.read_masters(self.engine.fragments(head))
+        head = self.backend.module.value_head
+        head.read_masters(self.backend.shards(head, "optimizer"))

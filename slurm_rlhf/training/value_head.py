@@ -20,8 +20,8 @@ from slurm_rlhf.training.optimizer_state import Fragment
 class ValueHead(nn.Linear):
     """Computes one output in fp32 from fp32 weights, whatever the precision of the body is.
 
-    In bf16 a value near 9 could only be a multiple of 0.06. DeepSpeed wants all parameters in one precision, and has
-    fp32 masters for those it trains: the head computes with its masters' numbers, and its parameters get the gradient.
+    In bf16 a value near 9 could only be a multiple of 0.06. ZeRO wants all parameters in one precision, and has fp32
+    masters for those it trains: the head computes with its masters' numbers, and its parameters get the gradient.
     """
 
     def __init__(self, hidden: int, bias: bool = False) -> None:

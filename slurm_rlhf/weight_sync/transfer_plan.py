@@ -255,10 +255,7 @@ def _buckets(parameters: Sequence[Parameter], limit: int) -> list[tuple[Span, ..
 
 
 def _shards(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int) -> list[list[Span]]:
-    """Cut as ZeRO-3 does: rank r owns elements r * s to (r + 1) * s of each flat parameter of n, s = ceil(n / ranks).
-
-    Source: DeepSpeed, `partition_parameters.py`, `_partition_param`.
-    """
+    """Cut as ZeRO-3 does: rank r owns elements r * s to (r + 1) * s of a flat parameter of n, s = ceil(n / ranks)."""
     owned: list[list[Span]] = [[] for _ in range(owners)]
     for span in spans:
         parameter = parameters[span.parameter]

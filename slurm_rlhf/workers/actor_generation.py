@@ -35,7 +35,7 @@ class ActorGeneration:
         whole = all_agree(gathers_once(config, device_bytes(world.device)), world)
         self._client, self._info = client, info
         self._timeout_s = config.timeout.collective
-        self._generation = Generation(config, trainer.engine, whole)
+        self._generation = Generation(trainer.backend, whole)
         self._vocabulary = Vocabulary.read(config.actor.model_name_or_path)
         self._sampler = HfSampler(
             self._vocabulary, world.device, info.rank, self._generation.collective, self._told, self._dropped

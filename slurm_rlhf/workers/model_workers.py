@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from slurm_rlhf.control.calls import (
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.records import F32, StoreAddress, SyncConnection, SyncReport
 from slurm_rlhf.training._torch import attention_kernel
+from slurm_rlhf.training.async_save import Pending
 from slurm_rlhf.training.distributed import release_cache
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
@@ -64,6 +65,7 @@ class TrainerWorker(ModelWorker, TrainerCalls):
     """Trains a model; `start` of a subclass sets `trainer`."""
 
     trainer: PolicyTrainer | ValueTrainer
+    pending = Pending()
 
     def train_step(self, batch: TrainBatch) -> TrainAnswer:
         return TrainAnswer(self.trainer.train_step(batch.experience, batch.micro, batch.denominator))
@@ -72,22 +74,23 @@ class TrainerWorker(ModelWorker, TrainerCalls):
         self.trainer.save(Path(request.path))
 
     def save_async(self, request: DirectoryRequest) -> float:
-        return self.trainer.save_async(Path(request.path))
+        self.pending = self.trainer.save(Path(request.path), behind=True)
+        return self.pending.copied_s
 
     def written(self) -> Future[None]:
-        return self.trainer.engine.written()
+        return self.pending.written
 
     def finish_save(self) -> None:
-        self.trainer.engine.finish_save()
+        wait([self.pending.written])
 
     def load(self, request: DirectoryRequest) -> None:
         self.trainer.load(Path(request.path))
 
     def sleep(self) -> None:
-        self.trainer.engine.sleep()
+        self.trainer.backend.move("host")
 
     def wake_up(self) -> None:
-        self.trainer.engine.wake_up()
+        self.trainer.backend.move("device")
 
 
 class ActorWorker(TrainerWorker, ActorCalls):

@@ -137,11 +137,9 @@ def import_libraries(config: Config, info: RankInfo) -> None:
         prepare_process(config, info)
         import_vllm()
         return
-    from slurm_rlhf.training.deepspeed_engine import import_trainers
+    from slurm_rlhf.training.backends import import_trainers
 
-    spec = ROLES[info.role]
-    stage = spec.settings(config).zero_stage if spec.kind == "frozen" else 3
-    import_trainers(deepspeed=stage == 3)  # a frozen model that is whole does without
+    import_trainers(config, info.role, info.world)
 
 
 def protect_groups(keys: RunKeys) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.startup import optimizer_steps
-from slurm_rlhf.training.deepspeed_engine import Schedule, learning_rate
+from slurm_rlhf.training.train_settings import Schedule, learning_rate
 
 STEPS = 40
 

@@ -25,13 +25,14 @@ from training_ranks import make_config, make_experience
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.training import deepspeed_engine as zero
-from slurm_rlhf.training import distributed, frozen_models, optimizer_state, train_engine, trainers
+from slurm_rlhf.training import deepspeed as zero
+from slurm_rlhf.training import distributed, frozen_models, trainers
 from slurm_rlhf.training._deepspeed import import_deepspeed
 from slurm_rlhf.training._torch import limit_collectives
-from slurm_rlhf.training.deepspeed_engine import zero3_config
+from slurm_rlhf.training.deepspeed import zero3_config
 from slurm_rlhf.training.distributed import World, undisturbed
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
+from slurm_rlhf.training.train_settings import Schedule, TrainSettings, adamw
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 from slurm_rlhf.workers.model_workers import ReferenceWorker
 from slurm_rlhf.workers.rank_process import import_libraries
@@ -43,11 +44,11 @@ GPU = torch.device("cuda", 1)
 
 
 class Engine:
-    """DeepSpeed's: what `TrainEngine` asks of it, computed plainly."""
+    """DeepSpeed's: what `DeepSpeedTrainer` asks of it, computed plainly."""
 
-    def __init__(self, module: nn.Module, cfg: zero.EngineConfig, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, shapes: Any, cfg: TrainSettings, device: torch.device) -> None:
         self.module = module.to(device)
-        self.optimizer: Any = zero.adamw(self.module, cfg, device)
+        self.optimizer: Any = adamw(self.module, shapes, cfg, device)
         self.stage = cfg.zero_stage
         self.offloaded: list[Any] = []
         self.boundaries: list[bool] = []
@@ -118,11 +119,11 @@ def cuda(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     asked: list[tuple[str | None, int]] = []
     monkeypatch.setattr(dist, "init_process_group", over_gloo)
 
-    def start(module: nn.Module, cfg: zero.EngineConfig, world: World) -> Any:
-        return Engine(module, cfg, world.device)
+    def start(module: nn.Module, shapes: dict[str, torch.Size], cfg: TrainSettings, world: World) -> Any:
+        return Engine(module, shapes, cfg, world.device)
 
     check_signature(zero.start_deepspeed, start)
-    monkeypatch.setattr(train_engine, "start_deepspeed", start)
+    monkeypatch.setattr(zero, "start_deepspeed", start)
     _load_before(models, monkeypatch)
     with fake_cuda(["GPU-a", "GPU-b"]) as fake:
         fake.asked = asked  # type: ignore[attr-defined]
@@ -160,7 +161,7 @@ def test_deepspeeds_stand_in_takes_what_deepspeed_takes() -> None:
             # DeepSpeed's own wrapper, for NVIDIA's profiler, hides the arguments.
             wrapped = inspect.getclosurevars(theirs).nonlocals.get("func", theirs)
             check_signature(wrapped, ours, name)
-    assert {state.value for state in optimizer_state.optimizer_states()} == {
+    assert {state.value for state in zero.optimizer_states()} == {
         OffloadStateTypeEnum.optim_states.value,
         OffloadStateTypeEnum.hp_params.value,
     }
@@ -195,7 +196,7 @@ def test_the_host_waits_as_often_whatever_the_number_of_micro_batches(
     cuda: FakeCuda, models: Path, kind: Any, tmp_path: Path
 ) -> None:
     trainer = kind(config_of(models), 4)
-    assert all(parameter.is_cuda for parameter in trainer.engine.module.parameters())
+    assert all(parameter.is_cuda for parameter in trainer.backend.module.parameters())
     exp = make_experience(0, 12)
     forward = trainer.logprobs if kind is PolicyTrainer else trainer.values
     assert waits(cuda, lambda: forward(exp, split(12, 3))) == {"to": 1}
@@ -203,7 +204,7 @@ def test_the_host_waits_as_often_whatever_the_number_of_micro_batches(
     steps = [waits(cuda, lambda parts=parts: trainer.train_step(exp, split(12, parts), 50.0)) for parts in (3, 6)]
     assert steps[0] == steps[1]
     assert sum(steps[0].values()) == 2, "the norm of the gradient, and all metrics at once"
-    assert trainer.engine._engine.boundaries == [False] * 2 + [True] + [False] * 5 + [True]
+    assert trainer.backend._engine.boundaries == [False] * 2 + [True] + [False] * 5 + [True]
 
 
 def test_transformers_still_asks_what_it_is_not_to_ask() -> None:
@@ -251,9 +252,9 @@ def test_adamw_is_fused_on_cpus_alone(cuda: FakeCuda, models: Path) -> None:
     for deterministic, on_cpu in ((False, True), (True, None)):
         config = config_of(models)
         config.train.full_determinism = deterministic
-        cfg = zero.EngineConfig.of(config, zero.Schedule("constant", 1e-3, 10), ranks=1)
+        cfg = TrainSettings.of(config, Schedule("constant", 1e-3, 10), ranks=1)
         for device, fused in ((torch.device("cpu"), on_cpu), (GPU, None)):
-            (group,) = zero.adamw(nn.Linear(2, 2).to(device), cfg, device).param_groups
+            (group,) = adamw(nn.Linear(2, 2).to(device), {}, cfg, device).param_groups
             assert group["fused"] is fused
 
 
@@ -287,12 +288,13 @@ def test_an_asynchronous_save_waits_once_and_copies_to_pinned_memory(
     for directory in (now, later):
         directory.mkdir()
     trainer.save(now)
+    pending: list[Any] = []
     for _ in range(2):  # the second time into memory that is there
-        assert waits(cuda, lambda: trainer.save_async(later)) == {"synchronize": 1}
-        trainer.engine.written().result(HANG_S)
-    copies = trainer.engine._async_save.copies
+        assert waits(cuda, lambda: pending.append(trainer.save(later, behind=True))) == {"synchronize": 1}
+        pending[-1].written.result(HANG_S)
+    copies = trainer.backend._saver.copies
     assert all(buffer.is_pinned() for buffer in copies._buffers.values())
-    assert copies.nbytes == 12 * sum(parameter.numel() for parameter in trainer.engine.module.parameters())
+    assert copies.nbytes == 12 * sum(parameter.numel() for parameter in trainer.backend.module.parameters())
     for file in now.iterdir():
         assert (later / file.name).read_bytes() == file.read_bytes()
 
@@ -324,7 +326,7 @@ def test_parked_states_lie_in_pinned_host_memory_and_gradients_nowhere(cuda: Fak
     optimizer = Optimizer()
     parked = SimpleNamespace(optimizer=optimizer)
     kept = [*optimizer.fp32_partitioned_groups_flat]
-    optimizer_state.offload_optimizer(parked, 3)
+    zero.offload_optimizer(parked, 3, GPU)
     for master in optimizer.fp32_partitioned_groups_flat:
         state = optimizer.optimizer.state[master]
         for tensor in (master.data, state["exp_avg"].data, state["exp_avg_sq"].data):
@@ -332,7 +334,7 @@ def test_parked_states_lie_in_pinned_host_memory_and_gradients_nowhere(cuda: Fak
             assert tensor.is_pinned()
     assert optimizer.grad_partitions_flat_buffer.untyped_storage().nbytes() == 0
     assert optimizer.ipg_buckets[torch.float32].buffer.untyped_storage().nbytes() == 0
-    optimizer_state.reload_optimizer(parked, 3, GPU)
+    zero.reload_optimizer(parked, 3, GPU)
     assert [master is before for master, before in zip(optimizer.fp32_partitioned_groups_flat, kept, strict=True)]
     for master in optimizer.fp32_partitioned_groups_flat:
         state = optimizer.optimizer.state[master]
@@ -351,11 +353,11 @@ def test_zero2_parks_by_deepspeeds_own_means_and_calls_release_what_they_do_not_
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("emptied"))
     config = config_of(models)
     trainer = PolicyTrainer(config, 4)
-    trainer.engine.sleep()
-    assert trainer.engine._engine.offloaded == [(["hp_params", "optim_states"], True)]
+    trainer.backend.move("host")
+    assert trainer.backend._engine.offloaded == [(["hp_params", "optim_states"], True)]
     assert emptied
-    trainer.engine.wake_up()
-    assert trainer.engine._engine.offloaded[-1] == "back"
+    trainer.backend.move("device")
+    assert trainer.backend._engine.offloaded[-1] == "back"
     config.train.colocate_all = True
     emptied.clear()
     rank = ReferenceWorker(config, RankInfo("reference", 0, 1, 0, "n"), cast(Any, None))

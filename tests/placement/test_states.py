@@ -71,7 +71,7 @@ def measure(stage: int, param_dtype: str, kind: str, model: Path) -> dict[str, i
 
     config = make_config(model, zero_stage=stage, param_dtype=param_dtype)
     trainer = {"policy": PolicyTrainer, "value": ValueTrainer}[kind](config, 4)
-    engine = trainer.engine
+    engine = trainer.backend
     deepspeed = engine._engine
     exp = make_experience(0)
     part, micro = share(exp, trainer.world.rank, trainer.world.size, 40)

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.records import Trajectory
 from slurm_rlhf.training.models import PolicyModule, load_policy
-from slurm_rlhf.training.parameters import full_parameters
 
 MAX_LEN = 320  # of `rollout_engine.config`
 ALWAYS = ("gemma2", "phi3", "mixtral", "olmo2")
@@ -48,7 +47,8 @@ def test_the_engine_agrees_with_the_trainer_from_the_start_and_after_an_update(
     path = make_model(tmp_path / "model", arch)
     policy = load_policy(path, Ds(param_dtype="fp32"), 64, max_len=MAX_LEN)
     generator = torch.Generator().manual_seed(1)
-    weights = {name: p + torch.randn(p.shape, generator=generator) * 0.05 for name, p in full_parameters(policy.model)}
+    named = [(name, p.detach()) for name, p in policy.model.named_parameters()]
+    weights = {name: p + torch.randn(p.shape, generator=generator) * 0.05 for name, p in named}
     save_file(weights, tmp_path / "update.safetensors")
     before, after = engine_process.run(child.sample_before_and_after, path, tmp_path / "update.safetensors")
     at_start = difference(policy, before)

@@ -40,11 +40,11 @@ def save_for_ever(run_dir: Path) -> None:
             write_shard(path, 0, copies)
             flush(path, "rank_00000.*")
 
-        saves.begin(live, CPU, write)
+        pending = saves.begin(live, CPU, write)
         for fragment in live:
             for tensor in fragment.tensors.values():
                 tensor.fill_(-1.0)
-        saves.written().result()
+        pending.written.result()
         checkpoints.commit(step, {"step": step})
         checkpoints.prune(2)
 

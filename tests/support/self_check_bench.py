@@ -125,7 +125,7 @@ class Bench:
 
 def functional_dropout(bench: Bench) -> None:
     """OPT's own dropout, a number on each layer, as its config.json has it."""
-    for layer in bench.actor.engine.module.model.model.decoder.layers:
+    for layer in bench.actor.backend.module.model.model.decoder.layers:
         layer.dropout = 0.1
 
 
@@ -133,7 +133,7 @@ def dynamic_frequencies(bench: Bench) -> None:
     """Rotary frequencies that transformers computes anew for the longest sequence of each batch."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-    model = bench.actor.engine.module.model
+    model = bench.actor.backend.module.model
     config = copy.deepcopy(model.config)
     config.max_position_embeddings = 16
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
@@ -208,7 +208,7 @@ def run_case(case: str, models: Path) -> dict[str, Any]:
             metrics.append(bench.train(number))
     except SelfCheckError as found:
         error = str(found)
-    trained = bench.actor.engine.module.training
+    trained = bench.actor.backend.module.training
     return {
         "error": error,
         "notes": bench.notes,

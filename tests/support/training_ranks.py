@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from waiting import HANG_S, scaled
 from warm_runs import WarmRun
 
@@ -108,24 +108,27 @@ def weigh(config: Config, exp: Experience) -> float:
 
 
 def parameters(trainer: Any) -> dict[str, torch.Tensor]:
-    from slurm_rlhf.training.parameters import full_parameters
-
-    return {name: whole.float().clone() for name, whole in full_parameters(trainer.engine.module)}
+    return {name: whole.float().clone() for name, whole in trainer.backend.gathered(trainer.backend.module)}
 
 
 def assert_held(trainer: Any, zero_stage: int) -> None:
     """What a rank says it has of each parameter is that part of the whole, and together the ranks have all of it."""
-    from slurm_rlhf.training.parameters import full_parameters
+    from slurm_rlhf.training.train_settings import DTYPES
 
     world, held = trainer.world, trainer.local_parameters()
-    wholes = [(name, whole.reshape(-1).clone()) for name, whole in full_parameters(trainer.engine.module.model)]
+    model = trainer.backend.module.model
+    wholes = [(name, whole.clone()) for name, whole in trainer.backend.gathered(model)]
+    written = str(DTYPES[trainer.config.ds.param_dtype]).removeprefix("torch.")
+    assert trainer.describe() == [(name, list(whole.shape), written) for name, whole in wholes]
+    assert set(held) == set(load_file(Path(trainer.config.actor.model_name_or_path) / "model.safetensors"))
     assert list(held) == [name for name, _ in wholes]
     for name, whole in wholes:
         first, mine = held[name]
+        whole_flat = whole.reshape(-1)
         step = -(-whole.numel() // world.size) if zero_stage == 3 else whole.numel()
         low = min(world.rank * step, whole.numel()) if zero_stage == 3 else 0
         assert first == low
-        assert torch.equal(mine, whole[low : low + step].to(mine.dtype)), name
+        assert torch.equal(mine, whole_flat[low : low + step].to(mine.dtype)), name
 
 
 def assert_checked(trainer: Any, max_tokens: int, param_dtype: str) -> None:
@@ -138,7 +141,7 @@ def assert_checked(trainer: Any, max_tokens: int, param_dtype: str) -> None:
     random = torch.get_rng_state()
     found = trainer.self_check(part, micro)
     assert torch.equal(torch.get_rng_state(), random)
-    assert trainer.engine.module.training
+    assert trainer.backend.module.training
     assert all(
         compare(name, found[name], found["first"], part.action_mask, param_dtype).passed
         for name in found
@@ -206,9 +209,9 @@ def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> Non
 @contextmanager
 def written_late(trainer: Any, directory: Path) -> Iterator[None]:
     """Save asynchronously; the writing begins when the block is over. The files are those of `save`, byte for byte."""
-    from slurm_rlhf.training import train_engine
+    from slurm_rlhf.training import trainer as seam
 
-    usual, free = train_engine.write_shard, threading.Event()
+    usual, free = seam.write_shard, threading.Event()
 
     def late(*arguments: Any) -> None:
         assert free.wait(HANG_S)
@@ -218,12 +221,12 @@ def written_late(trainer: Any, directory: Path) -> Iterator[None]:
     now.mkdir(exist_ok=True)
     trainer.save(now)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_engine, "write_shard", late)
-        trainer.save_async(directory)
+        patch.setattr(seam, "write_shard", late)
+        pending = trainer.save(directory, behind=True)
         yield
-        assert not trainer.engine.written().done()
+        assert not pending.written.done()
         free.set()
-        trainer.engine.written().result(HANG_S)
+        pending.written.result(HANG_S)
     files = list(now.glob(f"rank_{trainer.world.rank:05d}.*"))
     assert len(files) == 2
     assert all((directory / file.name).read_bytes() == file.read_bytes() for file in files)
@@ -232,7 +235,7 @@ def written_late(trainer: Any, directory: Path) -> Iterator[None]:
 
 def offload_and_reload(trainer: Any) -> None:
     """As on a GPU, where parked states are other memory than before: what still looked at the old one reads NaN."""
-    from slurm_rlhf.training import optimizer_state
+    from slurm_rlhf.training import deepspeed
 
     def elsewhere(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         copy = tensor.to(device, copy=True)
@@ -240,13 +243,13 @@ def offload_and_reload(trainer: Any) -> None:
         return copy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer_state, "_at", elsewhere)
+        patch.setattr(deepspeed, "moved", elsewhere)
         before = parameters(trainer)
-        trainer.engine.sleep()
-        if trainer.engine.cfg.zero_stage == 3:
-            assert trainer.engine._engine.optimizer.grad_partitions_flat_buffer.untyped_storage().nbytes() == 0
+        trainer.backend.move("host")
+        if trainer.backend.cfg.zero_stage == 3:
+            assert trainer.backend._engine.optimizer.grad_partitions_flat_buffer.untyped_storage().nbytes() == 0
         assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
-        trainer.engine.wake_up()
+        trainer.backend.move("device")
 
 
 def run_nan(model: Path, zero_stage: int) -> None:
@@ -295,7 +298,7 @@ def run_not_finite(model: Path, zero_stage: int, param_dtype: str, spoils: str) 
         told = bad_step()
         assert told["skipped_steps"] == 1.0
         assert "grad_norm" not in told
-        assert trainer.engine.steps == 0
+        assert trainer.backend.steps == 0
         assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
     assert train(trainer, range(1), 40)[0] == exact
     after = parameters(trainer)
@@ -318,10 +321,10 @@ def run_overflow(model: Path, zero_stage: int) -> None:
         assert told["loss_scale"] == 2.0**power
         assert "grad_norm" not in told
         assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
-        assert trainer.engine.steps == 0
+        assert trainer.backend.steps == 0
         power -= 1
     assert 10 < power < 20
-    assert (told["loss_scale"], trainer.engine.steps) == (2.0**power, 1)
+    assert (told["loss_scale"], trainer.backend.steps) == (2.0**power, 1)
     assert told["lr"] == exact["lr"]
     np.testing.assert_allclose(told["grad_norm"], exact["grad_norm"], rtol=5e-3)
 

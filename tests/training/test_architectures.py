@@ -25,7 +25,7 @@ from slurm_rlhf.training.batch import collate
 from slurm_rlhf.training.forward_fixes import RANDOM
 from slurm_rlhf.training.frozen_models import FrozenPolicy
 from slurm_rlhf.training.models import PolicyModule, load_critic, load_policy
-from slurm_rlhf.training.parameters import full_parameters, save_hf
+from slurm_rlhf.training.parameters import save_hf
 
 FP32 = Ds(param_dtype="fp32")
 MAX_LEN = 64
@@ -71,10 +71,10 @@ def test_log_probs_in_train_mode_and_saved_weights_are_those_of_transformers(tmp
     assert torch.equal(ours(policy.eval()), first)
 
     saved = load_file(path / "model.safetensors")
-    sent = dict(as_saved(skeleton(str(path)), full_parameters(policy.model)))
+    sent = dict(as_saved(skeleton(str(path)), policy.model.named_parameters()))
     assert sent.keys() == saved.keys() - dict(policy.model.named_buffers()).keys()  # which training does not change
     assert all(torch.equal(sent[name], saved[name]) for name in sent)
-    save_hf(policy.model, path, tmp_path / "out", rank=0)
+    save_hf(policy.model, policy.model.named_parameters(), path, tmp_path / "out", rank=0)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == saved.keys()
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {n: v for n, v in exported.items() if RANDOM.search(n)} == {

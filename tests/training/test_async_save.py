@@ -30,9 +30,9 @@ def test_it_writes_a_copy_and_the_next_one_waits() -> None:
         assert free.wait(HANG_S)
         seen.append((copies[0].start, copies[0].tensors["fp32"].tolist()))
 
-    saves.begin([live], CPU, write)
+    first = saves.begin([live], CPU, write)
     live.tensors["fp32"].fill_(2.0)
-    assert not saves.written().done()
+    assert not first.written.done()
     threading.Timer(0.05, free.set).start()
     saves.begin([live], CPU, write)
     assert seen[0] == (3, [1.0] * 4)
@@ -46,12 +46,10 @@ def test_what_goes_wrong_is_told_and_the_next_one_works() -> None:
         raise OSError("No space left on device")
 
     saves, seen = AsyncSave(), []
-    assert saves.written().done()
-    saves.begin([fragment(1.0)], CPU, fail)
+    failed = saves.begin([fragment(1.0)], CPU, fail)
     with pytest.raises(OSError, match="No space left"):
-        saves.written().result(HANG_S)
-    saves.begin([fragment(2.0)], CPU, seen.extend)
-    saves.written().result(HANG_S)
+        failed.written.result(HANG_S)
+    saves.begin([fragment(2.0)], CPU, seen.extend).written.result(HANG_S)
     assert len(seen) == 1
 
 

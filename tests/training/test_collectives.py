@@ -136,7 +136,7 @@ def step_of(case: tuple[int, str, str], model: Path, wire: Wire) -> dict[str, An
     wire.heard.clear()
     trainer.train_step(part, micro, 50.0)
     heard = list(wire.heard)
-    return {"heard": heard, "overlapped": trainer.engine._engine.zero_overlap_comm()}
+    return {"heard": heard, "overlapped": trainer.backend._engine.zero_overlap_comm()}
 
 
 def passes_of(model: Path, trace: Trace, checkpointing: bool) -> list[dict[str, int]]:
@@ -144,7 +144,7 @@ def passes_of(model: Path, trace: Trace, checkpointing: bool) -> list[dict[str, 
     config = make_config(model, zero_stage=3)
     config.actor.gradient_checkpointing_enable = checkpointing
     trainer = make_trainer(config)
-    trace.names = {p.ds_id: key for key, p in trainer.engine.module.named_parameters()}
+    trace.names = {p.ds_id: key for key, p in trainer.backend.module.named_parameters()}
     part, micro = part_of(trainer.world.rank, trainer.world.size)
     trace.take()
     found = []
@@ -170,8 +170,8 @@ def gradients_of(model: Path, zero_stage: int) -> dict[str, torch.Tensor]:
     for number, rows in enumerate(micro):
         logprobs, entropy = trainer._forward(collate(part.select(rows), trainer.world.device))
         found[f"logprobs.{number}"], found[f"entropy.{number}"] = logprobs.detach(), entropy.detach()
-        trainer.engine.accumulate(loss_of(logprobs, entropy), is_last=number == MICROS - 1)
-    for key, parameter in trainer.engine.module.named_parameters():
+        trainer.backend.accumulate(loss_of(logprobs, entropy), last=number == MICROS - 1)
+    for key, parameter in trainer.backend.module.named_parameters():
         found[f"grad.{key}"] = safe_get_full_grad(parameter).clone()
     return found
 

@@ -69,7 +69,7 @@ def main() -> None:
 
 def check_loading(config: Config, world: Any) -> None:
     """A model to train is cut before any rank has it whole, and the rest of it is as it would have been."""
-    from slurm_rlhf.training.deepspeed_engine import loading
+    from slurm_rlhf.training.backends import loading
     from slurm_rlhf.training.models import load_critic, load_policy
 
     config.ds.zero_stage = 3

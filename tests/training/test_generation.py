@@ -76,16 +76,16 @@ def run_case(case: tuple[int, str, bool], model: Path) -> dict[str, Any]:
     config.actor.gradient_checkpointing_enable = True  # which excludes a cache in train mode
     trainer = PolicyTrainer(config, 3)
     world = trainer.world
-    generation = Generation(config, trainer.engine, case[2])
+    generation = Generation(trainer.backend, case[2])
     vocabulary = Vocabulary.read(str(model))
     told = (lambda chosen, ended: None, lambda: False)
     sampler = HfSampler(vocabulary, world.device, world.rank, generation.collective, *told)
-    random, modes = torch.get_rng_state(), [part.training for part in trainer.engine.module.modules()]
+    random, modes = torch.get_rng_state(), [part.training for part in trainer.backend.module.modules()]
     found: dict[str, Any] = {"apart": [], "texts": [], "trained": []}
     for step in range(2):
         exp, layers = sampled(generation, sampler, world.rank)
         assert torch.equal(torch.get_rng_state(), random)
-        assert [part.training for part in trainer.engine.module.modules()] == modes
+        assert [part.training for part in trainer.backend.module.modules()] == modes
         rows = [list(range(len(exp)))] if case[0] != 3 else [[0], list(range(1, len(exp)))]
         own = trainer.logprobs(exp, rows)["logprobs"]
         found["apart"].append(float(np.abs(own - exp.columns["rollout_logprobs"]).max()))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.training import logprobs as logprobs_module
-from slurm_rlhf.training.deepspeed_engine import Schedule, learning_rate
 from slurm_rlhf.training.logprobs import HeadMath, LogprobHead, chunked_logprobs
+from slurm_rlhf.training.train_settings import Schedule, learning_rate
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 50, 16, 97, 8
 

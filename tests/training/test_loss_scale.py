@@ -10,11 +10,12 @@ import torch
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.controller.step_metrics import Trained, skip_warning, update_metrics
 from slurm_rlhf.errors import ConfigError, RunError
-from slurm_rlhf.training import deepspeed_engine
+from slurm_rlhf.training import deepspeed as backend
 from slurm_rlhf.training._deepspeed import import_deepspeed
-from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, start_deepspeed
+from slurm_rlhf.training.deepspeed import start_deepspeed
 from slurm_rlhf.training.distributed import World
 from slurm_rlhf.training.loss_scale import LossScale
+from slurm_rlhf.training.train_settings import Schedule, TrainSettings
 
 
 def made(power: int = 3, window: int = 2, least: float = 2.0) -> LossScale:
@@ -90,9 +91,9 @@ def test_a_device_without_fp16_is_told_before_a_model_trains(monkeypatch: pytest
     accelerator = deepspeed.accelerator.get_accelerator()
     assert accelerator.is_fp16_supported()  # as torch computes it on every CPU
     monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)
-    monkeypatch.setattr(deepspeed_engine, "import_deepspeed", lambda device: deepspeed)
+    monkeypatch.setattr(backend, "import_deepspeed", lambda device: deepspeed)
     config = Config()
     config.ds.param_dtype = "fp16"
-    engine = EngineConfig.of(config, Schedule.of(config, 1e-3, 1), ranks=1)
+    settings = TrainSettings.of(config, Schedule.of(config, 1e-3, 1), ranks=1)
     with pytest.raises(ConfigError, match=r"ds\.param_dtype = fp16: DeepSpeed does not train in it on this device"):
-        start_deepspeed(torch.nn.Linear(1, 1), engine, World(0, 1, torch.device("cpu")))
+        start_deepspeed(torch.nn.Linear(1, 1), {}, settings, World(0, 1, torch.device("cpu")))

@@ -61,14 +61,14 @@ def value_head(model: Path, world: Any, stage: int, out: Path) -> dict[str, torc
     answers["after"] = trainer.values(exp, [list(range(len(exp)))])["values"]
 
     seen = []
-    head = trainer.engine.module.value_head
+    head = trainer.backend.module.value_head
     hook = head.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0]))
     batch = collate(exp, world.device)
     with torch.no_grad():
-        trainer.engine(batch.input_ids, batch.action_index)
+        trainer.backend.forward(batch.input_ids, batch.action_index)
     hook.remove()
     master = torch.zeros(head.weight.ds_numel if stage == 3 else head.weight.numel())
-    for fragment in trainer.engine.fragments(head):
+    for fragment in trainer.backend.shards(head, "optimizer"):
         master[fragment.start : fragment.start + fragment.tensors["fp32"].numel()] = fragment.tensors["fp32"]
     torch.distributed.all_reduce(master)
     stored = {name: value for name, value in parameters(trainer).items() if name == "value_head.weight"}

@@ -59,11 +59,9 @@ def make(case: dict[str, Any], model: Path, zero_stage: int) -> Any:
 
 def masters(trainer: Any) -> dict[str, torch.Tensor]:
     """This rank's fp32 elements of every parameter, the others' zero."""
-    from slurm_rlhf.training.optimizer_state import local_fragments, sizes
-
-    engine = trainer.engine
-    whole = {name: torch.zeros(size) for name, size in sizes(engine.module).items()}
-    for fragment in local_fragments(engine.module, engine._engine.optimizer, engine.world):
+    backend = trainer.backend
+    whole = {name: torch.zeros(shape.numel()) for name, shape in backend.shapes.items()}
+    for fragment in backend.shards(backend.module, "optimizer"):
         mine = fragment.tensors["fp32"]
         whole[fragment.name][fragment.start : fragment.start + len(mine)] = mine
     return whole
@@ -205,7 +203,7 @@ def test_loading_is_exact_whatever_the_number_of_ranks(out: Path, case: dict[str
 def test_a_checkpoint_becomes_a_model_without_a_process_group(out: Path, tmp_path: Path, case: dict[str, Any]) -> None:
     """What `slurm-rlhf generate` samples from: the weights that two ranks had, of whatever ZeRO stage."""
     from slurm_rlhf.training.checkpoint_export import export
-    from slurm_rlhf.training.models import DTYPES
+    from slurm_rlhf.training.train_settings import DTYPES
 
     export(out / f"{name(case)}.from2", out / "model", tmp_path / "model", case["param_dtype"])
     found = load_file(tmp_path / "model" / "model.safetensors")
