@@ -9,7 +9,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,8 @@ def make(name: str, dtype: str) -> Any:
     from slurm_rlhf.training.train_settings import DTYPES, Schedule, TrainSettings
 
     config = Config()
-    config.ds.param_dtype, config.ds.initial_scale_power, config.train.max_skipped_steps = dtype, 8, 1
+    config.ds.param_dtype, config.train.max_skipped_steps = dtype, 1
+    config.ds.initial_scale_power, config.ds.loss_scale_window = 8, 1  # it doubles behind every step
     config.actor.weight_decay, config.actor.max_norm = 0.1, 0.5
     for key, value in TRAINERS[name].items():
         put(config, key, value)
@@ -162,27 +165,53 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 
 def train_and_save(name: str, dtype: str, out: Path) -> None:
-    """Three steps, of which the last comes behind a save; the same files are written behind and before it."""
+    """A step that is skipped and three that count, the last of them before what is saved behind it is written."""
     trainer = make(name, dtype)
+    before = all_shards(trainer)
+    skipped = take(trainer, 0, spoil=math.inf)
+    assert (skipped["skipped_steps"], "grad_norm" in skipped, trainer.steps) == (1.0, False, 0)
+    assert equal(all_shards(trainer), before)
     metrics = [take(trainer, step) for step in range(STEPS - 1)]
-    now, behind = out / f"{name}.{dtype}", out / f"{name}.{dtype}.behind"
+    rank, now, behind = trainer.world.rank, out / f"{name}.{dtype}", out / f"{name}.{dtype}.behind"
     for directory in (now, behind):
         directory.mkdir(exist_ok=True)
+    torch.rand(rank + 1)  # so that the random state is the rank's own
     assert trainer.save(now).written.done()
-    save_file(all_shards(trainer), out / f"{name}.{dtype}.saved.{trainer.world.rank}")
-    pending = trainer.save(behind, behind=True)
-    metrics.append(take(trainer, STEPS - 1))
-    pending.written.result(HANG_S)
-    for file in now.glob(f"rank_{trainer.world.rank:05d}.*"):
-        assert (behind / file.name).read_bytes() == file.read_bytes()
+    save_file(all_shards(trainer), out / f"{name}.{dtype}.saved.{rank}")
+    with writing_held() as free:
+        pending = trainer.save(behind, behind=True)
+        metrics.append(take(trainer, STEPS - 1))
+        assert not pending.written.done()
+        free.set()
+        pending.written.result(HANG_S)
+    files = list(now.glob(f"rank_{rank:05d}.*"))
+    assert len(files) == 2
+    assert all((behind / file.name).read_bytes() == file.read_bytes() for file in files)
     assert trainer.steps == STEPS
     assert_parameters(trainer)
+    save_file({"drawn": torch.rand(3)}, out / f"{name}.{dtype}.drawn.{rank}")
     result = all_shards(trainer)
-    if trainer.world.rank == 0:
+    if rank == 0:
         save_file(result, out / f"{name}.{dtype}.safetensors")
         (out / f"{name}.{dtype}.json").write_text(json.dumps(metrics))
     refuse(trainer, out)
     torch.distributed.barrier()  # before another rank reads what rank 0 has written
+
+
+@contextmanager
+def writing_held() -> Iterator[threading.Event]:
+    """Have every write of a save wait, inside the block, for the event."""
+    from slurm_rlhf.training import trainer as seam
+
+    usual, free = seam.write_shard, threading.Event()
+
+    def late(*arguments: Any) -> None:
+        assert free.wait(HANG_S)
+        usual(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "write_shard", late)
+        yield free
 
 
 def load_and_go_on(name: str, dtype: str, out: Path, writers: dict[str, Path]) -> None:
@@ -198,9 +227,12 @@ def load_and_go_on(name: str, dtype: str, out: Path, writers: dict[str, Path]) -
             move_there_and_back(trainer, loaded)
         metrics, result = take(trainer, STEPS - 1), all_shards(trainer)
         expected = load_file(where / f"{writer}.{dtype}.safetensors")
+        last = json.loads((where / f"{writer}.{dtype}.json").read_text())[-1]
         if writer == name and where == out:
             assert equal(result, expected)
-            assert metrics == json.loads((where / f"{writer}.{dtype}.json").read_text())[-1]
+            assert metrics == last
+            assert equal({"drawn": torch.rand(3)}, load_file(out / f"{name}.{dtype}.drawn.{trainer.world.rank}"))
+        assert [metrics.get(key) for key in ("lr", "loss_scale")] == [last.get(key) for key in ("lr", "loss_scale")]
         for key, tensor in result.items():
             torch.testing.assert_close(
                 tensor, expected[key], rtol=NORM[dtype], atol=BOUND[dtype], msg=f"{writer} {key}"
@@ -225,11 +257,10 @@ def move_there_and_back(trainer: Any, loaded: dict[str, torch.Tensor]) -> None:
 
 
 def refuse(trainer: Any, out: Path) -> None:
-    """A step that is not finite changes nothing, more of them end the run, and only own checkpoints are loaded."""
+    """Steps in a row that are not finite change nothing and end the run; only own checkpoints are loaded."""
     before = all_shards(trainer)
     if trainer.cfg.param_dtype != "fp16":
-        metrics = take(trainer, 0, spoil=math.inf)
-        assert (metrics["skipped_steps"], "grad_norm" in metrics, trainer.steps) == (1.0, False, STEPS)
+        take(trainer, 0, spoil=math.inf)
         with pytest.raises(RunError, match=r"not finite, 2 times in a row"):
             take(trainer, 0, spoil=math.nan)
         assert equal(all_shards(trainer), before)
