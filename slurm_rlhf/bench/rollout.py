@@ -23,7 +23,7 @@ from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import request_seed
-from slurm_rlhf.rollout.vllm_settings import engine_config
+from slurm_rlhf.rollout.vllm import engine_config
 from slurm_rlhf.workers.engine_leader import EngineLeader
 from slurm_rlhf.workers.rank_process import import_libraries, serve
 from slurm_rlhf.workers.worker import RankInfo
@@ -73,7 +73,7 @@ class BaselineEngine:
     """Generate as a script does: `LLM.generate` on the model, precision, batch width and cache size of our engine."""
 
     def __init__(self, config: Config) -> None:
-        """Load the model. Raises as `VllmEngine` does. `environment.prepare_environment` comes first."""
+        """Load the model. Raises as an engine does. `prepare_environment` comes first."""
         from vllm import LLM
 
         same = engine_config(config)
@@ -171,7 +171,7 @@ def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:
 
 
 def _vocab(config: Config) -> int:
-    from slurm_rlhf.rollout.expected_weights import parameter_shapes, skeleton
+    from slurm_rlhf.rollout._transformers import parameter_shapes, skeleton
 
     return max(
         shape[0] for shape in parameter_shapes(skeleton(config.actor.model_name_or_path)).values() if len(shape) == 2

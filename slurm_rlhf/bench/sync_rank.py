@@ -71,7 +71,7 @@ class Rank:
         self.spec = spec
         self.rank = rank
         self.is_actor = rank < len(spec.actors)
-        self.engine = _vllm(spec) if spec.model and not self.is_actor else None
+        self.engine = _engine(spec) if spec.model and not self.is_actor else None
         port = self._port()
         member = Membership(
             name="bench",
@@ -157,7 +157,7 @@ class Rank:
             return
         assert self.receiver is not None
         with self.receiver.update(version) as weights:
-            self.engine.load_weights(weights, version)
+            self.engine.load(weights, version)
 
     def _raw(self) -> None:
         """Move the bytes: over a network once over one link, by one stream; on loopback broadcast to all engines."""
@@ -258,18 +258,16 @@ def _left(nbytes: int) -> Iterator[int]:
         nbytes -= RAW_PIECE
 
 
-def _vllm(spec: Spec) -> Any:
+def _engine(spec: Spec) -> Any:
     from slurm_rlhf.config.schema import Config
-    from slurm_rlhf.rollout.vllm_settings import prepare_environment
-
-    prepare_environment()
-    from slurm_rlhf.rollout.vllm_engine import VllmEngine
+    from slurm_rlhf.rollout.engine import backend
 
     config = Config()
+    backend(config).prepare_environment()
     config.actor.model_name_or_path = spec.model
     config.vllm.cpu_kvcache_gib = 0.1
     config.data.max_len, config.vllm.max_num_seqs = 64, 2
-    return VllmEngine(config)
+    return backend(config).make_engine(config, 0)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 _LOCK = ".lock"
 _LONGEST = 40
-"""Characters of a temporary directory below which sockets may be: a socket's path has 107 at most, vLLM's names 37."""
+"""Characters of a temporary directory below which sockets may be: a socket's path has 107 at most, a name 37."""
 
 
 @dataclass(slots=True)

@@ -65,9 +65,9 @@ def check_generate(config: Config) -> None:
     problems += _needed(GENERATED_BY, config.generate.model_name_or_path, what)
     problems += _file("generate.dataset", config.generate.dataset, "a JSONL or Parquet file of prompts")
     problems += length_problems(config)
-    if config.rollout.engine != "vllm":
+    if not has_engines(config):
         engine = f"rollout.engine = {config.rollout.engine}"
-        problems.append(f"{engine}: rows are answered by vLLM engines only: use vllm, the default")
+        problems.append(f"{engine}: rows are answered by engines only: use vllm, the default")
     _raise([*problems, *_reward_function(config), *_no_training_run(config)], [])
 
 

@@ -40,7 +40,7 @@ Phase = Literal["training", "rollout"]
 
 def has_engines(config: Config) -> bool:
     """Tell whether engines of their own sample; otherwise the actor's ranks do."""
-    return config.rollout.engine == "vllm"
+    return config.rollout.engine != "hf"
 
 
 def _always(config: Config) -> bool:

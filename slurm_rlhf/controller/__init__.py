@@ -6,7 +6,7 @@ what happens in one. `supervisor` watches the processes; `engine_pool`, `weight_
 `group_stream` make the batches, by the rules in `group_rules`; `run_state` saves and loads; `self_check`, `gpu_account`
 and `reporting` tell.
 
-May import every room but workers, training, rollout, bench and cli, and no torch: tensors are the ranks'. To add
+May import every room but workers, training, bench and cli, and no torch: tensors are the ranks'. To add
 something to each step: its call in `control/calls.py`, its line in `Step.run` or in what that calls. To add a role: see
 `config/roles.py`; the conductor starts and saves what is in that table.
 """

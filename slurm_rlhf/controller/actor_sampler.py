@@ -10,11 +10,11 @@ import numpy as np
 
 from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.control.calls import ActorCalls, GenerateAnswer, PackedPrompts, PromptTokens, ResponseBatch
-from slurm_rlhf.control.generation_phase import behind
 from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.dispatch import Answered, answer_sizes, nobody
 from slurm_rlhf.errors import CallTimeout, RemoteError, RunError
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
+from slurm_rlhf.rollout.generation_phase import behind
 
 Wanted = tuple[int, int]
 """Position of a prompt, number of the sample."""

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class Colocation:
     """Hands the accelerators over from the trainers to the engines, and back.
 
-    Engines start before any trainer has touched the accelerators, because vLLM measures the memory that is free then.
+    Engines start before any trainer has touched the accelerators, because they measure the memory that is free then.
     They sleep whenever they do not generate, and asleep they have no weights: on waking up they get new ones while
     they have room for weights only, and the KV cache comes last.
     """

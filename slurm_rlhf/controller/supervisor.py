@@ -167,7 +167,7 @@ class Supervisor:
 
     def _make_recovery(self) -> EngineRecovery | None:
         engines, launcher = self.roles.get(ROLLOUT), self._launcher.engines
-        # Where engines share accelerators with trainers, vLLM would measure memory that is in use while it starts.
+        # Where engines share accelerators with trainers, one would measure memory that is in use while it starts.
         if launcher is None or not isinstance(engines, EngineHandle) or self._config.train.colocate_all:
             return None
         homes, most = self._ranks.engine_nodes, self._config.train.max_engine_restarts

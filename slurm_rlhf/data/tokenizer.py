@@ -17,7 +17,7 @@ from slurm_rlhf.errors import ModelError, cut
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Names in tokenizer_config.json that chat templates refer to, as in transformers."""
 
-# Enough to show the decoder that it is not at the start of a text, in every tokenizer of vLLM's own detokenizer.
+# Enough to show the decoder that it is not at the start of a text, in every tokenizer of an engine's own detokenizer.
 CONTEXT_TOKENS = 5
 
 

@@ -24,7 +24,7 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU, Topology
 
 INJECTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that hooks of containers and sites set, and that torchrun's workers or vLLM would take for ours."""
+"""Variables that hooks of containers and sites set, and that torchrun's workers or engines would take for ours."""
 
 INJECTED_PREFIXES = ("PMI_", "PMI2_", "PMIX_", "OMPI_")
 

@@ -1,4 +1,4 @@
-"""The three ways to compute log-probs of the same tokens: vLLM samples them, the trainer and transformers follow."""
+"""The three ways to compute log-probs of the same tokens: an engine samples them, trainer and transformers follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurm_rlhf.errors import ModelError
 from slurm_rlhf.parity.subjects import NEW_TOKENS, SAMPLES, TEMPERATURE, prompts
 from slurm_rlhf.parity.verdicts import Precision
 from slurm_rlhf.records import F32, Experience, Sampling, Trajectory, pack
-from slurm_rlhf.rollout.engine import GenerateRequest, request_seed
+from slurm_rlhf.rollout.engine import GenerateRequest, backend, request_seed
 from slurm_rlhf.training.batch import TokenBatch, per_action
 from slurm_rlhf.training.distributed import local_device
 from slurm_rlhf.training.models import load_policy
@@ -33,10 +33,8 @@ def settings(directory: str, precision: Precision, max_len: int) -> Config:
 
 
 def sample(config: Config, seed: int) -> list[Trajectory]:
-    """Have vLLM sample responses, all prompts at once, with the log-prob of each token. Raises ModelError."""
-    from slurm_rlhf.rollout.vllm_engine import VllmEngine
-
-    engine = VllmEngine(config)
+    """Have the engine sample responses, all prompts at once, with the log-prob of each token. Raises ModelError."""
+    engine = backend(config).make_engine(config, 0)
     sampling = Sampling(max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
     tokenizer = Tokenizer.load(config.actor.model_name_or_path)
     for number, ids in enumerate(prompts(tokenizer, config.data.max_len)):
@@ -44,13 +42,13 @@ def sample(config: Config, seed: int) -> list[Trajectory]:
             at = request_seed(seed, number, again, 0)
             engine.add(GenerateRequest(f"{number}.{again}", number, again, ids, sampling, at))
     done: list[Trajectory] = []
-    while engine.unfinished:
+    while engine.status.unfinished:
         done += engine.step()
     return sorted(done, key=lambda t: (t.prompt, t.sample))
 
 
 def packed(trajectories: list[Trajectory]) -> Experience:
-    """Pack what was sampled, with vLLM's log-probs in its column `rollout_logprobs`."""
+    """Pack what was sampled, with the engine's log-probs in its column `rollout_logprobs`."""
     return pack(trajectories, [0.0] * len(trajectories))
 
 

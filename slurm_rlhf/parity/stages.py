@@ -1,7 +1,8 @@
 """The stages of a comparison, each in a process of its own: sample, follow. Files lead from one to the other.
 
-Engine and trainer need processes of their own, as in a run: where vLLM has no class for an architecture it runs that of
-transformers and changes it for the whole process. The memory of a GPU is free again, too, when a process has ended.
+Engine and trainer need processes of their own, as in a run: where the engine has no class for an architecture it runs
+that of transformers and changes it for the whole process. The memory of a GPU is free again, too, when a process has
+ended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from slurm_rlhf.cluster.processes import print_to
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.parity.subjects import Subject
 from slurm_rlhf.parity.verdicts import ENGINE, PLAIN, PRECISIONS, TRAINER, Apart, differences
 from slurm_rlhf.records import Experience
@@ -49,7 +51,7 @@ class Task:
 
 
 def sample(task: Task, precision: str) -> None:
-    """Have vLLM sample. Raises ModelError."""
+    """Have the engine sample. Raises ModelError."""
     _prepare()
     from slurm_rlhf.parity import sides
 
@@ -85,23 +87,21 @@ def read_compared(task: Task, precision: str) -> tuple[int, dict[str, Apart]]:
 
 
 def _prepare() -> None:
-    """Set what vLLM reads when it is imported, unless the process that this one was forked from has."""
-    if "vllm" not in sys.modules:
-        from slurm_rlhf.rollout.vllm_settings import prepare_environment
+    """Set what the engine's library reads when it is imported, unless the process that this one was forked from has."""
+    from slurm_rlhf.rollout.engine import backend
 
-        prepare_environment()
+    backend(Config()).prepare_environment()
 
 
 def import_libraries() -> None:
     """Import what the stages need, for all processes that are forked from this one."""
     _prepare()
-    from slurm_rlhf.rollout._vllm import import_vllm
+    from slurm_rlhf.rollout.engine import backend
     from slurm_rlhf.training._transformers import import_modeling
 
-    import_vllm()
+    backend(Config()).import_library()
     import_modeling()
-    import slurm_rlhf.parity.sides
-    import slurm_rlhf.rollout.vllm_engine  # noqa: F401
+    import slurm_rlhf.parity.sides  # noqa: F401
 
 
 @contextmanager

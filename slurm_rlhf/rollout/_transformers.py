@@ -14,12 +14,31 @@ cache_utils.py DynamicSlidingWindowLayer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def skeleton(path: str) -> Any:
+    """Build the causal language model in directory `path` without memory for its parameters."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Map the names of a transformers model's parameters to their shapes, in its order.
+
+    Tied weights appear once, under the embedding's name: the names that a trainer's `named_parameters()` yields.
+    """
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -39,11 +58,6 @@ def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
         yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
-Choose = Callable[["Tensor"], "tuple[Tensor, list[int]]"]
-"""Gets logits, fp32 [B, V]; answers the next token of each row, int64 [B], and the rows to go on with: none where all
-have ended."""
-
-
 def selects_rows(model: Any) -> bool:
     """Tell whether all that `model` keeps of its texts are keys and values, of which rows can be taken."""
     from transformers import DynamicCache
@@ -55,34 +69,44 @@ def selects_rows(model: Any) -> bool:
     return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def decoding(place: Tensor | None, choose: Choose, together: bool) -> Callable[..., Tensor]:
-    """Return a loop for `generate` to run (`custom_generate`) once it has prepared the model's inputs and cache.
+def prefilled(
+    model: Any, inputs: Mapping[str, Tensor], most: int, pad: int, place: Tensor | None
+) -> tuple[Texts, Tensor]:
+    """Have `generate` prepare the model's inputs and cache, and compute the texts in `inputs`.
 
-    `place` int64 [B]: the prompt that each row goes on from, of those that `generate` got; None: row i from prompt i.
-    With `together` every rank takes as many passes as the one with the longest response.
+    Returns them, to be gone on with for `most` tokens, and the logits after them, fp32 [B, V]. `place` int64 [B]: the
+    text that each row goes on from; None: row i from text i.
     """
+    from transformers import GenerationConfig
 
-    def loop(model: Any, input_ids: Tensor, generation_config: Any, **given: Any) -> Tensor:
+    def begin(model: Any, input_ids: Tensor, generation_config: Any, **given: Any) -> tuple[Texts, Tensor]:
         kwargs = {name: value for name, value in given.items() if name not in ("logits_processor", "stopping_criteria")}
-        texts = _Texts(model, input_ids, kwargs)
+        texts = Texts(model, input_ids, kwargs)
         logits = texts.prefill(generation_config)
         if place is not None:
             texts.take(place)
             logits = logits[place]
-        rows = texts.append(*choose(logits))
-        with model._optimize_model_for_decode():
-            while model._has_unfinished_sequences(not rows, together, device=input_ids.device):
-                logits = texts.step()
-                if rows:
-                    rows = texts.append(*choose(logits))
-        return texts.ids
+        return texts, logits
 
-    return loop
+    settings = GenerationConfig(max_new_tokens=most, do_sample=False, use_cache=True, pad_token_id=pad)
+    found: tuple[Texts, Tensor] = model.generate(**inputs, generation_config=settings, custom_generate=begin)
+    return found
+
+
+def decoding_setup(model: Any) -> AbstractContextManager[None]:
+    """Prepare `model`, inside the block, for passes of one token a text."""
+    setup: AbstractContextManager[None] = model._optimize_model_for_decode()
+    return setup
+
+
+def go_on(model: Any, here: bool, together: bool, device: Any) -> bool:
+    """Tell whether another pass is needed: for texts `here` or, with `together`, for those of any rank. Collective."""
+    return bool(model._has_unfinished_sequences(not here, together, device=device))
 
 
 @dataclass(slots=True)
-class _Texts:
-    """Texts on their way through `generate`: their tokens, and what the model gets in a pass."""
+class Texts:
+    """Holds texts that a model goes on with: their tokens, and what the model gets in a pass."""
 
     model: Any
     ids: Tensor  # int64 [B, L]
@@ -97,14 +121,13 @@ class _Texts:
         inputs = self.model.prepare_inputs_for_generation(self.ids, next_sequence_length=1, **self.kwargs)
         return self._after(self.model(**inputs, return_dict=True))
 
-    def append(self, tokens: Tensor, rows: list[int]) -> list[int]:
-        """Append `tokens` [B], and keep the texts `rows`, but all where that is none; return `rows`."""
+    def append(self, tokens: Tensor, rows: list[int]) -> None:
+        """Append `tokens` [B], and keep the texts `rows`, or all if there are none."""
         import torch
 
         self.ids = torch.cat([self.ids, tokens[:, None]], dim=-1)
         if 0 < len(rows) < len(tokens):
             self.take(torch.tensor(rows, device=self.ids.device))
-        return rows
 
     def take(self, rows: Tensor) -> None:
         """Go on with the texts `rows`, any of them as often as it is named."""

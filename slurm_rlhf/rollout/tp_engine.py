@@ -21,7 +21,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.process_groups._torch import meet, signed
 from slurm_rlhf.rollout._vllm import process_group_backend, tp_executor
 from slurm_rlhf.rollout.engine import GenerateRequest
-from slurm_rlhf.rollout.vllm_engine import VllmEngine
+from slurm_rlhf.rollout.vllm import VllmEngine
 
 SHARED_MEMORY = Path("/dev/shm")
 LOOPBACK = "lo"
@@ -76,10 +76,10 @@ def engine_store(place: EnginePlace, timeout_s: float) -> dist.Store:
 
 @contextmanager
 def engine_group(place: EnginePlace, store: dist.Store, timeout_s: float) -> Iterator[None]:
-    """Form the default process group of this engine; vLLM makes its own groups from it inside the block.
+    """Form the default process group of this engine; its library makes its own groups from it inside the block.
 
-    What vLLM reads of torchrun's environment then describes the engine and not the role. An engine is on one node, so
-    gloo listens on loopback only.
+    What the library reads of torchrun's environment then describes the engine and not the role. An engine is on one
+    node, so gloo listens on loopback only.
     """
     os.environ |= {"RANK": str(place.tp_rank), "WORLD_SIZE": str(place.tp), "LOCAL_RANK": str(place.tp_rank)}
     outer = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -183,8 +183,8 @@ class TpEngine(VllmEngine):
         super().add(request)
         self.tp_digest.added(request)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        super().load_weights(weights, version)
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super().load(weights, version)
         self.tp_digest.loaded(version)
 
     def _sampled(self, key: str, tokens: list[int]) -> None:

@@ -1,7 +1,7 @@
 """The policy in training as a model that samples: whole on every rank, or gathered layer by layer under ZeRO-3.
 
 Whole: a copy without hooks, whose forward passes are this rank's own, so that no rank waits for another.
-Under ZeRO-3 its parameters are gathered once and kept until `release`; otherwise they are those in training. Layer by
+Under ZeRO-3 it has parameters of its own from `allocate` to `release`; otherwise they are those in training. Layer by
 layer: the forward pass of training, which is collective, so that every rank takes as many steps.
 """
 
@@ -11,25 +11,15 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from slurm_rlhf.training._torch import bare_copy, without_hooks
 from slurm_rlhf.training.distributed import undisturbed
 from slurm_rlhf.training.forward_fixes import has_fixed_frequencies
 from slurm_rlhf.training.trainer import Trainer
-
-
-class Watch(Protocol):
-    """Is told how far a collective step has come: all ranks wait for the one that is last."""
-
-    def layer(self, number: int) -> None:
-        """Note that layer `number`, from 0 on, is about to be gathered and to compute."""
-
-    def stepped(self) -> None:
-        """Note that the step has its logits."""
 
 
 class Generation:
@@ -39,54 +29,68 @@ class Generation:
         """`whole`: gather the parameters that ZeRO-3 has cut; without ZeRO-3 they are whole anyway."""
         self._trainer = trainer
         self._module: Any = trainer.module
-        self._sharded = trainer.sharded
-        self._copy: Any = None
+        self._device = trainer.world.device
+        self._full = {parameter: trainer.shapes[name] for name, parameter in self._module.named_parameters()}
         self._autocast = trainer.cfg.autocast
-        self.collective = self._sharded and not whole and trainer.world.size > 1
-        """Whether every step is one of all ranks, so that all have to take as many."""
-        self.whole = whole or not self._sharded
+        self.collective = trainer.sharded and not whole and trainer.world.size > 1
+        """Whether every pass is one of all ranks, so that all have to take as many."""
+        self.whole = whole or not trainer.sharded
         """Whether each rank has all parameters while it generates."""
+        self._own: dict[nn.Parameter, nn.Parameter] = {}
+        """Parameter in training -> that of the copy, which is empty until `allocate`."""
+        if trainer.sharded and whole:
+            for parameter in self._module.parameters():
+                empty = torch.empty(0, dtype=parameter.dtype, device=self._device)
+                self._own[parameter] = nn.Parameter(empty, requires_grad=False)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Of the parameters that `weights` yields."""
+        if self.whole:
+            self.shapes = {name: tuple(self._full[one]) for name, one in self._module.model.named_parameters()}
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The model in eval mode, a copy."""
+        module = self._module
+        if self.whole:
+            copy = bare_copy(module, self._own).eval()
+            return stepping(copy.model, copy)
+        model = stepping(module.model, self._trainer.forward)
+        model.training = False
+        return model
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters that the copy needs: under ZeRO-3 gathered, one at a time and by all ranks."""
+        return self._trainer.gathered(self._module.model) if self.whole else iter(())
 
     @contextmanager
-    def model(self, watch: Watch) -> Iterator[Any]:
-        """Give, inside the block, the model in eval mode. Collective where parameters are gathered.
+    def passes(self, layer: Callable[[int], None]) -> Iterator[None]:
+        """Prepare for passes of `model` inside the block.
 
-        Nothing of the training changes by it: no random number of the run is drawn, modes are restored.
+        Nothing of the training changes by it: no random number of the run is drawn, modes are restored. Where the
+        policy is not whole, `layer` is called with the number of each layer before its parameters are gathered.
         """
-        module, device = self._module, self._trainer.world.device
-        with undisturbed(module, device), torch.no_grad(), self._cast(device):
+        with undisturbed(self._module, self._device), torch.no_grad(), self._cast():
             if self.whole:
-                if self._copy is None:
-                    copy = self._whole()
-                    self._copy = stepping(copy.model, copy)
-                yield self._copy
+                yield
                 return
-            module.eval()
+            self._module.eval()
+            with watched_layers(self._module.model, layer):
+                yield
 
-            def watched(**inputs: Any) -> Any:
-                output = self._trainer.forward(**inputs)
-                watch.stepped()
-                return output
+    def allocate(self) -> None:
+        """Allocate the copy's own parameters."""
+        for trained, own in self._own.items():
+            own.data = torch.empty(self._full[trained], dtype=own.dtype, device=self._device)
 
-            with watched_layers(module.model, watch):
-                yield stepping(module.model, watched)
+    def release(self) -> int:
+        """Free the copy's own parameters: the next step of the optimizer makes them old. Returns the bytes."""
+        freed = sum(own.nbytes for own in self._own.values())
+        for own in self._own.values():
+            own.data = torch.empty(0, dtype=own.dtype, device=self._device)
+        return freed
 
-    def release(self) -> None:
-        """Give up gathered parameters: the next step of the optimizer makes them old."""
-        if self._sharded:
-            self._copy = None
-
-    def _whole(self) -> Any:
-        """Copy the policy: with the parameters in training, or with gathered ones."""
-        replaced = {}
-        if self._sharded:
-            cut = [parameter for _, parameter in self._module.named_parameters()]
-            full = (whole.clone() for _, whole in self._trainer.gathered(self._module))
-            replaced = {old: nn.Parameter(new, requires_grad=False) for old, new in zip(cut, full, strict=True)}
-        return bare_copy(self._module, replaced).eval()
-
-    def _cast(self, device: torch.device) -> Any:
-        return nullcontext() if self._autocast is None else torch.autocast(device.type, dtype=self._autocast)
+    def _cast(self) -> Any:
+        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, dtype=self._autocast)
 
 
 def stepping(model: Any, step: Callable[..., Any]) -> Any:
@@ -114,15 +118,15 @@ def stepping(model: Any, step: Callable[..., Any]) -> Any:
 
 
 @contextmanager
-def watched_layers(model: nn.Module, watch: Watch) -> Iterator[None]:
-    """Tell `watch`, inside the block, before each layer of `model`, also before its parameters are gathered."""
+def watched_layers(model: nn.Module, layer: Callable[[int], None]) -> Iterator[None]:
+    """Call `layer`, inside the block, before each layer of `model`, also before its parameters are gathered."""
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
     layers = max(lists, key=len, default=())
 
-    def told(number: int) -> Callable[..., None]:
-        return lambda *_: watch.layer(number)
+    def reached(number: int) -> Callable[..., None]:
+        return lambda *_: layer(number)
 
-    handles = [layer.register_forward_pre_hook(told(number), prepend=True) for number, layer in enumerate(layers)]
+    handles = [part.register_forward_pre_hook(reached(number), prepend=True) for number, part in enumerate(layers)]
     try:
         yield
     finally:

@@ -64,7 +64,7 @@ class Receiver:
         """Yield the parameters of policy `version`, in layer order, as they arrive:
 
             with receiver.update(version) as weights:
-                engine.load_weights(weights, version)
+                engine.load(weights, version)
 
         The block's end tells rank 0 that they are loaded. The tensors lie on the backend's device, in memory that
         is not used again as long as one of them lives: an engine may keep them. Raises SyncError naming the parameters

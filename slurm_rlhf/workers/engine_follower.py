@@ -110,7 +110,7 @@ class EngineFollower(EngineWorker):
         self.engine.sleep()
 
     def wake_up(self, request: WakeUpRequest) -> None:
-        self.engine.wake_up(request.part)
+        self.engine.wake(request.part)
 
     def leave(self) -> None:
         super().close()

@@ -28,7 +28,7 @@ from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.messages import FAILURE, Request, sendable
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.records import MemoryPart, SyncConnection, SyncReport, Trajectory
-from slurm_rlhf.rollout.engine import GenerateRequest, Meter, request_seed
+from slurm_rlhf.rollout.engine import GenerateRequest, Meter, backend, request_seed
 from slurm_rlhf.rollout.tp_engine import EnginePlace, TpEngine, engine_store
 from slurm_rlhf.workers.engine_follower import EngineFollower
 from slurm_rlhf.workers.engine_worker import EngineWorker, publish_address
@@ -70,10 +70,8 @@ class EngineLeader(EngineWorker, EngineCalls):
             self._identity = publish_address(self._store, config, self.place, self._listener.path)
 
     def start(self, request: StartRequest) -> StartAnswer:
-        from slurm_rlhf.rollout.vllm_engine import VllmEngine
-
         if self.place.tp == 1:
-            self.engine = VllmEngine(self.config, self.place.engine)
+            self.engine = backend(self.config).make_engine(self.config, self.place.engine)
             return StartAnswer()
         self.followers = FollowerLinks(self.place, self._accept_followers(), self.config.timeout, self._broken)
         engine = LeadingEngine(self.config, self.place, self._store, self._identity, self.followers)
@@ -114,7 +112,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         return report
 
     def attention(self) -> str:
-        return self.engine.attention if hasattr(self, "engine") else ""
+        return self.engine.status.attention if hasattr(self, "engine") else ""
 
     def drop(self) -> None:
         """Drop what is in flight between two steps."""
@@ -126,7 +124,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         return self.engine.sleep()
 
     def wake_up(self, request: WakeUpRequest) -> None:
-        self.engine.wake_up(request.part)
+        self.engine.wake(request.part)
 
     def handle(self, request: Request) -> None:
         """Answer a call; new weights wait for the responses in flight, unless vllm.sync_mode is inflight."""
@@ -170,7 +168,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         except Exception as error:
             self._drop(error)
             return
-        self.meter.stepped(self.engine.gauges, len(finished))
+        self.meter.stepped(self.engine.status, len(finished))
         for trajectory in finished:
             stream, position = self._open.pop((trajectory.prompt, trajectory.sample))
             completed = self._pending.finish(stream, Sampled(position, trajectory))
@@ -205,7 +203,7 @@ class EngineLeader(EngineWorker, EngineCalls):
 
 
 class LeadingEngine(TpEngine):
-    """Runs TP rank 0: an `engine.Engine` that passes every call on to the other ranks.
+    """Runs TP rank 0: an `Engine` that passes every call on to the other ranks.
 
     It returns no response before all ranks have confirmed its tokens.
     """
@@ -235,10 +233,10 @@ class LeadingEngine(TpEngine):
             self._followers.agree(self.tp_digest.digest(), self.tp_digest.batches)
         return finished
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._followers.send(FollowerCalls.sync_receive, SyncUpdateRequest(version))
-        super().load_weights(weights, version)
-        self._unusable = f"not all of its ranks have confirmed policy version {version}"
+        super().load(weights, version)
+        self._ready.unusable = f"not all of its ranks have confirmed policy version {version}"
 
     def settle(self) -> list[SyncReport]:
         """Return what each follower answers to the update, once this rank has loaded it.
@@ -247,7 +245,7 @@ class LeadingEngine(TpEngine):
         """
         answers = self._followers.finish(FollowerCalls.sync_receive)
         if not any(answer.broken for answer in answers):
-            self._unusable = ""
+            self._ready.unusable = ""
         return answers
 
     def sleep(self) -> int:
@@ -256,9 +254,9 @@ class LeadingEngine(TpEngine):
         self._followers.finish(FollowerCalls.sleep)
         return freed
 
-    def wake_up(self, part: MemoryPart) -> None:
+    def wake(self, part: MemoryPart) -> None:
         self._followers.send(FollowerCalls.wake_up, WakeUpRequest(part))
-        super().wake_up(part)
+        super().wake(part)
         self._followers.finish(FollowerCalls.wake_up)
 
     def close(self) -> None:

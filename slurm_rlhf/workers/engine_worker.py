@@ -17,9 +17,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.records import SyncConnection, SyncReport
-from slurm_rlhf.rollout.engine import Engine
+from slurm_rlhf.rollout.engine import Engine, backend
 from slurm_rlhf.rollout.tp_engine import EnginePlace
-from slurm_rlhf.rollout.vllm_settings import prepare_environment
 from slurm_rlhf.weight_sync.receiver import EngineEnd
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
@@ -43,7 +42,7 @@ class EngineWorker(Worker):
 
     def receive_weights(self, version: int) -> SyncReport:
         """Take over policy `version`; requests in flight go on under it."""
-        return self.sync.receive(version, self.engine.load_weights)
+        return self.sync.receive(version, self.engine.load)
 
     def close(self) -> None:
         if hasattr(self, "engine"):
@@ -53,7 +52,7 @@ class EngineWorker(Worker):
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Switch off `gc.collect`: vLLM collects all garbage twice while it ends, and the process ends right after it."""
+    """Switch off `gc.collect`: libraries collect all garbage while they end, and the process ends right after it."""
     collect, gc.collect = gc.collect, lambda generation=2: 0
     try:
         yield
@@ -62,9 +61,10 @@ def _without_collecting() -> Iterator[None]:
 
 
 def prepare_process(config: Config, info: RankInfo) -> None:
-    """Set what vLLM reads when it is imported: the GPUs of this engine, and environment variables."""
+    """Set what the engine's library reads when it is imported: GPUs and environment variables; then import it."""
     own_devices(info.local_rank, config.vllm.tensor_parallel_size)
-    prepare_environment()
+    backend(config).prepare_environment()
+    backend(config).import_library()
 
 
 def own_devices(local_rank: int, tp: int) -> None:

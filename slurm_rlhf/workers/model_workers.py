@@ -115,10 +115,10 @@ class ActorWorker(TrainerWorker, ActorCalls):
         return replace(answer, logprobs=self.trainer.passed)
 
     def generate(self, batch: ResponseBatch) -> GenerateAnswer:
-        return self.generation.run(batch)
+        return self.generation.sample(batch)
 
     def drop(self) -> None:
-        self.generation.release()
+        self.generation.sleep()
 
     def logprobs(self, batch: ForwardBatch) -> F32:
         return self.trainer.logprobs(batch.experience, batch.micro)["logprobs"]

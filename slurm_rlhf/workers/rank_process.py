@@ -76,7 +76,7 @@ def collect_as_usual() -> None:
 def crash_at_once() -> None:
     """End at once where memory is violated, as without libraries.
 
-    One that vLLM loads (tvm_ffi) writes C stacks first, which takes up to 14 s: so long a dead engine passes for alive.
+    One that engines load (tvm_ffi) writes C stacks first, for up to 14 s: so long a dead engine passes for alive.
     """
     if not faulthandler.is_enabled():  # a user wants the Python stacks, which takes no time
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
@@ -131,11 +131,9 @@ def import_libraries(config: Config, info: RankInfo) -> None:
     the rank would count as lost.
     """
     if ROLES[info.role].kind == "engine":
-        from slurm_rlhf.rollout._vllm import import_vllm
         from slurm_rlhf.workers.engine_worker import prepare_process
 
         prepare_process(config, info)
-        import_vllm()
         return
     from slurm_rlhf.training.backends import import_trainers
 
@@ -299,7 +297,7 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(CONDUCTOR_GONE_STATUS if client.conductor_lost else 1)
     sys.stdout.flush()
-    # Interpreter teardown of torch, gloo and vLLM takes seconds and can hang; everything is closed by now.
+    # Interpreter teardown of torch, gloo and engines takes seconds and can hang; everything is closed by now.
     os._exit(0)
 
 

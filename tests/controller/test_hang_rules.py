@@ -15,7 +15,7 @@ PLUGIN = Frame("/home/me/plugin.py", 21, "policy_loss")
 IDLE = Frame("/home/me/slurm_rlhf/control/client.py", 101, "receive")
 SYNC = Frame("/home/me/slurm_rlhf/weight_sync/receiver.py", 80, "update")
 FOLLOWS = Frame("/home/me/slurm_rlhf/workers/engine_follower.py", 50, "run")
-STEP = Frame("/home/me/slurm_rlhf/rollout/vllm_engine.py", 70, "step")
+STEP = Frame("/home/me/slurm_rlhf/rollout/vllm.py", 70, "step")
 SLEEP = Frame("/usr/lib/python3.11/threading.py", 324, "wait")
 
 

@@ -20,7 +20,7 @@ from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.dispatch import Dispatcher, answer_sizes
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.rollout.engine import Gauges
+from slurm_rlhf.rollout.engine import Status
 from slurm_rlhf.workers.engine_leader import EngineLeader
 from slurm_rlhf.workers.rank_process import serve
 from slurm_rlhf.workers.worker import RankInfo
@@ -32,7 +32,7 @@ TEXT = "x" * 8 * TOKENS
 class Scripted:
     """Finishes a few hundred responses a step, the last that were asked for first."""
 
-    gauges = Gauges(0, 0, 0.0)
+    status = Status(0, 0, 0, 0, 0.0, "")
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

@@ -33,8 +33,7 @@ from slurm_rlhf.controller.engine_pool import EnginePool, _Start
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
-from slurm_rlhf.rollout.sleep import DeviceMemory
-from slurm_rlhf.rollout.vllm_settings import prepare_environment
+from slurm_rlhf.rollout.vllm import DeviceMemory, prepare_environment
 from slurm_rlhf.training import _torch
 from slurm_rlhf.training.distributed import device_bytes
 from slurm_rlhf.workers.engine_worker import own_devices

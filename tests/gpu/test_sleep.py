@@ -12,7 +12,7 @@ from gpu_standins import FakeCuda, fake_cuda
 
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import KV_CACHE, WEIGHTS
-from slurm_rlhf.rollout.sleep import DeviceMemory
+from slurm_rlhf.rollout.vllm import DeviceMemory
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": BASE | {"observe", "placement"},
     "docs": BASE,
     "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
-    "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
+    "controller": ALL - {"workers", "training", "bench", "cli"},
     "parity": ALL - {"workers", "bench", "cli"},
     "bench": ALL,
     "cli": ALL,
@@ -149,6 +149,23 @@ def breaches(module: Path) -> Iterator[str]:
             yield f"{where}: nobody may import {top}"
         if top in OWNERS and not place.startswith(OWNERS[top]):
             yield f"{where}: {top} belongs to {' and '.join(OWNERS[top])}"
+
+
+BEHIND_THE_SEAM = {"vllm", "_vllm", "_transformers"}
+"""Modules of `rollout` that nobody else imports: an engine is known by `rollout.engine` alone."""
+BASELINES = {"bench/rollout.py"}
+"""They compare the engine with its library."""
+
+
+def test_an_engine_is_known_by_its_seam() -> None:
+    known = [
+        f"{place}:{line} imports {name}"
+        for module in MODULES
+        if not (place := module.relative_to(ROOT).as_posix()).startswith("rollout/") and place not in BASELINES
+        for line, name in imports(module)
+        if name.startswith("slurm_rlhf.rollout.") and name.split(".")[2] in BEHIND_THE_SEAM
+    ]
+    assert known == []
 
 
 def test_every_room_is_in_the_table() -> None:

@@ -188,7 +188,7 @@ def test_neighbours_and_dataclasses_work(tmp_path: Path) -> None:
 def test_the_conductors_half_of_the_room_is_light() -> None:
     code = (
         "import sys, slurm_rlhf.rewards.function\n"
-        "import slurm_rlhf.rollout.engine, slurm_rlhf.rollout.vllm_settings\n"
+        "import slurm_rlhf.rollout.engine, slurm_rlhf.rollout.vllm\n"
         "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)

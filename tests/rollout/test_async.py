@@ -11,7 +11,7 @@ from tiny_models import make_tiny
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
-from slurm_rlhf.rollout.vllm_settings import asynchronous
+from slurm_rlhf.rollout.vllm import asynchronous
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
 
@@ -124,9 +124,9 @@ def test_it_sleeps_with_nothing_in_flight(engine: EngineProcess, expected: dict[
     assert engine.run(child.queue) == [True]
     engine.run(child.sleep)
     assert engine.run(child.queue) == []
-    engine.run(child.wake_up, "weights")
+    engine.run(child.wake, "weights")
     engine.run(child.update, 0)
-    engine.run(child.wake_up, "kv_cache")
+    engine.run(child.wake, "kv_cache")
     assert told(engine.run(child.generate, wanted)) == told(expected["plain"])
 
 
@@ -150,8 +150,8 @@ def test_a_step_that_fails_has_dropped_its_requests(
 def test_an_engine_without_weights_drops_what_it_is_asked_for(engine: EngineProcess) -> None:
     wanted = child.requests(SAMPLING)
     engine.run(child.sleep)
-    engine.run(child.wake_up, "weights")
-    engine.run(child.wake_up, "kv_cache")
+    engine.run(child.wake, "weights")
+    engine.run(child.wake, "kv_cache")
     with pytest.raises(RunError, match="no update came since"):
         engine.run(child.generate, wanted)
     engine.run(child.update, 0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from plain_policy import plain_engine, sample
 from random_models import make_model
 from tiny_models import make_tiny, mislabel
 
@@ -18,7 +19,7 @@ from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import LENGTH, STOP, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import GenerateRequest
-from slurm_rlhf.rollout.hf_generation import HfSampler, Vocabulary, different_prompts, going_on
+from slurm_rlhf.rollout.hf import HfEngine, Vocabulary, different_prompts, going_on
 from slurm_rlhf.training._torch import bare_copy
 from slurm_rlhf.training.generation import stepping
 from slurm_rlhf.training.models import load_policy
@@ -26,7 +27,6 @@ from slurm_rlhf.training.models import load_policy
 # transformers imports with `generate` a library that sets a path of its own.
 pytestmark = pytest.mark.usefixtures("own_environment")
 
-CPU = torch.device("cpu")
 LONGEST = 100
 # A window shorter than the text; positions that are learned; longrope; one that vLLM has no model of.
 FEW = ("mistral", "gpt2", "phi3")
@@ -61,8 +61,8 @@ def requests(count: int, sampling: Sampling) -> list[GenerateRequest]:
     return [GenerateRequest(str(row), row, 0, ids, sampling, 100 + row) for row, ids in enumerate(prompts)]
 
 
-def sampler(path: Path, dropped: Any = lambda: False) -> HfSampler:
-    return HfSampler(Vocabulary.read(str(path)), CPU, 4, False, lambda chosen, ended: None, dropped)
+def engine(path: Path, policy: Any) -> HfEngine:
+    return plain_engine(path, policy, version=6, number=4)
 
 
 @pytest.fixture(
@@ -92,14 +92,14 @@ def test_a_batch_of_unlike_prompts_is_what_each_is_alone(model: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     sampling = Sampling(temperature=0.7, max_new_tokens=24)
     policy, asked = load(model), requests(5, sampling)
-    found, steps = sampler(model).sample(policy, asked, 6)
+    found, steps = sample(engine(model, policy), asked)
     assert steps == max(len(one.response_ids) for one in found)
     assert [one.prompt for one in found] == [0, 1, 2, 3, 4]
     for one, request in zip(found, asked, strict=True):
         expected = plain_logprobs(plain, one, 0.7)
         np.testing.assert_allclose(one.rollout_logprobs, expected, atol=1e-5)
         assert one.finish_reason == (STOP if one.response_ids[-1] == 1 else LENGTH)
-        alone = sampler(model).sample(policy, [request], 6)[0][0]
+        alone = sample(engine(model, policy), [request])[0][0]
         assert alone.response_ids.tolist() == one.response_ids.tolist()
         assert (one.engine, one.versions[0].version) == (4, 6)
 
@@ -120,13 +120,13 @@ def test_prompts_are_computed_once_and_what_has_ended_no_more(model: Path) -> No
         return step(**inputs)
 
     policy.forward = watched
-    found, steps = sampler(model).sample(policy, asked, 6)
+    found, steps = sample(engine(model, policy), asked)
     for one in found:
         np.testing.assert_allclose(one.rollout_logprobs, plain_logprobs(plain, one, 0.7), atol=1e-5)
     assert seen == passes([len(one.response_ids) for one in found])
     assert len(seen) == steps
     for one, request in list(zip(found, asked, strict=True))[4:6]:
-        alone = sampler(model).sample(policy, [request], 6)[0][0]
+        alone = sample(engine(model, policy), [request])[0][0]
         assert alone.response_ids.tolist() == one.response_ids.tolist()
 
 
@@ -152,10 +152,3 @@ def test_equal_prompts_are_one() -> None:
     different, each = different_prompts([first, second, first.copy(), third, second])
     assert [prompt.tolist() for prompt in different] == [[3], [3, 0], [4]]
     assert each == [0, 1, 0, 2, 1]
-
-
-def test_what_is_dropped_is_not_answered(model: Path) -> None:
-    looks = iter([False, False, True])
-    found, steps = sampler(model, lambda: next(looks)).sample(load(model), requests(2, Sampling()), 0)
-    assert (found, steps) == ([], 3)
-    assert sampler(model).sample(None, [], 0) == ([], 0)

@@ -17,15 +17,14 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, Sampling
 from slurm_rlhf.rollout._transformers import selects_rows
 from slurm_rlhf.rollout.engine import GenerateRequest
-from slurm_rlhf.rollout.hf_generation import Batch, Vocabulary, padded_left
-from slurm_rlhf.rollout.hf_sampling import Row, choose, distribution, repeats
+from slurm_rlhf.rollout.hf import SampledRow, choose, distribution, padded_left, repeats
 
 CPU = torch.device("cpu")
 EOS = 1
 
 
-def row(seed: int = 0, **sampling: Any) -> Row:
-    return Row(GenerateRequest("0.0", 0, 0, np.array([5, 6], np.int32), Sampling(**sampling), seed), CPU)
+def row(seed: int = 0, **sampling: Any) -> SampledRow:
+    return SampledRow(GenerateRequest("0.0", 0, 0, np.array([5, 6], np.int32), Sampling(**sampling), seed), CPU)
 
 
 @functools.cache
@@ -35,7 +34,7 @@ def read_tokenizer() -> Tokenizer:
         return Tokenizer.load(directory)
 
 
-def taken(made: Row, text: str, ends: frozenset[int] = frozenset({EOS})) -> Row:
+def taken(made: SampledRow, text: str, ends: frozenset[int] = frozenset({EOS})) -> SampledRow:
     """`made` after the tokens of `text`, of one letter each; it stops where it has ended."""
     tokenizer = read_tokenizer()
     for token in tokenizer.encode(text):
@@ -136,17 +135,6 @@ def test_a_stop_string_of_more_tokens_than_are_looked_at_first_is_found() -> Non
     assert made.active is not None
     assert made.active.finish(made.reason, read_tokenizer(), 0).text == "x" * 30 + "abcdefghijkl"
     assert made.reason == STOP
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_temperature_of_zero_takes_the_likeliest_token_and_no_other_does(temperature: float) -> None:
-    rows = [row(seed) for seed in range(40)]
-    vocabulary = Vocabulary(read_tokenizer(), frozenset(), 0)
-    sampling = Sampling(temperature=temperature)
-    batch = Batch(rows, sampling, vocabulary, 0, lambda chosen, ended: None, lambda: False, drops=False)
-    chosen, kept = batch.choose(torch.tensor([0.0, 0.5, 0.2]).repeat(len(rows), 1))
-    assert set(chosen.tolist()) == ({1} if temperature == 0 else {0, 1, 2})
-    assert kept == list(range(40))
 
 
 def test_rows_are_taken_of_caches_of_keys_and_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:

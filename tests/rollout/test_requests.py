@@ -18,10 +18,8 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.records import STOP, Sampling, VersionSpan
 from slurm_rlhf.rollout._vllm import EngineCore, tp_executor
-from slurm_rlhf.rollout.engine import ActiveRequest, GenerateRequest, request_seed
-from slurm_rlhf.rollout.expected_weights import check_loaded, checked
-from slurm_rlhf.rollout.vllm_engine import VllmEngine
-from slurm_rlhf.rollout.vllm_settings import prepare_environment, vllm_environment
+from slurm_rlhf.rollout.engine import ActiveRequest, GenerateRequest, checked, request_seed
+from slurm_rlhf.rollout.vllm import VllmEngine, check_loaded, prepare_environment, vllm_environment
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -68,9 +66,9 @@ def test_a_text_is_that_of_the_tokens_up_to_the_first_stop_string(tmp_path: Path
     tokenizer = Tokenizer.load(llama_like(tmp_path))
     word = tokenizer.encode("ab cd ef", add_special_tokens=False)
     for tokens, stop, end in (([170, 124, *word], ["ef", "cd", "c"], "ab c"), (word, ["zz"], "ab cd ef")):
-        active = ActiveRequest(request([252], *stop), SimpleNamespace(text="another"), tokens)  # type: ignore[arg-type]
+        active = ActiveRequest(request([252], *stop), tokens)
         active.logprobs = [0.0] * len(tokens)
-        engine = SimpleNamespace(_index=0, _core=SimpleNamespace(tokenizer=tokenizer))
+        engine = SimpleNamespace(_number=0, _core=SimpleNamespace(tokenizer=tokenizer))
         text = VllmEngine._finish(engine, active, STOP).text  # type: ignore[arg-type]
         assert text.endswith(end)
         assert tokenizer.response_text([252], tokens).startswith(text)
@@ -88,6 +86,10 @@ def test_the_environment_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         "TORCHDYNAMO_DISABLE": "1",
     }
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    for name, value in {**vllm_environment(has_gpu=False), "VLLM_LOGGING_LEVEL": "WARNING"}.items():
+        monkeypatch.setenv(name, value)
+    prepare_environment()  # it is imported with them
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS")
     with pytest.raises(RuntimeError, match="before the first import of vllm"):
         prepare_environment()
 

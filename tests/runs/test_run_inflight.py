@@ -53,7 +53,7 @@ STOPPED = Path(__file__).with_name("stopped")
 BATCH = 32  # responses
 
 def change(module):
-    step, load = module.VllmEngine.step, module.VllmEngine.load_weights
+    step, load = module.VllmEngine.step, module.VllmEngine.load
     def slow_step(engine):
         training = any(active.request.sampling.temperature for active in engine._active.values())
         if training and 0 < engine.patience <= 1200:
@@ -69,7 +69,7 @@ def change(module):
                 engine.patience -= 1
                 time.sleep(0.02)
         return landed
-    def load_weights(engine, weights, version):
+    def patient_load(engine, weights, version):
         load(engine, stand_still(engine, weights) if version == 2 else weights, version)
         engine.patience = 0
     def stand_still(engine, weights):
@@ -81,7 +81,7 @@ def change(module):
                 os.kill(os.getpid(), signal.SIGSTOP)
             yield pair
     module.VllmEngine.served = module.VllmEngine.patience = 0
-    module.VllmEngine.step, module.VllmEngine.load_weights = slow_step, load_weights
+    module.VllmEngine.step, module.VllmEngine.load = slow_step, patient_load
 """
 """Once a batch is served the engine does 100 more steps, in which every response begun before ends, and then none until
 new weights come, for a minute at most: they meet the next batch half way however busy the machine is. Evaluations,

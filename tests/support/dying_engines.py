@@ -28,11 +28,12 @@ def once(when):
     return not (PLACE / when).exists()
 
 def change(module):
-    step, load = module.VllmEngine.step, module.VllmEngine.load_weights
+    step, load = module.VllmEngine.step, module.VllmEngine.load
 
     def dying_step(engine):
         landed = step(engine)
-        if engine.version == 1 and engine.unfinished and engine._tokens_sampled > 60 and once("generation"):
+        status = engine.status
+        if status.version == 1 and status.unfinished and status.sampled > 60 and once("generation"):
             die("generation")
         return landed
 
@@ -44,7 +45,7 @@ def change(module):
                 yield each
         return load(engine, some(weights), version)
 
-    module.VllmEngine.step, module.VllmEngine.load_weights = dying_step, dying_load
+    module.VllmEngine.step, module.VllmEngine.load = dying_step, dying_load
 """
 
 

@@ -158,7 +158,7 @@ def arguments(path: Path, sleeps: bool = True, **changes: Any) -> dict[str, Any]
 
     from slurm_rlhf.config.keys import put
     from slurm_rlhf.errors import ConfigError
-    from slurm_rlhf.rollout.vllm_settings import engine_config
+    from slurm_rlhf.rollout.vllm import engine_config
 
     made = config(path)
     for name, value in changes.items():
@@ -228,4 +228,4 @@ def attention() -> str:
     """What the engine that runs says of its layers."""
     import rollout_engine
 
-    return str(rollout_engine.engine.attention)
+    return str(rollout_engine.engine.status.attention)

@@ -43,7 +43,7 @@ def sleep(place: Place) -> Finding:
     freed = rollout_engine.sleep()
     asleep = _free()
     for part in ("weights", "kv_cache"):
-        rollout_engine.wake_up(part)
+        rollout_engine.wake(part)
     _load(actor, 1)
     mean, largest = _gaps(actor, generate(4))
     figures = {"freed_gib": freed / 2**30, "free_awake_gib": before / 2**30, "free_asleep_gib": asleep / 2**30}
@@ -94,14 +94,14 @@ def _config(place: Place, dtype: str) -> Config:
 
 
 def _start(config: Config) -> None:
-    from slurm_rlhf.rollout.vllm_engine import VllmEngine
+    from slurm_rlhf.rollout.vllm import VllmEngine
 
     rollout_engine.engine = VllmEngine(config)
 
 
 def generate(samples: int) -> list[Any]:
     """Trajectories of `rollout_engine.requests`."""
-    wanted = rollout_engine.requests(Sampling(max_new_tokens=NEW_TOKENS), samples, rollout_engine.engine.version)
+    wanted = rollout_engine.requests(Sampling(max_new_tokens=NEW_TOKENS), samples, rollout_engine.engine.status.version)
     return rollout_engine.generate(wanted)
 
 
@@ -123,7 +123,7 @@ def _disturb(actor: Any) -> None:
 
 
 def _load(actor: Any, version: int) -> None:
-    rollout_engine.engine.load_weights(((name, p.detach()) for name, p in actor.model.named_parameters()), version)
+    rollout_engine.engine.load(((name, p.detach()) for name, p in actor.model.named_parameters()), version)
 
 
 def _gaps(actor: Any, trajectories: list[Any]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import pytest
 _ENGINES = """
 import importlib.abc, importlib.machinery, os, sys
 
-NAME = "slurm_rlhf.rollout.vllm_engine"
+NAME = "slurm_rlhf.rollout.vllm"
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -86,7 +86,7 @@ def patched(directory: Path, source: str, **environment: str) -> Iterator[None]:
 
 
 def patched_engines(directory: Path, change: str, ranks: tuple[str, ...] = ("0", "1")) -> AbstractContextManager[None]:
-    """`change` is source that defines `change(module)` for rollout/vllm_engine.py, for these local `ranks`."""
+    """`change` is source that defines `change(module)` for rollout/vllm.py, for these local `ranks`."""
     return patched(directory, f"{change}\nRANKS = {ranks!r}\n{_ENGINES}")
 
 

@@ -36,23 +36,23 @@ def switch_on() -> Callable[[], None]:
     """For every engine that this process makes, until what this returns is called."""
     import torch
 
-    from slurm_rlhf.rollout import vllm_engine
+    from slurm_rlhf.rollout import vllm as backend
 
-    usual = vllm_engine.engine_config
+    usual = backend.engine_config
 
     def asynchronous(config: Any) -> Any:
         made = usual(config)
         made.scheduler_config.async_scheduling = True
         return made
 
-    vllm_engine.engine_config = asynchronous
+    backend.engine_config = asynchronous
     ours = {"Event": Event, "Stream": Stream, "current_stream": lambda device=None: Stream(), "stream": _on}
     theirs = {name: getattr(torch.cuda, name) for name in ours}
     for name, value in ours.items():
         setattr(torch.cuda, name, value)
 
     def off() -> None:
-        vllm_engine.engine_config = usual
+        backend.engine_config = usual
         for name, value in theirs.items():
             setattr(torch.cuda, name, value)
 

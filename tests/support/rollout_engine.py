@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, for tests: vLLM patches torch, which other tests in pytest's process use.
+"""An engine in a process of its own, for tests: vLLM patches torch, which other tests in pytest's process use.
 
 The functions run there, through `EngineProcess.run(function, *args)`; the engine they work on is the module's.
 """
@@ -20,9 +20,9 @@ import rollout_async
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.records import Sampling, Trajectory
-from slurm_rlhf.rollout.engine import Gauges, GenerateRequest, request_seed
-from slurm_rlhf.rollout.vllm_settings import prepare_environment
+from slurm_rlhf.records import ParameterSpec, Sampling, Trajectory
+from slurm_rlhf.rollout.engine import GenerateRequest, Status, request_seed
+from slurm_rlhf.rollout.vllm import prepare_environment
 
 PROMPT_LENGTHS = (1, 5, 17, 33, 180, 260)  # two are longer than a block of the prefix cache (128 tokens on a CPU)
 
@@ -40,8 +40,8 @@ class EngineProcess:
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare)
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._pool.submit(function, *args).result(timeout=HANG_S)
+    def run(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return self._pool.submit(function, *args, **named).result(timeout=HANG_S)
 
     def end(self) -> None:
         """Without taking the interpreter down in style, which takes vLLM and torch seconds."""
@@ -67,9 +67,11 @@ def config(path: Path, dtype: str = "fp32", fp32_head: bool = False) -> Config:
     return config
 
 
-def start(path: Path, dtype: str = "fp32", index: int = 0, asynchronous: bool = False, fp32_head: bool = False) -> None:
+def start(
+    path: Path, dtype: str = "fp32", number: int = 0, asynchronous: bool = False, fp32_head: bool = False
+) -> None:
     """Start the engine, in place of the one before; `asynchronous`: with two batches in flight."""
-    from slurm_rlhf.rollout.vllm_engine import VllmEngine
+    from slurm_rlhf.rollout.vllm import VllmEngine
 
     global engine, directory
     if engine is not None:
@@ -78,7 +80,17 @@ def start(path: Path, dtype: str = "fp32", index: int = 0, asynchronous: bool = 
         switches.pop()()
     if asynchronous:
         switches.append(rollout_async.switch_on())
-    engine, directory = VllmEngine(config(path, dtype, fp32_head), index), path
+    engine, directory = VllmEngine(config(path, dtype, fp32_head), number), path
+
+
+def start_hf(path: Path, number: int = 0) -> None:
+    """Start an engine of transformers instead, with the weights of the directory as policy 0."""
+    from plain_policy import load_plain, plain_engine
+
+    global engine, directory
+    if engine is not None:
+        engine.close()
+    engine, directory = plain_engine(path, load_plain(path), number=number), path
 
 
 def requests(sampling: Sampling, samples: int = 1, version: int = 0, run_seed: int = 1) -> list[GenerateRequest]:
@@ -112,7 +124,7 @@ def generate(
     for request in wanted:
         engine.add(request)
     done, steps = [], 0
-    while engine.unfinished:
+    while engine.status.unfinished:
         done += engine.step()
         steps += 1
         if steps == update_after:
@@ -140,7 +152,7 @@ def model(seed: int) -> Any:
 
 def update(seed: int) -> None:
     """Make the weights of policy `seed` the engine's, and `seed` its version."""
-    engine.load_weights(((name, p.detach()) for name, p in model(seed).named_parameters()), seed)
+    engine.load(((name, p.detach()) for name, p in model(seed).named_parameters()), seed)
 
 
 def update_with(change: str, seed: int) -> None:
@@ -162,7 +174,7 @@ def update_with(change: str, seed: int) -> None:
         if change == "cut":
             raise ConnectionResetError("the sender is gone")
 
-    engine.load_weights(stream(), seed)
+    engine.load(stream(), seed)
 
 
 def differences(trajectories: list[Trajectory], seeds: list[int], temperature: float, top_k: int = -1) -> list[float]:
@@ -245,20 +257,20 @@ def kv_caches(cases: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return found
 
 
-def gauges() -> Gauges:
-    return engine.gauges
+def status() -> Status:
+    return engine.status
 
 
-def describe() -> tuple[int, list[list[Any]]]:
-    return engine.version, engine.describe()
+def describe() -> list[ParameterSpec]:
+    return engine.describe()
 
 
 def sleep() -> int:
     return engine.sleep()
 
 
-def wake_up(part: str) -> None:
-    engine.wake_up(part)
+def wake(part: str) -> None:
+    engine.wake(part)
 
 
 def add(request: GenerateRequest) -> None:
@@ -273,6 +285,10 @@ def queue(key: str = "") -> list[bool]:
 
 def step() -> list[Trajectory]:
     return engine.step()
+
+
+def drop() -> None:
+    engine.drop()
 
 
 def fail_once(where: str) -> str:
@@ -290,7 +306,7 @@ def fail_once(where: str) -> str:
         if where == "abort":
             stack.enter_context(mock.patch.object(engine._core.client, "abort_requests", failing))
         try:
-            while engine.unfinished:
+            while engine.status.unfinished:
                 engine.step()
         except RuntimeError as error:
             return str(error)
@@ -304,7 +320,7 @@ def drain() -> list[Trajectory]:
 def refused(path: Path, changes: dict[str, Any]) -> str:
     """The message with which an engine on `path` does not start."""
     from slurm_rlhf.errors import UserError
-    from slurm_rlhf.rollout.vllm_engine import VllmEngine
+    from slurm_rlhf.rollout.vllm import VllmEngine
 
     bad = config(path)
     for name, value in changes.items():
@@ -321,7 +337,7 @@ def sample_before_and_after(path: Path, update: Path) -> tuple[list[Trajectory],
     global engine
     start(path)
     before = generate(requests(SAMPLING, samples=2))
-    engine.load_weights(_stored(update), 1)
+    engine.load(_stored(update), 1)
     after = generate(requests(SAMPLING, samples=2, version=1))
     engine.close()
     engine = None

@@ -338,10 +338,10 @@ def _run(command: list[str]) -> None:
 
         sys.argv = ["slurm-rlhf", *command[3:]]
         sys.exit(main())
-    from slurm_rlhf.rollout import vllm_settings
+    from slurm_rlhf.rollout import vllm as backend
 
     # vLLM is imported already, with these variables.
-    vllm_settings.prepare_environment = lambda: os.environ.update(vllm_settings.vllm_environment(False))
+    backend.prepare_environment = lambda: os.environ.update(backend.vllm_environment(False))
     if "-m" not in command[:3]:
         sys.argv = command[2:]
         runpy.run_path(command[2], run_name="__main__")
@@ -355,7 +355,7 @@ def _import_libraries() -> None:
     import torch
 
     from slurm_rlhf.rollout._vllm import import_vllm
-    from slurm_rlhf.rollout.vllm_settings import prepare_environment
+    from slurm_rlhf.rollout.vllm import prepare_environment
     from slurm_rlhf.training._deepspeed import import_deepspeed
 
     prepare_environment()

@@ -127,13 +127,11 @@ def _live_again_and_again(pipe: str) -> None:
 
 
 def _child(arguments: list[str], environment: dict[str, str], script: str) -> None:
-    from slurm_rlhf.workers import engine_worker as engine_rank
     from slurm_rlhf.workers import rank_process as worker
 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     os.environ.update(environment)
-    engine_rank.prepare_environment = lambda: None
     sys.argv = ["worker", *arguments]
     if script == WARM:
         _live_again_and_again(arguments[0])
@@ -144,7 +142,7 @@ def _child(arguments: list[str], environment: dict[str, str], script: str) -> No
 
 
 def _main() -> None:
-    from slurm_rlhf.rollout.vllm_settings import prepare_environment
+    from slurm_rlhf.rollout.vllm import prepare_environment
 
     prepare_environment()
     import vllm.entrypoints.llm  # noqa: F401

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
-from slurm_rlhf.rollout._transformers import as_saved
-from slurm_rlhf.rollout.expected_weights import skeleton
+from slurm_rlhf.rollout._transformers import as_saved, skeleton
 from slurm_rlhf.training.batch import collate
 from slurm_rlhf.training.forward_fixes import RANDOM
 from slurm_rlhf.training.frozen_models import FrozenPolicy

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_policy import sample
 from tiny_models import make_tiny
 from training_ranks import make_config, make_experience, share, torchrun
 
-from slurm_rlhf.records import Experience, Sampling, pack
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, Experience, Sampling, pack
 
 pytestmark = pytest.mark.slow
 
@@ -36,18 +37,6 @@ def name(case: tuple[int, str, bool]) -> str:
     return f"zero{case[0]}-{case[1]}-{'whole' if case[2] else 'layers'}"
 
 
-class Layers:
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.steps = 0
-
-    def layer(self, number: int) -> None:
-        self.seen.append(number)
-
-    def stepped(self) -> None:
-        self.steps += 1
-
-
 def requests(rank: int) -> list[Any]:
     from slurm_rlhf.rollout.engine import GenerateRequest, request_seed
 
@@ -59,16 +48,20 @@ def requests(rank: int) -> list[Any]:
     return made[:4] if rank == 0 else made[4:]
 
 
-def sampled(generation: Any, sampler: Any, rank: int) -> tuple[Experience, Layers]:
-    layers = Layers()
-    with generation.model(layers) as model:
-        found, _ = sampler.sample(model, requests(rank), 0)
-    return pack(found, [0.0] * len(found)), layers
+def sampled(engine: Any, rank: int) -> Experience:
+    found, _ = sample(engine, requests(rank))
+    return pack(found, [0.0] * len(found))
+
+
+def wake(engine: Any, generation: Any, version: int) -> None:
+    for part in (WEIGHTS, KV_CACHE):
+        engine.wake(part)
+    engine.load(generation.weights(), version)
 
 
 def run_case(case: tuple[int, str, bool], model: Path) -> dict[str, Any]:
     """Sample, train a step, sample again: how far its log-probs are from the trainer's, and what has changed."""
-    from slurm_rlhf.rollout.hf_generation import HfSampler, Vocabulary
+    from slurm_rlhf.rollout.hf import HfEngine, Vocabulary
     from slurm_rlhf.training.generation import Generation
     from slurm_rlhf.training.trainers import PolicyTrainer
 
@@ -77,22 +70,23 @@ def run_case(case: tuple[int, str, bool], model: Path) -> dict[str, Any]:
     trainer = PolicyTrainer(config, 3)
     world = trainer.world
     generation = Generation(trainer.backend, case[2])
+    seen: set[int | str] = set()
     vocabulary = Vocabulary.read(str(model))
-    told = (lambda chosen, ended: None, lambda: False)
-    sampler = HfSampler(vocabulary, world.device, world.rank, generation.collective, *told)
+    engine = HfEngine(generation, vocabulary, world.device, world.rank, lambda token, doing: seen.add(doing))
     random, modes = torch.get_rng_state(), [part.training for part in trainer.backend.module.modules()]
     found: dict[str, Any] = {"apart": [], "texts": [], "trained": []}
     for step in range(2):
-        exp, layers = sampled(generation, sampler, world.rank)
+        wake(engine, generation, step)
+        exp = sampled(engine, world.rank)
         assert torch.equal(torch.get_rng_state(), random)
         assert [part.training for part in trainer.backend.module.modules()] == modes
         rows = [list(range(len(exp)))] if case[0] != 3 else [[0], list(range(1, len(exp)))]
         own = trainer.logprobs(exp, rows)["logprobs"]
         found["apart"].append(float(np.abs(own - exp.columns["rollout_logprobs"]).max()))
         found["texts"].append([part.tolist() for part in np.split(exp.token_ids, exp.token_offsets[1:-1])])
-        found["layers"] = sorted(set(layers.seen)) if layers.steps else []
+        found["layers"] = sorted(doing for doing in seen if isinstance(doing, int))
         part, micro = share(make_experience(step), world.rank, world.size, 40)
-        generation.release()
+        found["freed"] = engine.sleep()
         found["trained"].append(trainer.train_step(part, micro, 50.0)["grad_norm"])
         random = torch.get_rng_state()
     return found
@@ -119,6 +113,7 @@ def test_it_samples_with_the_weights_in_training(found: list[dict[str, Any]], ca
         assert max(of_case["apart"]) < BOUNDS[case[1]]  # before a step of the optimizer and after it
         assert all(norm > 0 for norm in of_case["trained"])
         assert of_case["layers"] == ([] if case[2] else [0, 1])  # of the model: each is told when it is reached
+        assert (of_case["freed"] > 0) is (case[0] == 3 and case[2])  # only gathered parameters are its own
 
 
 def test_stages_and_ways_of_gathering_sample_the_same(found: list[dict[str, Any]]) -> None:

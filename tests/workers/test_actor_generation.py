@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plain_policy import plain_engine, sample
 from tiny_models import make_tiny
 from training_ranks import make_config
 from waiting import HANG_S, scaled, until
@@ -42,16 +43,16 @@ LOGPROB = 1e-5
 PLUGIN = """
 import os, time
 from pathlib import Path
-from slurm_rlhf.rollout import hf_generation
+from slurm_rlhf.rollout.hf import HfEngine
 
-choose = hf_generation.Batch.choose
+choose = HfEngine._choose
 
-def stalling(batch, logits):
-    while os.environ["RANK"] == "1" and batch.tokens > 5 and Path({stall!r}).exists():
+def stalling(engine, batch, logits):
+    while os.environ["RANK"] == "1" and batch.tokens > 6 and Path({stall!r}).exists():
         time.sleep(0.1)
-    return choose(batch, logits)
+    return choose(engine, batch, logits)
 
-hf_generation.Batch.choose = stalling
+HfEngine._choose = stalling
 """
 
 
@@ -117,17 +118,14 @@ def plain(model: Path, rows: list[Prompt], sampling: Sampling) -> list[Trajector
     from transformers import AutoModelForCausalLM
 
     from slurm_rlhf.rollout.engine import GenerateRequest, request_seed
-    from slurm_rlhf.rollout.hf_generation import HfSampler, Vocabulary
 
-    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    device = torch.device("cpu")
-    alone = HfSampler(Vocabulary.read(str(model)), device, 0, False, lambda chosen, ended: None, lambda: False)
+    alone = plain_engine(model, AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
     found = []
     for row in rows:
-        for sample in range(sampling.n):
-            seed = request_seed(SEED, row.index, sample, 0)
-            request = GenerateRequest("alone", row.index, sample, row.token_ids, sampling, seed)
-            found += alone.sample(whole, [request], 0)[0]
+        for number in range(sampling.n):
+            seed = request_seed(SEED, row.index, number, 0)
+            request = GenerateRequest("alone", row.index, number, row.token_ids, sampling, seed)
+            found += sample(alone, [request])[0]
     return found
 
 

@@ -13,7 +13,7 @@ from slurm_rlhf.control.calls import GenerateBatch, PackedPrompts, PromptTokens,
 from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, SyncReport, Trajectory, VersionSpan
-from slurm_rlhf.rollout.engine import Gauges
+from slurm_rlhf.rollout.engine import Status
 from slurm_rlhf.workers.engine_leader import EngineLeader
 from slurm_rlhf.workers.worker import RankInfo
 
@@ -39,8 +39,11 @@ class Scripted:
     def __init__(self) -> None:
         self.version = 0
         self.failing = False
-        self.gauges = Gauges(0, 0, 0.0)
         self.tokens: dict[tuple[int, int], list[int]] = {}
+
+    @property
+    def status(self) -> Status:
+        return Status(self.version, len(self.tokens), 0, 0, 0.0, "")
 
     def add(self, request: Any) -> None:
         if (request.prompt, request.sample) in self.tokens:
@@ -50,7 +53,7 @@ class Scripted:
     def drop(self) -> None:
         self.tokens.clear()
 
-    def load_weights(self, weights: Any, version: int) -> None:
+    def load(self, weights: Any, version: int) -> None:
         self.version = version
 
     def step(self) -> list[Trajectory]:
@@ -99,11 +102,6 @@ def _trajectory(key: tuple[int, int], versions: list[int]) -> Trajectory:
     )
 
 
-@pytest.fixture(autouse=True)
-def _outside_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurm_rlhf.workers.engine_worker.prepare_environment", lambda: None)
-
-
 def make_role(mode: str, broken: int = 0) -> EngineLeader:
     config = Config()
     config.vllm.sync_mode = mode  # type: ignore[assignment]
@@ -140,7 +138,7 @@ def test_responses_in_flight_when_weights_come(mode: str, versions: list[int]) -
     while role.busy():
         role.advance()
     assert weights.answer == SyncReport()
-    assert role.engine.version == 1
+    assert role.engine.status.version == 1
     assert versions_of(asked) == [versions, versions]
 
 

@@ -1,0 +1,61 @@
+"""A model of transformers as a policy that samples, with nothing of the training around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, Trajectory
+from slurm_rlhf.rollout._transformers import parameter_shapes
+from slurm_rlhf.rollout.engine import GenerateRequest
+from slurm_rlhf.rollout.hf import HfEngine, Vocabulary
+
+
+def load_plain(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+class PlainPolicy:
+    """A `Policy` whose model is whole, and this process's own; it keeps its memory."""
+
+    collective = False
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.shapes = parameter_shapes(model)
+
+    @contextmanager
+    def passes(self, layer: Callable[[int], None]) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    def release(self) -> int:
+        return 0
+
+    def allocate(self) -> None: ...
+
+
+def plain_engine(path: Path, model: Any, version: int = 0, number: int = 0) -> HfEngine:
+    """An engine that samples with `model`, whose tokens are those of directory `path`."""
+    engine = HfEngine(PlainPolicy(model), Vocabulary.read(str(path)), torch.device("cpu"), number)
+    for part in (WEIGHTS, KV_CACHE):
+        engine.wake(part)
+    engine.load(model.named_parameters(), version)
+    return engine
+
+
+def sample(engine: HfEngine, requests: list[GenerateRequest]) -> tuple[list[Trajectory], int]:
+    """Responses in the order of `requests`, and the steps they took."""
+    for request in requests:
+        engine.add(request)
+    found, steps = {}, 0
+    while engine.status.unfinished:
+        found |= {(one.prompt, one.sample): one for one in engine.step()}
+        steps += 1
+    return [found[request.prompt, request.sample] for request in requests], steps
