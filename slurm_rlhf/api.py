@@ -43,7 +43,7 @@ def train(
     Raises SlurmRlhfError: UserError for what the message says how to mend, RunError when the run broke.
     """
     from slurm_rlhf.cli.train import train_here
-    from slurm_rlhf.launch.mpi.assignment import launched
+    from slurm_rlhf.nodes.mpi.assignment import launched
 
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("slurm_rlhf.train listens for signals: call it in the main thread of its process")
@@ -74,7 +74,7 @@ def submit(config: Config, *, local: bool = False) -> Any:
     algorithms of yours come with train.plugins. `local`: run on this machine, in a process that outlives this one.
     Raises ConfigError, PlacementError, ModelError, and RunError when sbatch refuses.
     """
-    from slurm_rlhf.launch import submit as by_submitit
+    from slurm_rlhf.nodes import submit as by_submitit
 
     return by_submitit(settled(config), local)
 

@@ -1,6 +1,6 @@
 """Benches: `slurm-rlhf bench NAME` measures a part of a run on this machine.
 
-`options` names the benches and parses their options; it imports nothing heavy, so that help is quick. `rollout` and
+`options` names the benches and parses their options; it imports nothing heavy, so that help is quick. `engine` and
 `train` compare a worker with a baseline of few lines, in turns (`compare`). `sync` starts a process per rank;
 `sync_rank` is one of these processes.
 

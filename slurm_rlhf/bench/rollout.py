@@ -14,19 +14,19 @@ import numpy as np
 from slurm_rlhf.bench.compare import compare, model_of, table
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.calls import EngineCalls, StartRequest
-from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.controller.dispatch import Dispatcher
+from slurm_rlhf.engine.engine import request_seed
+from slurm_rlhf.engine.vllm import engine_config
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.ranks.engine_leader import EngineLeader
+from slurm_rlhf.ranks.rank_process import import_libraries, serve
+from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
-from slurm_rlhf.rollout.engine import request_seed
-from slurm_rlhf.rollout.vllm import engine_config
-from slurm_rlhf.workers.engine_leader import EngineLeader
-from slurm_rlhf.workers.rank_process import import_libraries, serve
-from slurm_rlhf.workers.worker import RankInfo
+from slurm_rlhf.sampling.dispatch import Dispatcher
+from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.calls import EngineCalls, StartRequest
+from slurm_rlhf.wire.client import ControlClient
+from slurm_rlhf.wire.handles import EngineHandle
+from slurm_rlhf.wire.server import ControlServer
 
 
 def run(given: Given) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:
 
 
 def _vocab(config: Config) -> int:
-    from slurm_rlhf.rollout._transformers import parameter_shapes, skeleton
+    from slurm_rlhf.engine._transformers import parameter_shapes, skeleton
 
     return max(
         shape[0] for shape in parameter_shapes(skeleton(config.actor.model_name_or_path)).values() if len(shape) == 2

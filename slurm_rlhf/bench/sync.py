@@ -18,8 +18,8 @@ from slurm_rlhf.bench.options import Given
 from slurm_rlhf.cluster.gpu_query import local_gpus, share_gpus
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.schema import Sync
-from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError, RunError
+from slurm_rlhf.wire import timeouts
 
 _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -27,14 +27,14 @@ from slurm_rlhf.bench.sync import Spec
 from slurm_rlhf.cluster.network import is_loopback
 from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.polling import wait_until
+from slurm_rlhf.process_groups._torch import gloo_group, nccl_group
 from slurm_rlhf.run_directory import write_atomically
-from slurm_rlhf.weight_sync._torch import gloo_group, nccl_group
-from slurm_rlhf.weight_sync.group import SyncGroup, join
-from slurm_rlhf.weight_sync.member import Membership
-from slurm_rlhf.weight_sync.receiver import Receiver
-from slurm_rlhf.weight_sync.rendezvous import SyncStore
-from slurm_rlhf.weight_sync.sender import Held, Sender
-from slurm_rlhf.weight_sync.transfer_plan import Layout, Parameter, SyncPlan, make_plan
+from slurm_rlhf.weights.group import SyncGroup, join
+from slurm_rlhf.weights.member import Membership
+from slurm_rlhf.weights.receiver import Receiver
+from slurm_rlhf.weights.rendezvous import SyncStore
+from slurm_rlhf.weights.sender import Held, Sender
+from slurm_rlhf.weights.transfer_plan import Layout, Parameter, SyncPlan, make_plan
 
 RAW_PIECE = 64 << 20
 ON_GPUS = ("nccl", "ipc")
@@ -260,7 +260,7 @@ def _left(nbytes: int) -> Iterator[int]:
 
 def _engine(spec: Spec) -> Any:
     from slurm_rlhf.config.schema import Config
-    from slurm_rlhf.rollout.engine import backend
+    from slurm_rlhf.engine.engine import backend
 
     config = Config()
     backend(config).prepare_environment()

@@ -15,18 +15,18 @@ from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.bench.compare import compare, model_of, table
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import StartRequest, TrainBatch
-from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.model_shape import ModelShape, batch_flops, mfu, read_shape
+from slurm_rlhf.ranks.model_workers import ActorWorker
+from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import Experience
-from slurm_rlhf.training._deepspeed import import_deepspeed
-from slurm_rlhf.training.deepspeed import deepspeed_config
-from slurm_rlhf.training.distributed import join_world
-from slurm_rlhf.training.train_settings import DTYPES, Schedule, TrainSettings
-from slurm_rlhf.workers.model_workers import ActorWorker
-from slurm_rlhf.workers.worker import RankInfo
+from slurm_rlhf.trainer._deepspeed import import_deepspeed
+from slurm_rlhf.trainer.deepspeed import deepspeed_config
+from slurm_rlhf.trainer.distributed import join_world
+from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
+from slurm_rlhf.wire.calls import StartRequest, TrainBatch
+from slurm_rlhf.wire.client import ControlClient
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 

@@ -16,9 +16,9 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import cut
 
 if TYPE_CHECKING:
-    from slurm_rlhf.controller.run_inputs import Inputs
     from slurm_rlhf.data.prompts import PromptSet
     from slurm_rlhf.records import Prompt, Trajectory
+    from slurm_rlhf.run.run_inputs import Inputs
 
 USAGE = "usage: slurm-rlhf check FILE.toml [FILE.toml ...] [--KEY=VALUE ...]"
 ROWS = 4
@@ -41,16 +41,16 @@ def run(words: list[str]) -> int:
 
 def read(config: Config) -> Inputs:
     """Read what a run reads, and tell nothing of it. Raises UserError."""
-    from slurm_rlhf.controller.run_inputs import Inputs
+    from slurm_rlhf.run.run_inputs import Inputs
 
     return Inputs.read(config, lambda note: None)
 
 
 def look(config: Config, inputs: Inputs) -> Iterator[str]:
     """Describe the data as the model sees it, and the steps that it is good for."""
-    from slurm_rlhf.controller.run_inputs import answered
-    from slurm_rlhf.controller.verdicts import PROMPT_SHARES
-    from slurm_rlhf.controller.verdicts import warnings as share_warnings
+    from slurm_rlhf.eval.sets import answered
+    from slurm_rlhf.eval.verdicts import PROMPT_SHARES
+    from slurm_rlhf.eval.verdicts import warnings as share_warnings
 
     yield from (f"warning: {told}" for told in warnings(config))
     yield _data("data.prompt_dataset", inputs.prompts, config)

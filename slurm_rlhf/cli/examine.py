@@ -16,13 +16,13 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import printable
-from slurm_rlhf.launch.node_look import versions
-from slurm_rlhf.launch.srun import HOST, container_of
+from slurm_rlhf.nodes.examination import Answer, Examination, Question, look_here
+from slurm_rlhf.nodes.needs import Needs, needs_of
+from slurm_rlhf.nodes.node_look import versions
+from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
+from slurm_rlhf.nodes.srun import HOST, container_of
+from slurm_rlhf.nodes.starters import by_srun, here
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.preflight.examination import Answer, Examination, Question, look_here
-from slurm_rlhf.preflight.needs import Needs, needs_of
-from slurm_rlhf.preflight.report import FAILED, OK, WARNING, Report, draw
-from slurm_rlhf.preflight.starters import by_srun, here
 
 EXIT_CODES = {OK: 0, WARNING: 3, FAILED: 2}
 QUICK, OFF = "quick", "off"

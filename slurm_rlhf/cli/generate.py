@@ -16,17 +16,17 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
-from slurm_rlhf.launch.accelerators import Wanted
-from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
-from slurm_rlhf.launch.mpi.assignment import launched
-from slurm_rlhf.launch.slurm_engines import SlurmEngines
-from slurm_rlhf.launch.slurm_run import SlurmRun
-from slurm_rlhf.launch.srun import container_of
+from slurm_rlhf.nodes.accelerators import Wanted
+from slurm_rlhf.nodes.engine_launcher import EngineLauncher, LocalEngines
+from slurm_rlhf.nodes.examination import Examination, look_here
+from slurm_rlhf.nodes.mpi.assignment import launched
+from slurm_rlhf.nodes.needs import Needs, lock_problem
+from slurm_rlhf.nodes.report import Report
+from slurm_rlhf.nodes.slurm_engines import SlurmEngines
+from slurm_rlhf.nodes.slurm_run import SlurmRun
+from slurm_rlhf.nodes.srun import container_of
+from slurm_rlhf.nodes.starters import by_srun
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.preflight.examination import Examination, look_here
-from slurm_rlhf.preflight.needs import Needs, lock_problem
-from slurm_rlhf.preflight.report import Report
-from slurm_rlhf.preflight.starters import by_srun
 
 USAGE = (
     "usage: slurm-rlhf generate FILE.toml [FILE.toml ...] [--KEY=VALUE ...]\n"
@@ -48,7 +48,7 @@ def run(words: list[str]) -> int:
     arguments = parse(words, USAGE)
     refuse_many_processes("generate")
     config = configured(arguments)
-    from slurm_rlhf.generation.start import engines_everywhere, generate, prepare
+    from slurm_rlhf.generate.start import engines_everywhere, generate, prepare
 
     shard, source = prepare(config, os.environ)
     ranks = engines_everywhere(
@@ -109,7 +109,7 @@ def _merge(words: list[str]) -> int:
     given, rest = take_options(words, OPTIONS, USAGE, ("partial",))
     if len(rest) != 1:
         raise ConfigError(f"merge takes one run directory\n{USAGE}")
-    from slurm_rlhf.generation.merge import merge
+    from slurm_rlhf.generate.merge import merge
 
     merged = merge(Path(rest[0]), Path(given["output"]) if "output" in given else None, "partial" in given)
     print(f"{merged.lines} lines of {merged.shards} {'shard' if merged.shards == 1 else 'shards'} in {merged.path}")
@@ -135,9 +135,9 @@ def run_eval(words: list[str]) -> int:
     if model is None:
         raise ConfigError(f"--model is missing: name the model, run or checkpoint to evaluate\n{EVAL_USAGE}")
     config = configured(arguments)
-    from slurm_rlhf.evaluation.words import report_text
-    from slurm_rlhf.generation.eval_job import EvalJob
-    from slurm_rlhf.generation.start import engines_everywhere
+    from slurm_rlhf.eval.words import report_text
+    from slurm_rlhf.generate.eval_job import EvalJob
+    from slurm_rlhf.generate.start import engines_everywhere
 
     job = EvalJob.prepare(config, model, options.get("output"))
     for one in job.sets:

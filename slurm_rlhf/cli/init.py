@@ -12,7 +12,7 @@ from slurm_rlhf.cli.main import Command, take_options, unknown
 from slurm_rlhf.cluster.partitions import Partition, ask_modules, ask_partitions, best, proposed
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
-from slurm_rlhf.launch.starter import Start, reward, script, toml
+from slurm_rlhf.nodes.starter import Start, reward, script, toml
 
 USAGE = (
     "usage: slurm-rlhf init NAME [--model=DIR] [--prompts=FILE] [--nodes=N] [--gpus_per_node=N] [--partition=NAME] ..."

@@ -26,22 +26,22 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import SlurmRlhfError, printable
-from slurm_rlhf.launch.accelerators import seen_by_processes
-from slurm_rlhf.launch.child_process import bound_to_parent
-from slurm_rlhf.launch.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
-from slurm_rlhf.launch.mpi.communicator import Communicator
-from slurm_rlhf.launch.mpi.launcher import Channel, MpiLauncher
-from slurm_rlhf.launch.mpi.rank import follow, lead
-from slurm_rlhf.launch.node_look import equipment
+from slurm_rlhf.nodes.accelerators import seen_by_processes
+from slurm_rlhf.nodes.child_process import bound_to_parent
+from slurm_rlhf.nodes.examination import Examination
+from slurm_rlhf.nodes.facts import Orders
+from slurm_rlhf.nodes.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
+from slurm_rlhf.nodes.mpi.communicator import Communicator
+from slurm_rlhf.nodes.mpi.launcher import Channel, MpiLauncher
+from slurm_rlhf.nodes.mpi.rank import follow, lead
+from slurm_rlhf.nodes.node_look import equipment
+from slurm_rlhf.nodes.report import Report
+from slurm_rlhf.nodes.starters import AGENT
 from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.preflight.examination import Examination
-from slurm_rlhf.preflight.facts import Orders
-from slurm_rlhf.preflight.report import Report
-from slurm_rlhf.preflight.starters import AGENT
+from slurm_rlhf.wire import timeouts
 
 NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and the same command resumes it"
 
@@ -145,7 +145,7 @@ def run_conductor(start: str, channel: int) -> int:
     config = load_config(files, overrides)
     ranks = RankMap.from_json(rank_map)
     launcher = MpiLauncher(Channel(socket.socket(fileno=channel)), ranks, address)
-    from slurm_rlhf.controller import conductor
+    from slurm_rlhf.run import conductor
 
     return conductor.run_here(config, ranks, launcher)
 
@@ -209,7 +209,7 @@ def _start(environment: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 class MpiStarter:
-    """Implement `preflight.starters.Starter` on rank 0; `first` maps a node to its first rank."""
+    """Implement `nodes.starters.Starter` on rank 0; `first` maps a node to its first rank."""
 
     def __init__(self, world: Communicator, first: Mapping[str, int]) -> None:
         self._world = world

@@ -26,8 +26,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError, shortened
 from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU, numbered_names
-from slurm_rlhf.weight_sync.routes import cost_of
-from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan
+from slurm_rlhf.weights.routes import cost_of
+from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
 
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
 _GIGABIT = 125_000_000  # bytes

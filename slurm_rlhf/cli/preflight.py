@@ -11,7 +11,7 @@ from slurm_rlhf.cli.placement_report import layout_here
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.launch.mpi.assignment import launched
+from slurm_rlhf.nodes.mpi.assignment import launched
 
 USAGE = "usage: slurm-rlhf preflight FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]"
 FLAGS = {"json": "print one object instead of a table"}

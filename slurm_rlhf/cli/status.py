@@ -18,14 +18,14 @@ from slurm_rlhf.cli.main import Command
 from slurm_rlhf.cli.watch import INTERVAL_S, extra_lines, repeated, rows_of, show
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, SESSION_FILE, Session, attach_line, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, place_in_queue, reason_words, state_words
-from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError, RunError, printable, shortened
-from slurm_rlhf.launch.headless import last_words
+from slurm_rlhf.nodes.headless import last_words
 from slurm_rlhf.observe.events import engines_lost, read_events
 from slurm_rlhf.observe.log_tail import ends_in_error, tail
 from slurm_rlhf.observe.progress import duration
 from slurm_rlhf.observe.run_status import RunStatus, read_run_status
 from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.wire import timeouts
 
 _JOB = re.compile(r"\d+(_\d+)?")
 _RANK_LOG = re.compile(r"(?!conductor\.)[a-z]+\.(?P<node>.+)\.\d+\.log")

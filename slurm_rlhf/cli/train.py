@@ -26,9 +26,9 @@ from slurm_rlhf.config.key_text import split_overrides
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.launch.launcher import Launcher, LocalLauncher
-from slurm_rlhf.launch.mpi.assignment import launched
-from slurm_rlhf.launch.srun import container_of
+from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
+from slurm_rlhf.nodes.mpi.assignment import launched
+from slurm_rlhf.nodes.srun import container_of
 from slurm_rlhf.placement.rank_map import RankMap
 
 USAGE = "usage: slurm-rlhf train FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--dry_run]"
@@ -106,7 +106,7 @@ def train_here(config: Config) -> int:
     ranks = layout_here(config)
     check_memory(config, ranks)
     ranks, unfit = before_run(config, ranks)
-    from slurm_rlhf.controller import conductor
+    from slurm_rlhf.run import conductor
 
     return conductor.run_here(config, ranks, _launcher(config, ranks, unfit))
 
@@ -116,8 +116,8 @@ def _launcher(config: Config, ranks: RankMap, unfit: Mapping[str, str]) -> Launc
     slurm, run_dir = read_slurm(os.environ), Path(config.run_dir)
     if slurm is None:
         return LocalLauncher(run_dir, ranks)
-    from slurm_rlhf.launch.slurm import SlurmLauncher
-    from slurm_rlhf.launch.slurm_run import SlurmRun
+    from slurm_rlhf.nodes.slurm import SlurmLauncher
+    from slurm_rlhf.nodes.slurm_run import SlurmRun
 
     nodes = ranks.used_nodes
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
@@ -137,11 +137,11 @@ def sft(words: list[str]) -> int:
     check_sft(config)
     for told in warnings(config):
         _say(f"warning: {told}")
-    from slurm_rlhf.controller.role_environment import WAITING_THREADS
+    from slurm_rlhf.groups.role_environment import WAITING_THREADS
 
     for name, value in WAITING_THREADS.items():
         os.environ.setdefault(name, value)  # before torch is imported, which starts the threads
-    from slurm_rlhf.training.sft import run as train_on_examples
+    from slurm_rlhf.trainer.sft import run as train_on_examples
 
     return train_on_examples(config)
 
@@ -153,7 +153,7 @@ def submit(words: list[str]) -> int:
     config = configured(arguments)
     fetch_models(config, _say)
     require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: an error now, not after the queue
-    from slurm_rlhf.launch import submit as submit_job
+    from slurm_rlhf.nodes import submit as submit_job
 
     job = submit_job(config, local="local" in arguments.flags)
     print(f"{'process' if 'local' in arguments.flags else 'job'} {job.job_id}, output in {job.paths.stdout}")

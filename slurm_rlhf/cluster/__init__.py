@@ -6,5 +6,5 @@ config and placement; no torch and no numpy, so that a login node starts at once
 
 To read one more variable of Slurm: a field of `SlurmEnvironment`. To support another scheduler: a module beside
 `slurm_environment` that gives a `Topology`, and a branch in `resources.current_topology`; starting processes with it is
-the task of launch/.
+the task of nodes/.
 """

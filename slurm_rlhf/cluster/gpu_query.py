@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.cluster.network import user_name
-from slurm_rlhf.control import timeouts
+from slurm_rlhf.wire import timeouts
 
 _PROC = Path("/proc/driver/nvidia/gpus")
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")

@@ -22,9 +22,9 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 
-from slurm_rlhf.control import timeouts
 from slurm_rlhf.disk import MOUNTS, mount_of
 from slurm_rlhf.polling import wait_until
+from slurm_rlhf.wire import timeouts
 
 CACHES = {
     "TRITON_CACHE_DIR": "triton",

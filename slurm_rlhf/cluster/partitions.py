@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 
 from slurm_rlhf.cluster.slurm_notation import parse_gpus
-from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import RunError
+from slurm_rlhf.wire import timeouts
 
 _FORMAT = "%P|%D|%G|%l|%c|%a"
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from slurm_rlhf.cluster.slurm_notation import expand, parse_gpus
-from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import PlacementError, RunError
+from slurm_rlhf.wire import timeouts
 
 _FIELD = re.compile(r"(?:^|\s)([A-Z][\w:/]*)=")
 _FORGOTTEN = ("Invalid job id", "not found")

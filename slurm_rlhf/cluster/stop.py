@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from slurm_rlhf.control import timeouts
+from slurm_rlhf.wire import timeouts
 
 
 class Arrangement(NamedTuple):

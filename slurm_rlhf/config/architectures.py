@@ -80,7 +80,7 @@ class Compared:
     """Describe an architecture for which trainer, plain transformers and vLLM gave the same log-probs.
 
     They agreed to 1e-5 in fp32 on CPUs, from the directory and after an update of all weights: `pytest -m ""
-    tests/training/test_architectures.py tests/rollout/test_architectures.py`.
+    tests/trainer/test_architectures.py tests/engine/test_architectures.py`.
     """
 
     model_type: str

@@ -54,7 +54,7 @@ class RoleSpec:
     name: str
     group: str  # of the configuration: holds num_nodes, and num_gpus_per_node unless the role is made of engines
     letter: str  # in the grid of `plan`
-    worker: str  # "module:name" of what `workers.rank_process` calls with (config, rank info, client)
+    worker: str  # "module:name" of what `ranks.rank_process` calls with (config, rank info, client)
     kind: Kind
     model_keys: tuple[str, ...]  # name the directory of its model; the first that is set counts
     head: bool = False  # its model keeps the head over the vocabulary; otherwise one score for each token
@@ -96,7 +96,7 @@ _ROWS = (
         ACTOR,
         group="actor",
         letter="A",
-        worker="slurm_rlhf.workers.model_workers:ActorWorker",
+        worker="slurm_rlhf.ranks.model_workers:ActorWorker",
         kind="trained",
         model_keys=("actor.model_name_or_path",),
         head=True,
@@ -107,7 +107,7 @@ _ROWS = (
         CRITIC,
         group="critic",
         letter="C",
-        worker="slurm_rlhf.workers.model_workers:CriticWorker",
+        worker="slurm_rlhf.ranks.model_workers:CriticWorker",
         kind="trained",
         # A reward model has learned already what a response is worth. Source: OpenRLHF, `cli/train_ppo_ray.py`.
         model_keys=("critic.model_name_or_path", "reward.model_name_or_path", "actor.model_name_or_path"),
@@ -119,7 +119,7 @@ _ROWS = (
         REFERENCE,
         group="ref",
         letter="R",
-        worker="slurm_rlhf.workers.model_workers:ReferenceWorker",
+        worker="slurm_rlhf.ranks.model_workers:ReferenceWorker",
         kind="frozen",
         model_keys=("actor.model_name_or_path",),
         head=True,
@@ -130,7 +130,7 @@ _ROWS = (
         REWARD,
         group="reward",
         letter="W",
-        worker="slurm_rlhf.workers.model_workers:RewardWorker",
+        worker="slurm_rlhf.ranks.model_workers:RewardWorker",
         kind="frozen",
         model_keys=("reward.model_name_or_path",),
         colocates=CRITIC,
@@ -140,7 +140,7 @@ _ROWS = (
         ROLLOUT,
         group="vllm",
         letter="E",
-        worker="slurm_rlhf.workers.engine_leader:make_engine_worker",
+        worker="slurm_rlhf.ranks.engine_leader:make_engine_worker",
         kind="engine",
         model_keys=("actor.model_name_or_path",),
         head=True,

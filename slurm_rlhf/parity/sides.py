@@ -10,15 +10,15 @@ import torch
 from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.engine.engine import GenerateRequest, backend, request_seed
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.parity.subjects import NEW_TOKENS, SAMPLES, TEMPERATURE, prompts
 from slurm_rlhf.parity.verdicts import Precision
 from slurm_rlhf.records import F32, Experience, Sampling, Trajectory, pack
-from slurm_rlhf.rollout.engine import GenerateRequest, backend, request_seed
-from slurm_rlhf.training.batch import TokenBatch, per_action
-from slurm_rlhf.training.distributed import local_device
-from slurm_rlhf.training.models import load_policy
-from slurm_rlhf.training.train_settings import DTYPES
+from slurm_rlhf.trainer.batch import TokenBatch, per_action
+from slurm_rlhf.trainer.distributed import local_device
+from slurm_rlhf.trainer.models import load_policy
+from slurm_rlhf.trainer.train_settings import DTYPES
 
 
 def settings(directory: str, precision: Precision, max_len: int) -> Config:

@@ -88,7 +88,7 @@ def read_compared(task: Task, precision: str) -> tuple[int, dict[str, Apart]]:
 
 def _prepare() -> None:
     """Set what the engine's library reads when it is imported, unless the process that this one was forked from has."""
-    from slurm_rlhf.rollout.engine import backend
+    from slurm_rlhf.engine.engine import backend
 
     backend(Config()).prepare_environment()
 
@@ -96,8 +96,8 @@ def _prepare() -> None:
 def import_libraries() -> None:
     """Import what the stages need, for all processes that are forked from this one."""
     _prepare()
-    from slurm_rlhf.rollout.engine import backend
-    from slurm_rlhf.training._transformers import import_modeling
+    from slurm_rlhf.engine.engine import backend
+    from slurm_rlhf.trainer._transformers import import_modeling
 
     backend(Config()).import_library()
     import_modeling()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from slurm_rlhf.controller.verdicts import BOUNDS
+from slurm_rlhf.eval.verdicts import BOUNDS
 from slurm_rlhf.observe.metrics import finite
 from slurm_rlhf.parity.subjects import Subject
 from slurm_rlhf.records import F32

@@ -1,5 +1,12 @@
-"""The store, the proof and the unpickler of process groups, written for torch 2.13.0.
+"""How process groups are made, their store, the proof and the unpickler, written for torch 2.13.0.
 
+_C/_distributed_c10d.so ProcessGroupGloo.__init__(store, rank, size, options)
+_C/_distributed_c10d.so ProcessGroupGloo.create_device(*, hostname, lazy_init)
+_C/_distributed_c10d.so ProcessGroupGloo._Options()
+_C/_distributed_c10d.so ProcessGroupGloo._Options._timeout
+_C/_distributed_c10d.so ProcessGroupGloo._Options._devices
+_C/_distributed_c10d.pyi ProcessGroupNCCL.__init__(self, store, rank, size, options)
+_C/_distributed_c10d.pyi Options._timeout
 _C/_distributed_c10d.pyi ProcessGroup._get_backend(self, device)
 _C/_distributed_c10d.pyi ProcessGroup._device_types
 distributed/distributed_c10d.py _unpickler
@@ -11,19 +18,31 @@ from __future__ import annotations
 
 import hmac
 import io
+import os
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, distributed_c10d
 
 from slurm_rlhf.errors import StrangerError
 
 Transfer = Callable[[Tensor, int], Any]
 """Begins to send bytes to a rank, or to receive them, and returns what waits for the end of it."""
+
+OWN_ERRORS = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""What the constructor of ProcessGroupNCCL reads, for groups that handle their own errors. Blocking wait means: no
+watchdog thread (says the library itself). One would see what we see, and whatever ASYNC_ERROR_HANDLING says it then has
+the process's first group, the training's, dump and end the process. Nothing here calls `wait` before an operation is
+over."""
 
 _BYTES = 32  # of a number, and of an HMAC
 _secret = b""  # without `protect` anybody can sign and prove
@@ -196,3 +215,44 @@ class AdmittedUnpickler(distributed_c10d._unpickler):
                 "network; or, with a version of vLLM other than the one in sbatch/, by vLLM, and this is to be reported"
             )
         return super().find_class(module, name)
+
+
+def gloo_group(
+    store: Store, rank: int, world: int, address: str, timeout_s: float, lazy: bool = False
+) -> ProcessGroupGloo:
+    """Build a gloo group outside every WORLD; the others connect to `address` of this node. Raises RuntimeError.
+
+    `lazy`: two ranks connect when they exchange something first, which is for `prove`; else all with all, at once.
+    """
+    options = ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)]
+    group = ProcessGroupGloo(store, rank, world, options)
+    if not lazy:
+        prove_all(group, store, rank, world)
+    return group
+
+
+def nccl_group(store: Store, rank: int, world: int, timeout_s: float) -> Any:
+    """Build a ProcessGroupNCCL that leaves its errors to its owner. Waiting for its operations blocks the host."""
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    with _environment(OWN_ERRORS):
+        return ProcessGroupNCCL(store, rank, world, options)
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set these variables for a constructor that reads them; put back what there was."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

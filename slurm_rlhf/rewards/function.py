@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurm_rlhf.config.schema import Reward
-from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import ConfigError, RewardError, cut, meant
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.values import Rewards, parse_answer
 from slurm_rlhf.user_files import file_of, line_of, note_origin, run_file, same_place, text_of
+from slurm_rlhf.wire import timeouts
 
 Argument = Callable[[list[Prompt], list[Trajectory], int], Any]
 

@@ -16,12 +16,12 @@ import numpy as np
 from slurm_rlhf.algorithms.reward_scale import FixedScale, RewardScale, RunningScale
 from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import ForwardBatch, RewardCalls
-from slurm_rlhf.control.handles import RoleHandle, gather, send_shards
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.values import Rewards, parse_answer
+from slurm_rlhf.wire.calls import ForwardBatch, RewardCalls
+from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
 _LOCK = threading.Lock()
 _STREAMS = ("stdout", "stderr")

@@ -24,10 +24,10 @@ from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import rule_problems
-from slurm_rlhf.control.codec import decode, encode
-from slurm_rlhf.control.messages import Envelope, Failure, unpack
 from slurm_rlhf.data.prompts import read_jsonl
 from slurm_rlhf.errors import SlurmRlhfError
+from slurm_rlhf.wire.codec import decode, encode
+from slurm_rlhf.wire.messages import Envelope, Failure, unpack
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.launch.starter import Start, script, toml
+from slurm_rlhf.nodes.starter import Start, script, toml
 
 SINFO = """cpu*|100|(null)|2-00:00:00|64|up
 gpu|16|gpu:h100:8(S:0-1)|1-00:00:00|96|up

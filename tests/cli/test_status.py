@@ -12,9 +12,9 @@ from waiting import HANG_S
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cluster.processes import Session, read_session
-from slurm_rlhf.control import timeouts
 from slurm_rlhf.errors import printable
-from slurm_rlhf.launch.headless import mark
+from slurm_rlhf.nodes.headless import mark
+from slurm_rlhf.wire import timeouts
 
 SHOWN = (
     "JobId=12 JobName=a JobState={state} Reason={reason} Restarts=1 ExitCode={code} EndTime={end} "

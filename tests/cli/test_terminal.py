@@ -19,15 +19,15 @@ from slurm_rlhf.cli.main import guarded, main
 from slurm_rlhf.cli.watch import show
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.generation.job import Job
+from slurm_rlhf.generate.job import Job
+from slurm_rlhf.nodes.report import WARNING, Check, Finding, Report
 from slurm_rlhf.parity import processes
 from slurm_rlhf.parity.processes import Options
 from slurm_rlhf.parity.verdicts import Line
-from slurm_rlhf.preflight.report import WARNING, Check, Finding, Report
+from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.training.sft_record import SftRecord
+from slurm_rlhf.trainer.sft_record import SftRecord
 
 WILD, TAMED = "a\x1b]0;title\x07\x1b[2J", r"a\x1b]0;title\x07\x1b[2J"
 EXAMINED = Report(("n1",), (Check("disk", "fine", (Finding(WARNING, ("n1",), WILD, "mend it"),)),), 0.1)

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from waiting import HANG_S, until
 
 from slurm_rlhf.cluster import network
-from slurm_rlhf.cluster.doors import JOINED, shut, shut_when_joined, tell_joined
+from slurm_rlhf.cluster.listeners import JOINED, shut, shut_when_joined, tell_joined
 from slurm_rlhf.cluster.network import own_address
 
 SECRET = "of the run"

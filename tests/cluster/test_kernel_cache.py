@@ -23,7 +23,7 @@ from slurm_rlhf.cluster.kernel_cache import (
     prune,
     take_kernel_cache,
 )
-from slurm_rlhf.control import timeouts
+from slurm_rlhf.wire import timeouts
 
 Take = Callable[..., KernelCache]
 

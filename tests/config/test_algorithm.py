@@ -15,16 +15,16 @@ from slurm_rlhf.config.check import check
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.gpu_account import StepFlops
-from slurm_rlhf.controller.role_environment import role_environment
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.launch.mpi.assignment import Launched, Process, place_processes
+from slurm_rlhf.groups.role_environment import role_environment
+from slurm_rlhf.nodes.mpi.assignment import Launched, Process, place_processes
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import RankMap, draw, place
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.records import Experience
+from slurm_rlhf.run.gpu_account import StepFlops
 
 
 def advantages(inputs: AdvantageInputs) -> Any:

@@ -10,7 +10,7 @@ from lookalikes import llama_like, sentencepiece_like
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.training.sft import load_examples
+from slurm_rlhf.trainer.sft import load_examples
 
 
 def example(directory: Path, prompt: str, answer: str) -> tuple[list[str], list[str], str]:

@@ -16,23 +16,6 @@ from steps import make_loop, make_step
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import (
-    ActorCalls,
-    DeviceReport,
-    EngineCalls,
-    ForwardBatch,
-    GenerateBatch,
-    PackedPrompts,
-)
-from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
-from slurm_rlhf.controller.batch_sources import OnDemand
-from slurm_rlhf.controller.batches import Batch
-from slurm_rlhf.controller.gpu_account import GpuAccount, StepFlops, slots_of
-from slurm_rlhf.controller.loop import TrainingLoop
-from slurm_rlhf.controller.reporting import Reporting
-from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
-from slurm_rlhf.controller.step import Step
-from slurm_rlhf.controller.step_metrics import EngineMetrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.timing import GpuTime
@@ -40,7 +23,24 @@ from slurm_rlhf.placement.model_shape import forward_flops, read_shape
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.records import Experience, Sampling, SyncConnection
+from slurm_rlhf.run.gpu_account import GpuAccount, StepFlops, slots_of
+from slurm_rlhf.run.loop import TrainingLoop
+from slurm_rlhf.run.reporting import Reporting
+from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
+from slurm_rlhf.run.step import Step
+from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.sampling.batch_sources import OnDemand
+from slurm_rlhf.sampling.batches import Batch
+from slurm_rlhf.wire.calls import (
+    ActorCalls,
+    DeviceReport,
+    EngineCalls,
+    ForwardBatch,
+    GenerateBatch,
+    PackedPrompts,
+)
+from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 
 MODEL = {
     "model_type": "qwen2",

@@ -26,18 +26,18 @@ from torch.nn import functional
 from slurm_rlhf.cluster.stop import TERM, StopRequested
 from slurm_rlhf.config.algorithm_rules import COLDEST
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import EngineCalls
-from slurm_rlhf.controller.colocation import Colocation
-from slurm_rlhf.controller.colocation import log as colocation_log
-from slurm_rlhf.controller.engine_pool import EnginePool, _Start
-from slurm_rlhf.controller.step import Step
+from slurm_rlhf.engine.vllm import DeviceMemory, prepare_environment
 from slurm_rlhf.errors import RunError
+from slurm_rlhf.groups.engine_pool import EnginePool, _Start
+from slurm_rlhf.ranks.engine_worker import own_devices
+from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
-from slurm_rlhf.rollout.vllm import DeviceMemory, prepare_environment
-from slurm_rlhf.training import _torch
-from slurm_rlhf.training.distributed import device_bytes
-from slurm_rlhf.workers.engine_worker import own_devices
-from slurm_rlhf.workers.worker import RankInfo, Worker
+from slurm_rlhf.run.colocation import Colocation
+from slurm_rlhf.run.colocation import log as colocation_log
+from slurm_rlhf.run.step import Step
+from slurm_rlhf.trainer import _torch
+from slurm_rlhf.trainer.distributed import device_bytes
+from slurm_rlhf.wire.calls import EngineCalls
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 from gpu_signatures import Stub
 from gpu_standins import FakeCuda, fake_cuda
 
+from slurm_rlhf.engine.vllm import DeviceMemory
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import KV_CACHE, WEIGHTS
-from slurm_rlhf.rollout.vllm import DeviceMemory
 
 
 @pytest.fixture

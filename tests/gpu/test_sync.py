@@ -16,22 +16,22 @@ from sync_peer import describe, hold, make_weights
 from torch.distributed import HashStore
 from waiting import HANG_S
 
-import slurm_rlhf.weight_sync.sender as push_module
+import slurm_rlhf.weights.sender as push_module
 from slurm_rlhf.bench import sync as bench_sync
 from slurm_rlhf.bench import train as bench_train
 from slurm_rlhf.bench.options import BENCHES, read
 from slurm_rlhf.config.schema import Sync
-from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weight_sync._torch import OWN_ERRORS
-from slurm_rlhf.weight_sync.backends.backend import TransportFailure
-from slurm_rlhf.weight_sync.backends.device_ipc import DeviceIpc, ordinal_of
-from slurm_rlhf.weight_sync.backends.nccl import Communicator, Nccl, in_time, name_interface
-from slurm_rlhf.weight_sync.group import SyncGroup
-from slurm_rlhf.weight_sync.member import Membership, device_address, device_name, interface_near
-from slurm_rlhf.weight_sync.rendezvous import choose, share_gpus
-from slurm_rlhf.weight_sync.transfer_plan import DEPTH
+from slurm_rlhf.process_groups._torch import OWN_ERRORS
+from slurm_rlhf.weights.backends.backend import TransportFailure
+from slurm_rlhf.weights.backends.device_ipc import DeviceIpc, ordinal_of
+from slurm_rlhf.weights.backends.nccl import Communicator, Nccl, in_time, name_interface
+from slurm_rlhf.weights.group import SyncGroup
+from slurm_rlhf.weights.lead import WeightSync
+from slurm_rlhf.weights.member import Membership, device_address, device_name, interface_near
+from slurm_rlhf.weights.rendezvous import choose, share_gpus
+from slurm_rlhf.weights.transfer_plan import DEPTH
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_environment")]
 

@@ -25,18 +25,18 @@ from training_ranks import make_config, make_experience
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.training import deepspeed as zero
-from slurm_rlhf.training import distributed, frozen_models, trainers
-from slurm_rlhf.training._deepspeed import import_deepspeed
-from slurm_rlhf.training._torch import limit_collectives
-from slurm_rlhf.training.deepspeed import zero3_config
-from slurm_rlhf.training.distributed import World, undisturbed
-from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
-from slurm_rlhf.training.train_settings import Schedule, TrainSettings, adamw
-from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
-from slurm_rlhf.workers.model_workers import ReferenceWorker
-from slurm_rlhf.workers.rank_process import import_libraries
-from slurm_rlhf.workers.worker import RankInfo
+from slurm_rlhf.ranks.model_workers import ReferenceWorker
+from slurm_rlhf.ranks.rank_process import import_libraries
+from slurm_rlhf.ranks.worker import RankInfo
+from slurm_rlhf.trainer import deepspeed as zero
+from slurm_rlhf.trainer import distributed, frozen_models, trainers
+from slurm_rlhf.trainer._deepspeed import import_deepspeed
+from slurm_rlhf.trainer._torch import limit_collectives
+from slurm_rlhf.trainer.deepspeed import zero3_config
+from slurm_rlhf.trainer.distributed import World, undisturbed
+from slurm_rlhf.trainer.frozen_models import FrozenPolicy, RewardModel
+from slurm_rlhf.trainer.train_settings import Schedule, TrainSettings, adamw
+from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
 pytestmark = [pytest.mark.usefixtures("own_environment")]
 
@@ -210,7 +210,7 @@ def test_the_host_waits_as_often_whatever_the_number_of_micro_batches(
 def test_transformers_still_asks_what_it_is_not_to_ask() -> None:
     from transformers import masking_utils
 
-    from slurm_rlhf.training._transformers import _none_packed, rows_are_sequences
+    from slurm_rlhf.trainer._transformers import _none_packed, rows_are_sequences
 
     real = masking_utils.find_packed_sequence_indices
     check_signature(real, _none_packed)
@@ -388,7 +388,7 @@ def test_an_engine_imports_its_attention_kernels_on_cuda(monkeypatch: pytest.Mon
         if "." in name:
             monkeypatch.setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Attention(), *sys.meta_path])
-    monkeypatch.setattr("slurm_rlhf.workers.engine_worker.prepare_environment", lambda: asked.append("prepared"))
+    monkeypatch.setattr("slurm_rlhf.ranks.engine_worker.prepare_environment", lambda: asked.append("prepared"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     for is_cuda in (False, True):
         platform = SimpleNamespace(is_cuda=lambda is_cuda=is_cuda: is_cuda)

@@ -18,71 +18,55 @@ from waiting import HANG_S
 import slurm_rlhf
 
 ROOT = Path(slurm_rlhf.__file__).parent
-BASE = {"records", "errors", "run_directory", "disk", "user_files", "polling", "config"}
-ALL = {path.stem if path.is_file() else path.name for path in ROOT.iterdir() if not path.name.startswith("_")}
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors", "polling", "records", "run_directory"),
+    ("disk", "user_files"),
+    ("algorithms",),
+    ("config",),
+    ("data", "observe", "placement", "wire"),
+    ("checkpoint", "cluster", "process_groups", "report", "rewards"),
+    ("nodes",),
+    ("engine", "trainer", "weights"),
+    ("groups", "ranks"),
+    ("sampling",),
+    ("eval",),
+    ("generate", "run"),
+    ("bench", "docs", "parity"),
+    ("cli",),
+    ("api",),
+)
+"""From the ground up: a room imports from floors below its own; rooms of one floor do not import one another."""
 
-MAY_IMPORT: dict[str, set[str]] = {
-    "records": set(),
-    "errors": set(),
-    "run_directory": set(),
-    "disk": {"errors"},
-    "polling": set(),
-    "user_files": {"errors"},
-    "config": {"errors", "algorithms"},
-    "data": BASE,
-    "evaluation": BASE,
-    "algorithms": {"records", "errors", "user_files"},
-    "control": BASE | {"algorithms"},
-    "rewards": BASE | {"algorithms", "control"},
-    "placement": BASE,
-    "cluster": BASE | {"placement", "control"},
-    "launch": BASE | {"placement", "cluster", "control"},
-    "preflight": BASE | {"control", "placement", "cluster", "launch", "weight_sync", "process_groups"},
-    "generation": ALL - {"workers", "training", "bench", "cli", "api", "parity"},
-    "process_groups": {"errors"},
-    "rollout": BASE | {"observe", "data", "placement", "process_groups"},
-    "training": BASE | {"observe", "algorithms", "data", "placement", "checkpoint", "process_groups"},
-    "weight_sync": BASE | {"control", "observe", "cluster", "process_groups"},
-    "checkpoint": BASE | {"observe"},
-    "observe": BASE,
-    "report": BASE | {"observe", "placement"},
-    "docs": BASE,
-    "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
-    "controller": ALL - {"workers", "training", "bench", "cli"},
-    "parity": ALL - {"workers", "bench", "cli"},
-    "bench": ALL,
-    "cli": ALL,
-    "api": ALL,
-}
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 OWNERS: dict[str, tuple[str, ...]] = {
-    "deepspeed": ("training/deepspeed.py", "training/_deepspeed.py"),
-    "vllm": ("rollout/", "bench/"),
-    "mpi4py": ("launch/mpi/",),
-    "submitit": ("launch/",),
-    "zmq": ("control/",),
+    "deepspeed": ("trainer/deepspeed.py", "trainer/_deepspeed.py"),
+    "vllm": ("engine/", "bench/"),
+    "mpi4py": ("nodes/mpi/",),
+    "submitit": ("nodes/",),
+    "zmq": ("wire/",),
     "msgpack": (),
-    "transformers": ("training/", "rollout/", "parity/", "bench/"),
+    "transformers": ("trainer/", "engine/", "parity/", "bench/"),
     "tensorboard": ("observe/",),
     "wandb": ("observe/trackers/wandb.py",),
     "trackio": ("observe/trackers/trackio.py",),
     "mlflow": ("observe/trackers/mlflow.py",),
     "torch": (
-        *("training/", "rollout/", "weight_sync/", "process_groups/"),
-        *("workers/", "parity/", "bench/", "preflight/group_rank.py"),
+        *("trainer/", "engine/", "weights/", "process_groups/"),
+        *("ranks/", "parity/", "bench/", "nodes/group_rank.py"),
     ),
 }
 """Library -> the beginnings of the paths that may import it, at the top or inside a function."""
 
 NAMED = {
     "deepspeed": {
-        *("training/deepspeed.py", "training/_deepspeed.py", "training/backends.py"),
-        "training/__init__.py",  # which lists the files of its room
-        "training/_transformers.py",  # a module of transformers has this name
+        *("trainer/deepspeed.py", "trainer/_deepspeed.py", "trainer/backends.py"),
+        "trainer/__init__.py",  # which lists the files of its room
+        "trainer/_transformers.py",  # a module of transformers has this name
         *("config/schema_models.py", "config/openrlhf.py", "config/migrate.py"),  # what users write
         *("__init__.py", "cli/main.py"),  # what the package is made of, for its users
-        *("preflight/node_checks.py", "launch/node_look.py", "cluster/kernel_cache.py"),  # versions of packages
-        "controller/hang_rules.py",  # whose frames in a stack wait
+        *("nodes/node_checks.py", "nodes/node_look.py", "cluster/kernel_cache.py"),  # versions of packages
+        "groups/hang_rules.py",  # whose frames in a stack wait
         *("bench/options.py", "bench/train.py"),  # a bare loop, which the trainer is compared with
     },
 }
@@ -143,7 +127,7 @@ def breaches(module: Path) -> Iterator[str]:
         top, _, rest = name.partition(".")
         where = f"slurm_rlhf/{place}:{line}"
         inner = rest.partition(".")[0]
-        if top == "slurm_rlhf" and inner in ALL - MAY_IMPORT.get(room(module), set()) - {room(module)}:
+        if top == "slurm_rlhf" and inner in FLOOR and inner != room(module) and FLOOR[inner] >= FLOOR[room(module)]:
             yield f"{where}: {room(module)} may not import {inner}"
         if top in FORBIDDEN:
             yield f"{where}: nobody may import {top}"
@@ -163,13 +147,13 @@ def test_an_engine_is_known_by_its_seam() -> None:
         for module in MODULES
         if not (place := module.relative_to(ROOT).as_posix()).startswith("rollout/") and place not in BASELINES
         for line, name in imports(module)
-        if name.startswith("slurm_rlhf.rollout.") and name.split(".")[2] in BEHIND_THE_SEAM
+        if name.startswith("slurm_rlhf.engine.") and name.split(".")[2] in BEHIND_THE_SEAM
     ]
     assert known == []
 
 
 def test_every_room_is_in_the_table() -> None:
-    assert set(MAY_IMPORT) == ALL
+    assert set(FLOOR) == {path.stem for path in ROOT.iterdir() if not path.name.startswith("_")}
 
 
 def test_rooms_keep_to_the_table() -> None:
@@ -180,22 +164,23 @@ def test_rooms_keep_to_the_table() -> None:
     ("place", "source", "breach"),
     [
         ("config/x.py", "def f():\n    import torch", "x.py:2: torch belongs to"),
-        ("config/x.py", "from slurm_rlhf import records", "config may not import records"),
-        ("control/x.py", "from ..cluster.topology import Node", "control may not import cluster"),
-        ("workers/x.py", "import slurm_rlhf.cli.main", "workers may not import cli"),
-        ("workers/x.py", "import importlib\nimportlib.import_module('vllm.config')", "x.py:2: vllm belongs to"),
+        ("config/x.py", "from slurm_rlhf import data", "config may not import data"),
+        ("engine/x.py", "from slurm_rlhf import trainer", "engine may not import trainer"),
+        ("wire/x.py", "from ..cluster.topology import Node", "wire may not import cluster"),
+        ("ranks/x.py", "import slurm_rlhf.cli.main", "ranks may not import cli"),
+        ("ranks/x.py", "import importlib\nimportlib.import_module('vllm.config')", "x.py:2: vllm belongs to"),
         (
-            "weight_sync/sender.py",
+            "weights/sender.py",
             "from vllm import LLM",
-            "vllm belongs to rollout/ and bench/",
+            "vllm belongs to engine/ and bench/",
         ),
         (
             "config/x.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\nelse:\n    import vllm",
             "x.py:5: vllm belongs to",
         ),
-        ("training/x.py", "from ray.util import x", "nobody may import ray"),
-        ("control/x.py", "import pickle", "nobody may import pickle"),
+        ("trainer/x.py", "from ray.util import x", "nobody may import ray"),
+        ("wire/x.py", "import pickle", "nobody may import pickle"),
     ],
 )
 def test_a_breach_is_found(
@@ -253,28 +238,9 @@ def dotted(module: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-LIGHT_ROOMS = (
-    "algorithms",
-    "config",
-    "data",
-    "placement",
-    "generation",
-    "cluster",
-    "launch",
-    "preflight",
-    "control",
-    "controller",
-    "rewards",
-    "cli",
-    "checkpoint",
-    "report",
-)
-LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
-    "slurm_rlhf.records",
-    "slurm_rlhf.errors",
-    "slurm_rlhf.api",
-    "slurm_rlhf.user_files",
-]
+WITH_TORCH = ("engine", "parity", "process_groups", "ranks", "trainer", "weights")
+LIGHT_ROOMS = {*FLOOR} - {*WITH_TORCH, "bench", "docs", "observe"}
+LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS]
 """What a login node and the conductor import."""
 
 HEAVY = {"torch", "deepspeed", "vllm", "transformers", "ray", "mpi4py", "submitit"}

@@ -59,7 +59,7 @@ def test_the_stand_ins_pass_their_own_tests_there() -> None:
 
 def test_the_version_of_cuda_is_read_without_importing_torch() -> None:
     script = (
-        "import sys; from slurm_rlhf.launch.node_look import cuda_build; print(cuda_build(), 'torch' in sys.modules)"
+        "import sys; from slurm_rlhf.nodes.node_look import cuda_build; print(cuda_build(), 'torch' in sys.modules)"
     )
     done = inside("-c", script)
     assert done.stdout.split() == ["13.0", "False"], done.stderr[-2000:]

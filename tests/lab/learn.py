@@ -32,8 +32,8 @@ from slurm_rlhf.config.check import check
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.role_environment import role_environment
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 

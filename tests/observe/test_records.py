@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from recorded_run import Clock, sample
 
-from slurm_rlhf.control.messages import Failure
-from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung, SyncBroken, SyncError, of_hang
 from slurm_rlhf.observe.events import (
     EventLog,
@@ -25,6 +23,8 @@ from slurm_rlhf.observe.jsonl import append_line, drop_end, read_rows, truncate_
 from slurm_rlhf.observe.run_status import PhaseFile, Summary, read_phase
 from slurm_rlhf.observe.samples import SampleLog, choose, console_text, markdown_text, read_samples
 from slurm_rlhf.observe.spans import KEPT, CallSpans, TimelineLog, joined, thinned
+from slurm_rlhf.wire.messages import Failure
+from slurm_rlhf.wire.roster import Peer
 
 
 def test_lines_with_any_text_are_read_back_and_half_lines_are_not(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from slurm_rlhf.errors import ModelError
 from slurm_rlhf.parity import sides
 from slurm_rlhf.parity.subjects import NEW_TOKENS, prompts
 from slurm_rlhf.parity.verdicts import PRECISIONS
-from slurm_rlhf.training import logprobs
+from slurm_rlhf.trainer import logprobs
 
 EXPERIENCE = make_experience([(3, 9), (12, 1), (1, 30), (5, 44)])
 MAX_LEN = 64
@@ -35,7 +35,7 @@ def test_a_formula_behind_the_head_is_applied_and_would_be_missed(
 ) -> None:
     path = make_model(tmp_path / "model", arch)
     assert apart(path, "fp32") < 1e-5
-    monkeypatch.setattr("slurm_rlhf.training.models.head_math", lambda config, where: logprobs.PLAIN_HEAD)
+    monkeypatch.setattr("slurm_rlhf.trainer.models.head_math", lambda config, where: logprobs.PLAIN_HEAD)
     with pytest.raises(ModelError, match="are not those of its body and its output embeddings"):
         apart(path, "fp32")
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurm_rlhf.controller.verdicts import BOUNDS
+from slurm_rlhf.eval.verdicts import BOUNDS
 from slurm_rlhf.parity.subjects import Subject
 from slurm_rlhf.parity.verdicts import (
     AGREE,

@@ -66,8 +66,8 @@ def reachable(*roots: Any) -> list[torch.Tensor]:
 
 def measure(stage: int, param_dtype: str, kind: str, model: Path) -> dict[str, int]:
     """Bytes on this rank: the most that gradients are behind a backward pass, the rest after two optimizer steps."""
-    from slurm_rlhf.training._deepspeed import masters
-    from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
+    from slurm_rlhf.trainer._deepspeed import masters
+    from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
     config = make_config(model, zero_stage=stage, param_dtype=param_dtype)
     trainer = {"policy": PolicyTrainer, "value": ValueTrainer}[kind](config, 4)

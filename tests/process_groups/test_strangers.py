@@ -23,8 +23,7 @@ from torch.distributed import HashStore, Store, TCPStore, distributed_c10d
 from waiting import HANG_S
 
 from slurm_rlhf.errors import StrangerError
-from slurm_rlhf.process_groups._torch import meet, prove_all
-from slurm_rlhf.weight_sync._torch import gloo_group
+from slurm_rlhf.process_groups._torch import gloo_group, meet, prove_all
 
 pytestmark = [pytest.mark.slow]
 

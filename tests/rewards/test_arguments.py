@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Experience, Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import ARGUMENTS, RewardFunction
+from slurm_rlhf.wire.codec import decode, encode
 
 ROWS: list[dict[str, Any]] = [
     {"input": "1+1=", "label": ["2"], "level": {"name": "easy"}},

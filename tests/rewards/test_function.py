@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from waiting import HANG_S
 
-from slurm_rlhf.control.calls import ForwardBatch
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory, VersionSpan
 from slurm_rlhf.rewards.function import BY_PLACE, RewardFunction, Taken, taken
 from slurm_rlhf.rewards.model import ModelRewards
+from slurm_rlhf.wire.calls import ForwardBatch
 
 
 def batch(count: int = 2) -> tuple[list[Prompt], list[Trajectory]]:
@@ -188,7 +188,7 @@ def test_neighbours_and_dataclasses_work(tmp_path: Path) -> None:
 def test_the_conductors_half_of_the_room_is_light() -> None:
     code = (
         "import sys, slurm_rlhf.rewards.function\n"
-        "import slurm_rlhf.rollout.engine, slurm_rlhf.rollout.vllm\n"
+        "import slurm_rlhf.engine.engine, slurm_rlhf.engine.vllm\n"
         "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)

@@ -17,7 +17,7 @@ SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=")
 
 COLDER = """
 def change(module):
-    from slurm_rlhf.rollout import _vllm
+    from slurm_rlhf.engine import _vllm
     params = _vllm._sampling_params
     def colder(*args):
         made = params(*args)

@@ -16,8 +16,8 @@ from sums_task import PACE
 from training_runs import Run, metrics, started, timeless, train, workspace
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.rollout.tp_engine import EnginePlace
-from slurm_rlhf.workers.engine_worker import segment_prefix
+from slurm_rlhf.engine.tp_engine import EnginePlace
+from slurm_rlhf.ranks.engine_worker import segment_prefix
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

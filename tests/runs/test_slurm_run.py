@@ -20,7 +20,7 @@ from sums_task import PACE
 from training_runs import is_worker, metrics, saved, steps, timeless, workspace
 from waiting import HANG_S, scaled
 
-from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.wire.auth import RunKeys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ from open_ports import Listening, Strangers, listening
 from slurm_cluster import SMALL, Cluster, said
 from training_runs import metrics, timeless, train, workspace
 
-from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.wire.auth import RunKeys
 
 # Behind -m full for its time: two whole runs.
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(700)]

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import zmq
 from intruders import GREETING, send
 
-from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.codec import encode
-from slurm_rlhf.control.messages import Envelope, unpack
+from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.codec import encode
+from slurm_rlhf.wire.messages import Envelope, unpack
 
 SHARES = {"fuzzed": 40, "truncated": 25, "replayed": 25, "wrong key": 5, "nonsense": 5}
 """Of a hundred messages."""

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from waiting import HANG_S, scaled
 
-from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.codec import decode
-from slurm_rlhf.control.messages import Request
-from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RewardError, RoleDied
+from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.client import ControlClient
+from slurm_rlhf.wire.codec import decode
+from slurm_rlhf.wire.messages import Request
+from slurm_rlhf.wire.server import ControlServer
 
 INTERVAL, LIMIT = 0.2, round(scaled(2.0))
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
-from slurm_rlhf.control.calls import GenerateBatch
-from slurm_rlhf.control.handles import EngineHandle
+from slurm_rlhf.wire.calls import GenerateBatch
+from slurm_rlhf.wire.handles import EngineHandle
 
 
 @contextmanager

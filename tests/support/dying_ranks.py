@@ -19,7 +19,7 @@ import json, os, signal, sys, time
 
 role = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("--role=")), "")
 if role and "LOCAL_RANK" in os.environ:
-    from slurm_rlhf.control.client import ControlClient
+    from slurm_rlhf.wire.client import ControlClient
 
     me = [role, int(os.environ.get("RANK", "-1"))]
     deaths = [death for death in json.loads(os.environ["TEST_DEATHS"]) if death[:2] == me]

@@ -15,20 +15,20 @@ from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.algorithms.reward_scale import RunningScale
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.batch_sources import OnDemand
-from slurm_rlhf.controller.batches import Batch
-from slurm_rlhf.controller.evaluation import Sample
-from slurm_rlhf.controller.loop import TrainingLoop
-from slurm_rlhf.controller.reporting import Reporting
-from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
-from slurm_rlhf.controller.step import Step
-from slurm_rlhf.controller.step_metrics import EngineMetrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.eval.sets import Sample
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.run.loop import TrainingLoop
+from slurm_rlhf.run.reporting import Reporting
+from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
+from slurm_rlhf.run.step import Step
+from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.sampling.batch_sources import OnDemand
+from slurm_rlhf.sampling.batches import Batch
 
 IDS = np.array([3], dtype=np.int32)
 PROMPTS = [Prompt(i, f"{i}=", IDS, label=str(i), row={}) for i in range(4)]

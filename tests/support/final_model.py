@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from slurm_rlhf.rollout.vllm import prepare_environment
+from slurm_rlhf.engine.vllm import prepare_environment
 
 prepare_environment()
 

@@ -148,7 +148,7 @@ def attack(evidence: str) -> None:
 
 def engine(rank: int, port: int) -> bytes:
     """Form the group of an engine, and take an object from its leader, as vLLM does."""
-    from slurm_rlhf.rollout.tp_engine import EnginePlace, engine_group, engine_store
+    from slurm_rlhf.engine.tp_engine import EnginePlace, engine_group, engine_store
 
     place = EnginePlace(0, rank, 2, "here")
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -161,7 +161,7 @@ def engine(rank: int, port: int) -> bytes:
 
 def role(rank: int, port: int) -> bytes:
     """Form the group of the ranks of a role that trains or scores, and take a tensor from the first."""
-    from slurm_rlhf.training.distributed import join_world
+    from slurm_rlhf.trainer.distributed import join_world
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
@@ -173,8 +173,8 @@ def role(rank: int, port: int) -> bytes:
 
 def sync(rank: int, port: int) -> bytes:
     """Form the group of a weight transfer, and send a tensor from the actor to the engine."""
-    from slurm_rlhf.weight_sync.group import SyncGroup
-    from slurm_rlhf.weight_sync.member import Membership
+    from slurm_rlhf.weights.group import SyncGroup
+    from slurm_rlhf.weights.member import Membership
 
     group = SyncGroup(Membership(str(port), rank, 2, 1, "127.0.0.1", port, LIMIT_S, backend="gloo"))
     group.open()
@@ -197,9 +197,9 @@ KINDS: dict[str, Callable[[int, int], bytes]] = {"engine": engine, "role": role,
 
 def wait_before_connecting(kind: str) -> None:
     """Read a line once the ranks have met and before they look for each other's addresses: a stranger has that time."""
-    from slurm_rlhf.rollout import tp_engine
-    from slurm_rlhf.training import distributed
-    from slurm_rlhf.weight_sync.group import SyncGroup
+    from slurm_rlhf.engine import tp_engine
+    from slurm_rlhf.trainer import distributed
+    from slurm_rlhf.weights.group import SyncGroup
 
     place: Any = {"engine": tp_engine, "role": distributed, "sync": SyncGroup}[kind]
     name = "_await_listening" if kind == "sync" else "meet"

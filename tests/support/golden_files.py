@@ -9,7 +9,7 @@ from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Node, Topology
 
-GOLDEN = Path(__file__).parents[1] / "launch" / "golden"
+GOLDEN = Path(__file__).parents[1] / "nodes" / "golden"
 LOGS = Path("/runs/a/logs")
 
 

@@ -25,14 +25,14 @@ from waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 GPU_FILES = (
-    "weight_sync/_torch.py",
-    "weight_sync/member.py",
-    "weight_sync/backends/nccl.py",
-    "weight_sync/backends/device_ipc.py",
+    "weights/_torch.py",
+    "weights/member.py",
+    "weights/backends/nccl.py",
+    "weights/backends/device_ipc.py",
     "rollout/sleep.py",
 )
 """Code that runs on GPUs alone. At least `ENOUGH` of each file's lines have to run with the stand-ins."""
-ROOMS = ("weight_sync", "workers", "controller", "rewards", "training", "rollout", "bench")
+ROOMS = ("weights", "ranks", "groups", "sampling", "run", "rewards", "trainer", "engine", "bench")
 """In these every CUDA branch has to be taken."""
 ENOUGH = 0.95
 DIRECTORY = "SLURM_RLHF_GPU_COVERAGE"

@@ -105,7 +105,7 @@ def asynchronous() -> list[bool]:
     """Whether vLLM schedules ahead by itself with the executors of engines of one rank and of several."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    from slurm_rlhf.rollout._vllm import tp_executor
+    from slurm_rlhf.engine._vllm import tp_executor
 
     return [made.supports_async_scheduling() for made in (UniProcExecutor, tp_executor("x", int))]
 
@@ -157,8 +157,8 @@ def arguments(path: Path, sleeps: bool = True, **changes: Any) -> dict[str, Any]
     from vllm.engine.arg_utils import EngineArgs
 
     from slurm_rlhf.config.keys import put
+    from slurm_rlhf.engine.vllm import engine_config
     from slurm_rlhf.errors import ConfigError
-    from slurm_rlhf.rollout.vllm import engine_config
 
     made = config(path)
     for name, value in changes.items():
@@ -194,7 +194,7 @@ def unpacked_on_a_gpu() -> int:
     # While vLLM imports, its platform is the real one.
     import vllm.model_executor.layers.vocab_parallel_embedding  # noqa: F401
 
-    from slurm_rlhf.rollout import _vllm
+    from slurm_rlhf.engine import _vllm
 
     looked = []
     model = SimpleNamespace(modules=lambda: looked.append(1) or [])
@@ -208,7 +208,7 @@ def imports() -> list[str]:
     """What of vLLM is imported ahead on a GPU, and asked for where this build lacks it."""
     import builtins
 
-    from slurm_rlhf.rollout._vllm import import_vllm
+    from slurm_rlhf.engine._vllm import import_vllm
 
     usual, asked = builtins.__import__, []
 

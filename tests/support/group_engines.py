@@ -12,16 +12,16 @@ from typing import Any, cast
 import numpy as np
 from waiting import HANG_S
 
-from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, Sampled
-from slurm_rlhf.controller.batches import Batch, Tally
-from slurm_rlhf.controller.engine_feed import EngineFeed
-from slurm_rlhf.controller.group_stream import GroupStream, Rule
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.sampling.batches import Batch, Tally
+from slurm_rlhf.sampling.engine_feed import EngineFeed
+from slurm_rlhf.sampling.group_stream import GroupStream, Rule
+from slurm_rlhf.wire.calls import EngineCalls, GenerateAnswer, GenerateBatch, Sampled
 
 IDS = np.array([3], dtype=np.int32)
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.processes import print_to
-from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.observe.stacks import late_s
-from slurm_rlhf.workers.own_stacks import answer, expect_beat
+from slurm_rlhf.ranks.own_stacks import answer, expect_beat
+from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.client import ControlClient
 
 INTERVAL = 0.2
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from waiting import HANG_S
 
-from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.errors import SlurmRlhfError
+from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.client import ControlClient
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)  # ZMTP 3.1, as a client of the run begins
 ROUNDS = 20

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.training.async_save import AsyncSave, flush
-from slurm_rlhf.training.optimizer_state import MOMENTS, Fragment, ShardReader, write_shard
+from slurm_rlhf.trainer.async_save import AsyncSave, flush
+from slurm_rlhf.trainer.optimizer_state import MOMENTS, Fragment, ShardReader, write_shard
 
 PARAMETERS, ELEMENTS = 6, 50_000
 CPU = torch.device("cpu")

@@ -94,7 +94,7 @@ def _config(place: Place, dtype: str) -> Config:
 
 
 def _start(config: Config) -> None:
-    from slurm_rlhf.rollout.vllm import VllmEngine
+    from slurm_rlhf.engine.vllm import VllmEngine
 
     rollout_engine.engine = VllmEngine(config)
 
@@ -106,7 +106,7 @@ def generate(samples: int) -> list[Any]:
 
 
 def _actor(config: Config) -> Any:
-    from slurm_rlhf.training.models import load_policy
+    from slurm_rlhf.trainer.models import load_policy
 
     return load_policy(config.actor.model_name_or_path, config.ds, chunk_tokens=512).to(device()).eval()
 
@@ -130,7 +130,7 @@ def _gaps(actor: Any, trajectories: list[Any]) -> tuple[float, float]:
     """(mean, largest) of |engine - actor| over all sampled tokens."""
     import torch
 
-    from slurm_rlhf.training.batch import per_action
+    from slurm_rlhf.trainer.batch import per_action
 
     exp = pack(trajectories, [0.0] * len(trajectories))
     micro = [list(range(start, min(start + 8, len(exp)))) for start in range(0, len(exp), 8)]

@@ -15,7 +15,7 @@ from typing import Any
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.gpu_query import ask_gpus
-from slurm_rlhf.launch.node_look import versions
+from slurm_rlhf.nodes.node_look import versions
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

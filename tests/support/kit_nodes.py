@@ -14,14 +14,14 @@ from training_runs import metrics, train, workspace
 from slurm_rlhf.bench.sync import World, measure, parameters_of
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.resources import node_name
-from slurm_rlhf.launch.accelerators import Wanted
-from slurm_rlhf.launch.node_look import versions
-from slurm_rlhf.launch.srun import STEP_VARIABLES, Step, step_command
+from slurm_rlhf.nodes.accelerators import Wanted
+from slurm_rlhf.nodes.examination import Examination, Question
+from slurm_rlhf.nodes.needs import Needs
+from slurm_rlhf.nodes.node_look import versions
+from slurm_rlhf.nodes.srun import STEP_VARIABLES, Step, step_command
+from slurm_rlhf.nodes.starters import by_srun
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import Topology
-from slurm_rlhf.preflight.examination import Examination, Question
-from slurm_rlhf.preflight.needs import Needs
-from slurm_rlhf.preflight.starters import by_srun
 
 
 def look(place: Place) -> Finding:

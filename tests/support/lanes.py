@@ -29,7 +29,7 @@ FIRST = "test_sbatch_quickstart.py"
 FLAKY = 3
 """Tests that may fail in their lane and pass alone; with more of them the run fails."""
 
-RANKS = ("training", "weight_sync", "checkpoint", "parity", "lab")
+RANKS = ("trainer", "weights", "checkpoint", "parity", "lab")
 """Rooms whose tests start groups of ranks: half of what all rooms take."""
 
 _STARTS_CLUSTER = re.compile(r"^from slurm_cluster import", re.M)

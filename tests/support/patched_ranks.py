@@ -13,7 +13,7 @@ import pytest
 _ENGINES = """
 import importlib.abc, importlib.machinery, os, sys
 
-NAME = "slurm_rlhf.rollout.vllm"
+NAME = "slurm_rlhf.engine.vllm"
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -37,8 +37,8 @@ import os, sys, time
 
 role = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("--role=")), "")
 if role and "LOCAL_RANK" in os.environ:
-    from slurm_rlhf.control.client import ControlClient
-    from slurm_rlhf.control.messages import Request
+    from slurm_rlhf.wire.client import ControlClient
+    from slurm_rlhf.wire.messages import Request
 
     file = os.open(os.environ["TEST_CALLS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     receive, answer = ControlClient.receive, Request._answer
@@ -86,7 +86,7 @@ def patched(directory: Path, source: str, **environment: str) -> Iterator[None]:
 
 
 def patched_engines(directory: Path, change: str, ranks: tuple[str, ...] = ("0", "1")) -> AbstractContextManager[None]:
-    """`change` is source that defines `change(module)` for rollout/vllm.py, for these local `ranks`."""
+    """`change` is source that defines `change(module)` for engine/vllm.py, for these local `ranks`."""
     return patched(directory, f"{change}\nRANKS = {ranks!r}\n{_ENGINES}")
 
 

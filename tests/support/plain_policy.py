@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from slurm_rlhf.engine._transformers import parameter_shapes
+from slurm_rlhf.engine.engine import GenerateRequest
+from slurm_rlhf.engine.hf import HfEngine, Vocabulary
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Trajectory
-from slurm_rlhf.rollout._transformers import parameter_shapes
-from slurm_rlhf.rollout.engine import GenerateRequest
-from slurm_rlhf.rollout.hf import HfEngine, Vocabulary
 
 
 def load_plain(path: Path) -> Any:

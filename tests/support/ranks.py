@@ -13,13 +13,13 @@ from zygote import Rank, WarmRank, Zygote
 
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.calls import EngineCalls, StartRequest
-from slurm_rlhf.control.handles import EngineHandle, gather
-from slurm_rlhf.control.roster import Peer
-from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.calls import EngineCalls, StartRequest
+from slurm_rlhf.wire.handles import EngineHandle, gather
+from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.server import ControlServer
 
 
 def config(model: Path, run_dir: Path, *, engines: int = 1, tp: int = 1, dtype: str = "fp32") -> Config:

@@ -11,8 +11,8 @@ from typing import Any
 from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.evaluation.report import report_of
-from slurm_rlhf.evaluation.responses import ScoredResponse
+from slurm_rlhf.eval.report import report_of
+from slurm_rlhf.eval.responses import ScoredResponse
 from slurm_rlhf.observe.events import EventLog
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.run_status import Summary

@@ -36,7 +36,7 @@ def switch_on() -> Callable[[], None]:
     """For every engine that this process makes, until what this returns is called."""
     import torch
 
-    from slurm_rlhf.rollout import vllm as backend
+    from slurm_rlhf.engine import vllm as backend
 
     usual = backend.engine_config
 
@@ -60,7 +60,7 @@ def switch_on() -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    from slurm_rlhf.workers import rank_process as worker
+    from slurm_rlhf.ranks import rank_process as worker
 
     switch_on()
     worker.main()

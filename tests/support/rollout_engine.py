@@ -20,9 +20,9 @@ import rollout_async
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.engine.engine import GenerateRequest, Status, request_seed
+from slurm_rlhf.engine.vllm import prepare_environment
 from slurm_rlhf.records import ParameterSpec, Sampling, Trajectory
-from slurm_rlhf.rollout.engine import GenerateRequest, Status, request_seed
-from slurm_rlhf.rollout.vllm import prepare_environment
 
 PROMPT_LENGTHS = (1, 5, 17, 33, 180, 260)  # two are longer than a block of the prefix cache (128 tokens on a CPU)
 
@@ -71,7 +71,7 @@ def start(
     path: Path, dtype: str = "fp32", number: int = 0, asynchronous: bool = False, fp32_head: bool = False
 ) -> None:
     """Start the engine, in place of the one before; `asynchronous`: with two batches in flight."""
-    from slurm_rlhf.rollout.vllm import VllmEngine
+    from slurm_rlhf.engine.vllm import VllmEngine
 
     global engine, directory
     if engine is not None:
@@ -319,8 +319,8 @@ def drain() -> list[Trajectory]:
 
 def refused(path: Path, changes: dict[str, Any]) -> str:
     """The message with which an engine on `path` does not start."""
+    from slurm_rlhf.engine.vllm import VllmEngine
     from slurm_rlhf.errors import UserError
-    from slurm_rlhf.rollout.vllm import VllmEngine
 
     bad = config(path)
     for name, value in changes.items():

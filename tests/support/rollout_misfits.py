@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from slurm_rlhf.workers import engine_follower as follower
-from slurm_rlhf.workers import engine_leader as rollout
-from slurm_rlhf.workers import rank_process as worker
+from slurm_rlhf.ranks import engine_follower as follower
+from slurm_rlhf.ranks import engine_leader as rollout
+from slurm_rlhf.ranks import rank_process as worker
 
 
 class Misfit(follower.EngineFollower):

@@ -20,11 +20,11 @@ from training_ranks import make_config
 
 from slurm_rlhf.algorithms.correction import mask_not_finite
 from slurm_rlhf.config.correction import before_update
-from slurm_rlhf.control.calls import SelfCheckAnswer, TrainAnswer
-from slurm_rlhf.controller.experience import fill_passes
-from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
+from slurm_rlhf.run.experience import fill_passes
+from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
+from slurm_rlhf.wire.calls import SelfCheckAnswer, TrainAnswer
 
 CASES = ("sound", "garbled", "dropout", "batch mates", "old log-probs", "stale engine", "off")
 BYPASS = ("bypass", "bypass, colder engine", "bypass, stale engine")
@@ -37,7 +37,7 @@ RESPONSES = 12
 
 
 class Here:
-    """A role of one rank in this process, in place of `control.handles.RoleHandle`: its calls are answered at once."""
+    """A role of one rank in this process, in place of `wire.handles.RoleHandle`: its calls are answered at once."""
 
     world = 1
 
@@ -60,8 +60,8 @@ class Bench:
 
     def __init__(self, model: Path, **train: Any) -> None:
         from slurm_rlhf.algorithms.policy_distance import KLController
-        from slurm_rlhf.training.frozen_models import FrozenPolicy
-        from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
+        from slurm_rlhf.trainer.frozen_models import FrozenPolicy
+        from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
         self.config = make_config(model)
         self.config.actor.max_norm, self.config.actor.learning_rate = 1.0, 1e-3

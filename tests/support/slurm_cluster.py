@@ -38,7 +38,7 @@ SMALL = (
 )
 """Fewer processes to start, where it is not they that matter."""
 ENDLESS = ("--train.max_steps=100000", "--train.num_episodes=100000")
-HEIR = "slurm_rlhf.launch.headless"
+HEIR = "slurm_rlhf.nodes.headless"
 OWN = ("unshare", "slurm_cluster.sh", "slurmd", "sleep", "slurmstepd: extern")
 
 

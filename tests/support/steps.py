@@ -12,15 +12,15 @@ from slurm_rlhf.checkpoint.interval import failures
 from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.evaluation import EvalSet, Evaluation, Sample
-from slurm_rlhf.controller.gpu_account import GpuAccount
-from slurm_rlhf.controller.loop import TrainingLoop
-from slurm_rlhf.controller.reporting import Reporting
-from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
-from slurm_rlhf.controller.saves import SaveCadence
-from slurm_rlhf.controller.step import Step
 from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.eval.sets import EvalSet, Evaluation, Sample
 from slurm_rlhf.observe.timing import Phases
+from slurm_rlhf.run.gpu_account import GpuAccount
+from slurm_rlhf.run.loop import TrainingLoop
+from slurm_rlhf.run.reporting import Reporting
+from slurm_rlhf.run.run_state import RunCheckpoints, RunState
+from slurm_rlhf.run.saves import SaveCadence
+from slurm_rlhf.run.step import Step
 from slurm_rlhf.run_directory import RunDirectory
 
 

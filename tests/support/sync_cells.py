@@ -13,7 +13,9 @@ from waiting import HANG_S, scaled
 from zygote import Zygote
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import (
+from slurm_rlhf.records import Sampling, Trajectory
+from slurm_rlhf.weights.lead import WeightSync
+from slurm_rlhf.wire.calls import (
     ActorCalls,
     DirectoryRequest,
     EngineCalls,
@@ -24,10 +26,8 @@ from slurm_rlhf.control.calls import (
     StartRequest,
     TrainBatch,
 )
-from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
-from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.controller.weight_updates import WeightSync
-from slurm_rlhf.records import Sampling, Trajectory
+from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
+from slurm_rlhf.wire.server import ControlServer
 
 ACTORS = 2
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9)
@@ -50,7 +50,7 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.zygote = Zygote("slurm_rlhf.training.trainers")
+        self.zygote = Zygote("slurm_rlhf.trainer.trainers")
         self.actors = WarmRanks(self.zygote, root, "actor", ACTORS)
         self.engines = {tp: WarmRanks(self.zygote, root, "rollout", tp) for tp in (1, 2)}
 

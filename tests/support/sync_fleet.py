@@ -14,14 +14,14 @@ from sync_peer import Peer, describe, digest, hold, make_weights
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.declarations import spec_of
-from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import RemoteError
-from slurm_rlhf.weight_sync.group import SyncGroup, join
-from slurm_rlhf.weight_sync.member import Membership
-from slurm_rlhf.weight_sync.rendezvous import SyncStore
-from slurm_rlhf.weight_sync.sender import Sender
-from slurm_rlhf.weight_sync.transfer_plan import make_plan
+from slurm_rlhf.weights.group import SyncGroup, join
+from slurm_rlhf.weights.lead import WeightSync
+from slurm_rlhf.weights.member import Membership
+from slurm_rlhf.weights.rendezvous import SyncStore
+from slurm_rlhf.weights.sender import Sender
+from slurm_rlhf.weights.transfer_plan import make_plan
+from slurm_rlhf.wire.declarations import spec_of
 
 BUCKET = 1 << 20
 

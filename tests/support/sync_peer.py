@@ -137,35 +137,35 @@ class _Engine:
 
     def warm_up(self) -> int:
         """Import what the other commands use: that takes seconds, which the tests' time-outs must not contain."""
-        import slurm_rlhf.weight_sync.receiver
-        import slurm_rlhf.weight_sync.sender  # noqa: F401
+        import slurm_rlhf.weights.receiver
+        import slurm_rlhf.weights.sender  # noqa: F401
 
         return os.getpid()
 
     def join(self, **where: Any) -> list[str]:
-        from slurm_rlhf.weight_sync.group import join
-        from slurm_rlhf.weight_sync.member import Membership
+        from slurm_rlhf.weights.group import join
+        from slurm_rlhf.weights.member import Membership
 
         self.group = join(Membership(**where))
         return [str(member) for member in self.group.members]
 
     def die_connecting(self) -> None:
         """The next time that it is about to connect to the other members of a group."""
-        import slurm_rlhf.weight_sync.group as module
+        import slurm_rlhf.weights.group as module
 
         module.GlooTransport = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[misc,assignment]
 
     def receiver_of(self, parameters: Any, bucket: int, zero: int = 0, expected: Any = None) -> int:
-        from slurm_rlhf.weight_sync.receiver import Receiver
-        from slurm_rlhf.weight_sync.transfer_plan import make_plan
+        from slurm_rlhf.weights.receiver import Receiver
+        from slurm_rlhf.weights.transfer_plan import make_plan
 
         plan = make_plan(parameters, bucket, self.group.layout(zero))
         self.receiver = Receiver(self.group, plan, expected)
         return len(self.receiver.plan.buckets)
 
     def sender_of(self, parameters: Any, bucket: int, zero: int = 0) -> int:
-        from slurm_rlhf.weight_sync.sender import Sender
-        from slurm_rlhf.weight_sync.transfer_plan import make_plan
+        from slurm_rlhf.weights.sender import Sender
+        from slurm_rlhf.weights.transfer_plan import make_plan
 
         self.sender = Sender(self.group, make_plan(parameters, bucket, self.group.layout(zero)))
         return len(self.sender.plan.buckets)
@@ -175,7 +175,7 @@ class _Engine:
 
         zero = self.sender.plan.layout.zero_stage == 3
         world = self.group.actors if zero else 1
-        import slurm_rlhf.weight_sync.sender as module
+        import slurm_rlhf.weights.sender as module
 
         fill = module.fill
         held = hold(make_weights(seed, layers), self.group.rank if zero else 0, world)
@@ -209,7 +209,7 @@ class _Engine:
         return {name: digest(tensor) for name, tensor in kept.items()}
 
     def listen(self) -> int:
-        from slurm_rlhf.weight_sync.rendezvous import SyncStore
+        from slurm_rlhf.weights.rendezvous import SyncStore
 
         self.store = SyncStore.listen("127.0.0.1", timeout_s=HANG_S)
         return self.store.port
@@ -258,8 +258,8 @@ class _Engine:
     def become(self, role: str, rank: int, settings: dict[str, Any]) -> None:
         """A rank of a run, for the conductor's calls below."""
         from slurm_rlhf.config.schema import Config
-        from slurm_rlhf.weight_sync.receiver import EngineEnd
-        from slurm_rlhf.weight_sync.sender import ActorEnd
+        from slurm_rlhf.weights.receiver import EngineEnd
+        from slurm_rlhf.weights.sender import ActorEnd
 
         config = Config()
         for name, value in settings.items():

@@ -94,7 +94,7 @@ def train(trainer: Any, steps: range, max_tokens: int) -> list[dict[str, float]]
 def weigh(config: Config, exp: Experience) -> float:
     """Fill the columns that a step of the conductor sends with the loss of `config`; answer the denominator."""
     from slurm_rlhf.algorithms.methods.reinforce import GROUP_NORM
-    from slurm_rlhf.controller.experience import fill_correction, fill_loss_weights
+    from slurm_rlhf.run.experience import fill_correction, fill_loss_weights
 
     if config.algo.correction.preset != "none":
         log_rho = np.random.default_rng(len(exp.token_ids)).normal(0.3, 0.5, size=len(exp.action_mask))
@@ -113,7 +113,7 @@ def parameters(trainer: Any) -> dict[str, torch.Tensor]:
 
 def assert_held(trainer: Any, zero_stage: int) -> None:
     """What a rank says it has of each parameter is that part of the whole, and together the ranks have all of it."""
-    from slurm_rlhf.training.train_settings import DTYPES
+    from slurm_rlhf.trainer.train_settings import DTYPES
 
     world, held = trainer.world, trainer.local_parameters()
     model = trainer.backend.module.model
@@ -133,8 +133,8 @@ def assert_held(trainer: Any, zero_stage: int) -> None:
 
 def assert_checked(trainer: Any, max_tokens: int, param_dtype: str) -> None:
     """Two passes, train and eval mode, and rows alone agree; what is asked changes nothing, as what follows shows."""
-    from slurm_rlhf.controller.self_check import few
-    from slurm_rlhf.controller.verdicts import compare
+    from slurm_rlhf.eval.verdicts import compare
+    from slurm_rlhf.run.self_check import few
 
     exp = few(make_experience(0), trainer.world.size)
     part, micro = share(exp, trainer.world.rank, trainer.world.size, max_tokens)
@@ -151,7 +151,7 @@ def assert_checked(trainer: Any, max_tokens: int, param_dtype: str) -> None:
 
 
 def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
-    from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
+    from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
     scale = {"initial_scale_power": 10}  # of fp16: no step of these overflows
     config = make_config(model, zero_stage=case["zero_stage"], param_dtype=case.get("param_dtype", "fp32"), **scale)
@@ -175,7 +175,7 @@ def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
 
 def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> None:
     """Six steps at once, and three, a save, a new trainer, a load and three more. It is saved asynchronously."""
-    from slurm_rlhf.training.trainers import PolicyTrainer
+    from slurm_rlhf.trainer.trainers import PolicyTrainer
 
     # In fp16 the scale changes before the save and after it: the first step overflows, and two that do not double it.
     scale = {"initial_scale_power": 18, "loss_scale_window": 2} if param_dtype == "fp16" else {}
@@ -209,7 +209,7 @@ def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> Non
 @contextmanager
 def written_late(trainer: Any, directory: Path) -> Iterator[None]:
     """Save asynchronously; the writing begins when the block is over. The files are those of `save`, byte for byte."""
-    from slurm_rlhf.training import trainer as seam
+    from slurm_rlhf.trainer import trainer as seam
 
     usual, free = seam.write_shard, threading.Event()
 
@@ -235,7 +235,7 @@ def written_late(trainer: Any, directory: Path) -> Iterator[None]:
 
 def offload_and_reload(trainer: Any) -> None:
     """As on a GPU, where parked states are other memory than before: what still looked at the old one reads NaN."""
-    from slurm_rlhf.training import deepspeed
+    from slurm_rlhf.trainer import deepspeed
 
     def elsewhere(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         copy = tensor.to(device, copy=True)
@@ -264,7 +264,7 @@ def run_not_finite(model: Path, zero_stage: int, param_dtype: str, spoils: str) 
 
     `spoils`: "advantages" makes the gradient NaN, "loss" leaves it finite.
     """
-    from slurm_rlhf.training.trainers import PolicyTrainer
+    from slurm_rlhf.trainer.trainers import PolicyTrainer
 
     config = make_config(model, zero_stage=zero_stage, param_dtype=param_dtype)
     config.train.max_skipped_steps = 2
@@ -311,7 +311,7 @@ def run_not_finite(model: Path, zero_stage: int, param_dtype: str, spoils: str) 
 
 def run_overflow(model: Path, zero_stage: int) -> None:
     """Steps that overflow change nothing but the scale, the one that fits equals fp32's, NaN ends the run."""
-    from slurm_rlhf.training.trainers import PolicyTrainer
+    from slurm_rlhf.trainer.trainers import PolicyTrainer
 
     exact = train(PolicyTrainer(make_config(model, zero_stage=zero_stage), STEPS), range(1), 40)[0]
     config = make_config(model, zero_stage=zero_stage, param_dtype="fp16", initial_scale_power=20, fp32_lm_head=True)
@@ -344,7 +344,7 @@ def run_stall(model: Path, out: Path) -> None:
     """Rank 1 never takes its part in the step. Rank 0 writes down how that ended."""
     import time
 
-    from slurm_rlhf.training.trainers import PolicyTrainer
+    from slurm_rlhf.trainer.trainers import PolicyTrainer
 
     config = make_config(model)
     config.timeout.collective = scaled(2.0)

@@ -33,9 +33,9 @@ ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 """In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
 TORCHRUN = "torch.distributed.run"
-MODULES = ("slurm_rlhf.workers.torchrun", "slurm_rlhf.workers.rank_process", TORCHRUN)
+MODULES = ("slurm_rlhf.nodes.torchrun", "slurm_rlhf.ranks.rank_process", TORCHRUN)
 """What is forked in place of a new Python."""
-WRAPPER = "slurm_rlhf.launch.child_process"
+WRAPPER = "slurm_rlhf.nodes.child_process"
 _ABOVE = 900  # numbers of files that nobody uses
 
 
@@ -338,7 +338,7 @@ def _run(command: list[str]) -> None:
 
         sys.argv = ["slurm-rlhf", *command[3:]]
         sys.exit(main())
-    from slurm_rlhf.rollout import vllm as backend
+    from slurm_rlhf.engine import vllm as backend
 
     # vLLM is imported already, with these variables.
     backend.prepare_environment = lambda: os.environ.update(backend.vllm_environment(False))
@@ -354,9 +354,9 @@ def _run(command: list[str]) -> None:
 def _import_libraries() -> None:
     import torch
 
-    from slurm_rlhf.rollout._vllm import import_vllm
-    from slurm_rlhf.rollout.vllm import prepare_environment
-    from slurm_rlhf.training._deepspeed import import_deepspeed
+    from slurm_rlhf.engine._vllm import import_vllm
+    from slurm_rlhf.engine.vllm import prepare_environment
+    from slurm_rlhf.trainer._deepspeed import import_deepspeed
 
     prepare_environment()
     import torch.distributed.run

@@ -109,7 +109,7 @@ def _over(code: int) -> None:
 
 
 def _live_again_and_again(pipe: str) -> None:
-    from slurm_rlhf.workers import rank_process as worker
+    from slurm_rlhf.ranks import rank_process as worker
 
     leave: Any = os._exit
     for line in open(pipe, encoding="utf-8"):  # noqa: SIM115
@@ -127,7 +127,7 @@ def _live_again_and_again(pipe: str) -> None:
 
 
 def _child(arguments: list[str], environment: dict[str, str], script: str) -> None:
-    from slurm_rlhf.workers import rank_process as worker
+    from slurm_rlhf.ranks import rank_process as worker
 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -142,13 +142,13 @@ def _child(arguments: list[str], environment: dict[str, str], script: str) -> No
 
 
 def _main() -> None:
-    from slurm_rlhf.rollout.vllm import prepare_environment
+    from slurm_rlhf.engine.vllm import prepare_environment
 
     prepare_environment()
     import vllm.entrypoints.llm  # noqa: F401
 
-    import slurm_rlhf.workers.engine_leader  # noqa: F401
-    from slurm_rlhf.rollout._vllm import tp_executor
+    import slurm_rlhf.ranks.engine_leader  # noqa: F401
+    from slurm_rlhf.engine._vllm import tp_executor
 
     tp_executor("", int)
     for module in sys.argv[1:]:

@@ -1,0 +1,389 @@
+"""Sampling with a model of transformers: an engine that computes one batch of requests at a time.
+
+transformers' `generate` prepares what the model reads and keeps; every choice is made here, so that it is a request's
+own. A request draws from a generator of its own, seeded as it would be in another engine: which rank computes it, in
+which batch, has no part in what it draws. The tokens are not vLLM's, which on CPUs makes other random numbers of the
+same seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slurm_rlhf.data.tokenizer import CONTEXT_TOKENS, Tokenizer
+from slurm_rlhf.engine._transformers import Texts, decoding_setup, go_on, prefilled, selects_rows
+from slurm_rlhf.engine.engine import ActiveRequest, Engine, GenerateRequest, Readiness, Shapes, Status, checked
+from slurm_rlhf.engine.generation_phase import SAMPLING, WAITING
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.records import I32, LENGTH, REPETITION, STOP, WEIGHTS, MemoryPart, ParameterSpec, Sampling, Trajectory
+
+Note = Callable[[int, int | str], None]
+"""Gets the number of the token that is being made, and what is done: a layer's number, or a word of a phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Keeps what a model's directory says of its tokens."""
+
+    tokenizer: Tokenizer
+    ends: frozenset[int]  # tokens that end a response, as other engines read them
+    pad: int
+
+    @classmethod
+    def read(cls, path: str) -> Vocabulary:
+        """Read the directory of a model."""
+        from transformers import AutoConfig, GenerationConfig
+
+        tokenizer = Tokenizer.load(path)
+        if (Path(path) / "generation_config.json").is_file():
+            named = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        else:
+            named = getattr(AutoConfig.from_pretrained(path, local_files_only=True), "eos_token_id", None)
+        ends = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
+        return cls(tokenizer, frozenset(ends), next(iter(sorted(ends)), 0))
+
+
+class Policy(Protocol):
+    """Declares what the engine needs of a policy in this process: its model, and parameters of its own, if any."""
+
+    collective: bool  # every pass is one of all ranks, so that all have to take as many
+    shapes: Shapes  # of the parameters that `Engine.load` fills
+
+    @property
+    def model(self) -> Any:
+        """Return what takes the steps of `generate`: its output has `logits` [B, 1, V]."""
+
+    def passes(self, layer: Callable[[int], None]) -> AbstractContextManager[None]:
+        """Prepare for passes of the model inside the block; where they are collective, call `layer` before a layer."""
+
+    def release(self) -> int:
+        """Free the memory of parameters of its own; return the bytes."""
+
+    def allocate(self) -> None:
+        """Allocate that memory again."""
+
+
+class SampledRow:
+    """Samples one response."""
+
+    def __init__(self, request: GenerateRequest | None, device: torch.device) -> None:
+        """`request` None: nobody's, which takes its place in a batch where every rank needs one."""
+        self.active = None if request is None else ActiveRequest(request)
+        self.reason = "" if request is not None else STOP  # why it has ended
+        self._generator = torch.Generator(device=device)
+        if request is not None:
+            self._generator.manual_seed(request.seed)
+
+    def text(self, pad: int) -> I32:
+        """Return prompt and response so far; nobody's is one `pad`."""
+        if self.active is None:
+            return np.array([pad], dtype=np.int32)
+        return np.concatenate([self.active.request.prompt_ids, np.array(self.active.tokens, dtype=np.int32)])
+
+    def noise(self, out: Tensor) -> None:
+        """Fill `out` [V] with exponentially distributed numbers."""
+        out.exponential_(generator=self._generator)
+
+    def take(self, token: int, logprob: float, version: int, ends: frozenset[int], tokenizer: Tokenizer) -> None:
+        """Append a token of policy `version`, and find out whether the response ends with it.
+
+        The order is vLLM's: an end token, the limit of length, a repetition, and a stop string before the latter two.
+        """
+        assert self.active is not None
+        sampling = self.active.request.sampling
+        self.active.extend([token], [logprob], version)
+        tokens = self.active.tokens
+        if token in ends:
+            self.reason = STOP
+            return
+        if sampling.stop and self._stopped(tokenizer):
+            self.reason = STOP
+        elif len(tokens) >= sampling.max_new_tokens:
+            self.reason = LENGTH
+        elif repeats(tokens, sampling):
+            self.reason = REPETITION
+
+    def _stopped(self, tokenizer: Tokenizer) -> bool:
+        """Tell whether the last token has completed a stop string."""
+        assert self.active is not None
+        sampling, tokens = self.active.request.sampling, self.active.tokens
+        longest, size = max(map(len, sampling.stop)), CONTEXT_TOKENS
+        # Where the string ends with the last token, it lies in the last few; special tokens may have no text.
+        while size < len(tokens):
+            recent = tokenizer.decode(tokens[-size:])
+            if len(recent) > 2 * longest:
+                if not any(stop in recent for stop in sampling.stop):
+                    return False
+                break
+            size *= 2
+        text = tokenizer.response_text([int(token) for token in self.active.request.prompt_ids], tokens)
+        return any(stop in text for stop in sampling.stop)
+
+
+@dataclass(slots=True)
+class SampledBatch:
+    """Holds the rows that go through the model together."""
+
+    rows: list[SampledRow]  # that the model still computes
+    sampling: Sampling
+    drops: bool  # rows that have ended; and computes equal texts once
+    goes_on: bool = True  # for a row of this rank; others may
+    texts: Texts | None = None  # None: keys and values are to be computed anew
+    tokens: int = 0  # passes so far
+
+
+class HfEngine(Engine):
+    """Implements `Engine` with a model of transformers.
+
+    Requests that come while a batch is sampled wait for the next one, as do those with another `sampling`. Where the
+    passes are collective, every rank steps equally often: one without requests takes part, and has one `unfinished`
+    until the last rank has finished, also after `drop`. There all ranks are asked with the same `sampling`.
+    """
+
+    def __init__(
+        self, policy: Policy, vocabulary: Vocabulary, device: torch.device, number: int, note: Note = lambda *_: None
+    ) -> None:
+        """Start asleep, without weights. `number` marks trajectories; `note` is told how far a step has come."""
+        self._policy = policy
+        self._vocabulary = vocabulary
+        self._device = device
+        self._number = number
+        self._note = note
+        self._version = 0
+        self._ready = Readiness(number)
+        self._ready.slept()
+        self._queue: list[GenerateRequest] = []
+        self._keys: set[str] = set()  # of all requests that were not returned
+        self._batch: SampledBatch | None = None
+        self._context = ExitStack()  # of the batch
+        self._sampled = 0
+
+    @property
+    def status(self) -> Status:
+        unfinished = max(len(self._keys), int(self._batch is not None))
+        return Status(self._version, unfinished, self._sampled, len(self._queue), 0.0, "")
+
+    def add(self, request: GenerateRequest) -> None:
+        if request.key in self._keys:
+            raise RunError(f"engine {self._number}: request key {request.key!r} is in use")
+        self._keys.add(request.key)
+        self._queue.append(request)
+
+    def step(self) -> list[Trajectory]:
+        try:
+            self._ready.check()
+            return self._step()
+        except Exception:
+            self._forget()
+            raise
+
+    def drop(self) -> None:
+        self._queue.clear()
+        self._keys.clear()
+        if self._batch is not None and self._policy.collective:
+            self._batch.goes_on = False
+        else:
+            self._end()
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._ready.require(WEIGHTS)
+        self._ready.updates(version)
+        own = dict(self._policy.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in checked(weights, self._policy.shapes, version):
+                if own[name].data_ptr() != tensor.data_ptr():  # else it is the trainer's, and new already
+                    own[name].copy_(tensor)
+        if self._batch is not None:
+            self._batch.texts = None  # keys and values are the old policy's
+        self._version = version
+        self._ready.unusable = ""
+
+    def describe(self) -> list[ParameterSpec]:
+        own = dict(self._policy.model.named_parameters())
+        dtypes = {name: str(own[name].dtype).removeprefix("torch.") for name in self._policy.shapes}
+        return [ParameterSpec(name, list(shape), dtypes[name]) for name, shape in self._policy.shapes.items()]
+
+    def sleep(self) -> int:
+        self._forget()
+        self._ready.slept()
+        return self._policy.release()
+
+    def wake(self, part: MemoryPart) -> None:
+        self._ready.wakes(part)
+        if part == WEIGHTS:
+            self._policy.allocate()
+        self._ready.missing.discard(part)
+
+    def close(self) -> None:
+        self._forget()
+
+    def _step(self) -> list[Trajectory]:
+        if self._batch is None:
+            self._begin()
+        batch = self._batch
+        if batch is None:
+            return []
+        logits = self._pass(batch)
+        self._note(batch.tokens, SAMPLING if batch.goes_on else WAITING)
+        finished = self._choose(batch, logits) if batch.goes_on else []
+        self._note(batch.tokens, WAITING)
+        if not go_on(self._policy.model, batch.goes_on, self._policy.collective, self._device):
+            self._end()
+        return finished
+
+    def _begin(self) -> None:
+        """Make a batch of the requests that have the same `sampling` as the first; alone it may be nobody's."""
+        if self._queue:
+            sampling = self._queue[0].sampling
+            rows = [SampledRow(request, self._device) for request in self._queue if request.sampling == sampling]
+            self._queue = [request for request in self._queue if request.sampling != sampling]
+        elif self._policy.collective:
+            rows, sampling = [SampledRow(None, self._device)], Sampling(max_new_tokens=1 << 20)
+        else:
+            return
+        self._batch = batch = SampledBatch(rows, sampling, selects_rows(self._policy.model))
+        self._context.enter_context(self._policy.passes(lambda layer: self._note(batch.tokens + 1, layer)))
+
+    def _pass(self, batch: SampledBatch) -> Tensor:
+        """Return the logits after the last tokens of the rows, fp32 [B, V]."""
+        logits = self._prefill(batch) if batch.texts is None else batch.texts.step()
+        batch.tokens += 1
+        return logits
+
+    def _prefill(self, batch: SampledBatch) -> Tensor:
+        """Compute whole texts. Each of several equal ones is computed once, if rows can be taken of what is kept."""
+        model, pad = self._policy.model, self._vocabulary.pad
+        texts, place = [row.text(pad) for row in batch.rows], None
+        if batch.drops:
+            texts, each = different_prompts(texts)
+            place = torch.tensor(each, device=self._device)
+        inputs = padded_left(texts, pad, self._device)
+        batch.texts, logits = prefilled(model, inputs, batch.sampling.max_new_tokens, pad, place)
+        if batch.tokens == 0:
+            self._context.enter_context(decoding_setup(model))
+        return logits
+
+    def _choose(self, batch: SampledBatch, logits: Tensor) -> list[Trajectory]:
+        """Take the next token of every row, given logits [B, V]; return the responses that have ended by it."""
+        finished: list[Trajectory] = []
+        logprobs = distribution(logits, batch.sampling)
+        chosen = choose(logprobs, batch.rows, batch.sampling.temperature == 0)
+        of_chosen = logprobs.gather(-1, chosen[:, None])
+        for row, token, logprob in zip(batch.rows, chosen.tolist(), of_chosen[:, 0].tolist(), strict=True):
+            if row.active is not None and not row.reason:
+                self._sampled += 1
+                row.take(token, logprob, self._version, self._vocabulary.ends, self._vocabulary.tokenizer)
+                if row.reason:
+                    self._keys.discard(row.active.request.key)
+                    finished.append(row.active.finish(row.reason, self._vocabulary.tokenizer, self._number))
+        kept = going_on([bool(row.reason) for row in batch.rows], batch.drops)
+        assert batch.texts is not None
+        batch.texts.append(chosen, kept)
+        batch.rows = [batch.rows[row] for row in kept] or batch.rows
+        batch.goes_on = bool(kept)
+        return finished
+
+    def _end(self) -> None:
+        self._batch = None
+        self._context.close()
+
+    def _forget(self) -> None:
+        self._queue.clear()
+        self._keys.clear()
+        self._end()
+
+
+# --- rows of a batch --------------------------------------------------------------------------------------------------
+
+
+def going_on(ended: Sequence[bool], drops: bool) -> list[int]:
+    """Choose the rows that go on: none if all have ended; with `drops` those that have not, once a quarter has.
+
+    To drop some costs about as much as a token of theirs: a copy of keys and values.
+    """
+    if all(ended):
+        return []
+    some = drops and 4 * sum(ended) >= len(ended)
+    return [row for row, over in enumerate(ended) if not (some and over)]
+
+
+def different_prompts(prompts: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Return each of several equal prompts once, and for every prompt which of those it is."""
+    names = [np.asarray(prompt, dtype=np.int64).tobytes() for prompt in prompts]
+    different = dict(zip(names, prompts, strict=True))
+    places = {name: place for place, name in enumerate(different)}
+    return list(different.values()), [places[name] for name in names]
+
+
+def padded_left(prompts: Sequence[Any], pad: int, device: torch.device) -> dict[str, Tensor]:
+    """Return `input_ids` and `attention_mask`, int64 [B, P]: every prompt ends in the last column."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = np.full((len(prompts), width), pad, dtype=np.int64)
+    mask = np.zeros((len(prompts), width), dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    return {
+        name: torch.from_numpy(values).to(device) for name, values in (("input_ids", ids), ("attention_mask", mask))
+    }
+
+
+# --- choosing tokens --------------------------------------------------------------------------------------------------
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the log-probs of the next token, fp32 [B, V], of softmax(logits / temperature), cut by top-k, then top-p.
+
+    Temperature 0 (greedy): those of softmax(logits), as in other engines.
+    """
+    scores = logits.float()
+    if sampling.temperature > 0:
+        scores = scores / sampling.temperature
+        if 0 < sampling.top_k < scores.shape[-1]:
+            least = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        if sampling.top_p < 1:
+            scores = _nucleus(scores, sampling.top_p)
+    return torch.log_softmax(scores, dim=-1)
+
+
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Keep the fewest tokens whose probabilities add up to `top_p`. Source: Holtzman et al. (2020)."""
+    ordered, order = scores.sort(dim=-1)
+    below = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    below[:, -1] = False  # the likeliest always stays
+    return scores.masked_fill(below.scatter(-1, order, below), -torch.inf)
+
+
+def choose(logprobs: Tensor, rows: Sequence[SampledRow], greedy: bool) -> Tensor:
+    """Choose a token for each row that has not ended, int64 [B]; `logprobs` [B, V]. For the others it means nothing.
+
+    With noise q from the exponential distribution, argmax(p / q) is a sample of p (the Gumbel-max trick).
+    """
+    if greedy:
+        return logprobs.argmax(dim=-1)
+    noise = torch.ones_like(logprobs)
+    for row, out in zip(rows, noise, strict=True):
+        if not row.reason:
+            row.noise(out)
+    return (logprobs.exp() / noise).argmax(dim=-1)
+
+
+def repeats(tokens: Sequence[int], sampling: Sampling) -> bool:
+    """Tell whether `tokens` end with a pattern that stands there `sampling.min_count` times, one after the other."""
+    for size in range(max(1, sampling.min_pattern_size), sampling.max_pattern_size + 1):
+        length = size * sampling.min_count
+        if length > len(tokens):
+            return False
+        tail = tokens[-length:]
+        if tail[size:] == tail[:-size]:
+            return True
+    return False

@@ -1,0 +1,377 @@
+"""vLLM's V1 engine in this process, stepped by its owner; its environment, arguments and device memory."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slurm_rlhf.config.model_directory import check_model_directory, check_tensor_parallel, read_config
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.engine._transformers import as_saved, parameter_shapes, skeleton
+from slurm_rlhf.engine._vllm import (
+    EngineCore,
+    Sampled,
+    StopWatcher,
+    can_sleep,
+    import_model_class,
+    import_vllm,
+    platform,
+    refusals,
+    reload_weights,
+    useful_kv_bytes,
+    vllm_config,
+)
+from slurm_rlhf.engine.engine import ActiveRequest, Engine, GenerateRequest, Readiness, Status, checked
+from slurm_rlhf.errors import ConfigError, ModelError, RunError, SyncError, shortened
+from slurm_rlhf.records import LENGTH, REPETITION, STOP, WEIGHTS, MemoryPart, ParameterSpec, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+GIB = 1 << 30
+_DISCARD = 2
+"""vLLM's sleep level: the weights are not kept, because those of the next policy version take their place anyway."""
+
+
+def vllm_environment(has_gpu: bool) -> dict[str, str]:
+    """Return the environment variables that vLLM reads while it is imported; the worker sets them, not the user."""
+    variables = {
+        # The engine is in the worker's process, where the worker owns the step loop and can change weights.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    if not has_gpu:
+        # Every rank would bind its threads to the first cores of the node and starve the others there.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # One small function, the rank of the sampled token, is compiled with g++ at the first step: 3 to 17 s.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    return variables
+
+
+def prepare_environment() -> None:
+    """Set the variables of `vllm_environment` in this process; see `EngineModule`.
+
+    A VLLM_LOGGING_LEVEL that is already set is left alone; otherwise vLLM logs warnings and errors only.
+    """
+    import torch
+
+    variables = vllm_environment(torch.cuda.is_available())
+    if "vllm" in sys.modules and not variables.items() <= os.environ.items():
+        raise RuntimeError("prepare_environment must run before the first import of vllm in this process")
+    os.environ.update(variables)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def engine_config(config: Config) -> Any:
+    """Make the `VllmConfig` of one engine. Imports vllm.
+
+    Raises ConfigError for a precision or a parallel size that an engine cannot have, ModelError for a model directory
+    that is not complete or that vLLM does not accept.
+    """
+    from vllm import EngineArgs
+
+    path = config.actor.model_name_or_path
+    check_model_directory("actor.model_name_or_path", path, tokenizer=True)
+    check_tensor_parallel("actor.model_name_or_path", path, config.vllm.tensor_parallel_size)
+    on_cpu = platform().is_cpu()
+    if config.train.colocate_all and not can_sleep():
+        raise ConfigError(
+            f"train.colocate_all needs vLLM's sleep mode, which it does not have on {platform().device_name}: "
+            "give the engines accelerators of their own"
+        )
+    for architecture in read_config("actor.model_name_or_path", Path(path)).get("architectures") or []:
+        import_model_class(architecture)
+    args = EngineArgs(
+        model=path,
+        dtype=_dtype(config),
+        # vLLM's own switch for training by reinforcement: `ModelConfig.head_dtype`.
+        hf_overrides={"head_dtype": "float32"} if config.ds.fp32_lm_head else {},
+        seed=config.train.seed,
+        max_model_len=config.data.max_len,
+        max_num_seqs=config.vllm.max_num_seqs,
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        # Its ranks are started by torchrun. A rank alone ignores torchrun's environment.
+        distributed_executor_backend="external_launcher" if config.vllm.tensor_parallel_size > 1 else None,
+        distributed_timeout_seconds=math.ceil(config.timeout.collective),
+        cpu_distributed_timeout_seconds=math.ceil(config.timeout.collective),
+        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+        kv_cache_memory_bytes=int(config.vllm.cpu_kvcache_gib * GIB) if on_cpu else None,
+        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        enforce_eager=on_cpu or config.vllm.enforce_eager,
+        # On CPUs vLLM refuses the option and takes the calls.
+        enable_sleep_mode=config.train.colocate_all and not on_cpu,
+        async_scheduling=asynchronous(config, on_cpu),
+        scheduling_policy="fcfs",
+        # vLLM sets a seeded request's generator back after a part of a prompt; torch's for CPUs cannot do that.
+        enable_chunked_prefill=False if on_cpu else None,
+        # Of the distribution that was sampled from: after temperature, top-k and top-p.
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    try:
+        made = vllm_config(args)
+    except refusals() as error:
+        raise ModelError(f"vLLM does not accept the model in {path}: {error}") from error
+    if on_cpu:
+        # The cache is zeroed, page by page, while the engine starts: 2.5 s per GiB that a small model never uses.
+        cache = made.cache_config
+        cache.kv_cache_memory_bytes = min(cache.kv_cache_memory_bytes, useful_kv_bytes(made))
+    return made
+
+
+def asynchronous(config: Config, on_cpu: bool) -> bool | None:
+    """Return vLLM's async_scheduling: schedule the next batch while the device computes this one. None: if it can.
+
+    On a GPU the 3 to 5 ms of Python of a step then overlap its 9 ms of computing. Not with vllm.sync_mode =
+    inflight, where the weights change between two steps under requests in flight, and no batch may have both.
+    On CPUs vLLM has no use for it.
+    """
+    return False if on_cpu or config.vllm.sync_mode == "inflight" else None
+
+
+def _dtype(config: Config) -> str:
+    wanted = config.ds.param_dtype if config.vllm.dtype == "auto" else config.vllm.dtype
+    if wanted not in DTYPES:
+        raise ConfigError(f"vllm.dtype is {config.vllm.dtype!r}; valid: auto, {', '.join(DTYPES)}")
+    return DTYPES[wanted]
+
+
+# --- engine ---------------------------------------------------------------------------------------------------------
+
+
+def import_library() -> None:
+    """See `EngineModule`."""
+    import_vllm()
+
+
+def make_engine(config: Config, number: int) -> Engine:
+    """See `EngineModule`."""
+    return VllmEngine(config, number)
+
+
+class VllmEngine(Engine):
+    """Implements `Engine` on vLLM's engine; `prepare_environment` comes first.
+
+    `response_ids` are the tokens as sampled. The end-of-sequence token is among them if it was sampled, and so are the
+    tokens of a stop string, the last of them whole even where the stop string ends inside it: the policy is trained on
+    what it chose. `text` ends with the stop string, so that a reward function sees it, and has nothing after it.
+
+    Requests in flight when the weights change keep their tokens; their KV cache is computed anew under the new
+    weights, so that every log-prob is that of its version given the whole text before it.
+
+    With vLLM's asynchronous scheduling (`asynchronous`) a batch is on its way to the device while the one
+    before it is read. So between two steps there is a batch in flight. `_flush` waits for it before the weights change,
+    before the engine sleeps, and as soon as the engine has no requests. What was sampled in it is of the old policy and
+    is returned by the next step.
+
+    The engine has a default process group of its own: here of one rank, made through a file of its own, in `tp_engine`
+    of its TP ranks. torchrun's RANK and WORLD_SIZE have no effect, and engines start, fail and restart alone.
+    """
+
+    _executor: Any = None
+    """Another class of executor than vLLM's choice."""
+
+    def __init__(self, config: Config, number: int = 0) -> None:
+        """See `EngineModule.make_engine`."""
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+            raise RuntimeError("call slurm_rlhf.engine.vllm.prepare_environment before making an engine")
+        self._version = 0
+        self._number = number
+        self._path = config.actor.model_name_or_path
+        self._config = engine_config(config)
+        # Before the engine: where vLLM runs the classes of transformers, they can be made within an engine only.
+        self._skeleton = skeleton(self._path)
+        self._shapes = parameter_shapes(self._skeleton)
+        # The engine collects garbage five times while it starts; the imports left none, and looking takes 0.3 s a time.
+        gc.freeze()
+        try:
+            self._core = EngineCore(self._config, self._executor)
+        except refusals() as error:
+            raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
+        self._active: dict[str, ActiveRequest] = {}  # by vLLM's request id
+        self._stops: dict[str, StopWatcher] = {}  # likewise, where a request has stop strings
+        self._keys: set[str] = set()  # of those
+        self._added = 0
+        self._finished: list[Trajectory] = []  # by a flush, and not returned yet
+        self._ready = DeviceMemory(self._core.llm, config.vllm.gpu_memory_utilization, number)
+        self._tokens_sampled = 0
+        self._attention = self._core.attention()
+
+    @property
+    def status(self) -> Status:
+        waiting, kv_usage = self._core.load()
+        unfinished = len(self._active) + len(self._finished)
+        return Status(self._version, unfinished, self._tokens_sampled, waiting, kv_usage, self._attention)
+
+    def add(self, request: GenerateRequest) -> None:
+        if request.key in self._keys:
+            raise RunError(f"engine {self._number}: request key {request.key!r} is in use")
+        prompt_ids = [int(token) for token in request.prompt_ids]
+        # Never given twice, as in vLLM's own engine: a batch in flight may still have a request that has ended, and
+        # what it samples for it would go to the next one of that name. Counted and not random: the same on all TP
+        # ranks, so those that the leader refuses, of which the others never hear, do not count.
+        name = f"{request.key}#{self._added}"
+        try:
+            stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed)
+        except refusals() as error:
+            raise RunError(
+                f"engine {self._number} refuses request {request.key!r} (prompt {request.prompt}, {len(prompt_ids)} "
+                f"tokens): {error}"
+            ) from error
+        self._added += 1
+        self._active[name] = ActiveRequest(request)
+        if stops is not None:
+            self._stops[name] = stops
+        self._keys.add(request.key)
+
+    def step(self) -> list[Trajectory]:
+        try:
+            self._ready.check()
+            return self._step()
+        except Exception:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        names = list(self._active)
+        # First, so that the keys are free even if vLLM is too broken to abort anything.
+        self._active.clear()
+        self._stops.clear()
+        self._keys.clear()
+        self._finished.clear()
+        self._core.abort_all(names)
+
+    def _step(self) -> list[Trajectory]:
+        if self._active:
+            self._read(self._core.run_batch())
+        if not self._active:
+            self._flush()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _read(self, batch: list[Sampled]) -> None:
+        """Add what one batch has sampled to the requests, and finish those that have ended."""
+        cut = []
+        for sampled in batch:
+            active = self._active.get(sampled.name)
+            if active is None:  # it was dropped
+                continue
+            reason = sampled.finish_reason
+            self._tokens_sampled += len(sampled.tokens)
+            self._sampled(active.request.key, sampled.tokens)
+            if sampled.logprobs is not None:
+                active.extend(sampled.tokens, sampled.logprobs, self._version)
+            stops = self._stops.get(sampled.name)
+            if stops is not None and stops.stops(sampled):
+                if not reason:
+                    cut.append(sampled.name)
+                reason = STOP
+            if reason:
+                del self._active[sampled.name]
+                self._stops.pop(sampled.name, None)
+                self._keys.discard(active.request.key)
+                self._finished.append(self._finish(active, reason))
+        self._core.abort(cut)
+
+    def _flush(self) -> None:
+        """Read the batches in flight and start no other."""
+        self._core.finish_batches(self._read)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._ready.require(WEIGHTS)
+        self._flush()
+        self._ready.updates(version)
+        model = self._core.model()
+        complete = checked(weights, self._shapes, version)
+        check_loaded(model, reload_weights(model, self._config, as_saved(self._skeleton, complete)))
+        self._core.drop_caches()  # they are the old policy's
+        self._version = version
+        self._ready.unusable = ""
+
+    def describe(self) -> list[ParameterSpec]:
+        dtype = str(self._config.model_config.dtype).removeprefix("torch.")
+        return [ParameterSpec(name, list(shape), dtype) for name, shape in self._shapes.items()]
+
+    def sleep(self) -> int:
+        self._forget()
+        return self._ready.release()
+
+    def wake(self, part: MemoryPart) -> None:
+        self._ready.allocate(part)
+
+    def close(self) -> None:
+        self._active.clear()
+        self._core.close()
+
+    def _sampled(self, key: str, tokens: list[int]) -> None:
+        """Note the next tokens of a request."""
+
+    def _finish(self, active: ActiveRequest, reason: str) -> Trajectory:
+        request = active.request
+        if reason not in (STOP, LENGTH, REPETITION):
+            raise RunError(f"engine {self._number}: vLLM ended request {request.key!r} with {reason!r}")
+        return active.finish(reason, self._core.tokenizer, self._number)
+
+
+def check_loaded(model: Any, loaded: set[str] | None) -> None:
+    """Raise SyncError unless every parameter of vLLM's `model` is in `loaded`, the names that its loader reports.
+
+    Its loaders ignore names that they do not know. Tied parameters have one name. None: the loader reports nothing.
+    """
+    missing = [name for name, _ in model.named_parameters() if name not in loaded] if loaded is not None else []
+    if missing:
+        raise SyncError(
+            f"vLLM's {type(model).__name__} was sent all parameters of the policy and has not loaded {len(missing)} "
+            f"of its own, which keep the old policy's: {shortened(missing)}. This architecture cannot be trained yet."
+        )
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class DeviceMemory(Readiness):
+    """Frees and allocates the memory of one vLLM engine. On CPUs vLLM takes the same calls and keeps its memory."""
+
+    def __init__(self, llm: Any, share: float, number: int = 0) -> None:
+        """Watch `llm`, of engine `number` with enable_sleep_mode; `share`: its gpu_memory_utilization."""
+        super().__init__(number)
+        self._llm = llm
+        self._share = share
+
+    def release(self) -> int:
+        """See `Engine.sleep`."""
+        before = _free_bytes()
+        self.slept()
+        self._llm.sleep(level=_DISCARD)
+        return max(0, _free_bytes() - before)
+
+    def allocate(self, part: MemoryPart) -> None:
+        """See `Engine.wake`."""
+        self.wakes(part)
+        try:
+            self._llm.wake_up(tags=[part])
+        except Exception as error:
+            raise RunError(
+                f"the engine cannot allocate its {part} again: {error}. With train.colocate_all it needs "
+                f"vllm.gpu_memory_utilization = {self._share:g} of the GPU beside what the other roles keep there: "
+                f"lower it, or set ds.enable_sleep = true or a higher ds.zero_stage"
+            ) from error
+        self.missing.discard(part)
+
+
+def _free_bytes() -> int:
+    """Return the free bytes of the current GPU; 0 without one."""
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0

@@ -1,0 +1,220 @@
+"""Evaluations of a run: read the data sets, sample with the engines, score, and keep what came of it.
+
+Sampling may go on beside the actor's training (eval.overlap): it begins when the engines have finished the batch of the
+next step and ends before they get that step's weights, so they are idle otherwise, training's batches are sampled as if
+there was no evaluation, and the weights are those of the step that is evaluated. Where engines share the actor's GPUs,
+or sample for training all the time (inflight), there is no such time, and evaluations have the engines to themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.config.evaluation import MEAN, EvalSettings, data_sets
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import DataError
+from slurm_rlhf.eval.report import DataSetReport, overall, report_of
+from slurm_rlhf.eval.responses import ScoredResponse, answer_of, write_responses
+from slurm_rlhf.eval.verdicts import warnings as share_warnings
+from slurm_rlhf.eval.words import one_line
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.rewards.model import Scoring, in_background
+from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.run_directory import write_atomically
+
+Sample = Callable[[list[Prompt], Sampling, int], list[Trajectory]]
+"""Samples responses with the weights of a policy version, ordered by (position of the prompt, sample)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """Holds the prompts of a data set, and what is asked of it."""
+
+    settings: EvalSettings
+    prompts: PromptSet
+
+    @classmethod
+    def read(cls, settings: EvalSettings, tokenizer: Tokenizer, config: Config) -> EvalSet:
+        """Read a data set. Raises DataError for what `PromptSet.load` raises, and for a column that is missing."""
+        data = replace(config.data, input_key=settings.input_key, label_key=settings.label_key)
+        longest = config.data.max_len - config.rollout.max_new_tokens
+        found = PromptSet.load(settings.path, tokenizer, data, longest, settings.max_samples)
+        wanted = [("source_key", settings.source_key)] if settings.source_key else []
+        wanted += [("label_key", settings.label_key)] if settings.needs_label else []
+        for key, column in wanted:
+            for prompt in found:
+                if column not in prompt.row:
+                    raise DataError(
+                        f"{settings.path}: row {prompt.index} has no column {column!r} (columns: "
+                        f"{', '.join(prompt.row) or 'none'}): fix the row, or set {key} of the data set "
+                        f"{settings.name!r} to a column that every row has"
+                    )
+        return cls(settings, found)
+
+    def sampling(self, config: Config) -> Sampling:
+        """Say how its responses are sampled."""
+        return Sampling(
+            n=self.settings.n_samples_per_prompt,
+            temperature=self.settings.temperature,
+            max_new_tokens=config.rollout.max_new_tokens,
+            stop=list(config.rollout.stop),
+        )
+
+
+def read_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
+    """Read all data sets of the configuration; empty: there is nothing to evaluate. Raises as `EvalSet.read`."""
+    return [EvalSet.read(settings, tokenizer, config) for settings in data_sets(config)]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Holds what came of one evaluation."""
+
+    reports: list[DataSetReport]
+
+    @property
+    def mean(self) -> float:
+        """Return the mean score, averaged over the data sets."""
+        return overall(self.reports)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of a step's line: `eval`, and eval/NAME/... for each data set."""
+        return {MEAN: self.mean} | {name: value for report in self.reports for name, value in report.metrics().items()}
+
+    def __str__(self) -> str:
+        return one_line(self.reports)
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """Evaluates, on all data sets, the policy that the engines have."""
+
+    config: Config
+    sets: list[EvalSet]
+    directory: Path  # takes a file of responses and one of figures for each evaluation
+    sample: Sample
+    reward: Scoring
+    beside: Sample | None = None  # samples while the main thread trains; None: not possible, or not asked for
+    _begun: Future[list[list[Trajectory]]] | None = field(default=None, init=False)
+
+    def run(self, step: int, version: int) -> Evaluated:
+        """Evaluate policy `version`, which `step` steps have trained, with the engines to itself."""
+        return self._judge(step, self._sample(self.sample, version))
+
+    def begin(self, version: int) -> None:
+        """Start to sample beside the training; the engines keep policy `version` until `finish`."""
+        assert self.beside is not None
+        self._begun = in_background(self._sample, self.beside, version)
+
+    def finish(self, step: int) -> Evaluated:
+        """Wait for what `begin` has started, and score it; the engines' calls have the time-outs."""
+        assert self._begun is not None
+        begun, self._begun = self._begun, None
+        return self._judge(step, begun.result())
+
+    def _sample(self, sample: Sample, version: int) -> list[list[Trajectory]]:
+        """Sample the responses to each data set; those that are sampled alike go to the engines together."""
+        found: list[list[Trajectory]] = [[] for _ in self.sets]
+        left = list(range(len(self.sets)))
+        while left:
+            how = self.sets[left[0]].sampling(self.config)
+            alike = [place for place in left if self.sets[place].sampling(self.config) == how]
+            left = [place for place in left if place not in alike]
+            responses = sample(numbered([self.sets[place] for place in alike]), how, version)
+            for place in alike:
+                count = len(self.sets[place].prompts) * how.n
+                found[place], responses = responses[:count], responses[count:]
+        return found
+
+    def _judge(self, step: int, sampled: Sequence[Sequence[Trajectory]]) -> Evaluated:
+        scored = [score(one, list(found), self.reward, step) for one, found in zip(self.sets, sampled, strict=True)]
+        return keep(self.config, self.sets, scored, self.directory, f"step_{step:06d}", {"step": step})
+
+
+def numbered(sets: Sequence[EvalSet]) -> list[Prompt]:
+    """Return the prompts of data sets that go to the engines together: those of each behind those of the one before.
+
+    Rows of two files may have the same number, and engines know a request, and its seed, by the number of its prompt.
+    """
+    found: list[Prompt] = []
+    behind = 0
+    for one in sets:
+        found += [replace(prompt, index=behind + prompt.index) for prompt in one.prompts]
+        behind += 1 + max(prompt.index for prompt in one.prompts)
+    return found
+
+
+def score(one: EvalSet, found: list[Trajectory], reward: Scoring, step: int) -> list[ScoredResponse]:
+    """Score the responses to one data set, which are in (prompt, sample) order. Raises as `Scoring`."""
+    samples = one.settings.n_samples_per_prompt
+    owners = [prompt for prompt in one.prompts for _ in range(samples)]
+    return _scored(one.settings, owners, found, reward(owners, found, step))
+
+
+def _scored(
+    settings: EvalSettings, owners: Sequence[Prompt], found: Sequence[Trajectory], rewards: Rewards
+) -> list[ScoredResponse]:
+    scores = rewards.rewards if rewards.scores is None else rewards.scores
+    return [
+        ScoredResponse(
+            dataset=settings.name,
+            index=prompt.index,
+            sample=one.sample,
+            source=source_of(settings, prompt),
+            prompt=prompt.text,
+            response=one.text,
+            label=prompt.label,
+            answer=answer_of(one.text, settings.answer_pattern),
+            score=float(scores[place]),
+            reward=float(rewards.rewards[place]),
+            prompt_tokens=len(one.prompt_ids),
+            response_tokens=len(one.response_ids),
+            finish_reason=one.finish_reason,
+            engine=one.engine,
+        )
+        for place, (prompt, one) in enumerate(zip(owners, found, strict=True))
+    ]
+
+
+def source_of(settings: EvalSettings, prompt: Prompt) -> str:
+    """Name where a prompt comes from; empty where the data set has no column for it."""
+    return str(prompt.row.get(settings.source_key, "")) if settings.source_key else ""
+
+
+def keep(
+    config: Config,
+    sets: Sequence[EvalSet],
+    scored: Sequence[Sequence[ScoredResponse]],
+    directory: Path,
+    name: str,
+    about: dict[str, Any],
+) -> Evaluated:
+    """Write `name`.jsonl with all responses and `name`.json with all figures, and `about` before them.
+
+    Raises OSError; the files of an earlier evaluation by that name are whole then.
+    """
+    reports = [report_of(one.settings, found, config.train.seed) for one, found in zip(sets, scored, strict=True)]
+    write_responses(directory / f"{name}.jsonl", (response for found in scored for response in found))
+    figures = {**about, MEAN: overall(reports), "datasets": [report.to_json() for report in reports]}
+    text = json.dumps(figures, indent=1, ensure_ascii=False) + "\n"
+    # A label may hold half a surrogate pair, which no file can.
+    write_atomically(directory / f"{name}.json", text.encode("utf-8", "replace").decode())
+    return Evaluated(reports)
+
+
+def answered(evaluation: list[EvalSet]) -> list[str]:
+    """Warn of data sets whose prompts hold their answers; the self-check warns of those that are trained on."""
+    shares = {one.settings.name: one.prompts.answered / len(one.prompts) for one in evaluation}
+    return [
+        f"evaluation {name}: {told}"
+        for name, share in shares.items()
+        for told in share_warnings({"prompts_answered": share}, ("prompts_answered",))
+    ]

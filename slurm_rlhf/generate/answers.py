@@ -1,0 +1,191 @@
+"""The desk of a job: hands rows to engines, and makes the lines of the output of what comes back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurm_rlhf.algorithms.registry import load_plugins
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.engine.engine import request_seed
+from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
+from slurm_rlhf.generate.output import Answer
+from slurm_rlhf.generate.progress import Progress
+from slurm_rlhf.generate.prompts import BadRow
+from slurm_rlhf.groups.fleet import Answered, Fleet
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.sampling.dispatch import allowance
+from slurm_rlhf.sampling.row_queue import RowQueue
+from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens
+
+
+@dataclass(slots=True)
+class Scores:
+    """Calls the function for the responses that have come together; without one there are no scores."""
+
+    scoring: Scoring | None
+    proven: bool = False  # it has scored a response
+
+    @classmethod
+    def of(cls, config: Config, printed: Path) -> Scores:
+        """Load the function that the configuration names, if it names one. Raises ConfigError, RewardError."""
+        load_plugins(config.train.plugins)
+        if not config.reward.remote_url and not config.reward.function:
+            return cls(None)
+        return cls(Scoring(RewardFunction.of(config.reward), config.timeout.reward, printed))
+
+    def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
+        """Return the score of each response, or None and what is wrong; `prompts[i]` is that of `trajectories[i]`.
+
+        After a failure each row is scored alone, to find the one that it cannot score. Raises RewardError as long as
+        the function has never scored anything.
+        """
+        if self.scoring is None or not trajectories:
+            return [(None, "")] * len(trajectories)
+        try:
+            return self._score(prompts, trajectories)
+        except RewardError as error:
+            if len({prompt.index for prompt in prompts}) == 1:
+                if not self.proven:
+                    raise
+                return [(None, str(error))] * len(trajectories)
+        found: list[tuple[float | None, str]] = [(None, "")] * len(trajectories)
+        for row in dict.fromkeys(prompt.index for prompt in prompts):
+            places = [place for place, prompt in enumerate(prompts) if prompt.index == row]
+            alone = self([prompts[place] for place in places], [trajectories[place] for place in places])
+            for place, score in zip(places, alone, strict=True):
+                found[place] = score
+        return found
+
+    def _score(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
+        assert self.scoring is not None
+        answer: Rewards = self.scoring(prompts, trajectories, 0)
+        self.proven = True
+        # What is told of a response is its quality by the task's own measure, where the function knows one.
+        values = answer.rewards if answer.scores is None else answer.scores
+        return [(float(value), "") if math.isfinite(value) else (None, f"score {value}") for value in values]
+
+
+VERSION = 0
+"""Of the weights, which do not change: a part of the seed of each request."""
+
+
+@dataclass(slots=True)
+class Desk:
+    """Knows the prompts that are left, and what of them is in the output already."""
+
+    prompts: dict[int, Prompt]  # row -> prompt
+    bad: list[BadRow]
+    sampling: Sampling
+    seed: int
+    width: int  # sequences an engine works on at once
+    scores: Scores
+    logprobs: bool
+    written: set[tuple[int, int]]  # (row, sample)
+    own: Mapping[int, Sampling] = field(default_factory=dict)  # row -> how it is sampled, if not by `sampling`
+    queue: RowQueue = field(init=False)
+    _streams: int = field(default=0, init=False)  # of calls: each is answered with its own responses
+
+    def __post_init__(self) -> None:
+        self.queue = RowQueue.of(sorted(self.prompts))
+
+    @classmethod
+    def of(cls, rows: Iterable[Prompt | BadRow], **settings: object) -> Desk:
+        """Make it of the rows that are not complete yet."""
+        prompts, bad = {}, []
+        for row in rows:
+            if isinstance(row, BadRow):
+                bad.append(row)
+            else:
+                prompts[row.index] = row
+        return cls(prompts, bad, **settings)  # type: ignore[arg-type]
+
+    def refuse_bad_rows(self) -> list[Answer]:
+        """Make the lines of the rows that no engine is asked for."""
+        return [line for row in self.bad for line in self._errors(row.index, row.text, row.why)]
+
+    def _errors(self, row: int, text: str | None, why: str) -> list[Answer]:
+        return [Answer(row, sample, text, error=why) for sample in self._missing(row)]
+
+    def _missing(self, row: int) -> list[int]:
+        return [sample for sample in range(self._how(row).n) if (row, sample) not in self.written]
+
+    def _how(self, row: int) -> Sampling:
+        return self.own.get(row, self.sampling)
+
+    def feed(self, fleet: Fleet, engine: int, now: float) -> None:
+        """Hand rows to an engine as long as it has room: as much as it works on at once, and a reserve."""
+        n = max((how.n for how in self.own.values()), default=self.sampling.n)
+        most = max(1, allowance(self.queue.waiting * n, len(fleet.ready), self.width) // n)
+        while self.queue.held(engine) < most:
+            row = self.queue.take(engine, now)
+            if row is None:
+                return
+            self._streams += 1
+            prompt = self.prompts[row]
+            packed = PackedPrompts.pack([PromptTokens(0, row, prompt.token_ids)])
+            fleet.ask(engine, row, GenerateBatch(packed, self._how(row), self.seed, VERSION, self._streams))
+
+    def take(self, fleet: Fleet, answered: Sequence[Answered], progress: Progress) -> list[Answer]:
+        """Make the lines of what engines have answered; each is made once. Raises RewardError."""
+        now = time.monotonic()
+        lines: list[Answer] = []
+        found: list[Trajectory] = []
+        for news in answered:
+            error = news.call.exception()
+            if error is not None:
+                lines += self._failed(fleet, news, error)
+                continue
+            answer = news.call.result()
+            progress.took(news.engine, answer.load)
+            if self.queue.finish(news.engine, news.row, now):
+                found += [one for _, one in answer.found if (one.prompt, one.sample) not in self.written]
+        lines += self._lines(found)
+        self.written.update((line.row, line.sample) for line in lines)
+        for row in {line.row for line in lines}:
+            if not self._missing(row):
+                self.prompts.pop(row, None)
+        return lines
+
+    def _failed(self, fleet: Fleet, news: Answered, error: BaseException) -> list[Answer]:
+        """Let others try a row, or give it up; an engine that was silent for too long is given up as well."""
+        if isinstance(error, RemoteError):
+            hopeless, broken = self.queue.fail(news.engine, news.row)
+            if broken:
+                fleet.give_up(news.engine, f"its calls fail one after the other, the last with: {error}")
+            return self._errors(news.row, self.prompts[news.row].text, str(error)) if hopeless else []
+        if isinstance(error, CallTimeout):
+            fleet.give_up(news.engine, f"{error} (timeout.generate)")
+        return []  # of an engine that is gone: its rows are taken back when that is told
+
+    def _lines(self, found: list[Trajectory]) -> list[Answer]:
+        found.sort(key=lambda trajectory: (trajectory.prompt, trajectory.sample))
+        prompts = [self.prompts[trajectory.prompt] for trajectory in found]
+        scores = self.scores(prompts, found)
+        return [
+            self._line(prompt, trajectory, *score)
+            for prompt, trajectory, score in zip(prompts, found, scores, strict=True)
+        ]
+
+    def _line(self, prompt: Prompt, trajectory: Trajectory, score: float | None, error: str) -> Answer:
+        return Answer(
+            row=prompt.index,
+            sample=trajectory.sample,
+            prompt=prompt.text,
+            response=trajectory.text,
+            finish_reason=trajectory.finish_reason,
+            prompt_tokens=len(trajectory.prompt_ids),
+            tokens=len(trajectory.response_ids),
+            score=score,
+            seed=request_seed(self.seed, prompt.index, trajectory.sample, VERSION),
+            engine=trajectory.engine,
+            error=error,
+            token_ids=trajectory.response_ids.tolist() if self.logprobs else None,
+            logprobs=trajectory.rollout_logprobs.tolist() if self.logprobs else None,
+        )

@@ -1,0 +1,188 @@
+"""Evaluate a model with engines only: `slurm-rlhf eval`. One job answers the prompts of all data sets; then a report.
+
+It is a job of `slurm-rlhf generate` with rows of several files: killed and started again, it goes on with the rows that
+are missing, and an engine that dies costs its share. Figures and files are made by the code that evaluates in training.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.config.check import GENERATED_BY, check_eval
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import UserError
+from slurm_rlhf.eval.responses import ScoredResponse, answer_of
+from slurm_rlhf.eval.sets import EvalSet, Evaluated, answered, keep, read_eval_sets, source_of
+from slurm_rlhf.generate.answers import Desk, Scores
+from slurm_rlhf.generate.identity import Identity, claim, directory_fingerprint, file_fingerprint
+from slurm_rlhf.generate.job import Opened, run
+from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
+from slurm_rlhf.generate.output import OUTPUT, OutputFile, whole_lines
+from slurm_rlhf.generate.progress import Progress
+from slurm_rlhf.generate.start import engine_config
+from slurm_rlhf.nodes.engine_launcher import EngineLauncher
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.records import Prompt, Sampling
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.sampling.batches import sampling_of
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRows:
+    """Numbers the prompts of several data sets, from 0; the number is that of the row in the job's output."""
+
+    sets: list[EvalSet]
+
+    def __len__(self) -> int:
+        return sum(len(one.prompts) for one in self.sets)
+
+    def prompts(self) -> list[Prompt]:
+        """Return all prompts, with the numbers of their rows."""
+        found = [prompt for one in self.sets for prompt in one.prompts]
+        return [replace(prompt, index=row) for row, prompt in enumerate(found)]
+
+    def sampling(self, config: Config) -> dict[int, Sampling]:
+        """Say how the responses to each row are sampled."""
+        each = [how for one in self.sets for how in [one.sampling(config)] * len(one.prompts)]
+        return dict(enumerate(each))
+
+    def responses(self, lines: Iterable[dict[str, Any]]) -> list[list[ScoredResponse]]:
+        """Make the scored responses of each data set of the lines of the output."""
+        places = [(number, prompt) for number, one in enumerate(self.sets) for prompt in one.prompts]
+        found: list[list[ScoredResponse]] = [[] for _ in self.sets]
+        for line in lines:
+            number, prompt = places[line["row"]]
+            found[number].append(_scored(self.sets[number], prompt, line))
+        return [sorted(each, key=lambda one: (one.index, one.sample)) for each in found]
+
+
+def _scored(one: EvalSet, prompt: Prompt, line: dict[str, Any]) -> ScoredResponse:
+    """Read a line; a row without a response, or without a score, has a score of 0 and says why."""
+    response, score, error = line.get("response"), line.get("score"), line.get("error", "")
+    return ScoredResponse(
+        dataset=one.settings.name,
+        index=prompt.index,
+        sample=line["sample"],
+        source=source_of(one.settings, prompt),
+        prompt=prompt.text,
+        response=response or "",
+        label=prompt.label,
+        answer=None if response is None else answer_of(response, one.settings.answer_pattern),
+        score=0.0 if score is None else score,
+        reward=0.0 if score is None else score,
+        prompt_tokens=len(prompt.token_ids),
+        response_tokens=line.get("tokens") or 0,
+        finish_reason=line.get("finish_reason") or "",
+        engine=line.get("engine") or 0,
+        error=error,
+    )
+
+
+REPORT = "eval"
+"""Name of the files of the report: eval.json, eval.jsonl."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalJob:
+    """Holds what is evaluated and where its files go."""
+
+    config: Config
+    source: Source
+    sets: list[EvalSet]
+    root: Path
+
+    @classmethod
+    def prepare(cls, config: Config, model: Path, output: Path | None) -> EvalJob:
+        """Read and check all that a user can have wrong.
+
+        `model`: what generate.model_name_or_path may name. `output`: None is eval/<name of the model> in the run that
+        the model is of, for a model of no run in run_dir. Raises UserError.
+        """
+        check_eval(config)
+        made = copy.deepcopy(config)
+        made.generate.model_name_or_path, made.generate.ordered = str(model), False
+        run = next((place for place in (model, *model.parents[:2]) if RunDirectory(place).metrics.is_file()), None)
+        root = output or RunDirectory(run or Path(config.run_dir)).evaluations / model.name
+        try:
+            source = find_source(made, root)
+            there = source.base or source.model
+            check_model(made, there)
+        except UserError as error:
+            raise type(error)(str(error).replace(GENERATED_BY, "--model")) from None
+        return cls(made, source, read_eval_sets(made, Tokenizer.load(there)), root)
+
+    def run(self, ranks: RankMap, launcher: EngineLauncher) -> int:
+        """Answer what is not answered yet; returns the exit code. Raises SlurmRlhfError."""
+        made = engine_config(self.config, self.source.model, ranks, self.root)
+        return run(made, self.root, ranks, launcher, partial(self._open, ranks, time.monotonic()))
+
+    def report(self) -> Evaluated:
+        """Sum up the output, which is complete, into eval.json and eval.jsonl. Raises DataError, OSError."""
+        lines = (line for _, _, line in whole_lines(self.root / OUTPUT))
+        scored = EvalRows(self.sets).responses(lines)
+        about = {"model": self.config.generate.model_name_or_path, "seed": self.config.train.seed}
+        return keep(self.config, self.sets, scored, self.root, REPORT, about)
+
+    def _open(self, ranks: RankMap, began: float, directory: RunDirectory) -> Opened:
+        """Open the output of a directory that this process has to itself, and find out what is left to do."""
+        scores = Scores.of(self.config, directory.reward_log)
+        model = provide(self.source, print, directory.role_log("model", node_name(), 0))
+        rows = EvalRows(self.sets)
+        claim(directory.root, self._identity(model), "--output")
+        output = OutputFile(directory.root / OUTPUT)
+        own = rows.sampling(self.config)
+        left = [prompt for prompt in rows.prompts() if not output.tally.complete(prompt.index, own[prompt.index].n)]
+        desk = Desk.of(
+            left,
+            sampling=sampling_of(self.config),
+            seed=self.config.train.seed,
+            width=self.config.vllm.max_num_seqs,
+            scores=scores,
+            logprobs=False,
+            written=output.tally.done,
+            own=own,
+        )
+        groups = {group.engine: group for group in ranks.tp_groups}
+        total = sum(how.n for how in own.values())
+        progress = Progress(total, groups, began, len(output.tally.done))
+        done = f"; {progress.before} are there from before" if progress.before else ""
+        named = ", ".join(f"{one.settings.name} ({len(one.prompts)} prompts)" for one in self.sets)
+        for told in answered(self.sets):
+            print(told)
+        print(f"evaluation directory {directory.root}: {total} responses, {named}{done}", flush=True)
+        return output, desk, progress
+
+    def _identity(self, model: Path) -> Identity:
+        """Describe what the responses are to and from, for `claim`; what only the report uses is not in it."""
+        config = self.config
+        sets = {
+            f"eval.datasets, {one.settings.name}": {
+                **{name: value for name, value in asdict(one.settings).items() if name in _OF_RESPONSES},
+                "fingerprint": file_fingerprint(Path(one.settings.path), whole=True),
+            }
+            for one in self.sets
+        }
+        return {
+            "model": config.generate.model_name_or_path,
+            "model_fingerprint": directory_fingerprint(model),
+            **sets,
+            "data.input_template": config.data.input_template,
+            "data.apply_chat_template": config.data.apply_chat_template,
+            "data.max_len": config.data.max_len,
+            "rollout.max_new_tokens": config.rollout.max_new_tokens,
+            "rollout.stop": config.rollout.stop,
+            "train.seed": config.train.seed,
+            "vllm.dtype": config.vllm.dtype if config.vllm.dtype != "auto" else config.ds.param_dtype,
+            "reward": config.reward.remote_url or config.reward.function,
+        }
+
+
+_OF_RESPONSES = ("path", "n_samples_per_prompt", "temperature", "max_samples", "input_key", "label_key")

@@ -1,0 +1,129 @@
+"""What makes an output what it is: model, rows and sampling. A job with another one does not go on with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.generate.output import OUTPUT
+from slurm_rlhf.generate.shards import Shard
+from slurm_rlhf.run_directory import write_atomically
+
+FILE = "generation.json"
+"""In the directory of the output."""
+SAMPLING = (
+    "rollout.n_samples_per_prompt",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.stop",
+    "rollout.repetition_detection_max_pattern_size",
+    "rollout.repetition_detection_min_pattern_size",
+    "rollout.repetition_detection_min_count",
+)
+ROWS, SHARD = "rows", "shard"
+_ENDS = 1 << 20  # bytes of both ends of a large file
+_WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
+
+Identity = dict[str, Any]
+"""Key of the configuration, or what a file holds -> its value."""
+
+
+def identity_of(config: Config, model: Path, shard: Shard, rows: int) -> Identity:
+    """Describe the output that `config` asks for, with the weights in the directory `model`.
+
+    `rows`: of the file, all shards together.
+    """
+    sampling = {key: get(config, key) for key in SAMPLING}
+    dataset = Path(config.generate.dataset)
+    return {
+        "generate.model_name_or_path": config.generate.model_name_or_path,
+        "model_fingerprint": directory_fingerprint(model),
+        "generate.dataset": config.generate.dataset,
+        "dataset_fingerprint": file_fingerprint(dataset, whole=True),
+        "generate.max_samples": config.generate.max_samples,
+        "generate.logprobs": config.generate.logprobs,
+        "data.input_key": config.data.input_key,
+        "data.input_template": config.data.input_template,
+        "data.apply_chat_template": config.data.apply_chat_template,
+        "data.max_len": config.data.max_len,
+        **sampling,
+        "train.seed": config.train.seed,
+        "vllm.dtype": config.vllm.dtype if config.vllm.dtype != "auto" else config.ds.param_dtype,
+        "reward": config.reward.remote_url or config.reward.function,
+        ROWS: rows,
+        SHARD: f"{shard.index} of {shard.count}",
+    }
+
+
+def claim(directory: Path, identity: Identity, option: str = "run_dir") -> bool:
+    """Make `directory` the place of this output; answer whether it was begun before. `option` names the directory.
+
+    Raises ConfigError where it holds an output of something else, with both values, or one of unknown origin.
+    """
+    file = directory / FILE
+    if not file.exists():
+        if (directory / OUTPUT).exists():
+            raise ConfigError(
+                f"{directory / OUTPUT} is there, and no {FILE} says what it was made with: it is not overwritten. Give "
+                f"another {option}, or move the file away"
+            )
+        write_atomically(file, json.dumps(identity, indent=1) + "\n", durable=True)
+        return False
+    before = read_identity(directory)
+    unlike = [
+        f"{key}: {_shown(before.get(key))} there, {_shown(identity.get(key))} here"
+        for key in [*identity, *(key for key in before if key not in identity)]
+        if before.get(key) != identity.get(key)
+    ]
+    if unlike:
+        told = "\n  ".join(unlike)
+        raise ConfigError(
+            f"{directory / OUTPUT} was made with other settings, and rows of two kinds do not belong in one file:\n"
+            f"  {told}\nGive this job another {option}, or the settings that the file was begun with"
+        )
+    return True
+
+
+def read_identity(directory: Path) -> Identity:
+    """Read what an output was made with. Raises ConfigError."""
+    try:
+        found = json.loads((directory / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory / FILE} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{directory / FILE} does not describe an output")
+    return found
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if value is not None else "not set"
+
+
+def directory_fingerprint(directory: Path) -> str:
+    """Return a hash of the model in a directory: names and sizes of its files, and both ends of each."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and path.suffix in _WEIGHTS:
+            digest.update(f"{path.name}\0{file_fingerprint(path)}\0".encode())
+    return digest.hexdigest()
+
+
+def file_fingerprint(path: Path, *, whole: bool = False) -> str:
+    """Return a hash of a file: of its size and both ends, or with `whole` of everything. Raises OSError."""
+    digest = hashlib.blake2b(digest_size=8)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(str(size).encode())
+        while part := file.read(_ENDS):
+            digest.update(part)
+            if not whole and file.tell() < size - _ENDS:
+                file.seek(size - _ENDS)
+    return digest.hexdigest()

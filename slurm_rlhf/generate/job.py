@@ -1,0 +1,175 @@
+"""One job from its start to its end: claim the output, start the engines, hand out rows, write what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.cluster.processes import Session
+from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.stop import NOT_ARRANGED, Stop, StopRequested
+from slurm_rlhf.config.key_text import dump_toml
+from slurm_rlhf.config.roles import ROLLOUT
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.disk import make_run_directory, run_directory_kept
+from slurm_rlhf.errors import RemoteError, RoleDied, printable
+from slurm_rlhf.generate.answers import Desk
+from slurm_rlhf.generate.merge import merge
+from slurm_rlhf.generate.output import MERGED, OutputFile
+from slurm_rlhf.generate.progress import Progress
+from slurm_rlhf.groups.fleet import Answered, Fleet, Gone, Ready
+from slurm_rlhf.groups.role_environment import role_environment
+from slurm_rlhf.groups.run_lock import exclusive, log_error, logging_to, refuse_restart, refuse_short_time
+from slurm_rlhf.nodes.engine_launcher import EngineLauncher
+from slurm_rlhf.nodes.requeue import continuation_of
+from slurm_rlhf.observe.run_status import write_summary
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.run_directory import RunDirectory
+
+WAIT_S = 0.2
+
+
+@dataclass(slots=True)
+class Job:
+    """Answers the rows of one output. `config` is that of the engines (`engine_config`)."""
+
+    config: Config
+    directory: RunDirectory
+    ranks: RankMap
+    launcher: EngineLauncher
+    output: OutputFile
+    desk: Desk
+    progress: Progress
+    fleet: Fleet | None = field(default=None, init=False)
+
+    def run(self, stop: Stop) -> None:
+        """Answer every row. Raises StopRequested, RunError when no engine is left, RewardError, OSError."""
+        refused = self.desk.refuse_bad_rows()
+        self.output.append(refused)
+        self.progress.refused = len(refused)
+        if not self.desk.queue.unfinished:
+            return
+        self.fleet = Fleet(self.config, self.directory, self.ranks, self.launcher)
+        try:
+            with stop.droppable():
+                cpus = len(os.sched_getaffinity(0))
+                self.fleet.start(role_environment(self.config, self.ranks, cpus)[ROLLOUT])
+                self.tell(f"starting {len(self.fleet.groups)} engines")
+                while self.desk.queue.unfinished:
+                    self._turn(self.fleet)
+        finally:
+            stop.ignore_signals()
+            self.fleet.stop()
+            self.tell(self.progress.line(self.output.tally, len(self.fleet.ready), time.monotonic()))
+
+    def _turn(self, fleet: Fleet) -> None:
+        """Take what has come, write it down, and hand out what there is room for."""
+        answered: list[Answered] = []
+        for news in fleet.wait(WAIT_S):
+            if isinstance(news, Answered):
+                answered.append(news)
+            elif isinstance(news, Ready):
+                self.progress.works(time.monotonic())
+            else:
+                self._lose(fleet, news)
+        self.output.append(self.desk.take(fleet, answered, self.progress))
+        now = time.monotonic()
+        self.output.sync(now)
+        for engine in fleet.ready:
+            self.desk.feed(fleet, engine, now)
+        if fleet.ready and self.progress.due(now):
+            self.tell(self.progress.line(self.output.tally, len(fleet.ready), now))
+            self._write_summary("running")
+
+    def _lose(self, fleet: Fleet, news: Gone) -> None:
+        rows = self.desk.queue.lose(news.engine)
+        group = fleet.groups[news.engine]
+        rest = len(fleet.groups) - len(fleet.gone)
+        self.tell(
+            f"engine {news.engine} on {group.node} is lost: {news.why}\n"
+            f"its {len(rows)} rows go to others; {rest} of {len(fleet.groups)} engines are left"
+        )
+        if rest:
+            return
+        refused = [gone.error for gone in fleet.gone.values() if gone.error is not None]
+        for error in refused:
+            if isinstance(error, RemoteError) and error.user_error:
+                raise error
+        raise RoleDied(
+            f"no engine is left; the last one: {news.why}\nThe {len(self.output.tally.done)} responses so far are in "
+            f"{self.output.path}; the same command goes on from there."
+        )
+
+    def _write_summary(self, status: str, **more: Any) -> None:
+        lost = {engine: gone.why for engine, gone in self.fleet.gone.items()} if self.fleet else {}
+        summary = self.progress.summary(status, self.output.tally, lost, time.monotonic(), **more)
+        write_summary(self.directory.summary, summary)
+
+    def tell(self, line: str) -> None:
+        """Print a line, unless logger.progress = none."""
+        if self.config.logger.progress != "none":
+            print(printable(line), flush=True)
+
+    def finish(self, status: str, error: str = "") -> None:
+        """Write the summary, and the ordered file if it was asked for and everything is there."""
+        more = {"output": str(self.output.path), **({"error": error} if error else {})}
+        if status == "finished" and self.config.generate.ordered and not (self.directory.root / MERGED).exists():
+            merge(self.directory.root, None)
+        self._write_summary(status, **more)
+        self.tell(f"{status}: {len(self.output.tally.done)} of {self.progress.total} responses in {self.output.path}")
+
+
+Opened = tuple[OutputFile, Desk, Progress]
+
+
+def run(
+    config: Config, root: Path, ranks: RankMap, launcher: EngineLauncher, opened: Callable[[RunDirectory], Opened]
+) -> int:
+    """Answer the rows that are left with engines of `config`, in `root`; returns the exit code.
+
+    `opened`: called once the directory is this process's own. Whatever happens, no engine is left when this returns,
+    and every row that was answered is in the output.
+    """
+    directory, continuation = RunDirectory(root), continuation_of(config.slurm, root, os.environ)
+    end = continuation.end_time()
+    refuse_short_time(end, config.slurm.signal_lead_s)
+    make_run_directory(directory.root, directory.make)
+    with exclusive(directory), logging_to(directory.role_log("conductor", node_name(), 0)):
+        Session.here(os.environ).write(directory.root)
+        with run_directory_kept(directory.root):
+            output, desk, progress = opened(directory)
+            directory.config.write_text(dump_toml(config), encoding="utf-8")
+        job = Job(config, directory, ranks, launcher, output, desk, progress)
+        try:
+            with Stop(directory.root, end, config.slurm.signal_lead_s) as stop:
+                try:
+                    with run_directory_kept(directory.root):
+                        job.run(stop)
+                        output.sync(time.monotonic(), 0.0)
+                        job.finish("finished")
+                except StopRequested as stopped:
+                    output.sync(time.monotonic(), 0.0)
+                    job.finish("stopped")
+                    moved = len(output.tally.done) > progress.before
+                    if stopped.reason.requeue:
+                        refuse_restart(directory.restart_guard, moved, config.slurm.signal_lead_s)
+                        arranged = continuation.go_on()  # last: Slurm may end this process before it returns
+                        job.tell(arranged.told)
+                        return stopped.reason.exit_code if arranged.holds else NOT_ARRANGED
+                    return stopped.reason.exit_code
+        except BaseException as error:
+            log_error(error)
+            with contextlib.suppress(OSError):  # of a disk that cannot take the summary: `error` says so already
+                job.finish("failed", str(error))
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                output.close()
+        if called_off := continuation.finished():
+            job.tell(called_off)
+        return 0

@@ -1,0 +1,97 @@
+"""How far a job is: a line now and then, and summary.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurm_rlhf.generate.output import Tally
+from slurm_rlhf.observe.progress import duration
+from slurm_rlhf.placement.rank_map import TpGroup
+from slurm_rlhf.records import EngineLoad
+
+LINE_S = 10.0
+_SHOWN = 8  # engines in a line
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts what this start of a job does."""
+
+    total: int  # responses of all rows of this job
+    groups: dict[int, TpGroup]
+    began: float  # seconds of the clock that all calls use
+    before: int = 0  # responses that earlier starts have written
+    refused: int = 0  # responses that no engine was asked for, written by this start
+    loads: dict[int, EngineLoad] = field(default_factory=dict)
+    since: float | None = None  # the first engine was ready
+    _last: float = 0.0
+
+    def works(self, now: float) -> None:
+        """Note that an engine is ready."""
+        self.since = self.since or now
+
+    def took(self, engine: int, load: EngineLoad) -> None:
+        """Note what an engine did since its last answer."""
+        self.loads.setdefault(engine, EngineLoad()).add(load)
+
+    def due(self, now: float) -> bool:
+        """Tell whether it is time for a line; then the next is due `LINE_S` later."""
+        if now - self._last < LINE_S:
+            return False
+        self._last = now
+        return True
+
+    def left_s(self, done: int, now: float) -> float | None:
+        """Estimate the seconds until the end, by what this start has done so far; None: not yet."""
+        new = done - self.before - self.refused
+        if self.since is None or new <= 0 or now <= self.since:
+            return None
+        return (self.total - done) * (now - self.since) / new
+
+    def line(self, tally: Tally, ready: int, now: float) -> str:
+        """Write `120 of 500 responses (24 %), 2 engines, 830 tokens/s (0: 410, 1: 420), 3 min left`."""
+        done = len(tally.done)
+        parts = [f"{done} of {self.total} responses ({done / max(self.total, 1):.0%})".replace("%", " %")]
+        parts.append(f"{ready} of {len(self.groups)} engines")
+        rates = {engine: load.tokens_per_s for engine, load in sorted(self.loads.items())}
+        if rates:
+            shown = ", ".join(f"{engine}: {rate:.0f}" for engine, rate in list(rates.items())[:_SHOWN])
+            more = ", ..." if len(rates) > _SHOWN else ""
+            parts.append(f"{sum(rates.values()):.0f} tokens/s ({shown}{more})")
+        if tally.errors:
+            parts.append(f"{tally.errors} errors")
+        left = self.left_s(done, now)
+        if left is not None and done < self.total:
+            parts.append(f"{duration(left)} left")
+        return ", ".join(parts)
+
+    def summary(self, status: str, tally: Tally, lost: dict[int, str], now: float, **more: Any) -> dict[str, Any]:
+        """Describe the job so far; figures of engines are of this start."""
+        engines = [
+            {
+                "engine": engine,
+                "node": group.node,
+                "gpus": list(group.gpus),
+                "tokens": self.loads.get(engine, EngineLoad()).tokens,
+                "responses": self.loads.get(engine, EngineLoad()).responses,
+                "tokens_per_s": round(self.loads.get(engine, EngineLoad()).tokens_per_s, 1),
+                "lost": lost.get(engine, ""),
+            }
+            for engine, group in sorted(self.groups.items())
+        ]
+        tokens = sum(load.tokens for load in self.loads.values())
+        return {
+            "status": status,
+            "responses": len(tally.done),
+            "total_responses": self.total,
+            "before": self.before,
+            "errors": tally.errors,
+            "tokens": tally.tokens,
+            "finish_reasons": dict(tally.finish_reasons),
+            "score": tally.score_sum / tally.scored if tally.scored else None,
+            "wall_s": round(now - self.began, 3),
+            "tokens_per_s": round(tokens / max(now - (self.since or self.began), 1e-9), 1) if tokens else 0.0,
+            "engines": engines,
+            **more,
+        }

@@ -1,0 +1,189 @@
+"""Collects what is known of every rank and node while nothing moves, and writes it into a directory.
+
+Everything has a deadline, and nothing waits for a rank that hangs: what does not answer is looked at through its log
+and from outside.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.errors import SlurmRlhfError
+from slurm_rlhf.groups.hang_rules import Sighting, Verdict, standing
+from slurm_rlhf.groups.supervisor import Supervisor
+from slurm_rlhf.nodes.node_look import NodeView, ProcessView
+from slurm_rlhf.observe.log_tail import read_end
+from slurm_rlhf.observe.stacks import ThreadStack, last_late_dump, late_s, own_stacks, read_spy, read_stacks, written
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.calls import StacksAnswer
+from slurm_rlhf.wire.handles import RoleHandle
+from slurm_rlhf.wire.messages import Said
+from slurm_rlhf.wire.pending_calls import Flight
+from slurm_rlhf.wire.roster import Peer
+
+_SLACK_S = 5.0  # between a heartbeat that is missing and the time of the log
+
+
+@dataclass(slots=True)
+class Scene:
+    """Holds what was found."""
+
+    ranks: list[Sighting]
+    conductor: list[ThreadStack]
+    said: list[Said]
+    loads: dict[str, str] = field(default_factory=dict)  # by node
+    notes: list[str] = field(default_factory=list)  # what could not be done, and why
+    when: float = field(default_factory=time.time)
+
+
+def ask_ranks(supervisor: Supervisor, directory: RunDirectory, timeout: Timeout) -> Scene:
+    """Ask every rank for its stacks, and read the log of those that do not answer. Takes STACKS_S at most."""
+    server = supervisor.server
+    flights: dict[Peer, Flight] = {}
+    for flight in server.flights():
+        flights.setdefault(flight.peer, flight)
+    peers = [(handle, peer) for role, handle in supervisor.roles.items() for peer in server.peers(role)]
+    asked = [(peer, _ask(handle, peer)) for handle, peer in peers]
+    scene = Scene([], own_stacks(), server.said())
+    _wait(supervisor, asked, late_s(timeout.heartbeat) + 2 * timeout.heartbeat_interval)
+    for peer, answer in asked:
+        seen = Sighting(peer.role, peer.rank, peer.host, peer.pid, silent_s=server.quiet(peer))
+        if peer in flights:
+            seen = replace(seen, call=flights[peer].method, call_s=flights[peer].seconds)
+        if answer.done() and answer.exception() is None:
+            found = answer.result()
+            scene.loads[peer.host] = found.node
+            seen = replace(seen, threads=tuple(read_stacks(found.threads)), source="itself")
+        elif threads := _late(directory.role_log(peer.role, peer.host, peer.rank), seen.silent_s):
+            seen = replace(seen, threads=tuple(threads), source="lock")
+        scene.ranks.append(seen)
+    return scene
+
+
+def _ask(handle: RoleHandle[Any], peer: Peer) -> Future[StacksAnswer]:
+    try:
+        return handle.stacks(peer.rank)
+    except SlurmRlhfError as error:
+        refused: Future[StacksAnswer] = Future()
+        refused.set_exception(error)
+        return refused
+
+
+def _wait(supervisor: Supervisor, asked: Sequence[tuple[Peer, Future[StacksAnswer]]], quiet_s: float) -> None:
+    """Wait for the answers; not of ranks that have been silent for so long that their log has their stacks."""
+    end = time.monotonic() + timeouts.STACKS_S
+    while time.monotonic() < end:
+        left = [answer for peer, answer in asked if not answer.done() and supervisor.server.quiet(peer) < quiet_s]
+        if not left:
+            return
+        wait(left, 0.1)
+
+
+def _late(path: Path, silent_s: float) -> list[ThreadStack]:
+    """Read the stacks that a rank has written since it fell silent; they are what its log ends with."""
+    try:
+        if path.stat().st_mtime < time.time() - silent_s - _SLACK_S:
+            return []
+        return read_stacks(last_late_dump(read_end(path, 0)))
+    except OSError:
+        return []
+
+
+def look_from_outside(scene: Scene, supervisor: Supervisor, directory: Path) -> None:
+    """Let the nodes look at the processes, and add what they see. Takes little more than LOOK_S."""
+    pids: dict[str, list[int]] = defaultdict(list)
+    for seen in scene.ranks:
+        pids[seen.node].append(seen.pid)
+    try:
+        supervisor.look(pids, directory, timeouts.LOOK_S)
+    except (OSError, SlurmRlhfError) as error:
+        scene.notes.append(f"the nodes could not be looked at: {error}")
+    views = [view for node in pids if (view := _view(directory / f"{node}.json", node, scene)) is not None]
+    by_pid = {(view.node, process.pid): process for view in views for process in view.processes}
+    scene.loads.update({view.node: view.load for view in views})
+    reasons = {(process.no_spy, view.node) for view in views for process in view.processes if process.no_spy}
+    for why in sorted({reason for reason, _ in reasons}):
+        nodes = ", ".join(sorted(node for reason, node in reasons if reason == why))
+        scene.notes.append(f"{why}, on {nodes}: stacks are the ranks' own, and of ranks that cannot answer their log's")
+    for index, seen in enumerate(scene.ranks):
+        if process := by_pid.get((seen.node, seen.pid)):
+            scene.ranks[index] = _with_view(seen, process)
+            if process.spy:
+                (directory / f"{seen.role}.{seen.rank}.py-spy.txt").write_text(process.spy, encoding="utf-8")
+
+
+def _with_view(seen: Sighting, process: ProcessView) -> Sighting:
+    if seen.threads or not process.spy:
+        return replace(seen, process=process.state)
+    return replace(seen, process=process.state, threads=tuple(read_spy(process.spy)), source="py-spy")
+
+
+def _view(path: Path, node: str, scene: Scene) -> NodeView | None:
+    try:
+        view = NodeView.read(path)
+        path.unlink()
+        return view
+    except (OSError, ValueError, KeyError, TypeError):
+        scene.notes.append(
+            f"{node} was not looked at from outside: nothing came back from it within {timeouts.LOOK_S:g} s"
+        )
+        return None
+
+
+def write_scene(scene: Scene, verdict: Verdict, paragraph: str, directory: Path) -> None:
+    """Write report.txt, stacks.txt, messages.txt and nodes.txt into `directory`, which exists."""
+    rows = [_row(seen, verdict) for seen in scene.ranks]
+    notes = "".join(f"note: {note}\n" for note in scene.notes)
+    table = "\n".join(rows)
+    (directory / "report.txt").write_text(f"{paragraph}\n\n{table}\n\n{notes}", encoding="utf-8")
+    stacks = [f"# {_title(seen)}\n{written(seen.threads) or '(no stack)'}\n" for seen in scene.ranks]
+    own = f"# conductor\n{written(scene.conductor)}\n"
+    (directory / "stacks.txt").write_text("\n".join([*stacks, own]), encoding="utf-8")
+    messages = [f"{_clock(each.when)} {each.peer.role} rank {each.peer.rank}: {each.what}" for each in scene.said]
+    (directory / "messages.txt").write_text("\n".join(messages) + "\n", encoding="utf-8")
+    (directory / "nodes.txt").write_text(_lines(scene.loads), encoding="utf-8")
+
+
+def take_flights(logs: Path, since: float, directory: Path) -> int:
+    """Copy the files that NCCL's flight recorder has written since; returns how many."""
+    fresh = [path for path in logs.glob("nccl_trace.*") if path.stat().st_mtime >= since]
+    for path in fresh:
+        shutil.copy(path, directory / path.name)
+    return len(fresh)
+
+
+def _row(seen: Sighting, verdict: Verdict) -> str:
+    place = standing(seen)
+    mark = "->" if seen in verdict.behind else "  "
+    call = f"{seen.call} for {seen.call_s:.0f} s" if seen.call else "no call"
+    at = f"{place.at.function} ({place.at.file}:{place.at.line})" if place.at else "?"
+    return f"{mark} {seen.name:<16} {seen.node:<16} {call:<28} {place.kind:<11} {at}"
+
+
+_SOURCES = {
+    "itself": "its own answer",
+    "lock": "its log, while something held the interpreter's lock",
+    "py-spy": "py-spy",
+    "": "nowhere",
+}
+
+
+def _title(seen: Sighting) -> str:
+    return f"{seen.name} on {seen.node} (pid {seen.pid}), from {_SOURCES[seen.source]}"
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when)) + f"{when % 1:.3f}"[1:]
+
+
+def _lines(known: Mapping[str, str]) -> str:
+    return "".join(f"{name}: {text}\n" for name, text in sorted(known.items()))

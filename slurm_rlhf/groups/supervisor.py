@@ -1,0 +1,389 @@
+"""Starts every process of a run, watches it, and ends all of them together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.cluster.processes import raise_descriptors, running
+from slurm_rlhf.config.roles import ROLLOUT
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
+from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Standstills
+from slurm_rlhf.groups.engine_recovery import EngineRecovery
+from slurm_rlhf.groups.first_failure import (
+    Casualty,
+    conductor_stood_still,
+    heard_nodes,
+    names_of,
+    silent_nodes,
+    unheard,
+)
+from slurm_rlhf.groups.start_logs import StartLogs
+from slurm_rlhf.nodes.engine_launcher import EngineEnds, Environment
+from slurm_rlhf.nodes.launcher import Launcher
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.handles import EngineHandle, RoleHandle
+from slurm_rlhf.wire.messages import FAILURE, TERMINATION
+from slurm_rlhf.wire.preemption import Preemption
+from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.server import ControlServer
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+SILENT_BEATS = 3  # so many missed heartbeats are no accident
+LOOPBACK = "127.0.0.1"
+
+
+class Supervisor:
+    """Starts the process groups of each role and notices within seconds when one of them is gone.
+
+    The first failure fails every pending call of every role, so that the conductor learns of it whatever it waits for.
+    Other roles may report errors afterwards, because a member is missing; those do not hide the first.
+    """
+
+    def __init__(self, config: Config, directory: RunDirectory, ranks: RankMap, launcher: Launcher) -> None:
+        self._config = config
+        self._directory = directory
+        self._ranks = ranks
+        self._launcher = launcher
+        raise_descriptors(sum(ranks.worlds.values()))
+        # Only where the ranks reach this process, and not on whatever other networks the node has.
+        self.server = ControlServer(
+            RunKeys.create(directory.keys),
+            host=launcher.address,
+            heartbeat_interval=config.timeout.heartbeat_interval,
+            heartbeat_limit=config.timeout.heartbeat,
+            on_lost=self._on_lost,
+            on_event=self._on_event,
+        )
+        self._leaving = threading.Event()
+        self._gone = threading.Event()
+        self._preemption = Preemption()
+        self._logs = StartLogs(directory)
+        self._deaths = Deaths(self._logs)
+        self._standstills = Standstills()
+        self._engine_ends = EngineEnds()
+        self._looking = threading.Lock()  # held while ends are looked for, and while roles are ended on purpose
+        self._watching = False
+        self.failure: Exception | None = None
+        """What broke the run; None: nothing has."""
+        self.casualty: Casualty | None = None
+        """Of `failure`, where it is that of a role."""
+        self._failure_lock = threading.Lock()
+        self.roles: dict[str, RoleHandle[Any]] = {}
+        self.recovery: EngineRecovery | None = None
+        """Starts engines again that died; None: with the first one that dies the run ends."""
+
+    def start(self, environment: Mapping[str, Environment]) -> None:
+        """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
+
+        It does not wait for engines: `EnginePool` does that.
+        Raises RoleDied naming the role that ended instead, CallTimeout naming the ranks that stayed silent.
+        """
+        self._start(self._ranks.roles, environment)
+
+    def start_again(self, roles: Collection[str], ranks: RankMap, environment: Mapping[str, Environment]) -> None:
+        """Start `roles` again, which `end` has ended, as `ranks` has them. All roles get new handles.
+
+        What still calls through an old one has failed. Raises as `start`.
+        """
+        self._ranks = ranks
+        self._start(roles, environment)
+
+    def _start(self, roles: Collection[str], environment: Mapping[str, Environment]) -> None:
+        retired = RunError("the role goes on after a restart; this call is of before")
+        for role in self._ranks.roles:
+            if (old := self.roles.get(role)) is not None:
+                old.retire(retired)
+            if role in roles:
+                arguments = [
+                    f"--role={role}",
+                    f"--run_dir={self._directory.root}",
+                    f"--endpoint={self.server.endpoint()}",
+                    *([f"--role_start={number}"] if (number := self.server.starts(role)) else []),
+                ]
+                self._launcher.start(role, arguments, environment[role])
+            self.roles[role] = self._handle(role)
+        engines = self.roles.get(ROLLOUT)
+        if self.recovery is None or ROLLOUT in roles:
+            self.recovery = self._make_recovery()
+        elif isinstance(engines, EngineHandle):
+            self.recovery.renew(engines)
+        if not self._watching:
+            self._watching = True
+            threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
+        for role, handle in self.roles.items():
+            if not isinstance(handle, EngineHandle):
+                self._wait_for_hello(role, handle.world)
+
+    def _wait_for_hello(self, role: str, world: int) -> None:
+        try:
+            self.server.wait_for(role, world, self._config.timeout.connect)
+        except CallTimeout as error:
+            heard = heard_nodes(self._peers(), self.server.silent(self._enough_s))
+            dead = unheard(self._ranks.roles[role], self.here(role), heard, self._launcher.unreached)
+            if not dead:
+                raise
+            who = ", ".join(f"rank {share.ranks[0]} on {share.node}" for share in dead)
+            what = f"{who} {'is lost before its' if len(dead) == 1 else 'are lost before their'} hello: {error}"
+            self._fail(Casualty(role, tuple(share.node for share in dead), silent=True), what, self._logs.of_srun(role))
+            raise self.failure or error from error
+
+    def end(self, roles: Collection[str], ranks: RankMap) -> None:
+        """End the processes of `roles` by force, so that they can start again as `ranks` has them.
+
+        What broke the run is forgotten, and the other roles can be called again.
+        """
+        with self._looking:
+            here = self._launcher.address == LOOPBACK
+            pids = [peer.pid for role in roles for peer in self.server.peers(role)] if here else []
+            self._launcher.end(roles, ranks)
+            wait_until(lambda: not any(map(running, pids)), self._config.timeout.shutdown)
+            self._deaths.forget(roles)
+            self._logs.mark()
+            for role in roles:
+                self.server.dismiss(role, "its role is started again")
+            with self._failure_lock:
+                self.failure = self.casualty = None
+            for role in self._ranks.roles:
+                self.server.revive(role)
+
+    def _handle(self, role: str) -> RoleHandle[Any]:
+        world, timeout = self._ranks.world(role), self._config.timeout
+        if any(share.engines for share in self._ranks.roles[role]):
+            return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
+        return RoleHandle(self.server, role, world, timeout)
+
+    def _make_recovery(self) -> EngineRecovery | None:
+        engines, launcher = self.roles.get(ROLLOUT), self._launcher.engines
+        # Where engines share accelerators with trainers, one would measure memory that is in use while it starts.
+        if launcher is None or not isinstance(engines, EngineHandle) or self._config.train.colocate_all:
+            return None
+        homes, most = self._ranks.engine_nodes, self._config.train.max_engine_restarts
+        return EngineRecovery(engines, self.server, launcher, homes, self._config.timeout, most, self.fail, self._over)
+
+    def move_engines(self, ranks: RankMap, left_out: Collection[str]) -> None:
+        """Let engines on nodes that are left out start where `ranks` has them, and none start there again."""
+        if self.recovery is not None:
+            self.recovery.leave_out(ranks.engine_nodes, left_out)
+
+    def _over(self) -> bool:
+        return self.failure is not None or self._leaving.is_set()
+
+    @property
+    def bereft(self) -> bool:
+        """Tell whether the run waits for engines that are being started again, because all were lost."""
+        return self.recovery is not None and self.recovery.bereft
+
+    def here(self, role: str) -> set[int]:
+        """List the ranks of `role` that have said hello and are not lost."""
+        return {peer.rank for peer in self.server.peers(role) if not peer.lost}
+
+    def fail(self, error: Exception, casualty: Casualty | None = None) -> None:
+        """Break the run by an error that no call of the loop sees: every pending and every later call raises it."""
+        with self._failure_lock:
+            if self.failure is None:
+                self.failure, self.casualty = error, casualty
+        for name in self._ranks.roles:
+            self.server.fail_role(name, self.failure)
+
+    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
+        """Let each node write what it sees of its processes into `directory`, as `Launcher.look` does."""
+        self._launcher.look(pids, directory, within_s)
+
+    @property
+    def leaving(self) -> bool:
+        """Tell whether the run ends."""
+        return self._leaving.is_set()
+
+    @property
+    def sync_host(self) -> str:
+        """Name the node where the members of a weight transfer meet: that of the rank that sends."""
+        return LOOPBACK if self._launcher.address == LOOPBACK else self._ranks.roles["actor"][0].node
+
+    def blame(self, error: RunError) -> None:
+        """Raise why the run really broke, if that is another reason than `error`.
+
+        When a rank ends, its calls fail, other ranks report it, and its launcher sees it. Only the launcher knows who
+        was first, and the last lines of its log. When a node dies, the collectives of other ranks fail within a second,
+        and only missing heartbeats tell which node it was. So this waits while a rank is silent; half of
+        `timeout.heartbeat` of silence, together with `error`, is evidence enough.
+        """
+        if not (isinstance(error, RemoteError) and error.user_error):
+            begin, longest_s = time.monotonic(), self._config.timeout.heartbeat + self._patience_s
+            wait_until(lambda: self._explained(error, time.monotonic() - begin), longest_s, 0.05)
+        if self.failure is not None and self.failure is not error:
+            raise self.failure from error
+
+    def _explained(self, error: RunError, waited_s: float) -> bool:
+        """Tell whether it is known why the run broke, or nothing more will be known after `waited_s`."""
+        if self.failure is not None or self._deaths.ends:
+            return self.failure is not None  # ends are judged by the thread that has seen them
+        silent = self._silent()
+        self._give_up(silent, str(error))
+        return not silent and waited_s > self._patience_s
+
+    def stop(self) -> None:
+        """End every process: ask, then end by force what is left, within `timeout.shutdown` seconds each."""
+        self._leaving.set()
+        if self.recovery is not None:
+            self.recovery.close()
+        self._launcher.stop(self._all_ended(), self._config.timeout.shutdown / 2)
+        self._gone.set()
+        self.server.close()
+        log.info("control port: %s", self.server.counts())
+        self._directory.keys.unlink(missing_ok=True)
+
+    def _all_ended(self) -> bool:
+        """Ask every rank to end; True when all of them have released what they hold."""
+        if self.failure is not None:
+            return False
+        calls = [handle.shut_down(rank) for role, handle in self.roles.items() for rank in self.here(role)]
+        done, late = wait(calls, self._config.timeout.shutdown / 2)
+        return not late and all(call.exception() is None for call in done)
+
+    def _watch(self) -> None:
+        # Not before all is over: a launcher may start a process anew here, and its life may hang on this thread's.
+        while not self._gone.wait(POLL_S):
+            try:
+                with self._looking:
+                    self._look_around()
+            except OSError as error:  # what the disk did not answer this time the next look sees
+                log.info("a look at the processes is repeated: %s", error)
+
+    def _look_around(self) -> None:
+        self._watch_engines()
+        now, known, stopped = self.server.loop.now, self._known(), self._launcher.stopped()
+        self._deaths.note(self._launcher.ended(), known, stopped, now)
+        if self.failure is None and not self._leaving.is_set():
+            if self._deaths.ends:
+                self._judge(self._deaths.waited_s(now), known)
+            else:
+                self._watch_starts(known, stopped, now)
+
+    def _known(self) -> list[RoleRanks]:
+        """Return what is known of the ranks of each role whose end `Launcher.ended` tells."""
+        here, engines = self._launcher.address == LOOPBACK, self._launcher.engines is not None
+        roles = [role for role, handle in self.roles.items() if not (engines and isinstance(handle, EngineHandle))]
+        return [RoleRanks(role, self._ranks.world(role), self.server.peers(role), here) for role in roles]
+
+    def _watch_starts(self, known: list[RoleRanks], stopped: list[tuple[str, int]], now: float) -> None:
+        """Give up a role whose torchrun stands still while its ranks start. Afterwards they do without it."""
+        for role, why in self._standstills.longer_than(self._config.timeout.heartbeat, stopped, known, now):
+            self._fail(Casualty(role), why, self._logs.of_role(role))
+
+    def _watch_engines(self) -> None:
+        engines = self._launcher.engines
+        for engine, how in self._engine_ends.news(engines.ended() if engines else ()):
+            if not self._leaving.is_set() and not self._goes_on_without(engine, how):
+                self._fail_of(engine, how)
+        if self.recovery is not None and self.recovery.armed:
+            self.recovery.look()
+
+    def _goes_on_without(self, engine: int, why: str, silent: bool = False) -> bool:
+        return self.recovery is not None and self.recovery.lost(engine, why, silent=silent)
+
+    def _fail_of(self, engine: int, how: str) -> None:
+        group = next(group for group in self._ranks.tp_groups if group.engine == engine)
+        self._fail(Casualty(ROLLOUT, (group.node,)), how, self._logs.of_ranks(ROLLOUT, group.node, group.ranks))
+
+    def _judge(self, waited_s: float, known: list[RoleRanks]) -> None:
+        """Name the process groups that ended by themselves, the first first, unless that was because a node is dead.
+
+        NCCL ends the processes whose peers are gone, and srun then says so of them, and nothing of the dead node.
+        """
+        end = self._deaths.ends[0]
+        if self._launcher.address == LOOPBACK:
+            if self._deaths.more_to_come(waited_s, known, self._patience_s, self._enough_s):
+                return
+        elif not self._deaths.sure:
+            dead = self._on_dead_nodes()
+            self._give_up(dead, f"{end.role} on {end.node} {end.how}")
+            if dead or waited_s < self._patience_s:
+                return
+        end, what = self._deaths.verdict(known, self._named)
+        self._fail(Casualty(end.role, tuple(names_of(end.node))), what, self._logs.of_end(end))
+
+    def _on_dead_nodes(self) -> list[Peer]:
+        """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
+        known = self._heard_nodes().union(*(names_of(end.node) for end in self._deaths.ends))
+        return [peer for peer in self._silent() if peer.host not in known]
+
+    def silent_nodes(self) -> set[str]:
+        """List the nodes of which no rank is heard any more, or ever was."""
+        dead = self.casualty.nodes if self.casualty is not None and self.casualty.silent else ()
+        return silent_nodes(self._peers(), self._silent(), dead)
+
+    def _heard_nodes(self) -> set[str]:
+        return heard_nodes(self._peers(), self._silent())
+
+    def _peers(self) -> list[Peer]:
+        return [peer for role in self._ranks.roles for peer in self.server.peers(role)]
+
+    @property
+    def _patience_s(self) -> float:
+        """Return how long it takes to see that a rank is silent."""
+        return max(timeouts.VERDICT_S, (SILENT_BEATS + 1) * self._config.timeout.heartbeat_interval)
+
+    @property
+    def _enough_s(self) -> float:
+        """Return how long a silence has to be that is evidence, together with something that broke."""
+        return self._config.timeout.heartbeat / 2
+
+    def _silent(self) -> list[Peer]:
+        return self.server.silent(SILENT_BEATS * self._config.timeout.heartbeat_interval)
+
+    def _give_up(self, suspects: list[Peer], evidence: str) -> None:
+        """Give up silent ranks: there is `evidence` that something broke."""
+        for peer in self.server.silent(self._enough_s):
+            if peer in suspects:
+                peer.silent = True
+                why = f"it was not heard from for {self._enough_s:g} s, last phase {peer.phase!r}, and {evidence}"
+                self._lose(peer, why)
+
+    def _on_lost(self, peer: Peer) -> None:
+        if peer in self.server.peers(peer.role):  # not one of a start before
+            self._lose(peer, peer.lost)
+
+    def _lose(self, peer: Peer, why: str) -> None:
+        what = f"{self._named(peer)} on {peer.host} (pid {peer.pid}) is lost: {why}"
+        if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, what, silent=True):
+            return
+        if not self._leaving.is_set():
+            casualty = Casualty(peer.role, (peer.host,), silent=True)
+            self._fail(casualty, what, self._logs.of_peer(peer), hang=peer.silent)
+
+    def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+        """Act on the event of a rank: it cannot go on, or it got SIGTERM."""
+        if event == FAILURE and (engine := self._engine_of(peer)) is not None:
+            self._engine_ends.said(engine, str(data.get("reason")))
+        if event == TERMINATION and not self._leaving.is_set():
+            self._preemption.note(peer, self.server.peers(peer.role), peer.world)
+
+    def _engine_of(self, peer: Peer) -> int | None:
+        handle = self.roles[peer.role]
+        return peer.rank // handle.width if isinstance(handle, EngineHandle) else None
+
+    def _named(self, peer: Peer) -> str:
+        engine = self._engine_of(peer)
+        return f"rank {peer.rank}" if engine is None else f"rank {peer.rank} of engine {engine}"
+
+    def _fail(self, casualty: Casualty, what: str, logs: list[Path], hang: bool = False) -> None:
+        """Break the run: `what` happened to a role, as the newest of `logs` may explain."""
+        if self.failure is None:
+            away = conductor_stood_still(self.server.loop.clock.absence_s, self._config.timeout)
+            told = away or f"role {casualty.role} died: {what}"
+            error = RoleDied(f"{told}.\n{self._logs.quote(logs)}", hang=hang)
+            log.error("%s", error)
+            self.fail(error, casualty)

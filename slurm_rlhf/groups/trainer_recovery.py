@@ -1,0 +1,213 @@
+"""What follows when a trainer dies: all roles but the engines start again in the same job, from the newest checkpoint.
+
+`TrainerRecovery.plan` decides, by the pure functions below and `placement.replacement`; the conductor does it. Engines
+that live stay as they are and get the weights of the new actor. What ends a run all the same: a stop that was asked
+for, a user's error, a failure of the program's own that comes twice in the same step, and train.max_restarts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.config.keys import changed
+from slurm_rlhf.config.roles import ROLES, ROLLOUT
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, shortened
+from slurm_rlhf.groups.first_failure import Casualty
+from slurm_rlhf.groups.supervisor import Supervisor
+from slurm_rlhf.groups.watchdog import Watchdog
+from slurm_rlhf.nodes.launcher import Launcher
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.replacement import Fits, Replacement, passed_over, replaced
+from slurm_rlhf.placement.spares import with_engine_on
+from slurm_rlhf.placement.topology import Topology
+
+TWICE = 2
+"""Failures of ranks on one node after which another node is taken, if there is one."""
+
+# Not the program's own: what is killed once more in the same step may have been killed by the same chance.
+_FROM_OUTSIDE = re.compile(r"killed by SIG(KILL|TERM)\b|ended: (Killed|Terminated)\b|\bis lost: ")
+_CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Describes what broke the run once."""
+
+    step: int  # that was under way
+    text: str  # of the error
+    nodes: tuple[str, ...] = ()  # where the role died; several: on one of them
+
+    @property
+    def head(self) -> str:
+        """Return the first line of the text."""
+        return self.text.partition("\n")[0]
+
+    def repeats(self, other: Failure) -> bool:
+        """Tell whether this is the same failure in the same step, by the words alone; numbers change."""
+        same = _CHANGING.sub("#", self.text) == _CHANGING.sub("#", other.text)
+        return self.step == other.step and same and not _FROM_OUTSIDE.search(self.head)
+
+
+def refusal(failures: Sequence[Failure], most: int) -> str:
+    """Say why the run ends after the last of `failures` and is not restarted; empty: it is."""
+    if len(failures) > most:
+        listed = "".join(f"\n  {number}. step {one.step}: {one.head}" for number, one in enumerate(failures, 1))
+        return f"train.max_restarts = {most} restarts are used up. What failed:{listed}"
+    if len(failures) > 1 and failures[-1].repeats(failures[-2]):
+        return f"the same failure came twice in a row in step {failures[-1].step}: a restart would meet it again"
+    return ""
+
+
+def offenders(failures: Sequence[Failure]) -> set[str]:
+    """List the nodes on which ranks died `TWICE` or more, where it is known which node it was."""
+    counted = Counter(failure.nodes[0] for failure in failures if len(failure.nodes) == 1)
+    return {node for node, count in counted.items() if count >= TWICE}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Says what starts again."""
+
+    why: str
+    roles: tuple[str, ...]
+    ranks: RankMap
+    config: Config  # from now on
+    number: int  # of this restart
+    left_out: tuple[str, ...] = ()  # nodes, since the start of the run
+
+    @property
+    def keeps_engines(self) -> bool:
+        return ROLLOUT in self.ranks.roles and ROLLOUT not in self.roles
+
+    def words(self, most: int) -> str:
+        """Say what is done; `most`: restarts that there may be."""
+        engines = "; the engines go on" if self.keeps_engines else ""
+        return f"restart {self.number} of {most} in this job: {', '.join(self.roles)} start again{engines}"
+
+
+@dataclass(slots=True)
+class TrainerRecovery:
+    """Decides for one start of a run whether and how it goes on."""
+
+    config: Config
+    supervisor: Supervisor
+    watchdog: Watchdog
+    launcher: Launcher
+    stop: Stop
+    note: Callable[[str], None]
+    allocation: Callable[[], Topology]  # nodes and slots of the whole allocation
+    here: str  # the node of this process
+    fits: Fits  # the GPUs' memory
+    failures: list[Failure] = field(default_factory=list, init=False)
+    left_out: set[str] = field(default_factory=set, init=False)
+
+    def plan(self, error: RunError, step: int, ranks: RankMap) -> Plan:
+        """Plan how the run goes on after `error` in step `step`. Raises what ends it, after a note that says why."""
+        cause = self._cause(error)
+        broken = self._broken(cause)
+        most = self.config.train.max_restarts
+        if broken is None or not most or self.stop.reason is not None:
+            raise cause from (None if cause is error else error)
+        self.failures.append(Failure(step, str(cause), broken.nodes))
+        try:
+            if self.launcher.fixed:
+                raise PlacementError(self.launcher.fixed)
+            if why := refusal(self.failures, most):
+                raise PlacementError(why)
+            ranks = self._with_engines(ranks)
+            moved = self._moved(ranks, broken)
+            self.config = changed(self.config, moved.change) if moved.change else self.config
+        except PlacementError as refused:
+            self.note(f"the run is not restarted in this job: {refused}")
+            raise cause from (None if cause is error else error)
+        roles, number = self._roles(ranks, moved.ranks, broken), len(self.failures)
+        return Plan(str(cause), roles, moved.ranks, self.config, number, tuple(self.left_out))
+
+    def _cause(self, error: RunError) -> BaseException:
+        """Return why the run really broke."""
+        if (hung := self.watchdog.behind(error)) is not None:
+            return hung
+        try:
+            self.supervisor.blame(error)
+        except RunError as known:
+            return known
+        return error
+
+    def _broken(self, cause: BaseException) -> Casualty | None:
+        """Say whose end `cause` was, if a restart can mend it."""
+        if isinstance(cause, StopRequested):  # a hang, with train.on_hang = restart
+            roles = self.watchdog.culprits()
+            known = bool(roles) and all(role in ROLES for role in roles)
+            return Casualty(ROLLOUT if ROLLOUT in roles else roles[0]) if known else None
+        found = None
+        if isinstance(cause, RoleDied):
+            found = self.supervisor.casualty
+        elif isinstance(cause, RemoteError) and not cause.user_error and cause.role:
+            found = Casualty(cause.role, (cause.node,))
+        alone = self.supervisor.recovery is not None  # then an engine that ends the run is one that cannot be helped
+        return None if found is None or (alone and ROLES[found.role].kind == "engine") else found
+
+    def _moved(self, ranks: RankMap, broken: Casualty) -> Replacement:
+        """Say where the ranks go: elsewhere if nodes are gone, or have killed ranks twice. Raises PlacementError."""
+        as_it_is = Replacement(ranks)
+        if len(ranks.used_nodes) == 1:
+            return as_it_is
+        gone = self.supervisor.silent_nodes() - {self.here} if broken.silent else set()
+        bad = (gone | offenders(self.failures) | self.left_out) - {self.here}
+        if not bad & set(ranks.used_nodes):
+            return as_it_is
+        recovery = self.supervisor.recovery
+        deserted = recovery.deserted - set(ranks.used_nodes) if recovery is not None else set()
+        try:
+            moved = replaced(ranks, bad | deserted, self.allocation(), self.config, self.fits, self.launcher.unfit)
+        except PlacementError as error:
+            if not gone:
+                return as_it_is  # there is nothing better, and its nodes answer
+            does = "does" if len(gone) == 1 else "do"
+            raise PlacementError(f"{shortened(sorted(gone))} {does} not answer any more, and {error}") from None
+        if moved.change and not gone:
+            return as_it_is
+        self.left_out |= bad
+        passed = f"; {passed_over(self.launcher.unfit)}" if self.launcher.unfit else ""
+        self.note(f"left out from now on: {', '.join(sorted(bad))}; {_changes(ranks, moved.ranks)}{passed}")
+        if moved.change:
+            self.note(
+                f"warning: smaller from now on: {moved.words(self.config)}; the metrics are those of the full size "
+                "to the order in which sums are taken (1e-5 in fp32), not bit for bit"
+            )
+        return moved
+
+    def _with_engines(self, ranks: RankMap) -> RankMap:
+        """Return the map with the engines where they are: some have moved by themselves."""
+        if (recovery := self.supervisor.recovery) is not None:
+            for group in ranks.tp_groups:
+                if (node := recovery.node(group.engine)) != group.node:
+                    ranks = with_engine_on(ranks, group.role, group.engine, node)
+        return ranks
+
+    def _roles(self, ranks: RankMap, moved: RankMap, broken: Casualty) -> tuple[str, ...]:
+        """List what starts again: the engines, too, where they hang, share their devices, or have to move alive."""
+        before, after = (_places(each) for each in (ranks, moved))
+        stay = [engine for engine, (node, _) in before.items() if node not in self.left_out]
+        moves = before.keys() != after.keys() or any(before[engine] != after[engine] for engine in stay)
+        alone = self.supervisor.recovery is not None  # each engine can be started by itself
+        engines_too = (
+            broken.role == ROLLOUT or self.config.train.colocate_all or moves or (before != after and not alone)
+        )
+        return tuple(role for role in moved.roles if engines_too or ROLES[role].kind != "engine")
+
+
+def _places(ranks: RankMap) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """Return engine -> its node and slots."""
+    return {group.engine: (group.node, group.gpus) for group in ranks.tp_groups}
+
+
+def _changes(before: RankMap, after: RankMap) -> str:
+    fresh = sorted(set(after.used_nodes) - set(before.used_nodes))
+    count = len(after.used_nodes)
+    return f"{', '.join(fresh)} takes over" if fresh else f"the run goes on with {count} node{'s' * (count > 1)}"

@@ -1,0 +1,156 @@
+"""Collect what a node can say of itself without the help of others. Imports no torch: takes a second."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from ipaddress import ip_interface
+from pathlib import Path
+
+from slurm_rlhf.cluster.gpu_query import ask_health
+from slurm_rlhf.cluster.network import address_towards, addresses, interface_of, link_mbits
+from slurm_rlhf.disk import refusal
+from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.nodes.facts import UNKNOWN, NodeFacts, Orders, Place
+from slurm_rlhf.nodes.node import INTERFACES
+from slurm_rlhf.nodes.node_look import equipment, versions
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.wire import timeouts
+
+SHM = Path("/dev/shm")
+_SHM_BYTES = 1 << 20  # that are written to try it
+_SIOCGIFNETMASK = 0x891B  # linux/sockios.h
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = SHM) -> NodeFacts:
+    """Return the facts of this node. Blocks for a second, and for up to 5 more where the canary is not seen."""
+    run_dir = Path(orders.run_dir)
+    free = _free(run_dir)
+    address, interface, subnet = _towards(orders.address)
+    return NodeFacts(
+        node=node,
+        clock=time.time(),
+        versions=versions(),
+        equipment=equipment(orders.gpus),
+        canary=_read(Path(orders.canary), timeouts.CANARY_S),
+        run_dir=_unwritable(run_dir),
+        places=tuple(Place(key, path, _unreadable(Path(path))) for key, path in orders.places),
+        free_bytes=free[0],
+        free_files=free[1],
+        shm_free=_free(shm)[0],
+        shm=_full(shm),
+        memlock=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+        most_files=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+        infiniband=_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()),
+        addresses=tuple(str(each) for _, each in addresses()),
+        interface=interface,
+        address=address,
+        subnet=subnet,
+        link_mbits=link_mbits(interface),
+        exported=tuple(_exported(environ)),
+        unhealthy=tuple(ask_health(environ)) if orders.gpus else (),
+    )
+
+
+def _towards(conductor: str) -> tuple[str, str, str]:
+    """Return (address, interface, subnet) of this node on the way to the conductor; empty where there is no way."""
+    try:
+        address = address_towards(conductor)
+    except PlacementError:
+        return "", "", ""
+    interface = interface_of(address)
+    return address, interface, _subnet(interface, address)
+
+
+def _subnet(interface: str, address: str) -> str:
+    if ":" in address or not interface:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFNETMASK, struct.pack("256s", interface.encode()))
+        except OSError:
+            return ""
+    return str(ip_interface(f"{address}/{socket.inet_ntoa(answer[20:24])}").network)
+
+
+def _exported(environ: Mapping[str, str]) -> list[str]:
+    """Say which exported names of interfaces do not exist here. `^` and `=` are NCCL's; gloo takes names alone."""
+    there = {name for name, _ in addresses()}
+    told = []
+    for variable in INTERFACES:
+        value = environ.get(variable, "")
+        names = [name.partition(":")[0] for name in value.lstrip("=").split(",") if name]
+        if not names or value.startswith("^"):
+            continue
+        exact = value.startswith("=") or variable.startswith("GLOO")
+        if not any(mine == name or (not exact and mine.startswith(name)) for name in names for mine in there):
+            told.append(f"{variable}={value}, and its interfaces are {', '.join(sorted(there))}")
+    return told
+
+
+def _free(place: Path) -> tuple[int, int]:
+    """Return the free bytes and files (UNKNOWN where the file system does not count them) for this user."""
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return UNKNOWN, UNKNOWN
+    return found.f_bavail * found.f_frsize, found.f_favail if found.f_files else UNKNOWN
+
+
+def _unwritable(directory: Path) -> str:
+    file = directory / f".preflight.{socket.gethostname()}.{os.getpid()}"
+    try:
+        file.write_text("preflight", encoding="utf-8")
+    except OSError as error:
+        return refusal(error, directory) or error.strerror or str(error)
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()
+    return ""
+
+
+def _unreadable(path: Path) -> str:
+    """Say why `path` cannot be read; of a directory the files directly in it count."""
+    try:
+        files = [each for each in path.iterdir() if each.is_file()] if path.is_dir() else [path]
+        for file in files:
+            with file.open("rb") as opened:
+                opened.read(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _full(shm: Path) -> str:
+    """Say why a megabyte cannot be written to shared memory."""
+    file = shm / f"slurm_rlhf.nodes.{os.getpid()}"
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, _SHM_BYTES)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        with contextlib.suppress(OSError):
+            file.unlink()
+    return ""
+
+
+def _limit(value: int) -> int:
+    return UNKNOWN if value == resource.RLIM_INFINITY else value
+
+
+def _read(file: Path, wait_s: float) -> str:
+    with contextlib.suppress(OSError):
+        wait_until(file.exists, wait_s, 0.2, 0.2)
+        return file.read_text(encoding="utf-8")
+    return ""

@@ -1,0 +1,262 @@
+"""Ask the nodes and judge what they say: start agents, hear their facts, let them run collectives, within a minute."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.nodes import file_checks, network_checks, node_checks, speed_checks
+from slurm_rlhf.nodes.collect import collect
+from slurm_rlhf.nodes.desk import Desk
+from slurm_rlhf.nodes.facts import NodeFacts, Orders
+from slurm_rlhf.nodes.groups import Outcome, links, role_groups
+from slurm_rlhf.nodes.hearing import Hearing, measure_groups, measure_links
+from slurm_rlhf.nodes.needs import Needs
+from slurm_rlhf.nodes.network_checks import names
+from slurm_rlhf.nodes.node_look import MISSING
+from slurm_rlhf.nodes.report import FAILED, Check, Report
+from slurm_rlhf.nodes.starters import Starter
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.spares import chosen
+from slurm_rlhf.wire import timeouts
+
+INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.65, 0.95
+"""Parts of the time limit at which the next stage begins, whoever is missing."""
+_PEERS = 8  # that a node tries to reach, on either side of it in the list
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Say what is to be examined. `place` makes the rank map for some of the nodes; `ranks` is the one for now."""
+
+    nodes: tuple[str, ...]
+    here: str
+    address: str  # of this process, as the nodes reach it
+    needs: Needs
+    versions: Mapping[str, str]  # of this process; in a container those of the first node count
+    ranks: RankMap
+    place: Callable[[Sequence[str]], RankMap]
+    spares: int = 0
+    measure: bool = True  # links and groups
+    thorough: bool = False  # measure them even if no run can start anyhow
+    inside: bool = False  # the agents run in a container, and this process does not
+    job: str = ""
+    started: str = ""
+    equipment: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of nodes whose agent cannot know it
+    limit_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Hold what was found, and the rank map of the nodes that a run should take."""
+
+    report: Report
+    ranks: RankMap
+
+
+class Examination:
+    """Examine the nodes of one question, once. Blocks for at most `limit_s`, and a few seconds to end the agents."""
+
+    def __init__(self, question: Question, starter: Starter) -> None:
+        self._question = question
+        self._starter = starter
+
+    def run(self) -> Answer:
+        """Return what was found. Raises RunError if no agent can be started, OSError for a bad run directory."""
+        asked = self._question
+        secret = secrets.token_hex(32)
+        desk = Desk(asked.address, secret)
+        heard = Hearing(desk, self._starter, asked.limit_s)
+        try:
+            with canary_in(Path(asked.needs.run_dir)) as (canary, token):
+                self._starter.start(_orders(asked, secret, desk, canary))
+                self._hear_facts(heard)
+            evidence = self._measured(heard, self._evidence(heard, token))
+        finally:
+            desk.close()
+            self._starter.end()
+        report = self._report(evidence, heard.seconds())
+        ranks = self._placed(evidence)
+        taken = {node.name for node in ranks.topology.nodes}
+        gone = tuple(node for node in report.bad_nodes() if node not in taken)
+        return Answer(replace(report, left_out=gone), ranks)
+
+    def _hear_facts(self, heard: Hearing) -> None:
+        nodes = set(self._question.nodes)
+        heard.listen(INTRODUCED, lambda: nodes <= {*heard.ports, *heard.printed()})
+        for node in heard.ports:
+            heard.desk.send(node, {"peers": _peers(node, self._question, heard.ports)})
+        heard.listen(FACTS, lambda: set(heard.ports) <= heard.facts.keys())
+        for node, facts in heard.printed().items():
+            heard.facts.setdefault(node, facts)
+
+    def _measured(self, heard: Hearing, evidence: Evidence) -> Evidence:
+        """Add links and groups. A run that cannot start anyhow is to end in seconds, without them."""
+        asked = self._question
+        if not asked.measure:
+            return evidence
+        if not (asked.thorough or asked.spares) and self._report(evidence).verdict == FAILED:
+            return replace(evidence, unmeasured="a run cannot start here anyhow")
+        away = self._cut_off(heard, evidence)
+        slots = {share.node: min(share.gpus) for shares in asked.ranks.roles.values() for share in shares}
+        pairs = links([node for node in asked.nodes if node not in away], slots)
+        evidence = replace(evidence, links=measure_links(heard, pairs, asked.ranks.topology, LINKS))
+        ranks = self._placed(evidence)
+        away |= {node for node in evidence.nodes if node not in heard.desk.nodes}
+        return replace(evidence, groups=measure_groups(heard, role_groups(ranks, away), ranks.topology, GROUPS))
+
+    def _evidence(self, heard: Hearing, token: str) -> Evidence:
+        asked = self._question
+        known = asked.equipment
+        facts = {
+            node: replace(heard.facts[node], equipment=known.get(node, heard.facts[node].equipment))
+            for node in asked.nodes
+            if node in heard.facts
+        }
+        mine = dict(asked.versions)
+        if asked.inside and facts:
+            mine = {**next(iter(facts.values())).versions, "slurm_rlhf": mine.get("slurm_rlhf", MISSING)}
+        return Evidence(
+            asked.nodes,
+            asked.here,
+            f"{asked.here} ({heard.desk.address}:{heard.desk.port})",
+            asked.needs,
+            mine,
+            token,
+            facts,
+            asked.job,
+            self._starter.said()[1],
+            asked.started,
+            unmeasured="" if asked.measure else "preflight = quick",
+        )
+
+    def _cut_off(self, heard: Hearing, evidence: Evidence) -> set[str]:
+        """Return the nodes that take no part in measurements: silent, or not to be reached."""
+        unreached = {node for each in names(evidence.facts).findings if each.verdict == FAILED for node in each.nodes}
+        return (set(self._question.nodes) - set(heard.ports)) | unreached
+
+    def _placed(self, evidence: Evidence) -> RankMap:
+        """Return the rank map on good nodes, where there are nodes to spare."""
+        asked = self._question
+        if not asked.spares:
+            return asked.ranks
+        report = self._report(evidence)
+        return asked.place(chosen(asked.nodes, report.bad_nodes(), report.failed_nodes(), asked.spares))
+
+    def _report(self, evidence: Evidence, seconds: float = 0.0) -> Report:
+        return Report(self._question.nodes, judge(evidence), seconds)
+
+
+def look_here(asked: Question, environ: Mapping[str, str]) -> Report:
+    """Examine this machine alone, in this process and without collectives. Blocks for a second or two."""
+    begun = time.monotonic()
+    with canary_in(Path(asked.needs.run_dir)) as (canary, token):
+        orders = Orders("", asked.address, 0, asked.needs.run_dir, str(canary), asked.needs.places, gpus=True)
+        facts = collect(orders, asked.here, environ)
+    seen = Evidence(
+        asked.nodes,
+        asked.here,
+        asked.here,
+        asked.needs,
+        asked.versions,
+        token,
+        {asked.here: facts},
+        unmeasured="one machine; `slurm-rlhf preflight` measures",
+    )
+    return Report(asked.nodes, judge(seen), time.monotonic() - begun)
+
+
+@contextmanager
+def canary_in(run_dir: Path) -> Iterator[tuple[Path, str]]:
+    """Write a file into the run directory that the nodes are asked to read; yield it and its contents."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(16)
+    canary = run_dir / f".canary.{token}"
+    canary.write_text(token, encoding="utf-8")
+    try:
+        yield canary, token
+    finally:
+        canary.unlink(missing_ok=True)
+
+
+def _orders(asked: Question, secret: str, desk: Desk, canary: Path) -> Orders:
+    return Orders(
+        secret,
+        desk.address,
+        desk.port,
+        str(Path(asked.needs.run_dir).absolute()),
+        str(canary.absolute()),
+        asked.needs.places,
+        # Without GPUs the reason is of interest, but nvidia-smi on each node of a run on CPUs is not.
+        gpus=bool(asked.needs.wanted.slots),
+        groups=asked.measure,
+        connect_s=timeouts.CONNECT_S,
+        limit_s=asked.limit_s,
+    )
+
+
+def _peers(node: str, asked: Question, ports: Mapping[str, int]) -> dict[str, int]:
+    """Choose whom a node tries to reach: its neighbours in the list, and the conductor's node."""
+    ring = [other for other in asked.nodes if other in ports]
+    at = ring.index(node) if node in ring else 0
+    near = [ring[(at + step) % len(ring)] for distance in range(1, _PEERS + 1) for step in (distance, -distance)]
+    return {other: ports[other] for other in dict.fromkeys([*near, asked.here]) if other != node and other in ports}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Hold what was asked and what came back."""
+
+    nodes: tuple[str, ...]
+    here: str  # the conductor's node
+    where: str  # host, address and port of the conductor
+    needs: Needs
+    versions: Mapping[str, str]  # of the conductor
+    token: str  # in the canary
+    facts: Mapping[str, NodeFacts]
+    job: str = ""
+    said: str = ""  # by the launcher
+    started: str = ""  # what was to run on the nodes
+    links: Sequence[Outcome] = ()
+    groups: Sequence[Outcome] = ()
+    unmeasured: str = ""  # why there are no links and groups
+
+
+def judge(seen: Evidence) -> tuple[Check, ...]:
+    """Return all checks. Those of the network need several nodes."""
+    facts, needs = seen.facts, seen.needs
+    several = len(seen.nodes) > 1
+    checks = [network_checks.answers(facts, seen.nodes, seen.said, seen.started)]
+    if seen.job:
+        checks.append(node_checks.allocation(needs, seen.nodes, seen.job))
+    if not facts:
+        return tuple(checks)  # nothing is known of anything else
+    if several:
+        checks += [
+            network_checks.names(facts),
+            network_checks.conductor(facts, seen.where),
+            network_checks.interfaces(facts, seen.here),
+            network_checks.clocks(facts),
+            node_checks.packages(facts, seen.versions),
+        ]
+    checks += [
+        file_checks.run_directory(facts, needs, seen.token),
+        file_checks.places(facts),
+        file_checks.space(facts, needs),
+        file_checks.locks(needs),
+        node_checks.shared_memory(facts, needs),
+        node_checks.limits(facts, needs),
+        node_checks.gpus(facts, needs),
+    ]
+    if seen.unmeasured:
+        return (*checks, Check("links and groups", f"not measured: {seen.unmeasured}"))
+    return (
+        *checks,
+        speed_checks.links(seen.links, {node: each.link_mbits for node, each in facts.items()}),
+        speed_checks.groups(seen.groups),
+    )

@@ -1,0 +1,101 @@
+"""What the conductor asks of a node, and what the node reports of itself: plain records that travel as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+VARIABLE = "SLURM_RLHF_PREFLIGHT"
+"""The environment variable of an agent; it holds a secret, so it is no argument, which other users could read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """Tell an agent what to do. `address` and `port` are those of the conductor's desk, `secret` proves who comes."""
+
+    secret: str
+    address: str
+    port: int
+    run_dir: str
+    canary: str
+    places: tuple[tuple[str, str], ...] = ()  # (key, path) that must be readable
+    gpus: bool = False  # look at them
+    groups: bool = False  # get ready to start processes for the collectives
+    connect_s: float = 5.0
+    limit_s: float = 60.0  # an agent ends itself
+
+    def to_environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Orders:
+        """Read what `to_environment` made. Raises KeyError without the variable."""
+        data: dict[str, Any] = json.loads(environ[VARIABLE])
+        data["places"] = tuple((key, path) for key, path in data["places"])
+        return cls(**data)
+
+
+UNKNOWN = -1
+"""A number that the node could not find out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Describe a path that the run reads; `problem` is empty if it can be read."""
+
+    key: str
+    path: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Describe how a node sees another one by its name."""
+
+    node: str
+    address: str  # that the name has; empty: it has none
+    name: str  # that the address has; empty: it has none
+    problem: str  # of a connection; empty: it was answered
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """Hold what a node says of itself. Sizes are bytes."""
+
+    node: str
+    clock: float  # seconds since the epoch
+    versions: Mapping[str, str]
+    equipment: Mapping[str, Any]  # as `nodes.node_look.equipment`
+    canary: str  # contents of the file that the conductor wrote into the run directory; empty: it is not there
+    run_dir: str  # why the run directory cannot be written; empty: it can
+    places: tuple[Place, ...] = ()
+    free_bytes: int = UNKNOWN  # in the run directory
+    free_files: int = UNKNOWN
+    shm_free: int = UNKNOWN
+    shm: str = ""  # why /dev/shm cannot be written
+    memlock: int = UNKNOWN  # that a process may lock; UNKNOWN: without a limit
+    most_files: int = UNKNOWN  # that a process may open; UNKNOWN: without end
+    infiniband: bool = False
+    addresses: tuple[str, ...] = ()
+    interface: str = ""  # by which it reaches the conductor
+    address: str = ""
+    link_mbits: int = 0  # of that interface, as the kernel tells it; 0: it does not
+    subnet: str = ""
+    exported: tuple[str, ...] = ()  # what is wrong with NCCL_SOCKET_IFNAME and the like
+    unhealthy: tuple[str, ...] = ()  # GPUs with errors of memory, or throttled
+    conductor: str = ""  # why it does not reach the conductor
+    skew_s: float = 0.0  # of its clock to the conductor's, beyond what the measurement leaves open
+    reached: tuple[Reach, ...] = field(default=())
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> NodeFacts:
+        """Read `dataclasses.asdict` of a record, or what JSON made of it. Raises TypeError for another record."""
+        records: dict[str, Any] = {
+            "places": tuple(Place(**each) for each in data.get("places", ())),
+            "reached": tuple(Reach(**each) for each in data.get("reached", ())),
+        }
+        for name in ("addresses", "exported", "unhealthy"):
+            records[name] = tuple(data.get(name, ()))
+        return cls(**{**data, **records})

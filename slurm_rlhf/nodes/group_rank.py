@@ -1,0 +1,184 @@
+"""Be the ranks of a node in the collectives: `python -m slurm_rlhf.nodes.group_rank SOCKET PARENT`.
+
+Imports torch once and forks a process for each seat, so that a node of eight ranks costs one import. No model is
+loaded. An order comes as one message, with the socket on which the store listens; each report is a message, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from slurm_rlhf.cluster.processes import die_with_parent
+from slurm_rlhf.wire import timeouts
+
+Tell = Callable[[dict[str, Any]], None]
+
+_MESSAGE = 1 << 20
+_POLL_S = 0.02
+_ENOUGH_S = 0.3  # of repeating an operation: a slow one is not repeated
+_REPEATS = 3
+_SMALL = 5  # repeats of the smallest message
+SIZE = {"gloo": 2 << 20, "nccl": 64 << 20}
+"""Bytes of the large message."""
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[2]))
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    warnings.filterwarnings("ignore")
+    import torch  # noqa: F401
+
+    while True:
+        message, fds, _, _ = socket.recv_fds(channel, _MESSAGE, 1)
+        if not message:
+            return
+        run(json.loads(message), fds[0], lambda report: channel.sendall(json.dumps(report).encode()))
+        os.close(fds[0])
+
+
+def run(order: dict[str, Any], listening: int, tell: Tell) -> None:
+    """Fork the seats of `order`, and end those that are not through after `limit_s`."""
+    children = {_fork(order, seat, visible, listening, tell): seat for seat, _, visible in order["seats"]}
+    end = time.monotonic() + order["limit_s"]
+    while children:
+        child, _ = os.waitpid(-1, os.WNOHANG)
+        children.pop(child, None)
+        if not child:
+            if time.monotonic() > end:
+                for late in children:
+                    os.kill(late, signal.SIGKILL)
+            time.sleep(_POLL_S)
+    tell({"end": True})
+
+
+def _fork(order: dict[str, Any], seat: int, visible: dict[str, str], listening: int, tell: Tell) -> int:
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    try:
+        die_with_parent(parent)
+        os.environ.update(visible)
+        _take_part(order, seat, listening, tell)
+    finally:
+        os._exit(0)  # what went wrong is told; nothing of the parent's may run twice
+    raise AssertionError("not reached")
+
+
+def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> None:
+    """Go through the stages. An error ends this seat; its groups that come later miss it."""
+    import torch
+    from torch.distributed import TCPStore
+
+    from slurm_rlhf.process_groups._torch import protect, signed
+
+    protect(order["secret"])
+    torch.set_num_threads(1)
+    end = time.monotonic() + order["limit_s"]
+    first = seat == 0
+    own_socket = {"master_listen_fd": os.dup(listening)} if first else {}
+    limit = timedelta(seconds=order["limit_s"])
+    # Without the store nothing is known of any group: what goes wrong here is no report.
+    store = TCPStore(order["host"], order["port"], is_master=first, wait_for_workers=False, timeout=limit, **own_socket)
+    for name, seats in ((name, seats) for stage in order["stages"] for name, seats in stage if seat in seats):
+        own = signed(store, f"{order['name']}/{name}")
+        rank = seats.index(seat)
+        if not _together(own, rank, len(seats), end, timeouts.GROUP_S[order["backend"]]):
+            tell({"seat": seat, "group": name, "late": True})
+            continue
+        tell({"seat": seat, "group": name, "together": True})
+        try:
+            tell({"seat": seat, "group": name, **_measure(order, own, rank, len(seats))})
+        except Exception as error:
+            tell({"seat": seat, "group": name, "error": str(error).strip().splitlines()[0][:300]})
+            return
+    store.add("through", 1)
+    if first:
+        _stay(store, order["seats_in_all"])
+
+
+def _together(store: Any, rank: int, world: int, end: float, group_s: float) -> bool:
+    """Wait for all members of a group; its first rank says whether they came, with enough time left."""
+    store.add("here", 1)
+    while rank == 0:
+        late = time.monotonic() > end - 2 * group_s
+        if late or store.add("here", 0) == world:
+            store.set("go", "no" if late else "yes")
+            break
+        time.sleep(_POLL_S)
+    while not store.check(["go"]):
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_S)
+    return bool(store.get("go") == b"yes")
+
+
+def _stay(store: Any, seats: int) -> None:
+    """Keep the store until all others are through with it."""
+    end = time.monotonic() + timeouts.GROUP_LEAVE_S
+    while store.add("through", 0) < seats and time.monotonic() < end:
+        time.sleep(_POLL_S)
+
+
+def _measure(order: dict[str, Any], store: Any, rank: int, world: int) -> dict[str, float]:
+    """Join a group, and return the seconds of the smallest all-reduce, of a large one and of a large broadcast."""
+    import torch
+    from torch.distributed import BroadcastOptions
+
+    from slurm_rlhf.process_groups._torch import gloo_group, nccl_group
+
+    on_gpu = order["backend"] == "nccl"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        group = nccl_group(store, rank, world, timeouts.GROUP_S[order["backend"]])
+    else:
+        group = gloo_group(store, rank, world, order["address"], timeouts.GROUP_S[order["backend"]])
+    from_first = BroadcastOptions()
+    from_first.rootRank = 0
+    small = torch.ones(1, device=device)
+    size = SIZE[order["backend"]]
+    large = torch.ones(size // 4, device=device)
+
+    def took(begin: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        begin().wait()
+        if on_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def all_reduce(tensor: torch.Tensor) -> float:
+        return took(lambda: group.allreduce([tensor]))
+
+    def broadcast(tensor: torch.Tensor) -> float:
+        return took(lambda: group.broadcast([tensor], from_first))
+
+    def best(operation: Callable[[torch.Tensor], float]) -> float:
+        """Repeat until the first rank has had enough."""
+        found, begun = [], time.perf_counter()
+        for _ in range(_REPEATS):
+            found.append(operation(large))
+            enough = torch.tensor([float(time.perf_counter() - begun > _ENOUGH_S)], device=device)
+            broadcast(enough)
+            if enough.item():
+                break
+        return min(found)
+
+    all_reduce(small)  # and with it everybody is there
+    latency = sorted(all_reduce(small) for _ in range(_SMALL))[_SMALL // 2]
+    figures = {"latency_s": latency, "there_s": best(all_reduce), "back_s": best(broadcast), "size": size}
+    all_reduce(small)  # nobody leaves before all are through
+    return figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Recognise a start by an MPI launcher, and place the roles on the processes that it started."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from slurm_rlhf.cluster.gpu_query import local_gpus
+from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.slurm_environment import read_slurm
+from slurm_rlhf.config.roles import colocations
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError, PlacementError
+from slurm_rlhf.nodes.step_spec import share_on
+from slurm_rlhf.placement.rank_map import RankMap, place
+from slurm_rlhf.placement.role_sizes import role_sizes
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
+
+_COUNTS = (
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+    ("mpiexec", "PMI_SIZE", "PMI_RANK"),
+)
+_STEP = ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Hold what a launcher told one of its processes: rank `rank` of `size`, in the variable `variable`."""
+
+    by: str  # mpirun, mpiexec or srun
+    variable: str
+    size: int
+    rank: int
+
+
+def launched(environ: Mapping[str, str]) -> Launched | None:
+    """Return the MPI launcher that started this process; None if a single process was started.
+
+    A step of several tasks counts as an MPI launcher whatever its --mpi is: N copies of this program mean N ranks.
+    """
+    tables = _COUNTS if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" else (_COUNTS[0], _STEP)
+    for by, size, rank in tables:
+        count = environ.get(size, "")
+        if not count.isdecimal():
+            continue
+        # One task of srun with PMI is an ordinary process; mpirun is never used for that.
+        if by == "srun" and (slurm := read_slurm(environ)) is not None and slurm.step_id is None:
+            continue
+        if int(count) > 1 or by == "mpirun":
+            return Launched(by, size, int(count), int(environ.get(rank, "0")))
+    return None
+
+
+def check_world(start: Launched, size: int) -> None:
+    """Raise ConfigError if COMM_WORLD is not what the launcher started: often each process is alone in its own."""
+    if size == start.size:
+        return
+    said = f"{start.by} started {start.size} processes ({start.variable}={start.size}), but COMM_WORLD has {size}: "
+    if start.by == "srun":
+        raise ConfigError(
+            f"{said}srun gave them no way to find each other. Start them with srun --mpi=pmix (srun --mpi=list names "
+            "what this cluster has), and with an mpi4py built for an MPI that speaks it"
+        )
+    raise ConfigError(
+        f"{said}mpi4py was built for another MPI than this {start.by}'s. Use the {start.by} of that MPI (python -m "
+        "mpi4py --mpi-lib-version names it), or build mpi4py for this one: MPICC=mpicc pip install --no-binary=mpi4py "
+        "--force-reinstall mpi4py"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Describe where one rank of COMM_WORLD runs."""
+
+    node: str
+    cpus: tuple[int, ...]  # that it may run on
+    gpus: tuple[str, ...]  # that it sees, as CUDA_VISIBLE_DEVICES names them
+
+
+def this_process() -> Process:
+    return Process(node_name() or socket.gethostname(), tuple(os.sched_getaffinity(0)), local_gpus(os.environ))
+
+
+class Assignment(NamedTuple):
+    """Say which rank a process is: number `local_rank` of the ranks of `role` on `node`."""
+
+    role: str
+    node: str
+    local_rank: int
+
+    def number(self, ranks: RankMap) -> int:
+        """Return its number among all ranks of the role."""
+        return share_on(ranks, self.role, self.node).ranks[self.local_rank]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Hold the rank map; rank i of COMM_WORLD is `assignments[i]`."""
+
+    ranks: RankMap
+    assignments: tuple[Assignment, ...]
+
+
+def place_processes(config: Config, processes: Sequence[Process], start: Launched) -> Placed:
+    """Place the roles on the processes: each process is a slot, and every slot gets a rank.
+
+    Raises ConfigError for what MPI cannot do, PlacementError when the roles do not fit or do not fill the processes.
+    """
+    if colocations(config):
+        raise ConfigError(
+            f"train.colocate_... does not work with {start.by}: there every rank is a process with a slot of its own. "
+            "Switch colocation off, or start the run by sbatch and without MPI"
+        )
+    if config.cluster.spares:
+        raise ConfigError(
+            f"cluster.spares does not work with {start.by}: there every process holds a rank. Start the run by sbatch "
+            "and without MPI, or set it to 0"
+        )
+    if config.slurm.container:
+        raise ConfigError(
+            f"slurm.container does not work with {start.by}: put the container between it and slurm-rlhf, as in "
+            f"{start.by} ... apptainer exec IMAGE slurm-rlhf train ..."
+        )
+    sizes = role_sizes(config)
+    needed = sum(size.slots for size in sizes)
+    if needed != len(processes):
+        asked = ", ".join(f"{size.role} {size.slots}" for size in sizes)
+        flag = f"srun --ntasks={needed}" if start.by == "srun" else f"{start.by} -np {needed}"
+        raise PlacementError(
+            f"{start.by} started {len(processes)} processes, but the roles have {needed} ranks ({asked}): start {flag}"
+        )
+    topology, slots = _topology(processes)
+    ranks = place(topology, sizes)
+    at = {
+        (share.node, slot): Assignment(role, share.node, index)
+        for role, shares in ranks.roles.items()
+        for share in shares
+        for index, slot in enumerate(share.gpus)
+    }
+    return Placed(ranks, tuple(at[slot] for slot in slots))
+
+
+def _topology(processes: Sequence[Process]) -> tuple[Topology, list[tuple[str, int]]]:
+    """Return the nodes in the order of their first ranks, and the slot of each process on its node."""
+    on: dict[str, list[Process]] = {}
+    slots = []
+    for process in processes:
+        there = on.setdefault(process.node, [])
+        slots.append((process.node, len(there)))
+        there.append(process)
+    accelerator = GPU if all(process.gpus for process in processes) else CPU
+    nodes = tuple(
+        Node(
+            name,
+            len(there),
+            len({cpu for process in there for cpu in process.cpus}),
+            _devices(name, there) if accelerator == GPU else (),
+        )
+        for name, there in on.items()
+    )
+    return Topology(nodes, accelerator), slots
+
+
+def _devices(node: str, processes: Sequence[Process]) -> tuple[str, ...]:
+    """Return the GPU of each process: the i-th that all see, or the one it was bound to."""
+    first = processes[0].gpus
+    if all(process.gpus == first for process in processes) and len(first) >= len(processes):
+        return first[: len(processes)]
+    bound = [process.gpus[0] for process in processes]
+    if all(len(process.gpus) == 1 for process in processes) and len(set(bound)) == len(bound):
+        return tuple(bound)
+    raise PlacementError(
+        f"node {node} has {len(processes)} processes and {len(first)} GPUs, and every rank needs one of its own: start "
+        f"{len(first)} processes on it (mpirun --map-by ppr:{len(first)}:node, srun --ntasks-per-node={len(first)})"
+    )

@@ -1,0 +1,329 @@
+"""Continue a run in another allocation: requeue this job, submit its successor, or leave it to a chain.
+
+The successor is the same script with the same arguments and options. The options on the command line of sbatch are in
+no script: they are read from what Slurm shows of the job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.slurm_job import command
+from slurm_rlhf.cluster.stop import Arrangement, Continuation, immune, termination
+from slurm_rlhf.config.schema import Slurm
+from slurm_rlhf.nodes.node import GPU_VARIABLES
+from slurm_rlhf.wire import timeouts
+
+_AGAIN_S = 10.0
+_AWAY = ("contact", "timed out", "no answer", "Connection", "Zero Bytes", "standby", "temporarily")
+"""In what Slurm's commands say when the controller is away, and not when it refuses."""
+SCRIPT = "successor.sh"
+"""In `.control` of the run directory."""
+
+PARENT_REQUEUES = "SLURM_RLHF_PARENT_REQUEUES"
+"""Variable that such a parent sets: the signal that makes the parent of this process requeue the job."""
+
+
+class SlurmContinuation(Continuation):
+    """Requeue the job of this process, or submit its successor."""
+
+    def __init__(
+        self, slurm: SlurmEnvironment, environ: Mapping[str, str], argv: Sequence[str], directory: Path
+    ) -> None:
+        """`argv`: the words this program was started with. `directory`: for a copy of the batch script, if needed."""
+        self._job = str(slurm.job_id)
+        self._slurm = slurm
+        self._environ = environ
+        self._argv = argv
+        self._directory = directory
+        self._last: float | None = None  # by time.monotonic(): clocks of nodes are set
+
+    def end_time(self) -> float | None:
+        """Read the end from the environment, else ask `squeue` once (Slurm before 23.02 sets no variable)."""
+        end = float(self._slurm.end_time) if self._slurm.end_time is not None else self._asked_end()
+        self._last = None if end is None else time.monotonic() + end - time.time() - timeouts.REQUEUE_END_S
+        return end
+
+    def _asked_end(self) -> float | None:
+        answer = command(["squeue", "-h", "-j", self._job, "-o", "%e"])
+        try:
+            return datetime.fromisoformat(answer.stdout.strip()).timestamp()
+        except ValueError:
+            return None  # no limit, or the controller did not answer: the signal still comes
+
+    def go_on(self) -> Arrangement:
+        """Run `scontrol requeue`, else `sbatch --dependency=afterany`. Only the main thread may call it.
+
+        Slurm ends a requeued job at once, beginning with SIGTERM, and its nodes are blocked until its processes have
+        ended: this waits for that SIGTERM and no longer. Where neither works, because the controller is away, it is
+        tried again until shortly before the end of the allocation.
+        """
+        last = self._last or time.monotonic() + timeouts.REQUEUE_S
+        with termination() as terminated:
+            while True:
+                with immune():
+                    requeued = command(["scontrol", "requeue", self._job])
+                if requeued.returncode == 0:
+                    terminated.wait(timeouts.REQUEUED_KILL_S)
+                    return Arrangement(f"job {self._job} is requeued", True)
+                why = requeued.stderr.strip() or "scontrol requeue failed"
+                # A controller that is away takes no job either, and each command may wait for it for half a minute.
+                arranged = self._refused(why) if _is_away(why) else self._submit(why)
+                away = not arranged.holds and _is_away(arranged.told)
+                if not away or time.monotonic() > last or terminated.wait(_AGAIN_S):
+                    return arranged
+
+    def _refused(self, why: str) -> Arrangement:
+        return Arrangement(f"job {self._job} could not be requeued ({why}); submit the same command to go on", False)
+
+    def _submit(self, why: str) -> Arrangement:
+        shown = command(["scontrol", "show", "job", self._job])
+        written = command(["scontrol", "write", "batch_script", self._job, "-"])
+        if shown.returncode or written.returncode or not written.stdout.startswith("#!"):
+            return self._refused(why)
+        if follower := self._follower():
+            return Arrangement(f"requeue is not allowed here ({why}); job {follower} follows this one", True)
+        job = successor(shown.stdout, self._environ, self._argv)
+        script = self._script(job.script, written.stdout)
+        submitted = command(
+            ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *job.options, script, *job.arguments],
+            env=successor_environment(self._environ),
+            cwd=self._slurm.submit_dir,  # SLURM_SUBMIT_DIR of the next job: scripts find their files by it
+        )
+        if submitted.returncode == 0:
+            told = f"requeue is not allowed here ({why}); job {submitted.stdout.strip()} follows this one"
+            return Arrangement(told, True)
+        told = submitted.stderr.strip()
+        told = f"neither requeue ({why}) nor sbatch ({told}) worked; submit the same command to go on"
+        return Arrangement(told, False)
+
+    def finished(self) -> str:
+        return ""
+
+    def _follower(self) -> str:
+        """Return the successor that an earlier sbatch has submitted without having an answer in time, if any."""
+        words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
+        jobs = [line.partition(" ") for line in command([*words, "-o", "%i %E"]).stdout.splitlines()]
+        return next((job for job, _, after in jobs if after.startswith(f"afterany:{self._job}")), "")
+
+    def _script(self, path: str, text: str) -> str:
+        """Return `path` if it still is the script of this job, else a copy of what Slurm has kept."""
+        try:
+            if Path(path).read_text(encoding="utf-8").strip() == text.strip():
+                return path
+        except (OSError, ValueError):
+            pass
+        copy = self._directory / SCRIPT
+        copy.write_text(text, encoding="utf-8")
+        return str(copy)
+
+
+class ChainContinuation(Continuation):
+    """Leave the rest to the next job of a chain."""
+
+    def __init__(self, inner: Continuation, slurm: SlurmEnvironment) -> None:
+        self._inner = inner
+        self._slurm = slurm
+
+    def end_time(self) -> float | None:
+        return self._inner.end_time()
+
+    def go_on(self) -> Arrangement:
+        """Arrange nothing: requeued, this job would wait behind those that were submitted with it."""
+        return Arrangement("the next job of the chain goes on", True)
+
+    def finished(self) -> str:
+        """Cancel the waiting tasks of this array, or the waiting jobs that are this one again."""
+        array = self._slurm.array_job_id
+        which = [str(array)] if array is not None else self._copies()
+        if not which:
+            return ""
+        done = command(["scancel", "--state=PENDING", *which])
+        if done.returncode:
+            told = done.stderr.strip()
+            return f"jobs {', '.join(which)}, which wait to go on with this run, could not be cancelled: {told}"
+        return f"the jobs that waited to go on with this run are cancelled: {', '.join(which)}"
+
+    def _copies(self) -> list[str]:
+        """List the pending jobs with Dependency=singleton of this name, script, arguments and directory.
+
+        Other experiments may have the same name: they train in another run directory, and so have other arguments.
+        """
+        words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
+        lines = command([*words, "-o", "%i %E"]).stdout.splitlines()
+        waiting = [line.partition(" ")[0] for line in lines if "singleton" in line]
+        own, *others = map(_what, (str(self._slurm.job_id), *waiting))
+        return [job for job, what in zip(waiting, others, strict=True) if what == own and all(own)]
+
+
+class ParentContinuation(Continuation):
+    """Let the parent of this process, which knows the time, requeue the job."""
+
+    def __init__(self, number: int, parent: int) -> None:
+        self._number = signal.Signals(number)
+        self._parent = parent
+
+    def go_on(self) -> Arrangement:
+        os.kill(self._parent, self._number)
+        return Arrangement("the job is requeued by the process that submitit started", True)
+
+
+def _is_away(told: str) -> bool:
+    return any(word in told for word in _AWAY)
+
+
+def _what(job: str) -> list[str]:
+    """Return what tells whether two jobs are the same run: the script, which may name it, its arguments, its place."""
+    shown = command(["scontrol", "show", "job", job]).stdout
+    script = command(["scontrol", "write", "batch_script", job, "-"]).stdout
+    return [script, _line(shown, "Command") or "(--wrap)", _line(shown, "WorkDir")]
+
+
+def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) -> Continuation:
+    """Choose how the run in `run_dir` continues with these `settings` in this environment."""
+    if PARENT_REQUEUES in environ:
+        return ParentContinuation(int(environ[PARENT_REQUEUES]), os.getppid())
+    slurm = read_slurm(environ)
+    if slurm is None:
+        return Continuation()
+    here = SlurmContinuation(slurm, environ, sys.argv[1:], run_dir / ".control")
+    return ChainContinuation(here, slurm) if settings.chain else here
+
+
+OPTION_OF_FIELD = {
+    "JobName": "--job-name",
+    "Partition": "--partition",
+    "Account": "--account",
+    "QOS": "--qos",
+    "Reservation": "--reservation",
+    "TimeLimit": "--time",
+    "NumNodes": "--nodes",
+    "MinMemoryNode": "--mem",
+    "MinMemoryCPU": "--mem-per-cpu",
+    "ReqNodeList": "--nodelist",
+    "ExcNodeList": "--exclude",
+    "Features": "--constraint",
+    "Licenses": "--licenses",
+    "Comment": "--comment",
+    "MailUser": "--mail-user",
+    "MailType": "--mail-type",
+    "WorkDir": "--chdir",
+}
+"""Field of `scontrol show job` -> option of sbatch."""
+
+OPTION_OF_VARIABLE = {
+    "SLURM_NTASKS": "--ntasks",
+    "SLURM_NTASKS_PER_NODE": "--ntasks-per-node",
+    "SLURM_CPUS_PER_TASK": "--cpus-per-task",
+    "SLURM_GPUS": "--gpus",
+    "SLURM_GPUS_PER_NODE": "--gpus-per-node",
+    "SLURM_GPUS_PER_TASK": "--gpus-per-task",
+    "SLURM_MEM_PER_GPU": "--mem-per-gpu",
+    "SLURM_EXPORT_ENV": "--export",
+    "SLURM_ARRAY_TASK_ID": "--array",
+}
+"""Variable of the batch script -> option. Slurm sets it only if the option was given."""
+
+_OVERSUBSCRIBE = {"NO": "--exclusive", "USER": "--exclusive=user", "YES": "--oversubscribe"}
+_EMPTY = {"", "(null)", "N/A"}
+_GPU = re.compile(r"gres[:/]gpu\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Successor:
+    """Hold the command line of sbatch: options, the script as it was submitted (it may be gone), its arguments."""
+
+    options: list[str]
+    script: str
+    arguments: list[str]
+
+
+def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> Successor:
+    """Return the job after the one that `scontrol show job` describes in `shown`.
+
+    `environ` of its batch step; `argv`: the words that the script gave to this program.
+    """
+    options = [f"{option}={value}" for field, option in OPTION_OF_FIELD.items() if (value := _field(shown, field))]
+    options += [f"{option}={environ[name]}" for name, option in OPTION_OF_VARIABLE.items() if environ.get(name)]
+    options += _resources(shown, environ) + _files(shown)
+    if sharing := _OVERSUBSCRIBE.get(_field(shown, "OverSubscribe")):
+        options.append(sharing)
+    if _field(shown, "Requeue") == "0":
+        options.append("--no-requeue")
+    return Successor(options, *split_command(_line(shown, "Command"), argv))
+
+
+def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Split `command`, which Slurm shows as words with blanks between them, into script and arguments.
+
+    A script that ends in `exec slurm-rlhf train FILE "$@"` has passed its arguments on: what `argv` and `command` both
+    end with are these arguments, blanks inside them included. Arguments that it did not pass on are split at blanks.
+    """
+    for first in range(len(argv)):
+        tail = list(argv[first:])
+        if command.endswith(text := " " + " ".join(tail)):
+            script, own = _split_head(command.removesuffix(text))
+            return script, own + tail
+    return _split_head(command)
+
+
+def successor_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Copy `environ` for sbatch without what Slurm has set: the next job would take it for its own."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name == "SLURM_CONF" or not (name.startswith(("SLURM_", "SLURMD_")) or name in GPU_VARIABLES)
+    }
+
+
+def _split_head(head: str) -> tuple[str, list[str]]:
+    if Path(head).is_file():
+        return head, []
+    script, *own = head.split(" ")
+    return script, own
+
+
+def _resources(shown: str, environ: Mapping[str, str]) -> list[str]:
+    """Return --gres without what --gpus-per-node asks for: Slurm would add the two."""
+    items = [item for item in _field(shown, "TresPerNode").split(",") if item]
+    if environ.get("SLURM_GPUS_PER_NODE"):
+        items = [item for item in items if not _GPU.match(item)]
+    names = ",".join(re.sub(r"^gres[:/]", "", item) for item in items)
+    return [f"--gres={names}"] if names else []
+
+
+def _files(shown: str) -> list[str]:
+    """Return the options that append to the same logs, as after a requeue."""
+    out, err = _line(shown, "StdOut"), _line(shown, "StdErr")
+    words = ["--open-mode=append"]
+    if out:
+        words.append(f"--output={out.replace('%', '%%')}")
+    if err and err != out:
+        words.append(f"--error={err.replace('%', '%%')}")
+    return words
+
+
+def _field(shown: str, name: str) -> str:
+    """Return the value of `name`, or "". JobName, Comment and WorkDir may hold blanks, the others do not."""
+    if name in ("JobName", "Comment", "WorkDir"):
+        return _line(shown, name)
+    found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", shown)
+    return "" if found is None or found[1] in _EMPTY else found[1]
+
+
+def _line(shown: str, name: str) -> str:
+    """Return what follows `name` up to the end of its line."""
+    found = re.search(rf"(?:^|\s){name}=(.*)$", shown, re.MULTILINE)
+    value = found[1] if found else ""
+    if name != "Command":
+        value = value.strip()
+    return "" if value in _EMPTY else value

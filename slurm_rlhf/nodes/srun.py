@@ -1,0 +1,243 @@
+"""Run one step of the job: which nodes a role gets, its `srun` command line, the container around it, the child."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_rlhf.cluster.processes import exit_text
+from slurm_rlhf.config.keys import all_keys, get
+from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.nodes.child_process import start_child
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.topology import GPU
+
+_OPTION_NAMES = """
+    ACCOUNT ACCTG_FREQ BCAST BCAST_EXCLUDE BURST_BUFFER CLUSTERS COMPRESS CONSTRAINT CONTAINER CORE_SPEC CPUS_PER_GPU
+    CPUS_PER_TASK CPU_BIND CPU_FREQ_REQ DELAY_BOOT DEPENDENCY DISABLE_STATUS DISTRIBUTION DIST_PLANESIZE EPILOG EXACT
+    EXCLUSIVE EXIT_ERROR EXIT_IMMEDIATE EXPORT_ENV GPUS GPUS_PER_NODE GPUS_PER_SOCKET GPUS_PER_TASK GPU_BIND GPU_FREQ
+    GRES GRES_FLAGS HINT IMMEDIATE KILL_BAD_EXIT LABELIO MEM_BIND MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE MPI_TYPE NNODES
+    NO_KILL NPROCS NTASKS NTASKS_PER_CORE NTASKS_PER_GPU NTASKS_PER_NODE NTASKS_PER_SOCKET OPEN_MODE OVERCOMMIT OVERLAP
+    PARTITION POWER PROFILE PROLOG QOS REMOTE_CWD REQ_SWITCH RESERVATION RESV_PORTS SEND_LIBS SIGNAL SPREAD_JOB
+    STDERRMODE STDINMODE STDOUTMODE TEST_EXEC THREADS THREADS_PER_CORE THREAD_SPEC TIMELIMIT TRES_BIND TRES_PER_TASK
+    UMASK UNBUFFEREDIO USE_MIN_NODES WAIT WAIT4SWITCH WCKEY WORKING_DIR
+"""
+STEP_VARIABLES = frozenset(
+    {f"SLURM_{name}" for name in _OPTION_NAMES.split()} | {"SRUN_CONTAINER", "SRUN_CPUS_PER_TASK", "SRUN_EXPORT_ENV"}
+)
+"""Variables that srun would read as options of the step (`man srun`, input environment variables).
+
+The job, a shell around it or a user's profile has set them. Those that configure the site stay: SLURM_CONF,
+SLURM_DEBUG, SLURM_NETWORK, SLURM_TASK_PROLOG and SLURM_TASK_EPILOG, SLURM_PMI_*.
+"""
+
+_TASK_ENDED = re.compile(r"^srun: error: (?P<nodes>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.MULTILINE)
+_NOT_STARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node (?P<node>[^\s:]+): ", re.MULTILINE)
+_PASSING_FAILURES = ("Unable to contact slurm controller", "Communication connection failure")
+"""Texts of failures that another attempt may not meet, as of a Slurm controller that is restarting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Describe a step: one task on each of `nodes`, shared with the other steps of the job.
+
+    `cpus` on each node; 0: left to Slurm. `gpus` on each node, in the same order; empty: none. `uneven`: the nodes of
+    the job have different numbers of GPUs. `output` may hold patterns of srun; empty: the output of srun itself.
+    `together`: the tasks are useless without each other, so a node that dies ends the step. `options`: more options.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    cpus: int = 0
+    gpus: tuple[int, ...] = ()
+    output: str = ""
+    together: bool = True
+    uneven: bool = False
+    options: tuple[str, ...] = ()
+
+
+def step_command(step: Step, command: list[str]) -> list[str]:
+    """Return the command line of the step. Its tasks run `command` in the environment of srun.
+
+    Without --overlap and --mem=0 the second step would wait for the first, and roles that wait for each other would
+    never start. --nodes and --ntasks are both needed: --nodelist alone means every node of the job.
+
+    In a job with different numbers of GPUs a step that asks for none fails, --gres=gpu:N is refused on the larger
+    nodes, and --gpus=N over several nodes is divided in an arbitrary way (Slurm 22.05): each node gets a component.
+    """
+    if not step.uneven or not step.gpus:
+        resources = f"--gres=gpu:{step.gpus[0]}" if step.gpus else "--gres=none"
+        return ["srun", *_component(step, step.nodes, resources, command)]
+    words: list[str] = []
+    for node, gpus in zip(step.nodes, step.gpus, strict=True):
+        words += [":" if words else "srun", *_component(step, (node,), f"--gpus={gpus}", command)]
+    return words
+
+
+def _component(step: Step, nodes: tuple[str, ...], resources: str, command: list[str]) -> list[str]:
+    count = len(nodes)
+    return [
+        f"--job-name={step.name}",
+        "--overlap",
+        "--mem=0",
+        f"--nodes={count}",
+        f"--ntasks={count}",
+        "--ntasks-per-node=1",
+        f"--nodelist={','.join(nodes)}",
+        *([f"--cpus-per-task={step.cpus}"] if step.cpus else []),
+        resources,
+        "--kill-on-bad-exit=0",
+        *([] if step.together else ["--no-kill"]),
+        "--wait=0",
+        "--input=none",
+        "--mpi=none",
+        "--export=ALL",
+        *([f"--output={step.output}", "--open-mode=append"] if step.output else []),
+        *step.options,
+        *command,
+    ]
+
+
+def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Copy `environ` for srun without what would change the step that its command line describes."""
+    return {name: value for name, value in environ.items() if name not in STEP_VARIABLES}
+
+
+class RunningStep:
+    """Run a step of the job. `log` takes the output of srun itself; that of the tasks goes to `step.output`."""
+
+    def __init__(self, step: Step, command: list[str], log: Path) -> None:
+        self.step = step
+        self.log = log
+        self._command = step_command(step, command)
+        self._sizes: dict[Path, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, or start it again. The step ends with the thread that calls this."""
+        self._sizes = {path: _size(path) for path in self._files()}
+        # SIGTERM makes srun end its tasks. Killed outright, it would leave them to the end of the job.
+        self._process = start_child(self._command, self.log, step_environment(os.environ), signal.SIGTERM)
+
+    @property
+    def code(self) -> int | None:
+        """Return the exit status of srun, None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def failures(self) -> list[tuple[str, str]]:
+        """Return (nodes, how) of the tasks that failed, in order, or of srun itself; empty while all is well."""
+        found = [(match["nodes"], f"ended: {match['how']}") for match in _TASK_ENDED.finditer(self._said(self.log))]
+        if found or self.code is None:
+            return found
+        return [(",".join(self.step.nodes), f"ended (srun {exit_text(self.code)})")]
+
+    def unreached(self) -> list[str]:
+        """Return the nodes on which srun could not start the step."""
+        return _NOT_STARTED.findall(self._said(self.log))
+
+    def worth_another_try(self) -> bool:
+        """Tell whether it failed for a reason that may be gone the next time."""
+        said = "".join(self._said(path) for path in self._files())
+        return any(text in said for text in _PASSING_FAILURES)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal srun if it still runs: SIGTERM makes it kill its tasks."""
+        if self._process is not None and self.code is None:
+            self._process.send_signal(number)
+
+    def _files(self) -> list[Path]:
+        return [self.log, Path(self.step.output.replace("%N", self.step.nodes[0]))]
+
+    def _said(self, path: Path) -> str:
+        """Return what was written to `path` since the start."""
+        try:
+            with path.open("rb") as file:
+                file.seek(self._sizes.get(path, 0))
+                return file.read().decode("utf-8", errors="replace")
+        except OSError:
+            return ""
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+PYXIS = "pyxis"
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """Say where Python runs on the nodes: by default outside any container, with the conductor's own interpreter."""
+
+    image: str = ""
+    runtime: str = ""  # apptainer, singularity, pyxis
+    mounts: tuple[str, ...] = ()  # host path, or host path:path inside
+    python: str = sys.executable
+
+    def command(self, module: str, *arguments: str, gpus: bool) -> list[str]:
+        """Return the command that runs `module` on a node; `gpus`: make them visible in the container."""
+        inner = [self.python, "-m", module, *arguments]
+        if self.runtime in ("", PYXIS):
+            return inner
+        binds = [f"--bind={mount}" for mount in self.mounts]
+        return [self.runtime, "exec", *(["--nv"] if gpus else []), *binds, self.image, *inner]
+
+    def step_options(self) -> tuple[str, ...]:
+        """Return the options of srun itself: pyxis is a plugin of it, which makes GPUs visible by itself."""
+        if self.runtime != PYXIS:
+            return ()
+        mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in self.mounts)
+        return (f"--container-image={self.image}", f"--container-mounts={mounts}")
+
+
+HOST = Container()
+
+
+def container_of(config: Config) -> Container:
+    """Read the keys `slurm.container...`. Mounts the run directory, the models and what the user adds."""
+    slurm = config.slurm
+    if not slurm.container:
+        return HOST
+    own = [config.run_dir, *(get(config, name) for name in all_keys() if name.endswith(".model_name_or_path"))]
+    mounts = tuple(dict.fromkeys([*filter(None, own), *slurm.container_mounts]))
+    return Container(slurm.container, slurm.container_runtime, mounts, slurm.container_python)
+
+
+def role_step(
+    ranks: RankMap, role: str, logs: Path, container: Container = HOST, only: Sequence[str] | None = None
+) -> Step:
+    """Return the step of `role`, on all of its nodes or on those in `only`.
+
+    Engines never span nodes: the tasks of rollout do not know of each other, and the others survive when one ends.
+    """
+    places = [share.node for share in ranks.roles[role]]
+    nodes = [ranks.topology.node(name) for name in places if only is None or name in only]
+    has_gpus = ranks.topology.accelerator == GPU
+    return Step(
+        name=role,
+        nodes=tuple(node.name for node in nodes),
+        cpus=min(node.cpus for node in nodes),
+        # All that the job has there: `nodes.node` chooses among them, and NCCL needs to see the neighbours.
+        gpus=tuple(node.gpus for node in nodes) if has_gpus else (),
+        output=str(logs / f"{role}.%N.torchrun.log"),
+        together=ROLES[role].kind != "engine",
+        uneven=len({node.gpus for node in ranks.topology.nodes}) > 1,
+        options=container.step_options(),
+    )
+
+
+def look_step(ranks: RankMap, names: Sequence[str], container: Container = HOST) -> Step:
+    """Return a step of one task on each of the nodes `names`, beside the roles."""
+    nodes = [ranks.topology.node(name) for name in names]
+    uneven = len({node.gpus for node in ranks.topology.nodes}) > 1
+    gpus = tuple(node.gpus for node in nodes) if uneven else ()
+    return Step(
+        "look", tuple(names), cpus=1, gpus=gpus, uneven=uneven, together=False, options=container.step_options()
+    )

@@ -1,0 +1,254 @@
+"""Submit a run with submitit, and run the conductor inside such a job.
+
+Under Slurm this works only as one process on the first node, started by `exec` in the batch script, which alone gets
+the signal: by default submitit starts its function on every node inside a step, and the steps of the roles would wait
+for ever.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.cluster.processes import exit_text
+from slurm_rlhf.config.key_text import dump_toml
+from slurm_rlhf.config.roles import colocations
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_cluster import minutes
+from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.nodes.child_process import bound_to_parent
+from slurm_rlhf.nodes.requeue import PARENT_REQUEUES
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.role_sizes import role_sizes
+from slurm_rlhf.placement.topology import Topology, numbered_names
+from slurm_rlhf.wire import timeouts
+
+FOLDER = "submitit"
+"""Below the run directory: pickles and logs of submitit, and the configuration as submitted."""
+
+_MOST_TIMEOUTS = 1000
+
+
+def submit(config: Config, local: bool = False) -> Any:
+    """Submit a run with `config` and return its submitit job, whose `result()` is the summary of the run.
+
+    `local`: on this machine, as a process that outlives this one. Raises ConfigError and PlacementError for what
+    cannot be submitted, RunError with the message of sbatch if it refuses.
+    """
+    from submitit.core.utils import FailedJobError
+
+    run_dir = Path(config.run_dir)
+    folder = run_dir / FOLDER
+    executor = local_executor(config, folder) if local else slurm_executor(config, folder)
+    made = not run_dir.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.toml"
+    file.write_text(dump_toml(config), encoding="utf-8")
+    # submitit's local executor hides the GPUs that it was not asked for.
+    hidden = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")} if local else {}
+    job = TrainJob(str(file), config.run_dir, hidden)
+    try:
+        # submitit copies what sbatch says to stderr, and raises with the same words.
+        with _without_slurm_variables(), nullcontext() if local else redirect_stderr(io.StringIO()):
+            return executor.submit(job)
+    except FailedJobError as error:
+        if made:
+            shutil.rmtree(run_dir)
+        raise RunError(f"sbatch refuses the job: {error}") from None
+
+
+def local_executor(config: Config, folder: Path) -> Any:
+    """Make submitit's executor of this machine, whose jobs have a time limit too."""
+    from submitit import LocalExecutor
+
+    executor = LocalExecutor(folder / "%j", max_num_timeout=_MOST_TIMEOUTS)
+    executor.update_parameters(
+        timeout_min=_minutes(config),
+        signal_delay_s=int(config.slurm.signal_lead_s),
+        setup=list(config.slurm.setup),
+        stderr_to_stdout=True,
+    )
+    return executor
+
+
+def slurm_executor(config: Config, folder: Path) -> Any:
+    """Make submitit's executor of Slurm. Raises RunError if there is no Slurm, and as `slurm_parameters`."""
+    from submitit import AutoExecutor
+
+    asked = slurm_parameters(config)
+    try:
+        executor = AutoExecutor(
+            folder / "%j",
+            cluster="slurm",
+            slurm_python=f"exec {shlex.quote(sys.executable)}",
+            slurm_max_num_timeout=_MOST_TIMEOUTS,
+        )
+    except RuntimeError as error:
+        raise RunError(f"this machine cannot submit jobs: {error}. Go to a login node, or add --local") from None
+    executor.update_parameters(**asked)
+    return executor
+
+
+def slurm_parameters(config: Config) -> dict[str, Any]:
+    """Return the parameters of submitit's executor of Slurm; pure. Raises ConfigError, PlacementError."""
+    slurm = config.slurm
+    optional = {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "exclude": slurm.exclude,
+        "mem": slurm.mem,
+        "exclusive": slurm.exclusive,
+        "dependency": slurm.dependency,
+        "setup": slurm.setup,
+    }
+    more = {
+        "nodes": config.slurm.nodes or wanted_nodes(config) + config.cluster.spares,
+        "ntasks-per-node": 1,
+        "signal": f"B:{SIGNAL.name.removeprefix('SIG')}@{int(slurm.signal_lead_s)}",
+        "requeue": True,
+        # A node that is down would end the job, and with it the run that goes on with a spare one.
+        **({"no-kill": True} if config.cluster.spares else {}),
+        **({"gpus-per-node": slurm.gpus_per_node} if slurm.gpus_per_node else {}),
+        **({"cpus-per-task": slurm.cpus_per_task} if slurm.cpus_per_task else {}),
+        **({"reservation": slurm.reservation} if slurm.reservation else {}),
+    }
+    return {
+        "name": slurm.job_name or Path(config.run_dir).name,
+        "nodes": 1,
+        "timeout_min": _minutes(config),
+        "stderr_to_stdout": True,
+        "slurm_use_srun": False,
+        "slurm_additional_parameters": more,
+        **{f"slurm_{name}": value for name, value in optional.items() if value},
+    }
+
+
+def _minutes(config: Config) -> int:
+    slurm = config.slurm
+    limit = minutes(slurm.time)
+    if limit * 60 <= slurm.signal_lead_s:
+        raise ConfigError(
+            f"slurm.signal_lead_s = {slurm.signal_lead_s:g} is all of slurm.time = {slurm.time}: the run would be "
+            "told to save before it started. Lower slurm.signal_lead_s or raise slurm.time"
+        )
+    return limit
+
+
+def wanted_nodes(config: Config) -> int:
+    """Return `slurm.nodes`, or the fewest nodes of `slurm.gpus_per_node` GPUs on which the roles fit.
+
+    Raises PlacementError when no number of such nodes holds them.
+    """
+    sizes = role_sizes(config)
+    least = max(1, *(size.num_nodes for size in sizes))
+    if config.slurm.nodes or not config.slurm.gpus_per_node:
+        return config.slurm.nodes or least
+    most = sum(size.num_nodes or size.engines for size in sizes)
+    for count in range(least, max(most, least) + 1):
+        try:
+            place(Topology.uniform(numbered_names(count), config.slurm.gpus_per_node), sizes, colocations(config))
+            return count
+        except PlacementError:
+            if count >= most:
+                raise
+    raise AssertionError("unreachable: the last count returns or raises")
+
+
+@contextmanager
+def _without_slurm_variables() -> Iterator[None]:
+    """Hide the variables of the job that this process may be in: the new job would inherit them."""
+    names = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
+    taken = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
+
+
+SIGNAL = signal.SIGUSR2
+"""The signal with which Slurm, submitit's local executor and the conductor tell submitit to save and requeue."""
+
+_LAST_LINES = 30  # lines
+
+
+@dataclass
+class TrainJob:
+    """Run the conductor as a child; submitit calls this on the first node of the job."""
+
+    config: str  # TOML file
+    run_dir: str
+    environment: dict[str, str | None]  # values before submitit's executor changed them; None: not set
+    _child: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+    _watch: threading.Thread | None = field(default=None, init=False, repr=False)
+
+    def __call__(self) -> dict[str, Any]:
+        """Run the conductor until it ends; return the summary. Raises RunError with the last lines of what failed."""
+        signal.signal(signal.SIGTERM, self._relay)  # scancel: save and leave, not requeue
+        child = subprocess.Popen(
+            bound_to_parent([sys.executable, "-m", "slurm_rlhf.cli", "train", self.config], signal.SIGTERM),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**_restore(os.environ, self.environment), PARENT_REQUEUES: str(int(SIGNAL))},
+        )
+        self._child = child
+        lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._watch = threading.Thread(target=_copy_errors, args=(child, lines), name="conductor", daemon=True)
+        self._watch.start()
+        self._wait()
+        if child.returncode:
+            told = child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+            how = "was cancelled (SIGTERM)" if told else exit_text(child.returncode)
+            raise RunError(f"slurm-rlhf train {how}:\n{''.join(lines) or '(it said nothing)'}")
+        return dict(json.loads((Path(self.run_dir) / "summary.json").read_text(encoding="utf-8")))
+
+    def checkpoint(self) -> Any:
+        """Save, then run the same again. Submitit calls it when the job is preempted or its time is up."""
+        from submitit.helpers import DelayedSubmission
+
+        if self._child is not None:
+            self._relay(signal.SIGTERM)
+            self._wait()  # as long as saving takes; the end of the allocation is the deadline
+        return DelayedSubmission(TrainJob(self.config, self.run_dir, self.environment))
+
+    def _wait(self) -> None:
+        """Wait in small steps and without a lock: a signal handler may call this while it already waits."""
+        while self._watch is not None and self._watch.is_alive():
+            time.sleep(timeouts.POLL_S)
+
+    def _relay(self, number: int, frame: object = None) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_child": None, "_watch": None}
+
+
+def _restore(environ: Mapping[str, str], changed: Mapping[str, str | None]) -> dict[str, str]:
+    kept = {name: value for name, value in environ.items() if name not in changed}
+    return kept | {name: value for name, value in changed.items() if value is not None}
+
+
+def _copy_errors(child: subprocess.Popen[bytes], lines: deque[str]) -> None:
+    assert child.stderr is not None
+    for line in child.stderr:
+        text = line.decode("utf-8", errors="replace")
+        lines.append(text)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    child.wait()

@@ -1,0 +1,178 @@
+"""torchrun with a store that listens on one address: `python -m slurm_rlhf.nodes.torchrun` takes torchrun's options.
+
+torch's own ways for torchruns to meet open the store on all addresses of the node, and whoever reaches a store can
+change it: it knows no password. This one is bound to the address that the others connect to.
+
+When a rank ends, torchrun ends the others by SIGTERM and waits for them. In a Slurm step that signal means preemption,
+and ranks block it. This one kills them, so that the end of the first is told at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing import SubprocessContext
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.run import main as torchrun
+
+from slurm_rlhf.cluster.listeners import shut_when_joined
+from slurm_rlhf.cluster.local_directory import OWN, remove_directory
+from slurm_rlhf.cluster.network import own_address
+from slurm_rlhf.cluster.processes import PARENT, raise_descriptors
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.auth import RunKeys
+
+BACKEND = "bound"
+"""Value of torchrun's `--rdzv-backend`; its `--rdzv-conf` has `rank`, of this node, `ranks`, of all nodes, and
+`meeting`, the file in which the first node says at which port it listens."""
+
+_BACKLOG = 4096
+_LOOK_S = 0.2
+
+
+class BoundRendezvous(RendezvousHandler):
+    """Let the torchruns of a role meet at the store of the first; the nodes have the numbers they were given."""
+
+    def __init__(self, host: str, meeting: str, run_id: str, node: int, nodes: int, ranks: int) -> None:
+        self._where = RendezvousStoreInfo(host, 0)
+        self._meeting = meeting
+        self._run_id = run_id
+        self._node = node
+        self._nodes = nodes
+        self._ranks = ranks
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Say that the ranks use this store, too."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open the store, or connect to it. Raises torch's errors, or TimeoutError, after a time-out."""
+        if self._store is None:
+            self._store = self._listen() if self._node == 0 else self._connect()
+        store = PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(store, self._node, self._nodes, self._where)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do: nodes neither come nor go."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+    def _connect(self) -> TCPStore:
+        where = self._where = RendezvousStoreInfo(self._where.master_addr, self._port())
+        return TCPStore(
+            where.master_addr, where.master_port, self._nodes, False, timedelta(seconds=timeouts.TORCHRUN_S)
+        )
+
+    @property
+    def _file(self) -> Path:
+        return RunDirectory(Path(_of_rank("--run_dir="))).keys.parent / self._meeting
+
+    def _port(self) -> int:
+        """Wait until the first node has said where it listens."""
+        end = time.monotonic() + timeouts.TORCHRUN_S
+        while not (said := _read(self._file)).endswith("\n"):
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{self._where.master_addr} has not written into {self._file}, within {timeouts.TORCHRUN_S} s, "
+                    "where it listens: its log says why; or this node does not see what others write there"
+                )
+            time.sleep(_LOOK_S)
+        return int(said)
+
+    def _listen(self) -> TCPStore:
+        address = own_address(self._where.master_addr, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._where = RendezvousStoreInfo(address, int(listener.getsockname()[1]))
+        if self._meeting:  # before the store, which waits for the others
+            print(f"the torchruns meet at {address}:{self._where.master_port}", flush=True)
+            self._file.write_text(f"{self._where.master_port}\n", encoding="ascii")
+        number = listener.detach()
+        store = TCPStore(
+            *(address, self._where.master_port, self._nodes, True, timedelta(seconds=timeouts.TORCHRUN_S)),
+            master_listen_fd=number,
+        )
+        if self._ranks:
+            first, run_dir = int(_of_rank("--first_rank=")), RunDirectory(Path(_of_rank("--run_dir=")))
+            secret = RunKeys.load(run_dir.keys).client_secret
+            shut_when_joined(store, number, range(first, first + self._ranks), secret)
+        return store
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii")
+    except OSError:  # as of a shared file system that has a moment's trouble
+        return ""
+
+
+def _of_rank(name: str) -> str:
+    """Return an argument of the ranks; they stand behind torchrun's own."""
+    return next(word.removeprefix(name) for word in sys.argv if word.startswith(name))
+
+
+def make(parameters: RendezvousParameters) -> BoundRendezvous:
+    """Return what torchrun's options ask for."""
+    host, meeting = parameters.endpoint.rpartition(":")[0], parameters.get("meeting") or ""
+    node, ranks = parameters.get_as_int("rank", 0), parameters.get_as_int("ranks", 0)
+    return BoundRendezvous(host, meeting, parameters.run_id, node or 0, parameters.max_nodes, ranks or 0)
+
+
+def kill_all(ranks: SubprocessContext, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
+    """Replace `SubprocessContext.close`: end the ranks by force, and do not wait for what the kernel holds."""
+    for rank in ranks.subprocess_handlers.values():
+        if rank.proc.poll() is None:
+            rank.close(signal.SIGKILL)
+
+
+def main() -> None:
+    SubprocessContext.close = kill_all
+    rendezvous_handler_registry.register(BACKEND, make)
+    os.environ[PARENT] = str(os.getpid())
+    raise_descriptors()
+    own, failed = os.environ.pop(OWN, ""), False
+    try:
+        torchrun()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        failed = True
+    finally:
+        if own:
+            remove_directory(Path(own))
+    if failed:
+        os._exit(1)  # at once: the interpreter's teardown of torch takes seconds on a busy node
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""The main program of every rank of every role: `python -m slurm_rlhf.ranks.rank_process`, under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slurm_rlhf.cluster import listeners as doors
+from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
+from slurm_rlhf.cluster.processes import (
+    CONDUCTOR_GONE,
+    CONDUCTOR_GONE_STATUS,
+    KEYS,
+    PARENT,
+    STORE_FD,
+    STORE_RANKS,
+    die_with_parent,
+    keep_others_out,
+    print_to,
+)
+from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import system_cause
+from slurm_rlhf.observe.stacks import late_s
+from slurm_rlhf.ranks.own_stacks import answer, expect_beat, expect_none, record_flights
+from slurm_rlhf.ranks.worker import RankInfo, Worker
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.calls import ActorCalls, RankCalls
+from slurm_rlhf.wire.client import THREAD_FAILED, ControlClient
+from slurm_rlhf.wire.messages import TERMINATION
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+SHUTDOWN = RankCalls.shutdown.__name__
+
+_USUAL = gc.get_threshold()[0]
+_RARELY = 100_000  # new objects
+_ARENA = 1 << 20  # bytes: what Python asks the system for at once
+
+
+def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
+    """Find out who this process is: torchrun counts the processes of a node, from `first_rank` of the rank map on."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    return RankInfo(role, first_rank + local_rank, world, local_rank, node_name())
+
+
+def collect_rarely() -> None:
+    """Collect garbage rarely until `collect_as_usual`: imports make a million objects, and next to no garbage."""
+    gc.set_threshold(_RARELY)
+
+
+def collect_as_usual() -> None:
+    """Collect garbage as usual again; what the start has made stays, and later collections pass over it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_USUAL)
+
+
+def crash_at_once() -> None:
+    """End at once where memory is violated, as without libraries.
+
+    One that engines load (tvm_ffi) writes C stacks first, for up to 14 s: so long a dead engine passes for alive.
+    """
+    if not faulthandler.is_enabled():  # a user wants the Python stacks, which takes no time
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+
+
+def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
+    """Name in the environment where compiled kernels are kept; it comes before anything is compiled."""
+    train = config.train
+    cache, note = take_kernel_cache(train.kernel_cache, info.role, info.local_rank, train.kernel_cache_gib)
+    print(note, flush=True)
+    if cache is not None:
+        os.environ.update(cache_variables(cache.directory))
+    return cache
+
+
+def has_loaded(cache: KernelCache | None, info: RankInfo, keys: RunKeys, failed: bool) -> None:
+    """Do what comes after the first call, by which a rank has loaded what it works with, unless it `failed`."""
+    crash_at_once()
+    collect_as_usual()
+    tell_joined(info, keys)
+    if cache is not None and not failed:
+        cache.started()
+
+
+def serve(client: ControlClient, worker: Worker, loaded: Callable[[bool], None] | None = None) -> None:
+    """Answer calls until the conductor calls `shutdown`.
+
+    `loaded`: called once after the first call, which lets a worker load what it works with; True: that call failed.
+    """
+    while True:
+        request = client.receive(0.0 if worker.busy() else None)
+        if request is None:
+            worker.advance()
+        else:
+            client.phase = request.method
+            if request.method == SHUTDOWN:
+                request.reply(worker.shutdown())
+                return
+            worker.handle(request)
+            if not worker.busy():
+                client.phase = f"idle after {request.method}"
+        if loaded is not None:
+            loaded(request is not None and request.failed)
+            loaded = None
+
+
+def import_libraries(config: Config, info: RankInfo) -> None:
+    """Import the heavy libraries of a role. No device is touched; engines see their own GPUs only from now on.
+
+    It comes before anybody listens for the rank's heartbeats. Opening a library of gigabytes on a file system that many
+    nodes read at once takes minutes, and the interpreter's lock is held all the while: no heartbeat would leave, and
+    the rank would count as lost.
+    """
+    if ROLES[info.role].kind == "engine":
+        from slurm_rlhf.ranks.engine_worker import prepare_process
+
+        prepare_process(config, info)
+        return
+    from slurm_rlhf.trainer.backends import import_trainers
+
+    import_trainers(config, info.role, info.world)
+
+
+def protect_groups(keys: RunKeys) -> None:
+    """Keep strangers out of the process groups that this rank will be in."""
+    from slurm_rlhf.process_groups._torch import protect  # it needs torch
+
+    protect(keys.client_secret)
+
+
+def open_store(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.environ) -> TCPStore | None:
+    """Open the store of the role's ranks on the socket that this process inherited; None: another process has it.
+
+    For launches without torchrun. The port was bound before anybody knew it, so nobody else can have it.
+    """
+    if STORE_FD not in environ:
+        return None
+    from torch.distributed import TCPStore
+
+    number = int(environ[STORE_FD])
+    store = TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=number,
+    )
+    if STORE_RANKS in environ:
+        ranks = range(info.rank, info.rank + int(environ[STORE_RANKS]))  # those of an engine, or of the whole role
+        doors.shut_when_joined(store, number, ranks, keys.client_secret)
+    return store
+
+
+def tell_joined(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the role's store that this rank needs no further connection to it; with GPUs it listens on nevertheless."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STORE_RANKS not in environ:
+        return
+    from torch.distributed import TCPStore
+
+    try:
+        store = TCPStore(
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeouts.STORE_JOIN_S),
+        )
+        doors.tell_joined(store, info.rank, keys.client_secret)
+    except RuntimeError as error:  # it listens on, that is all
+        print(f"the store of the role does not answer: {error}", flush=True)
+
+
+def hold_termination() -> bool:
+    """Inside a Slurm step, keep SIGTERM for `relay_termination` and return True; it comes before any thread."""
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+        return False
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    return True
+
+
+def relay_termination(client: ControlClient) -> None:
+    """Tell the conductor when SIGTERM comes: Slurm preempts a job by sending it to the steps, not to the script."""
+
+    def wait() -> None:
+        signal.sigwait({signal.SIGTERM})
+        client.event(TERMINATION)
+
+    threading.Thread(target=wait, name="termination", daemon=True).start()
+
+
+def abort_forming() -> None:
+    """Give up the weight transfer group that is being formed: a member of it is gone."""
+    from slurm_rlhf.weights.group import abort_newest  # it needs torch
+
+    abort_newest("an engine was lost before the group was formed")
+
+
+def _leave(reason: str) -> None:
+    """End this process: it hears its conductor no more, and its main thread may sit in a collective that never ends."""
+    own = reason == THREAD_FAILED
+    try:
+        print(reason if own else f"{CONDUCTOR_GONE}: {reason}", file=sys.stderr, flush=True)
+    finally:  # without memory, nothing can be said
+        os._exit(1 if own else CONDUCTOR_GONE_STATUS)
+
+
+def beat(late: float) -> None:
+    """Do what comes with each heartbeat: put off the stacks that appear `late` seconds after the last one.
+
+    A process that has used up its address space ends here. A thread that gets none to begin with leaves the one that
+    starts it waiting for ever, and Python code cannot run in it.
+    """
+    expect_beat(late)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit - _address_space() < _ARENA:
+        print(system_cause(MemoryError.__name__), file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One rank of a role; started by the conductor, not by hand.")
+    parser.add_argument("--role", required=True, choices=sorted(ROLES))
+    parser.add_argument("--run_dir", required=True, type=Path)
+    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--first_rank", required=True, type=int)
+    parser.add_argument("--world", required=True, type=int)
+    parser.add_argument("--role_start", default=0, type=int, help="which start of the role this is")
+    arguments = parser.parse_args()
+
+    collect_rarely()
+    keep_others_out()
+    die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
+    held = hold_termination()
+    directory = RunDirectory(arguments.run_dir)
+    info = rank_info(arguments.role, arguments.first_rank, arguments.world)
+    print_to(directory.role_log(info.role, info.node, info.rank))
+    config = load_config(directory.config, [])
+    # An import from a slow file system holds the interpreter's lock for minutes.
+    expect_beat(config.timeout.connect / 2)
+    record_flights(directory.keys.parent, info.role)
+    cache = take_caches(config, info)
+    keys = RunKeys.parse(os.environ.pop(KEYS), KEYS) if KEYS in os.environ else RunKeys.load(directory.keys)
+    store = open_store(info, keys)  # alive as long as this process
+    # Before there is a client: from its hello on, a silent rank counts as lost.
+    import_libraries(config, info)
+    protect_groups(keys)
+    make_worker = ROLES[info.role].load_worker()
+    client = ControlClient(
+        arguments.endpoint,
+        keys,
+        info.role,
+        info.rank,
+        info.world,
+        host=info.node,
+        start=arguments.role_start,
+        heartbeat_interval=config.timeout.heartbeat_interval,
+        heartbeat_limit=config.timeout.heartbeat,
+        on_conductor_lost=_leave,
+        on_beat=partial(beat, late_s(config.timeout.heartbeat)),
+        beside={RankCalls.stacks.__name__: answer, ActorCalls.sync_abort.__name__: abort_forming},
+    )
+    client.connect(config.timeout.connect)
+    if held:
+        relay_termination(client)
+    try:
+        serve(client, make_worker(config, info, client), partial(has_loaded, cache, info, keys))
+        client.close()
+        expect_none()
+        del store
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(CONDUCTOR_GONE_STATUS if client.conductor_lost else 1)
+    sys.stdout.flush()
+    # Interpreter teardown of torch, gloo and engines takes seconds and can hang; everything is closed by now.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""The conductor: one process without a device that starts the roles, runs the algorithm and ends everything again."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
+from slurm_rlhf.cluster.gpu_memory import fits_gpus
+from slurm_rlhf.cluster.processes import Session
+from slurm_rlhf.cluster.resources import current_topology, node_name
+from slurm_rlhf.cluster.stop import NOT_ARRANGED, Continuation, Stop, StopRequested
+from slurm_rlhf.config.key_text import dump_toml
+from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.disk import make_run_directory, run_directory_kept
+from slurm_rlhf.errors import CheckpointError, ConfigError, DiskError, RunError
+from slurm_rlhf.groups.run_lock import exclusive, log_error, logging_to, refuse_restart, refuse_short_time
+from slurm_rlhf.groups.supervisor import Supervisor
+from slurm_rlhf.groups.trainer_recovery import Plan, TrainerRecovery
+from slurm_rlhf.groups.watchdog import Watchdog
+from slurm_rlhf.nodes.launcher import Launcher
+from slurm_rlhf.nodes.requeue import continuation_of
+from slurm_rlhf.observe import events
+from slurm_rlhf.observe.run_status import read_run_status
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.run.earlier_run import changed_keys, refuse_other_model, unreadable_elsewhere
+from slurm_rlhf.run.loop import TrainingLoop
+from slurm_rlhf.run.reporting import Reporting
+from slurm_rlhf.run.run_inputs import Inputs
+from slurm_rlhf.run.run_state import MODEL, UNEVALUATED, RunState
+from slurm_rlhf.run.startup import Startup
+from slurm_rlhf.run_directory import RunDirectory
+
+
+def run_here(config: Config, ranks: RankMap, launcher: Launcher) -> int:
+    """Run the conductor on this machine, with the scheduler's way to go on later; return and raise as `run`."""
+    return run(config, ranks, launcher, node_name(), continuation_of(config.slurm, Path(config.run_dir), os.environ))
+
+
+def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuation: Continuation) -> int:
+    """Train, from the newest checkpoint if there is one. Returns the exit code.
+
+    A run that is told to stop saves first; `continuation` then makes it go on where the scheduler allows. Raises
+    UserError and RunError with a message that is fit for the terminal; the traceback is in the conductor's log.
+    Whatever happens, no process of the run is left when this returns.
+    """
+    directory, end = RunDirectory(Path(config.run_dir)), continuation.end_time()
+    refuse_short_time(end, config.slurm.signal_lead_s)
+    make_run_directory(directory.root, directory.make)
+    reporting = Reporting(config, directory, ranks.worlds)
+    logged = logging_to(directory.role_log("conductor", node, 0))
+    with exclusive(directory), logged, reporting.recorder.listening():
+        Session.here(os.environ).write(directory.root)
+        try:
+            with Stop(directory.root, end, config.slurm.signal_lead_s) as stop:
+                try:
+                    with run_directory_kept(directory.root):
+                        Conductor(config, directory, ranks, launcher, reporting, stop, node).run()
+                except StopRequested as stopped:
+                    newest = None if stopped.saved else CheckpointDir(directory.root).resolve("auto")
+                    reporting.stopped(stopped.reason.what, stopped.saved, newest, stopped.reason.requeue)
+                    if stopped.reason.requeue:
+                        refuse_restart(directory.restart_guard, reporting.moved, config.slurm.signal_lead_s)
+                        # Last: Slurm may end this process before it returns.
+                        arranged = continuation.go_on()
+                        reporting.note(arranged.told)
+                        return stopped.reason.exit_code if arranged.holds else NOT_ARRANGED
+                    return stopped.reason.exit_code
+        except BaseException as error:
+            log_error(error)
+            try:
+                reporting.failed(error)
+            except OSError:  # of a disk that cannot take the summary: `error` says so already
+                reporting.note(f"{directory.summary} cannot be written, and tells nothing of this end")
+            if isinstance(error, RunError | DiskError) and directory.root.is_dir():
+                reporting.note(way_on(directory.root, config.resume))
+            raise
+        if called_off := continuation.finished():
+            reporting.note(called_off)
+        return 0
+
+
+@dataclass(slots=True)
+class Conductor:
+    """Reads what the run needs, starts the roles, and hands over to `TrainingLoop`."""
+
+    config: Config
+    directory: RunDirectory
+    ranks: RankMap
+    launcher: Launcher
+    reporting: Reporting
+    stop: Stop
+    node: str  # of this process
+    state: RunState = field(init=False)
+    started: float = field(default_factory=time.monotonic)
+
+    def run(self) -> None:
+        """Train to the end. All that a user can have wrong is looked at before the first process starts."""
+        inputs = Inputs.read(self.config, self.reporting.note)
+        self.state, checkpoint, complete = self._resume(inputs)
+        changed = changed_keys(_config_of(checkpoint), self.config) if checkpoint else []
+        if checkpoint and complete and self.state.step >= inputs.total_steps and self._exported():
+            ignored = f"; these keys were changed and are not used: {', '.join(changed)}" if changed else ""
+            self.reporting.note(
+                f"already finished: {self.state.step} steps are done in {self.directory.root}{ignored} (raise "
+                "train.max_steps to go on, or give another --run_dir)"
+            )
+            return
+        self._write_config()
+        self.reporting.begin(self.state, inputs.total_steps, checkpoint)
+        if changed:
+            self.reporting.note(f"changed since step {self.state.step}: {', '.join(changed)}", events.WARNING)
+        self.reporting.place(self.ranks)
+        self.reporting.recorder.pieces = inputs.tokenizer.pieces
+        supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
+        tell = (self.reporting.note, self.reporting.hung)
+        watchdog = Watchdog(self.config, self.directory, supervisor, self.stop, *tell, lambda: self.state.step + 1)
+        startup = Startup(
+            self.config,
+            self.directory,
+            self.ranks,
+            supervisor,
+            inputs,
+            self.reporting,
+            self.stop,
+            self.started,
+            watchdog,
+        )
+        allocation = partial(current_topology, self.config, colocations(self.config))
+        recovery = TrainerRecovery(
+            self.config,
+            supervisor,
+            watchdog,
+            self.launcher,
+            self.stop,
+            self.reporting.note,
+            allocation,
+            self.node,
+            fits_gpus,
+        )
+        back = WayBack.of(CheckpointDir(self.directory.root), checkpoint)
+        start: Callable[[], TrainingLoop] = partial(startup.run, self.state, checkpoint)
+        watchdog.start()
+        try:
+            while (plan := self._train(start, recovery)) is not None:
+                start = self._restart(plan, startup, back)
+        finally:
+            watchdog.close()
+            self.stop.ignore_signals()
+            supervisor.stop()
+        self.reporting.finished()
+
+    def _train(self, start: Callable[[], TrainingLoop], recovery: TrainerRecovery) -> Plan | None:
+        """Train to the end; answer how the run goes on where something broke. Raises what ends it."""
+        try:
+            with self.stop.droppable():
+                loop = start()
+            loop.run()
+        except RunError as error:
+            return recovery.plan(error, self.state.step + 1, self.ranks)
+        return None
+
+    def _restart(self, plan: Plan, startup: Startup, back: WayBack) -> Callable[[], TrainingLoop]:
+        """End what starts again, and go back to the newest checkpoint; answer what starts it."""
+        supervisor, roles, spent_s = startup.supervisor, plan.roles, startup.spent_s(self.state)
+        self.reporting.restarting(plan.why, plan.words(self.config.train.max_restarts))
+        supervisor.end(roles, plan.ranks)
+        if plan.keeps_engines and not startup.engines_are_idle():
+            self.reporting.note("not all engines answer: they start again, too")
+            supervisor.end((ROLLOUT,), plan.ranks)
+            roles = tuple(plan.ranks.roles)
+        elif plan.keeps_engines:
+            supervisor.move_engines(plan.ranks, plan.left_out)
+        checkpoint = back.find(self.reporting.note)
+        self.state = RunState(seed=self.config.train.seed)
+        if checkpoint is not None:
+            self.state = RunState.from_json(back.directory.load_state(checkpoint)["run"])
+        else:
+            self.reporting.note("there is no checkpoint yet: the run begins anew, with the initial weights")
+        startup.watchdog.begin_again()
+        self.reporting.begin(self.state, startup.inputs.total_steps, checkpoint)
+        if plan.ranks is not self.ranks:
+            self.ranks = plan.ranks
+            self.reporting.place(plan.ranks)
+        if plan.config is not self.config:
+            self.config = plan.config
+            self._write_config()
+        return partial(startup.again, self.state, checkpoint, spent_s, roles, plan.ranks, plan.config)
+
+    def _write_config(self) -> None:
+        """Write down what the ranks read when they start."""
+        text = f"{unreadable_elsewhere(self.config)}{dump_toml(self.config)}"
+        self.directory.config.write_text(text, encoding="utf-8")
+
+    def _exported(self) -> bool:
+        """Tell whether the model of the last step was written: a run that was killed at that has a checkpoint only."""
+        status = read_run_status(self.directory.metrics, self.directory.summary).status
+        return status == "finished" and self.directory.final.is_dir()
+
+    def _resume(self, inputs: Inputs) -> tuple[RunState, Path | None, bool]:
+        """Answer where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""
+        if self.config.resume == "never" and self.directory.metrics.exists():
+            raise ConfigError(
+                f"{self.directory.root} holds a run already and --resume never would overwrite it. "
+                "Give another --run_dir, or leave --resume at auto to go on."
+            )
+        checkpoints = CheckpointDir(self.directory.root)
+        checkpoint = checkpoints.resolve(self.config.resume)
+        if checkpoint is None:
+            return RunState(seed=self.config.train.seed), None, True
+        saving = [role.name for role in running_roles(self.config) if role.saves]
+        state = checkpoints.load_state(checkpoint, saving)
+        refuse_other_model(state.get(MODEL, {}), inputs.model)
+        inputs.order.check(state["order"])
+        return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
+
+
+def way_on(root: Path, resume: str) -> str:
+    """Say from where the run in `root`, which has failed, goes on; `resume`: how it was started."""
+    try:
+        newest = CheckpointDir(root).resolve("auto")
+    except CheckpointError as error:
+        return str(error)
+    command = "the same command" if resume == "auto" else "--resume=auto"
+    if newest is None:
+        return f"there is no checkpoint yet: {command} begins anew"
+    return f"{command} goes on from the newest checkpoint, {newest}"
+
+
+def _config_of(checkpoint: Path) -> Path:
+    """Return the file in which the run that wrote `checkpoint` keeps its keys."""
+    return RunDirectory(checkpoint.parents[1]).config

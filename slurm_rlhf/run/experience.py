@@ -1,0 +1,236 @@
+"""Fill the columns that an update needs: log-probs and values by the roles, advantages and weights here.
+
+`Step.collect` calls these in turn. `fill_advantages` and `fill_correction` are pure functions of the experience and the
+configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from slurm_rlhf.algorithms.advantages import estimate
+from slurm_rlhf.algorithms.batching import Shard, assemble
+from slurm_rlhf.algorithms.correction import COLUMN, CorrectionInputs, correct
+from slurm_rlhf.algorithms.groups import Groups
+from slurm_rlhf.algorithms.losses import loss_weights, positive_weights
+from slurm_rlhf.algorithms.packed import find_actions, response_sums
+from slurm_rlhf.algorithms.policy_distance import approx_kl
+from slurm_rlhf.algorithms.policy_losses import aggregation_of
+from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
+from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
+from slurm_rlhf.algorithms.reward_shaping import Responses, Shaping, shape
+from slurm_rlhf.config.correction import before_update, correction_of
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.records import F32, I32, REPETITION, STOP, Bool, Experience
+from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.wire.calls import CriticCalls, ForwardBatch, LogprobCalls
+from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
+
+COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
+    (ACTOR, LogprobCalls.logprobs, "logprobs"),
+    (REFERENCE, LogprobCalls.logprobs, "ref_logprobs"),
+    (CRITIC, CriticCalls.values, "values"),
+)
+"""Role, call and column of each pass without gradients; a role that the run lacks has no column."""
+
+
+def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience: Experience) -> None:
+    """Fill the columns of log-probs and values, all roles at once.
+
+    With algo.correction.bypass the engine's log-probs are the old ones, and the actor computes none; nor does it where
+    they are of the update's own pass (`config.correction`), after which `Step.update` fills the column.
+    """
+    if config.algo.correction.bypass:
+        engine = experience.columns["rollout_logprobs"]
+        experience.columns["logprobs"] = np.where(experience.action_mask, engine, np.float32(0.0))
+    running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
+    for role, method, column in COLUMNS:
+        if role in roles and (role != ACTOR or before_update(config)):
+            parts, calls = send_shards(roles[role], method, ForwardBatch, experience, config.train.forward_tokens)
+            one_at_a_time(config, calls)
+            running.append((column, parts, calls))
+    for column, parts, calls in running:
+        experience.columns[column] = assemble(experience, parts, gather(calls))
+
+
+def one_at_a_time(config: Config, calls: list[Future[Any]]) -> None:
+    """Wait for `calls` where all roles share their accelerators: their peaks of memory must not add up."""
+    if config.train.colocate_all:
+        gather(calls)
+
+
+def counting(config: Config, rewards: Rewards, step: int) -> Rewards:
+    """Return the rewards that count: with reward.shuffle in an order drawn for the step, otherwise as they are."""
+    if not config.reward.shuffle:
+        return rewards
+    return rewards.permuted(np.random.default_rng([config.train.seed, step]).permutation(len(rewards.rewards)))
+
+
+def fill_advantages(
+    config: Config,
+    algorithm: Algorithm,
+    experience: Experience,
+    judged: Rewards,
+    kl_coef: float,
+    scale: RewardScale | None,
+) -> dict[str, float]:
+    """Fill the columns of advantages and, for a critic, returns; answer their metrics.
+
+    `judged`: the rewards that count, which `experience.rewards` holds, too. `scale` normalises the rewards of this
+    batch, which it then counts as its own; it stays as it is.
+    """
+    columns, offsets, whole = experience.columns, experience.action_offsets, experience.action_mask
+    mask = loss_mask(config, experience)
+    advantage, kl, measured = config.algo.advantage, None, {}
+    if "ref_logprobs" in columns:
+        kl = approx_kl(columns["logprobs"], columns["ref_logprobs"], config.algo.kl.estimator)
+        measured = {"kl": float(response_sums(kl, whole, offsets).mean()), "kl_coef": kl_coef}
+    rewards = judged.rewards
+    if scale is not None:
+        rewards = scale.with_batch(rewards).normalize(rewards)
+    rewards, shaping = shaped_rewards(config, experience, judged, rewards)
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        kl=kl,
+        values=columns.get("values"),
+        action_mask=mask,
+        offsets=offsets,
+        groups=groups_of(config, experience),
+        kl_coef=0.0 if config.algo.kl.use_loss else kl_coef,
+        clip_range=config.reward.clip_range,
+        gamma=advantage.gamma,
+        lambd=advantage.lambd,
+        lambd_critic=advantage.lambd if advantage.lambd_critic < 0 else advantage.lambd_critic,
+        no_std_norm=advantage.no_std_norm,
+        components=judged.components,
+        component_weights=component_weights(config),
+        lengths=find_actions(whole, offsets).counts,
+    )
+    columns |= estimate(algorithm, inputs, no_whitening=advantage.no_whitening)
+    metrics = {
+        **measured,
+        "reward_clipped": clipped_share(_compared(algorithm, inputs), config.reward.clip_range),
+    }
+    for name, column in (("value", "values"), ("return", "returns")):
+        if column in columns:
+            metrics[name] = float(columns[column][mask].mean()) if mask.any() else 0.0
+    if config.rollout.mask_truncated:
+        shaping["shaping/masked"] = float((whole & ~mask).sum() / max(whole.sum(), 1))
+    return metrics | shaping
+
+
+def component_weights(config: Config) -> dict[str, float]:
+    """Return the weight of each component of the reward that is to be used; empty: all of them, with weight 1."""
+    keys, weights = config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights
+    return dict(zip(keys, weights or [1.0] * len(keys), strict=True))
+
+
+def _compared(algorithm: Algorithm, inputs: AdvantageInputs) -> ArrayLike:
+    """Return the numbers that the algorithm clips and compares: rewards [N], or all components of them."""
+    if not algorithm.needs_components:
+        return inputs.rewards
+    return np.concatenate([inputs.components[name] for name in inputs.component_weights or inputs.components])
+
+
+def fill_correction(config: Config, experience: Experience, age: I32) -> dict[str, float]:
+    """Fill the column of weights, if there is a correction; answer how far engine and actor are apart.
+
+    `age` [A]: updates between the policy that sampled a token and the actor's. The weights are of the policy's loss
+    alone, as in OpenRLHF and verl: the critic learns the value of states that were visited, whichever policy came
+    there, and dropping them would leave it without the values that later advantages need.
+    """
+    settings, columns = config.algo.correction, experience.columns
+    inputs = CorrectionInputs(
+        logprobs=columns["logprobs"],
+        rollout_logprobs=columns["rollout_logprobs"],
+        advantages=columns["advantages"],
+        age=age,
+        action_mask=experience.action_mask,
+        offsets=experience.action_offsets,
+    )
+    weights, metrics = correct(correction_of(config), settings.off_policy_delta, inputs)
+    if weights is not None:
+        columns[COLUMN] = weights
+    return metrics
+
+
+def groups_of(config: Config, experience: Experience) -> Groups:
+    """Number the prompt of each response, [N]: 0, 0, 1, 1, ..."""
+    return np.arange(len(experience)) // config.rollout.n_samples_per_prompt
+
+
+def shaped_rewards(
+    config: Config, experience: Experience, judged: Rewards, rewards: F32
+) -> tuple[F32, dict[str, float]]:
+    """Return `rewards` with the penalties that are on, [N], and their metrics.
+
+    `rewards` are the normalised ones of `judged`, whose own scores, or rewards without scores, say by being above 0
+    whether a response is correct.
+    """
+    group = config.reward
+    how = Shaping(
+        longest=config.rollout.max_new_tokens,
+        overlong_buffer_len=group.overlong_buffer_len,
+        overlong_penalty_factor=group.overlong_penalty_factor,
+        stop_properly_penalty_coef=group.stop_properly_penalty_coef,
+        length_penalty_coef=group.length_penalty_coef,
+    )
+    reasons = np.array(experience.finish_reasons or [STOP] * len(experience))
+    responses = Responses(
+        lengths=experience.response_lens,
+        ended=reasons == STOP,
+        repeated=reasons == REPETITION,
+        correct=(judged.rewards if judged.scores is None else judged.scores) > 0,
+        groups=groups_of(config, experience),
+    )
+    shaped, metrics = shape(rewards, responses, how)
+    return shaped.astype(np.float32), metrics
+
+
+def loss_mask(config: Config, experience: Experience) -> Bool:
+    """Return the actions that are trained on, [A]: with rollout.mask_truncated none of a response that was cut off.
+
+    Its reward stays in the baseline of its group: the baseline estimates what the policy earns with this prompt, and
+    without those that failed by their length the others would look worse than they are. So do DAPO (Yu et al., 2025,
+    arXiv 2503.14476: overlong filtering) and TRL's `mask_truncated_completions`.
+    """
+    if not config.rollout.mask_truncated or not experience.finish_reasons:
+        return experience.action_mask
+    ended = np.array([reason == STOP for reason in experience.finish_reasons], dtype=np.bool_)
+    return experience.action_mask & np.repeat(ended, experience.response_lens)
+
+
+def fill_loss_weights(config: Config, algorithm: Algorithm, batch: Experience, kl_coef: float) -> float:
+    """Fill the columns of weights of a mini-batch, the whole of one optimizer step; answers its denominator.
+
+    loss_weights: of the policy loss, by its aggregation times the correction; without the column every weight is 1. The
+    denominator counts all actions, whatever weight the correction gives them (`algorithms.correction`).
+    entropy_weights: those of the entropy bonus, by the aggregation alone. kl_weights: the same times `kl_coef`, where
+    the KL penalty is a term of the loss. nll_weights: of the likelihood of good responses. The terms have columns of
+    their own, because what corrects the policy loss for the age of its samples does not belong to a term of the policy
+    as it is now.
+    """
+    mode = aggregation_of(config.actor.loss_agg_mode, config.actor.policy_loss_type, algorithm.aggregation)
+    longest = config.rollout.max_new_tokens
+    denominator, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
+    if weights is not None and config.actor.entropy_coef != 0.0:
+        batch.columns["entropy_weights"] = weights
+    if config.algo.kl.use_loss:
+        ones = np.ones(len(batch.action_mask), dtype=np.float32)
+        batch.columns["kl_weights"] = (ones if weights is None else weights) * np.float32(kl_coef)
+    if config.actor.nll_coef:
+        batch.columns["nll_weights"] = positive_weights(batch.rewards, batch.action_mask, batch.action_offsets)
+    correction = batch.columns.pop(COLUMN, None)
+    if weights is not None and correction is not None:
+        weights = weights * correction
+    elif correction is not None:
+        weights = correction
+    if weights is not None:
+        batch.columns["loss_weights"] = weights
+    return denominator

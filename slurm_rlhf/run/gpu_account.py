@@ -1,0 +1,272 @@
+"""Measures the GPUs of a run: which kernels, how much memory, how busy, how fast, how many hours."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from slurm_rlhf.config.correction import before_update
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ModelError, RunError
+from slurm_rlhf.observe.timing import GpuTime, Slot
+from slurm_rlhf.placement.gpus import find_gpu
+from slurm_rlhf.placement.memory import read_models
+from slurm_rlhf.placement.model_shape import ModelShape, batch_flops, mfu
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.records import Experience, SyncConnection
+from slurm_rlhf.wire.calls import DeviceReport, RankCalls
+from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
+
+log = logging.getLogger(__name__)
+
+EVERY = 20
+"""Steps from one line on the console to the next."""
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """Counts the model FLOPs of a training step: no recomputation of activations, no padding.
+
+    Logits are counted for response tokens only. A prompt is sampled from once for all of its responses.
+    """
+
+    policy: ModelShape
+    critic: ModelShape | None  # None: the algorithm has none
+    reward: ModelShape | None  # None: a function
+    reference: bool
+    epochs: int
+    samples: int  # responses per prompt
+    scored: bool = True  # by the actor, without gradients, before the update
+
+    @classmethod
+    def of(cls, config: Config) -> StepFlops | None:
+        """Read the shapes of the models; None where one is not known."""
+        try:
+            models = read_models(config)
+        except ModelError:
+            return None
+        epochs, samples = config.train.max_epochs, config.rollout.n_samples_per_prompt
+        scored = before_update(config)
+        return cls(models[ACTOR], models.get(CRITIC), models.get(REWARD), REFERENCE in models, epochs, samples, scored)
+
+    def update(self, experience: Experience, actor_trains: bool) -> float:
+        """Count the training passes of actor and critic."""
+        lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
+        once = batch_flops(self.critic, lengths, True, 0) if self.critic else 0.0
+        if actor_trains:
+            once += batch_flops(self.policy, lengths, True, responses)
+        return self.epochs * once
+
+    def others(self, experience: Experience) -> float:
+        """Count sampling and all passes without gradients."""
+        lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
+        policy = batch_flops(self.policy, lengths, False, responses)
+        prompts = [int(n) for n in experience.prompt_lens]
+        again = batch_flops(self.policy, prompts, False, 0) - batch_flops(
+            self.policy, prompts[:: self.samples], False, 0
+        )
+        total = (1 + self.scored + self.reference) * policy - again  # sampled, and scored by actor and reference
+        total += batch_flops(self.critic, lengths, False, 0) if self.critic else 0.0
+        return total + (batch_flops(self.reward, lengths, False, 0) if self.reward else 0.0)
+
+
+class GpuAccount:
+    """Measures each step of a run on accelerators.
+
+    Metrics: perf/gpu_idle, the share of accelerator-seconds of a step without a call in progress (`GpuTime`);
+    perf/gpu_idle_<role>, of that role's accelerators; perf/gpu_hours, of all that the roles hold, over all sessions;
+    perf/mfu, model FLOPs of the whole step over the bf16 peak of all accelerators for all of its time; perf/mfu_update,
+    those of actor's and critic's training over the peak of their accelerators for time/update. The two last are absent
+    where the card or the model is not in the tables of `placement`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: RankMap,
+        began: float,
+        transfer: Callable[[], SyncConnection | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`began`: the `clock` from which on GPU-hours count. `transfer`: how weights go to the engines."""
+        self._config = config
+        self._began = began
+        self._slots: dict[str, list[list[Slot]]] = slots_of(ranks)
+        self._clock = clock
+        self._time = GpuTime(self._slots, clock)
+        self._flops = StepFlops.of(config)
+        self._handles: Mapping[str, RoleHandle[Any]] = {}
+        self._reports: dict[str, list[DeviceReport]] = {}
+        self._transfer = transfer
+        self._steps = 0
+        # Over all sessions, as far as checkpoints know.
+        self._sums = dict.fromkeys(("gpu_s", "idle_s", "step_gpu_s", "flops", "peak_flops"), 0.0)
+
+    def watch(self, handles: Mapping[str, RoleHandle[Any]]) -> None:
+        """Count the calls of `handles` from here on."""
+        self._handles = handles
+        for role, handle in handles.items():
+            handle.watchers.append(partial(self._time.began, role))
+
+    def started(self) -> list[str]:
+        """Ask the ranks about their GPUs, and answer notes for the user; all roles have started."""
+        self._ask()
+        notes = []
+        if cards := self._cards():
+            memory = ", ".join(f"{role} {gib:.1f}" for role, gib in self._memory().items())
+            held = max(report.total for reports in self._reports.values() for report in reports) / GIB
+            count = len(_distinct(self._slots))
+            notes.append(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
+            notes += [f"no peak rate is known for {card}: no MFU" for card in cards if not _peak(card)]
+        return notes
+
+    def begin(self) -> None:
+        """Start measuring: the first step begins."""
+        self._time.take()
+
+    def step(
+        self, number: int, experience: Experience, timings: Mapping[str, float]
+    ) -> tuple[dict[str, float], list[str]]:
+        """Answer metrics of a step, and notes for the user; `timings` holds time/step and time/update."""
+        seconds, idle = self._time.take()
+        self._sums["idle_s"] += sum(idle.values())
+        self._sums["step_gpu_s"] += seconds * len(idle)
+        metrics = {"perf/gpu_idle": _share(sum(idle.values()), seconds * len(idle)), "perf/gpu_hours": self.hours()}
+        for role, ranks in self._slots.items():
+            own = {slot for of in ranks for slot in of}
+            metrics[f"perf/gpu_idle_{role}"] = _share(sum(idle[slot] for slot in own), seconds * len(own))
+        metrics |= self._speeds(number, experience, timings)
+        notes = []
+        if self._steps == 0:
+            self._ask()  # which attention it is shows when it is first used
+            notes.append("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
+            if way := self.transfer():
+                notes.append("weight transfer: " + " over ".join(way.values()))
+        if self._steps % EVERY == 0:
+            notes.append(self.line(metrics))
+        self._steps += 1
+        return metrics, notes
+
+    def line(self, metrics: Mapping[str, float]) -> str:
+        """Put the metrics of a step into a line for the console."""
+        rates = [f"{what} {100 * metrics[name]:.1f} %" for name, what in _RATES if name in metrics]
+        idle = {role: metrics[f"perf/gpu_idle_{role}"] for role in self._slots}
+        roles = ", ".join(f"{role} {100 * share:.0f}" for role, share in idle.items())
+        rates.append(f"idle {100 * metrics['perf/gpu_idle']:.0f} % ({roles})")
+        return f"GPUs: {', '.join(rates)}; {metrics['perf/gpu_hours']:.2f} GPU-hours"
+
+    def transfer(self) -> dict[str, str]:
+        """Name the backend and the interface of the weight transfer, as its leader has them."""
+        way = self._transfer()
+        return {name: value for name in ("backend", "interface") if (value := getattr(way, name, ""))}
+
+    def hours(self) -> float:
+        """Count the GPU-hours of the run so far."""
+        return self._gpu_s() / 3600
+
+    def attention(self) -> dict[str, str]:
+        """Name the attention kernel that each role's first rank was seen to use; else what was asked for."""
+        found = {role: reports[0].attention for role, reports in self._reports.items() if reports}
+        return {role: name or self._config.ds.attn_implementation for role, name in found.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """Put together what summary.json says of the GPUs."""
+        sums = self._sums
+        return {
+            "count": len(_distinct(self._slots)),
+            "devices": self._cards(),
+            "hours": self.hours(),
+            "idle_share": _share(sums["idle_s"], sums["step_gpu_s"]),
+            "mfu": _share(sums["flops"], sums["peak_flops"]) if sums["peak_flops"] else None,
+            "attention": self.attention(),
+            "weight_transfer": self.transfer(),
+            "memory_gib": self._memory(),
+        }
+
+    def state_dict(self) -> dict[str, float]:
+        """Put together what a checkpoint keeps."""
+        return {**self._sums, "gpu_s": self._gpu_s()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on counting from what a checkpoint has kept."""
+        self._sums |= {name: float(value) for name, value in state.items() if name in self._sums}
+
+    def _gpu_s(self) -> float:
+        return self._sums["gpu_s"] + len(_distinct(self._slots)) * (self._clock() - self._began)
+
+    def _ask(self) -> None:
+        """Ask every rank that takes calls, and engines that have started. No answer is no reason to end a run."""
+        try:
+            for role, handle in self._handles.items():
+                # Engines that take turns have all started before the first one is ready.
+                ready = handle.ready if isinstance(handle, EngineHandle) else []
+                ranks = ready or range(handle.world)
+                answers = gather([handle.call(rank, RankCalls.about) for rank in ranks])
+                self._reports[role] = [answer for answer in answers if answer]
+        except RunError as error:
+            log.warning("the ranks could not be asked about their GPUs: %s", error)
+
+    def _cards(self) -> list[str]:
+        """List the names of the GPUs, each once."""
+        return sorted({report.gpu for reports in self._reports.values() for report in reports})
+
+    def _memory(self) -> dict[str, float]:
+        """Measure the GiB in use on the fullest GPU of each role, by all processes there."""
+        return {
+            role: max(report.used for report in reports) / GIB for role, reports in self._reports.items() if reports
+        }
+
+    def _speeds(self, number: int, experience: Experience, timings: Mapping[str, float]) -> dict[str, float]:
+        peaks = {role: self._peak_of(role) for role in self._slots}
+        if self._flops is None or not all(peaks.values()):
+            return {}
+        update = self._flops.update(experience, number > self._config.critic.freezing_steps)
+        whole = update + self._flops.others(experience)
+        cards = {slot: peaks[role] for role, ranks in self._slots.items() for of in ranks for slot in of}
+        training = _distinct({role: of for role, of in self._slots.items() if ROLES[role].kind == "trained"})
+        self._sums["flops"] += whole
+        self._sums["peak_flops"] += 1e12 * sum(cards.values()) * timings["time/step"]
+        return {
+            "perf/mfu": mfu(whole, timings["time/step"], 1, sum(cards.values())),
+            "perf/mfu_update": mfu(update, timings["time/update"], 1, sum(cards[slot] for slot in training)),
+        }
+
+    def _peak_of(self, role: str) -> float:
+        reports = self._reports.get(role)
+        return min((_peak(report.gpu) for report in reports), default=0.0) if reports else 0.0
+
+
+_RATES = (("perf/mfu_update", "MFU in updates"), ("perf/mfu", "over the step"))
+
+
+def slots_of(ranks: RankMap) -> dict[str, list[list[Slot]]]:
+    """List the accelerators that a call to a rank sets to work: role -> rank -> accelerators."""
+    found: dict[str, list[list[Slot]]] = {role: [[] for _ in range(ranks.world(role))] for role in ranks.roles}
+    for role, shares in ranks.roles.items():
+        for share in shares:
+            for gpu, rank in zip(share.gpus, share.ranks, strict=True):
+                found[role][rank] = [(share.node, gpu)]
+    for group in ranks.tp_groups:
+        found[group.role][group.ranks[0]] = [(group.node, gpu) for gpu in group.gpus]
+    return found
+
+
+def _distinct(slots: Mapping[str, list[list[Slot]]]) -> set[Slot]:
+    return {slot for ranks in slots.values() for of in ranks for slot in of}
+
+
+def _peak(card: str) -> float:
+    """Look up the TFLOPs per second of a card in bf16; 0: not known."""
+    gpu = find_gpu(card)
+    return gpu.bf16_tflops if gpu else 0.0
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

@@ -1,0 +1,249 @@
+"""The loop around the steps of a run: evaluations, checkpoints, metrics, and the stop."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.cluster.stop import StopRequested
+from slurm_rlhf.config.roles import ACTOR, REWARD
+from slurm_rlhf.errors import FilteredAway, RemoteError, RewardError
+from slurm_rlhf.eval.sets import Evaluated, Evaluation
+from slurm_rlhf.records import Experience
+from slurm_rlhf.run.gpu_account import GpuAccount
+from slurm_rlhf.run.reporting import Reporting
+from slurm_rlhf.run.run_state import RunCheckpoints, RunState
+from slurm_rlhf.run.step import Metrics, Step
+from slurm_rlhf.sampling.batches import EpisodesOver
+from slurm_rlhf.wire.calls import ActorCalls, DirectoryRequest
+
+
+@dataclass(slots=True)
+class TrainingLoop:
+    """Goes from `state.step` to the last step, once every role is started."""
+
+    step: Step
+    evaluation: Evaluation | None
+    state: RunState
+    checkpoints: RunCheckpoints
+    reporting: Reporting
+    final: Path  # where the trained model goes
+    gpus: GpuAccount | None = None
+    failed: Exception | None = field(default=None, init=False)  # the evaluation beside the step that is being done
+
+    def run(self) -> None:
+        """Do all steps that are left, then the final evaluation, checkpoint and export."""
+        self.checkpoints.order = self.step.order.state_dict()
+        self._begin()
+        try:
+            if not self._overlaps():
+                self._evaluate_left_over()
+            self._do_steps()
+        except (StopRequested, FilteredAway):
+            self.step.batches.close()
+            self.checkpoints.save_once()
+            raise
+        except BaseException as error:
+            if not _of_reward(error):
+                self.checkpoints.abandon(self.step.config.timeout.hang_grace)
+                raise
+            self.step.batches.close()
+            self.checkpoints.save_once()
+            if self.state.step:
+                self.reporting.note(f"the steps up to {self.state.step} are saved: the same command goes on from there")
+            raise
+        finally:
+            self.step.batches.close()
+        with self.step.phases("checkpoint"):
+            self.checkpoints.save_once()
+        with self.step.phases("export"):
+            self.step.roles[ACTOR].call_all(ActorCalls.export, DirectoryRequest(str(self.final)))
+        self.checkpoints.count_wall()
+
+    def _begin(self) -> None:
+        """Give the engines their first weights; inflight and colocated, evaluate before training."""
+        self.step.sync(self.state.policy_version)
+        for note in self.gpus.started() if self.gpus else ():
+            self.reporting.note(note)
+        self.reporting.best = self.checkpoints.best
+        if self.step.config.vllm.sync_mode == "inflight" or self.step.colocation is not None:
+            # Inflight it would have to wait until the groups that are sampled ahead are finished, the longest included,
+            # and the first update would find the engines empty. Colocated it would need a turn within a step.
+            with self.step.stop.droppable():
+                self._evaluate_before()
+        self.step.phases.take()  # what start-up took belongs to no step
+        self.reporting.stepping()
+        self.checkpoints.cadence.begin()
+        if self.gpus is not None:
+            self.gpus.begin()
+
+    def _do_steps(self) -> None:
+        try:
+            while self.state.step < self.step.total_steps:
+                self._do_step()
+                if self.failed is not None:
+                    raise self.failed
+                self._between_steps()
+        except EpisodesOver as over:
+            self._end_early(over)
+
+    def _do_step(self) -> None:
+        started, number, version = time.monotonic(), self.state.step + 1, self.state.policy_version
+        beside = _Overlap(self) if self.checkpoints.unevaluated is not None else None
+        batch, experience, metrics = self.step.run(number, version, self._evaluate_before, beside)
+        tokens = int(metrics["response_tokens"])
+        self._count(number, version + 1, batch.judged or len(batch.prompts), tokens, metrics)
+        self.reporting.samples(batch, experience)
+        self.checkpoints.order = batch.order
+
+        def timed() -> dict[str, Any]:
+            seconds = time.monotonic() - started
+            speeds = {"tokens_per_s": tokens / seconds, "rollout_tokens_per_s": tokens / max(batch.seconds, 1e-9)}
+            measured = {f"perf/{name}": speed for name, speed in speeds.items()}
+            whole = metrics | self.step.phases.take() | measured | {"time/step": seconds}
+            return whole | self._gpu_metrics(number, experience, whole)
+
+        if self.evaluation and self._due(self.step.config.eval.steps):
+            if self._overlaps():
+                self.checkpoints.unevaluated = line = timed()
+                self.reporting.step(number, self.step.total_steps, line)
+                return
+            try:
+                self._evaluate_step(metrics)
+            except (StopRequested, RewardError, RemoteError):
+                self.checkpoints.unevaluated = timed()
+                self.reporting.moved = True
+                raise
+        # Before the checkpoint: every step up to a checkpoint has its line, and a resume cuts off the later lines.
+        self.reporting.step(number, self.step.total_steps, timed())
+
+    def _between_steps(self) -> None:
+        last = self.state.step == self.step.total_steps
+        self.checkpoints.poll()
+        due = self.checkpoints.cadence.due(self.state.step) or self.checkpoints.candidate
+        if self.step.stop.save_wanted() or (not last and due):
+            with self.step.phases("checkpoint"):
+                self.checkpoints.save(behind=self.step.config.ckpt.async_save and not last)
+        if not last:
+            self.step.stop.check()
+        self.checkpoints.cadence.begin()
+
+    def _end_early(self, over: EpisodesOver) -> None:
+        """Do what the last step of a run does after it: dynamic sampling has used up the prompts before."""
+        self.reporting.note(str(over))
+        every = self.step.config.eval.steps
+        evaluated = self.state.step > 0 and every > 0 and self.state.step % every == 0
+        if self.checkpoints.unevaluated is not None:
+            self._evaluate_left_over()
+        elif not evaluated:
+            self._evaluate_step({})
+
+    def _due(self, every: int) -> bool:
+        """Tell whether something is due after this step that is due every so many (0: never), and after the last."""
+        return self.state.step == self.step.total_steps or (every > 0 and self.state.step % every == 0)
+
+    def _count(self, number: int, version: int, sampled: int, tokens: int, metrics: Metrics) -> None:
+        state = self.state
+        state.step, state.policy_version = number, version
+        state.responses += sampled * self.step.config.rollout.n_samples_per_prompt
+        state.response_tokens += tokens
+        state.reward_last = metrics["reward"]
+        if state.reward_first is None:
+            state.reward_first = metrics["reward"]
+        metrics["policy_version"] = version
+
+    def _gpu_metrics(self, number: int, experience: Experience, metrics: dict[str, Any]) -> Metrics:
+        """Measure the GPUs' step; nothing where there are none."""
+        if self.gpus is None:
+            return {}
+        measured, notes = self.gpus.step(number, experience, metrics)
+        for note in notes:
+            self.reporting.note(note)
+        return measured
+
+    def _evaluate_before(self) -> None:
+        """Evaluate before the first update of the run, unless that is done.
+
+        The self-check has seen the first batch by then, but inflight and colocated: what is wrong with the engines is
+        told as such, and not after the time of an evaluation.
+        """
+        if self.state.eval_before is None and self.evaluation:
+            with self.step.phases("eval"), self.step.batches.alone():
+                found = self.evaluation.run(self.state.step, self.state.policy_version)
+            self.state.eval_before = found.mean
+            self.reporting.note(f"evaluation before training, mean score: {found}")
+
+    def _evaluate_step(self, metrics: dict[str, Any]) -> None:
+        """Evaluate after a step, into its `metrics`.
+
+        A stop or an error drops the evaluation, and then the step has no line yet: the checkpoint keeps its metrics,
+        and the run that goes on from there begins with the evaluation.
+        """
+        if self.evaluation:
+            with self.step.stop.droppable(), self.step.phases("eval"), self.step.batches.alone():
+                found = self.evaluation.run(self.state.step, self.state.policy_version)
+            self._evaluated(found, metrics)
+
+    def _evaluated(self, found: Evaluated, metrics: dict[str, Any]) -> None:
+        """Put what an evaluation has found into the step's `metrics`, and see whether it is the best."""
+        self.state.eval_after = found.mean
+        metrics |= found.metrics
+        if self.checkpoints.judge(found.metrics):
+            self.reporting.best = self.checkpoints.best
+
+    def _overlaps(self) -> bool:
+        """Tell whether the evaluation of the last step that was done goes on beside the next step's training."""
+        return (
+            self.evaluation is not None
+            and self.evaluation.beside is not None
+            and self.state.step < self.step.total_steps
+        )
+
+    def evaluate_beside(self) -> None:
+        """Take the end of the evaluation beside a step: it is of the step before, whose line is there already."""
+        assert self.evaluation is not None
+        assert self.checkpoints.unevaluated is not None
+        with self.step.phases("eval"):
+            found = self.evaluation.finish(self.state.step)
+        metrics = dict(self.checkpoints.unevaluated)
+        self._evaluated(found, metrics)
+        self.checkpoints.evaluated()
+        self.reporting.evaluated(self.state.step, metrics, found.metrics, str(found))
+
+    def _evaluate_left_over(self) -> None:
+        """Do the evaluation that a stop has dropped in the session before, or that no step is left to go beside."""
+        if self.checkpoints.unevaluated is not None:
+            metrics = dict(self.checkpoints.unevaluated)
+            self._evaluate_step(metrics)
+            self.checkpoints.evaluated()
+            self.reporting.step_again(self.state.step, self.step.total_steps, metrics)
+            if self.checkpoints.candidate:
+                self.checkpoints.save()
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """Implements `Beside`: the evaluation of the step before."""
+
+    loop: TrainingLoop
+
+    def begin(self) -> None:
+        assert self.loop.evaluation is not None
+        self.loop.evaluation.begin(self.loop.state.policy_version)
+
+    def finish(self) -> None:
+        """Where the reward fails, the step is done all the same and saved, without the evaluation."""
+        try:
+            self.loop.evaluate_beside()
+        except (RewardError, RemoteError) as error:
+            if not _of_reward(error):
+                raise
+            self.loop.failed = error
+            self.loop.checkpoints.evaluated()
+
+
+def _of_reward(error: BaseException) -> bool:
+    """Tell whether a reward function or a rank of the reward model raised: trainers and weights are whole."""
+    return isinstance(error, RewardError) or (isinstance(error, RemoteError) and error.role == REWARD)

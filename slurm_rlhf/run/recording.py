@@ -1,0 +1,248 @@
+"""Records what the report shows and metrics.jsonl has not: samples, events, calls, the layout. Writes the report, too.
+
+Nothing here ends a run: the first thing that goes wrong is said once, and the run goes on without.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from msgspec.structs import asdict
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.observe.events import START, EventLog, WarningEvents
+from slurm_rlhf.observe.jsonl import truncate_after
+from slurm_rlhf.observe.metrics import finite
+from slurm_rlhf.observe.run_status import PhaseFile
+from slurm_rlhf.observe.samples import Sample, SampleLog, choose
+from slurm_rlhf.observe.spans import CallSpans, TimelineLog
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.records import Experience, SyncConnection, Trajectory
+from slurm_rlhf.report.page import write_report
+from slurm_rlhf.run_directory import RunDirectory, write_atomically
+from slurm_rlhf.sampling.batches import Batch
+from slurm_rlhf.wire.calls import MemoryReport, RankCalls
+from slurm_rlhf.wire.declarations import spec_of
+from slurm_rlhf.wire.handles import EngineHandle, RoleHandle
+
+log = logging.getLogger(__name__)
+
+MEMORY = spec_of(RankCalls.memory).name
+
+COST = 0.01
+"""The share of the run's time that reports may take."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def spared(method: Method) -> Method:
+    """Let nothing that goes wrong in a method of the recorder end the run; the first time the user is told."""
+
+    @functools.wraps(method)
+    def guarded(self: Recorder, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            self.gave_up(method.__name__, error)
+            return None
+
+    return guarded  # type: ignore[return-value]
+
+
+def _nothing() -> None: ...
+
+
+class Recorder:
+    """Keeps the records of one run directory up to date. `begin` comes first, `end` last."""
+
+    def __init__(self, config: Config, directory: RunDirectory, warn: Callable[[str], None]) -> None:
+        """`warn` tells the user that something cannot be recorded."""
+        self._settings = config.logger
+        self._seed = config.train.seed
+        self._directory = directory
+        self._warn = warn
+        self._warned = False
+        self._events = EventLog(directory.events)
+        self._samples = SampleLog(directory.samples)
+        self._timeline = TimelineLog(directory.timeline)
+        self._spans = CallSpans()
+        self._phase = PhaseFile(directory.phase)
+        self._layout: dict[str, Any] = {}
+        self._handles: Mapping[str, RoleHandle[Any]] = {}
+        self._memory: dict[str, dict[str, dict[str, int]]] = {}  # role -> rank -> bytes
+        self._report_s = 0.0  # that the last report took
+        self._reported = 0.0  # when it was written
+        self.step = 0
+        """Steps that are done."""
+        self.transfer: Callable[[], SyncConnection | None] = lambda: None
+        """Says how weights go to the engines."""
+        self.pieces: Callable[[list[int]], list[str]] | None = None
+        """Gives the text of each token; without it samples have no tokens."""
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Record what the package logs as a warning."""
+        handler, logger = WarningEvents(self.event), logging.getLogger("slurm_rlhf")
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
+    @spared
+    def begin(self, step: int) -> None:
+        """Drop what is behind `step`, from which the run goes on."""
+        self.step = step
+        self.phase(START)
+        for path in (self._directory.samples, self._directory.timeline):
+            truncate_after(path, step)
+
+    @spared
+    def event(self, kind: str, text: str, engine: int | None = None) -> None:
+        """Record what has happened, to one `engine` perhaps. Any thread may call it."""
+        self._events.append(kind, self.step, text, engine)
+
+    @spared
+    def place(self, ranks: RankMap) -> None:
+        """Record where the ranks are."""
+        self._put(ranks=ranks.to_json())
+
+    def _put(self, **facts: Any) -> None:
+        """Write what has changed of the layout."""
+        if any(self._layout.get(name) != value for name, value in facts.items()):
+            self._layout |= facts
+            write_atomically(self._directory.layout, json.dumps(self._layout, indent=1) + "\n")
+
+    def watch(self, handles: Mapping[str, RoleHandle[Any]]) -> None:
+        """Record the calls of `handles` from here on."""
+        self._handles = handles
+        for role, handle in handles.items():
+            handle.watchers.append(partial(self._began, role))
+
+    def _began(self, role: str, rank: int, name: str) -> Callable[[], None]:
+        """Note a call, but for this recorder's own."""
+        return self._spans.began(role, rank, name) if name != MEMORY else _nothing
+
+    def _ask_memory(self) -> None:
+        """Ask all ranks that take calls how much memory they use; the answers come when the ranks have the time."""
+        for role, handle in self._handles.items():
+            ready, width = list(range(handle.world)), 1
+            if isinstance(handle, EngineHandle):
+                ready, width = handle.ready, handle.width
+            for number in ready:
+                told = partial(self._measured, role, number * width)
+                handle.call(number, RankCalls.memory).add_done_callback(told)
+
+    def _measured(self, role: str, rank: int, answer: Future[MemoryReport]) -> None:
+        if answer.exception() is None:
+            self._memory.setdefault(role, {})[str(rank)] = asdict(answer.result())
+
+    @spared
+    def phase(self, name: str) -> None:
+        """Note the phase of the conductor that begins; empty: none."""
+        self._spans.phase(name)
+        self._phase.tell(name, self.step)
+
+    def stepping(self) -> None:
+        """Note that the first step begins."""
+        self.phase("")
+        self._spans.take(0)
+
+    @spared
+    def samples(self, batch: Batch, experience: Experience) -> list[Sample]:
+        """Record a few responses of a step; answer them."""
+        count = min(self._settings.samples, len(batch.trajectories))
+        if not count or batch.scored is None:
+            return []
+        chosen = choose(self._seed, batch.step, count, len(batch.trajectories))
+        found = [sample_of(batch, experience, row, self.pieces) for row in chosen]
+        for sample in found:
+            self._samples.append(sample)
+        return found
+
+    @spared
+    def done(self, step: int) -> None:
+        """Record the calls of a step that is done; write the report if it is due."""
+        first, self.step = self.step == 0 or not self._reported, step
+        self._timeline.append(self._spans.take(step))
+        if way := self.transfer():
+            self._put(weight_transfer={"backend": way.backend, "interface": way.interface})
+        every = self._settings.report_steps
+        due = every and step % every == 0
+        if first or due:
+            self._ask_memory()
+        if every and (first or due) and time.monotonic() - self._reported >= self._report_s / COST:
+            self._report()
+
+    @spared
+    def end(self) -> None:
+        """Write the report; the summary is written."""
+        self._report()
+
+    def _report(self) -> None:
+        began = time.monotonic()
+        if self._memory:
+            self._put(memory={role: dict(ranks) for role, ranks in list(self._memory.items())})
+        write_report(self._directory)
+        self._reported = time.monotonic()
+        self._report_s = self._reported - began
+
+    def gave_up(self, what: str, error: Exception) -> None:
+        """Tell the user, once, that something is not recorded."""
+        if not self._warned:
+            self._warned = True
+            log.exception("not recorded")
+            self._warn(
+                f"warning: {self._directory.report.name} and what it shows will not be complete, at {what!r}: "
+                f"{type(error).__name__}: {error}. The run goes on"
+            )
+
+
+def sample_of(
+    batch: Batch, experience: Experience, row: int, pieces: Callable[[list[int]], list[str]] | None
+) -> Sample:
+    """Put together what is known of response `row` of a batch."""
+    assert batch.scored is not None
+    trajectory, columns = batch.trajectories[row], experience.columns
+    prompt = batch.prompts[row * len(batch.prompts) // len(batch.trajectories)]
+    start, end = (int(offset) for offset in experience.action_offsets[row : row + 2])
+
+    def numbers(name: str) -> list[float | None]:
+        return [finite(round(float(value), 5)) for value in columns[name][start:end]] if name in columns else []
+
+    advantages = columns.get("advantages")
+    return Sample(
+        step=batch.step,
+        prompt_index=prompt.index,
+        sample=trajectory.sample,
+        prompt=prompt.text,
+        response=trajectory.text,
+        label=_plain(prompt.label),
+        reward=finite(float(batch.scored.rewards[row])),
+        score=None if batch.scored.scores is None else finite(float(batch.scored.scores[row])),
+        advantage=finite(float(np.mean(advantages[start:end]))) if advantages is not None and end > start else None,
+        finish_reason=trajectory.finish_reason,
+        engine=trajectory.engine,
+        version=_version(trajectory),
+        tokens=pieces(trajectory.response_ids.tolist()) if pieces else [],
+        logprobs=numbers("rollout_logprobs"),
+        actor_logprobs=numbers("logprobs"),
+    )
+
+
+def _version(trajectory: Trajectory) -> int:
+    return trajectory.versions[0].version if trajectory.versions else 0
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold."""
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -1,0 +1,288 @@
+"""Tells what a run does: on the terminal, in metrics.jsonl, to trackers, in summary.json."""
+
+from __future__ import annotations
+
+import logging
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import printable
+from slurm_rlhf.observe import events
+from slurm_rlhf.observe.live import make_progress
+from slurm_rlhf.observe.metrics import MetricsLog
+from slurm_rlhf.observe.run_status import Summary
+from slurm_rlhf.observe.samples import console_text
+from slurm_rlhf.observe.trackers.trackers import Trackers
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.records import Experience
+from slurm_rlhf.run.gpu_account import GpuAccount
+from slurm_rlhf.run.recording import Recorder
+from slurm_rlhf.run.run_state import RunState
+from slurm_rlhf.run.saves import Best
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.sampling.batches import Batch
+
+log = logging.getLogger(__name__)
+
+
+class Reporting:
+    """Tells everything about one run. `begin` comes before `step`; `finished`, `stopped` or `failed` comes last."""
+
+    def __init__(self, config: Config, directory: RunDirectory, world: dict[str, int]) -> None:
+        self._directory = directory
+        self._world = world
+        self._progress = make_progress(config.logger)
+        self._metrics = MetricsLog(directory.metrics)
+        self._config = config
+        self._trackers = Trackers(config, directory, self.note)
+        self._print_samples = config.logger.print_samples
+        rollout, filtered = config.rollout, config.algo.dynamic_filtering_enable
+        known = config.vllm.sync_mode != "inflight" and not filtered
+        self._batch = rollout.batch_size * rollout.n_samples_per_prompt if known else 0
+        self._state: RunState | None = None
+        self._total = 0
+        self._lead_s = config.slurm.signal_lead_s
+        self._warned = False
+        self._starting = False
+        self.self_check: dict[str, float] = {}
+        """What the self-check of this start found; `SelfCheck` fills it in."""
+        self.moved = False
+        """A step was done since `begin`."""
+        self.gpus: GpuAccount | None = None
+        """Set where the run has GPUs: what the summary says of them."""
+        self.recorder = Recorder(config, directory, self.note)
+        """Records what the report shows beside the metrics."""
+        self.restarts: list[str] = []
+        """Why roles were started again, once each."""
+        self.best: Best | None = None
+        """The best step so far, by ckpt.best_metric."""
+
+    def note(self, text: str, kind: str = "", engine: int | None = None) -> None:
+        """Write a line for the user, and into the log; what is an event, as a warning, is kept as one.
+
+        `kind`: that of the event; empty: it is none, or a warning that begins so. `engine`: whose event it is.
+        """
+        text = printable(text)
+        log.info("%s", text)
+        self._progress.note(text)
+        if self._starting:
+            self._write("running", starting=text)  # for `slurm-rlhf status`
+        if kind := kind or events.kind_of_note(text):
+            self.recorder.event(kind, text, engine)
+
+    def hung(self, text: str) -> None:
+        """Note that nothing moves."""
+        self.note(text, events.HANG)
+
+    def place(self, ranks: RankMap) -> None:
+        """Note where the ranks are, and how many each role has."""
+        self._world = ranks.worlds
+        self.recorder.place(ranks)
+
+    def restarting(self, why: str, what: str) -> None:
+        """Tell that something broke, `why`, and `what` is done about it; `begin` follows."""
+        self._starting = True  # the roles are
+        self.note(why)
+        self.note(what)
+        self.restarts.append(why.partition("\n")[0])
+        self.recorder.event(events.RESTART, f"{self.restarts[-1]}; {what}")
+
+    def begin(self, state: RunState, total: int, checkpoint: Path | None) -> None:
+        """Tell that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
+        self._state, self._total = state, total
+        self._starting = True
+        if self.restarts:
+            self._trackers.close(failed=False)
+            self._trackers = Trackers(self._config, self._directory, self.note)
+        # Lines behind the checkpoint are of steps that are about to be done again.
+        if checkpoint is None:
+            self._put_aside()
+        dropped = self._metrics.truncate_after(state.step)
+        self.recorder.begin(state.step)
+        self._trackers.open()
+        if not self.restarts:
+            self.recorder.event(events.START if checkpoint is None else events.RESUME, f"step {state.step} of {total}")
+        if checkpoint is not None:
+            again = f", {dropped} later steps are done again" if dropped else ""
+            self.note(f"resuming from {checkpoint} at step {state.step}/{total}{again}")
+        self.note(f"run directory {self._directory.root}, {total} steps")
+
+    def _put_aside(self) -> None:
+        """Keep the metrics of an earlier start that has left no checkpoint to go on from."""
+        if not self._directory.metrics.exists():
+            return
+        number = next(n for n in count(1) if not self._directory.aside(self._directory.metrics, n).exists())
+        directory = self._directory
+        moved = (
+            *(directory.metrics, directory.tensorboard, directory.trackers),
+            *(directory.evaluations, directory.samples, directory.timeline),
+        )
+        for path in moved:
+            if path.exists():
+                path.rename(self._directory.aside(path, number))
+        self.note(
+            f"there is no checkpoint to go on from, so the run starts at step 1; what an earlier start has measured is "
+            f"kept as {self._directory.aside(self._directory.metrics, number).name}"
+        )
+
+    def stepping(self) -> None:
+        """Tell that start-up is over."""
+        assert self._state is not None
+        self._starting = False
+        self._write("running")
+        self._progress.begin(self._state.step, self._total)
+        self.recorder.stepping()
+
+    def phase(self, name: str) -> None:
+        """Show the phase of the step that begins; empty: none."""
+        self._progress.phase(name, self._batch if name == "rollout" else 0)
+        self.recorder.phase(name)
+
+    def answered(self, responses: int, tokens: int) -> None:
+        """Count responses of the phase as engines finish them. Any thread may call it."""
+        self._progress.answered(responses, tokens)
+
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a step that is done."""
+        self.moved = True
+        self._metrics.append(step, metrics)
+        self._trackers.metrics(step, metrics)
+        self._progress.step(step, total, metrics)
+        self.recorder.done(step)
+
+    def samples(self, batch: Batch, experience: Experience) -> None:
+        """Keep a few responses of a step, and show them where they are wanted."""
+        found = self.recorder.samples(batch, experience) or []
+        for sample in found:
+            if self._print_samples:
+                self._progress.note(console_text(sample))
+        if found:
+            self._trackers.samples(batch.step, found)
+
+    def step_again(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a step in place of the line that it may have already."""
+        self._metrics.drop_end(step)
+        self.step(step, total, metrics)
+
+    def evaluated(self, step: int, line: dict[str, float], found: dict[str, float], told: str) -> None:
+        """Write `line` in place of that of a step that is evaluated late; `found`: what is new in it."""
+        self._metrics.drop_end(step)
+        self._metrics.append(step, line)
+        self._trackers.metrics(step, found)
+        self.note(f"evaluation of step {step}: {told}")
+
+    def finished(self) -> None:
+        """Tell that all steps are done and everything is written."""
+        self._starting = False
+        self._progress.end()
+        self._write("finished")
+        self._trackers.close(failed=False)
+        assert self._state is not None
+        self.recorder.event(events.FINISH, f"{self._state.step} steps in {self._state.wall_s:.0f} s")
+        self.recorder.end()
+        state = self._state
+        assert state is not None
+        if state.eval_before is not None and state.eval_after is not None:
+            self.note(f"evaluation, mean score: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
+        if (best := self.best) is not None:
+            place = CheckpointDir(self._directory.root).of(best.step)
+            self.note(f"best checkpoint by {best.metric}: {best.value:.4f} at step {best.step}, {place}")
+        if told := self._gpu_words():
+            self.note(told)
+        self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
+
+    def _gpu_words(self) -> str:
+        gpus = self.gpus.summary() if self.gpus else None
+        if gpus is None:
+            return ""
+        mfu = "" if gpus["mfu"] is None else f"MFU {100 * gpus['mfu']:.1f} %, "
+        return f"GPUs: {mfu}idle {100 * gpus['idle_share']:.0f} % of the steps; {gpus['hours']:.2f} GPU-hours"
+
+    def saved(self, step: int, seconds: float, waited_s: float) -> None:
+        """Tell that a checkpoint is on disk; warn when saving takes longer than Slurm's signal leaves time for.
+
+        `seconds`: until it was there; the run waited for `waited_s` of them.
+        """
+        beside = f", {seconds - waited_s:.1f} s of it beside the steps" if waited_s < seconds else ""
+        log.info("checkpoint of step %d saved in %.1f s%s", step, seconds, beside)
+        self.recorder.event(
+            events.CHECKPOINT, f"saved in {seconds:.1f} s" + (f", of step {step}{beside}" * bool(beside))
+        )
+        lead = self._lead_s
+        if seconds > lead / 2 and not self._warned:
+            self._warned = True
+            self.note(
+                f"warning: saving took {seconds:.0f} s, and the signal before the end of the allocation leaves "
+                f"{lead:.0f} s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to {3 * seconds:.0f} or more"
+            )
+
+    def stopped(self, why: str, saved: bool = True, newest: Path | None = None, goes_on: bool = False) -> None:
+        """Tell that the run stops before its last step; `newest`: the checkpoint to go on from, if not all is saved.
+
+        `goes_on`: it asks to go on in another allocation.
+        """
+        self._starting = False
+        self._progress.end()
+        if self._state is not None:
+            self._write("stopped")
+            step = self._state.step
+            if not saved:
+                kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+            elif step:
+                kept = f"saved at step {step}/{self._total}"
+            else:
+                kept = "no step was done, so there is nothing to save"
+            self.note(f"stopped by {why}; {kept}")
+            self.recorder.event(events.STOP, f"stopped by {why}; {kept}")
+            self._trackers.close(failed=False)
+            if goes_on:
+                # Before it is asked for: Slurm may end this process first.
+                self.recorder.event(events.REQUEUE, f"asks to go on later, because {why}")
+            self.recorder.end()
+
+    def failed(self, error: BaseException) -> None:
+        """Tell that `error` ends the run; whoever catches it prints the message."""
+        self._starting = False
+        self._progress.end()
+        if self._state is not None:
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            try:
+                self._write("interrupted" if stopped else "failed", str(error))
+            finally:
+                self._trackers.close(failed=not stopped)
+            kind = events.STOP if stopped else events.kind_of_failure(error)
+            self.recorder.event(kind, str(error) or type(error).__name__)
+            self.recorder.end()
+
+    def _best_checkpoint(self) -> dict[str, Any] | None:
+        if self.best is None:
+            return None
+        place = CheckpointDir(self._directory.root).of(self.best.step)
+        return {**self.best.to_json(), "checkpoint": str(place.relative_to(self._directory.root))}
+
+    def _write(self, status: str, error: str = "", starting: str = "") -> None:
+        state = self._state
+        assert state is not None
+        Summary(
+            status=status,
+            steps=state.step,
+            total_steps=self._total,
+            eval_before=state.eval_before,
+            eval_after=state.eval_after,
+            reward_first=state.reward_first,
+            reward_last=state.reward_last,
+            wall_s=state.wall_s,
+            tokens_per_s=state.response_tokens / state.wall_s if state.wall_s else 0.0,
+            policy_version=state.policy_version,
+            world=self._world,
+            seed=state.seed,
+            self_check=self.self_check,
+            error=error,
+            starting=starting,
+            gpus=self.gpus.summary() if self.gpus else None,
+            best=self._best_checkpoint(),
+            restarts=self.restarts,
+        ).write(self._directory.summary)

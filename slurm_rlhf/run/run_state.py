@@ -1,0 +1,224 @@
+"""Where a run stands: the conductor's part of a checkpoint, and how a whole checkpoint is saved and loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.algorithms.registry import changed_plugins, load_plugins
+from slurm_rlhf.algorithms.reward_scale import RunningScale
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.errors import CheckpointError, RunError
+from slurm_rlhf.observe.metrics import finite
+from slurm_rlhf.run.gpu_account import GpuAccount
+from slurm_rlhf.run.saves import Best, PendingSave, SaveCadence, better, resumed, written
+from slurm_rlhf.run.step import Step
+from slurm_rlhf.wire.calls import DirectoryRequest, TrainerCalls
+from slurm_rlhf.wire.handles import RoleHandle, gather
+
+REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS, BEST = "reward_scale", "unevaluated", "gpus", "plugins", "best"
+CADENCE, MODEL = "cadence", "model"
+"""Keys of a checkpoint's state that are there only where the run has something to say."""
+
+
+@dataclass(slots=True)
+class RunState:
+    """Says where the run stands after `step` steps."""
+
+    seed: int
+    step: int = 0
+    policy_version: int = 0  # of the weights that the engines hold
+    responses: int = 0  # sampled so far, evaluation not counted
+    response_tokens: int = 0
+    wall_s: float = 0.0  # over all sessions of the run
+    eval_before: float | None = None
+    eval_after: float | None = None
+    reward_first: float | None = None
+    reward_last: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RunState:
+        """Read what `to_json` wrote. Raises CheckpointError when another version of this class did."""
+        known = {field.name for field in fields(cls)}
+        if set(data) != known:
+            raise CheckpointError(
+                f"the checkpoint's run state has {sorted(data)}, this version of slurm_rlhf needs {sorted(known)}; "
+                "resume with the version that wrote it"
+            )
+        return cls(**data)
+
+
+@dataclass(slots=True)
+class RunCheckpoints:
+    """Saves the run with all of its roles, and takes it back to a checkpoint."""
+
+    directory: CheckpointDir
+    keep: int  # the newest so many
+    roles: Mapping[str, RoleHandle[Any]]
+    state: RunState
+    step: Step
+    saved: Callable[[int, float, float], None]
+    """Told the step of each checkpoint, the seconds until it was on disk, and those that it kept the run waiting."""
+    cadence: SaveCadence
+    clock: float  # time.monotonic() up to which `state.wall_s` has counted
+    gpus: GpuAccount | None = None
+    model: Mapping[str, str] = field(default_factory=dict)  # that the run started from: path -> `model_contents`
+    order: dict[str, Any] = field(default_factory=dict, init=False)  # state after the last batch that was trained on
+    unevaluated: dict[str, Any] | None = field(default=None, init=False)  # metrics of a step: see `TrainingLoop`
+    best: Best | None = field(default=None, init=False)  # by ckpt.best_metric; its checkpoint is never pruned
+    _saved_step: int = field(default=-1, init=False)
+    _pending: PendingSave | None = field(default=None, init=False)  # what is being written
+
+    def save(self, behind: bool = False) -> None:
+        """Write a checkpoint of the last step that was done; `behind`: beside the next steps. Blocks no longer then
+        than the copy takes, and until the checkpoint before is written. Raises CheckpointError, of either of them.
+        """
+        self.finish()
+        number, started = self.state.step, time.monotonic()
+        self.count_wall()
+        path = self.directory.begin(number)
+        call = TrainerCalls.save_async if behind else TrainerCalls.save
+        saves: list[Future[Any]] = []
+        with self.directory.explained(number):
+            for role in self._saving():
+                (path / role).mkdir()
+                saves += self.roles[role].start_all(call, DirectoryRequest(str(path / role)))
+            gather(saves)
+        state, kept = self._state_dict(), () if self.best is None else (self.best.step,)
+        self._saved_step = number
+        self.cadence.begun(number)
+        pending = PendingSave(number, started, time.monotonic() - started)
+        if behind:
+            roles = [self.roles[role] for role in self._saving()]
+            pending.begin(lambda: self._complete(number, state, kept, written(roles)))
+            self._pending = pending
+        else:
+            pending.complete(lambda: self._complete(number, state, kept, ()))
+            self._finished(pending)
+
+    def _complete(
+        self, number: int, state: dict[str, Any], kept: tuple[int, ...], writes: Sequence[Future[None]]
+    ) -> None:
+        """Make a whole checkpoint of what the roles write. Any thread."""
+        with self.directory.explained(number):
+            gather(writes)
+        self.directory.commit(number, state)
+        self.directory.prune(self.keep, kept)
+
+    def poll(self) -> None:
+        """Take note of a checkpoint that is written by now. Raises what went wrong with it."""
+        if self._pending is not None and self._pending.done():
+            self._finished(self._pending)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what goes wrong with it."""
+        if self._pending is None:
+            return
+        if not self._pending.done():
+            with self.step.phases("checkpoint_wait"):
+                # Trainers that die have the error that counts; those that cannot write have told `PendingSave`.
+                for role in self._saving():
+                    self.roles[role].call_all(TrainerCalls.finish_save)
+                self._pending.wait_for(None)
+        self._finished(self._pending)
+
+    def abandon(self, timeout_s: float) -> None:
+        """Wait for the checkpoint that is being written while the run fails: it may be the newest there will be."""
+        if self._pending is not None and self._pending.wait_for(timeout_s):
+            with contextlib.suppress(CheckpointError, RunError):
+                self._finished(self._pending)
+
+    def _finished(self, pending: PendingSave) -> None:
+        self._pending = None
+        seconds = pending.result()
+        self.cadence.saved(pending.cost_s, seconds)
+        self.saved(pending.step, seconds, pending.cost_s)
+
+    def save_once(self) -> None:
+        """Write a checkpoint unless the last step that was done has one, and wait for one that is being written."""
+        self.finish()
+        if self._saved_step != self.state.step:
+            self.save()
+
+    def judge(self, metrics: Mapping[str, float]) -> bool:
+        """Look at the evaluation of the last step that was done: True if it is the best so far."""
+        before, metric = self.best, self.step.config.ckpt.best_metric
+        self.best = better(before, metric, metrics, self.state.step)
+        return self.best is not before
+
+    @property
+    def candidate(self) -> bool:
+        """Whether the last step that was done may be the best and has no checkpoint: its weights are gone soon."""
+        if not self.step.config.ckpt.best_metric or self._saved_step == self.state.step:
+            return False
+        return self.unevaluated is not None or (self.best is not None and self.best.step == self.state.step)
+
+    def load(self, path: Path, note: Callable[[str], None]) -> None:
+        """Take roles, data order, KL coefficient and reward scale back to a checkpoint; `state` is loaded already.
+
+        `note` tells the user what has changed since.
+        """
+        state, step = self.directory.load_state(path), self.step
+        step.order.load_state_dict(state["order"])
+        step.kl.load_state_dict(state["kl"])
+        if isinstance(step.scale, RunningScale) and "count" in (before := state.get(REWARD_SCALE, {})):
+            step.scale = RunningScale(**before)
+        if changes := changed_plugins(state.get(PLUGINS, {}), load_plugins(step.config.train.plugins)):
+            note(
+                f"warning: train.plugins since {path.name} was written: {', '.join(changes)}. The run goes on with the "
+                "files as they are now"
+            )
+        self.unevaluated = state.get(UNEVALUATED)
+        found = state.get(BEST)
+        there = found is not None and self.directory.of(found["step"]).is_dir()
+        self.best, told = resumed(found, step.config.ckpt.best_metric, there)
+        if told:
+            note(f"warning: {told}")
+        if self.gpus is not None:
+            self.gpus.load_state_dict(state.get(GPUS, {}))
+        self.cadence.load_state_dict(state.get(CADENCE, {}), self.state.step)
+        loads: list[Future[None]] = []
+        for role in self._saving():
+            loads += self.roles[role].start_all(TrainerCalls.load, DirectoryRequest(str(path / role)))
+        gather(loads)
+        self._saved_step = self.state.step
+
+    def evaluated(self) -> None:
+        """Note that the evaluation that was due is done: no checkpoint has it yet."""
+        self.unevaluated, self._saved_step = None, -1
+
+    def count_wall(self) -> None:
+        """Bring `state.wall_s` up to date."""
+        now = time.monotonic()
+        self.state.wall_s += now - self.clock
+        self.clock = now
+
+    def _saving(self) -> list[str]:
+        return [role for role in self.roles if ROLES[role].saves]
+
+    def _state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"run": self.state.to_json(), "order": self.order, "kl": self.step.kl.state_dict()}
+        if self.step.scale is not None:
+            state[REWARD_SCALE] = self.step.scale.state_dict()
+        if self.unevaluated is not None:
+            state[UNEVALUATED] = {name: finite(value) for name, value in self.unevaluated.items()}
+        if self.best is not None:
+            state[BEST] = self.best.to_json()
+        if self.gpus is not None:
+            state[GPUS] = self.gpus.state_dict()
+        if self.cadence.every == "auto":
+            state[CADENCE] = self.cadence.state_dict()
+        if plugins := load_plugins(self.step.config.train.plugins):
+            state[PLUGINS] = plugins
+        if self.model:
+            state[MODEL] = self.model
+        return state

@@ -1,0 +1,293 @@
+"""Checks the first batch of a session before it is trained on, and every later batch for drift.
+
+The self-check samples nothing and draws no random number: it compares the columns that the step computes anyway, and
+four more forward passes of the actor over a few sequences. So a run with it writes the same metrics as one without.
+`verdicts` decides what passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from msgspec import structs
+
+from slurm_rlhf.algorithms.batching import assemble
+from slurm_rlhf.algorithms.policy_distance import ages
+from slurm_rlhf.algorithms.reward_scale import clip_warning
+from slurm_rlhf.config.correction import before_update, of_the_update
+from slurm_rlhf.config.schema import Config, Data
+from slurm_rlhf.data.framing import has_double_bos, missing_eos
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ModelError, SelfCheckError
+from slurm_rlhf.eval.verdicts import (
+    ALL_THE_SAME,
+    FEW_NOT_FINITE,
+    PROMPT_SHARES,
+    REWARD_SHARES,
+    Verdict,
+    agreement_line,
+    compare,
+    drift,
+    engine_not_finite,
+    first_ratio,
+    fitting,
+    not_finite,
+    ratio_line,
+    shares_line,
+    warnings,
+)
+from slurm_rlhf.records import F32, Bool, Experience, Trajectory
+from slurm_rlhf.run.step_metrics import skip_warning
+from slurm_rlhf.wire.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
+from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
+
+PER_RANK = 4
+"""How many sequences each rank of the actor computes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFindings:
+    """Says what is known of the training prompts before anything is sampled."""
+
+    shares: dict[str, float]  # of all prompts, by the names of verdicts.PROMPT_SHARES
+    template: str = ""  # what is wrong with how the chat template ends an answer
+
+    @classmethod
+    def of(cls, prompts: PromptSet, tokenizer: Tokenizer, data: Data) -> PromptFindings:
+        """Look at the prompts, which were read as `data` says."""
+        count = len(prompts)
+        shares = {
+            "prompts_dropped": prompts.dropped / (prompts.dropped + count),
+            "prompts_double_bos": sum(has_double_bos(p.token_ids[:2].tolist(), tokenizer) for p in prompts) / count,
+            "prompts_answered": prompts.answered / count,
+            "prompts_repeated": 1.0 - len({p.token_ids.tobytes() for p in prompts}) / count,
+        }
+        if not data.apply_chat_template:
+            return cls(shares)
+        try:
+            return cls(shares, missing_eos(tokenizer))
+        except ModelError as error:
+            return cls(shares, f"whether the chat template ends answers with an end token cannot be told: {error}")
+
+
+@dataclass(slots=True)
+class SelfCheck:
+    """Compares what engines, actor and reference compute, in every step; thoroughly in the first one.
+
+    `before_update` and `after_update` raise SelfCheckError, which ends the run.
+    """
+
+    config: Config
+    actor: RoleHandle[ActorCalls]
+    note: Callable[[str], None]
+    prompts: PromptFindings
+    figures: dict[str, float]  # check -> what was found: filled by the first step
+    tokenizer: Tokenizer
+    _begun: bool = field(default=False, init=False)
+    _updated: bool = field(default=False, init=False)
+    _passed: F32 | None = field(default=None, init=False)  # what the first update's own pass is compared with, [A]
+    _clipped: float = field(default=0.0, init=False)  # the largest share of clipped rewards that was warned of
+    _warned: dict[str, float] = field(default_factory=dict, init=False)  # check -> figure of the last warning
+
+    def before_update(
+        self, step: int, trajectories: list[Trajectory], exp: Experience, metrics: dict[str, float], version: int
+    ) -> None:
+        """Check what `Step.collect` made of `trajectories`; the actor has policy `version`."""
+        self._warn_of_clipping(step, metrics)
+        if not self.config.train.self_check:
+            return
+        self._engine_finite(step, metrics.get("correction/not_finite", 0.0), exp)
+        if self._begun:
+            if (mean := metrics.get("rollout_logprob_diff")) is not None:
+                self._watch(step, drift(mean, self.config.ds.param_dtype))
+            return
+        self._begun = True
+        self._shares("prompts", self.prompts.shares, PROMPT_SHARES)
+        if self.prompts.template:
+            self.note(f"warning: {self.prompts.template}")
+        self._shares("rewards", metrics, REWARD_SHARES)
+        if wrong := not_finite(exp.rewards):
+            raise SelfCheckError(wrong)
+        if garbled := other_text(trajectories, self.tokenizer, bool(self.config.rollout.stop)):
+            raise SelfCheckError(garbled)
+        if not before_update(self.config):
+            exp = self._with_pass(exp)
+            self._passed = exp.columns["logprobs"]
+        repeated = self._repeated(exp)
+        self._line("actor's forward", repeated, {"again": "twice", "eval": "in eval mode", "alone": "alone"})
+        agreement = self._agreement(trajectories, exp, version)
+        self._line("sampled tokens", agreement, {"engine": "engine", "reference": "reference"})
+        for verdict in [*repeated, *agreement]:
+            self._insist(verdict)
+
+    def after_update(self, step: int, exp: Experience, metrics: dict[str, float]) -> None:
+        """Check the metrics of `Step.update`; `exp` has the old log-probs. Warns of skipped steps in any case."""
+        # In fp16 that is how the loss scale is found.
+        if self.config.ds.param_dtype != "fp16" and (skipped := skip_warning(metrics)):
+            self.note(f"warning: step {step}: {skipped}")
+        if not self.config.train.self_check or "first_ratio" not in metrics:  # critic.freezing_steps
+            return
+        if self.config.algo.correction.bypass or (of_the_update(self.config) and self._updated):
+            # With bypass the first ratio is that of actor to engine, of an older policy's tokens anything; otherwise it
+            # is 1. What tells is the engine, which was not compared before.
+            if (mean := metrics.get("rollout_logprob_diff")) is not None:
+                self._watch(step, drift(mean, self.config.ds.param_dtype))
+            return
+        verdict = first_ratio(*self._first_ratio(exp, metrics), self.config.ds.param_dtype)
+        if self._updated:
+            self._watch(step, verdict)
+            return
+        self._updated = True
+        self.figures["ratio"] = metrics["first_ratio"]
+        self.note(ratio_line(verdict))
+        self._insist(verdict)
+
+    def _first_ratio(self, exp: Experience, metrics: dict[str, float]) -> tuple[float, float]:
+        """Return mean ratio and k3 of the first optimizer step to the old log-probs.
+
+        Where these are of the update's own pass, the step is compared with the pass of the self-check.
+        """
+        if self._passed is None or not of_the_update(self.config):
+            return metrics["first_ratio"], metrics["first_approx_kl"]
+        log_ratio = (exp.columns["logprobs"] - self._passed)[exp.action_mask].astype(np.float64)
+        self._passed = None
+        return float(np.exp(log_ratio).mean()), float((np.expm1(log_ratio) - log_ratio).mean())
+
+    def _warn_of_clipping(self, step: int, metrics: dict[str, float]) -> None:
+        """Warn of many clipped rewards, whether the self-check is on or not, and again when they become more."""
+        share = metrics.get("reward_clipped", 0.0)
+        if warning := clip_warning(share, self._clipped, self.config.reward.clip_range):
+            self._clipped = share
+            self.note(f"step {step}: {warning}")
+
+    def _engine_finite(self, step: int, lost: float, exp: Experience) -> None:
+        """Warn of tokens whose log-prob of the engine is not a number, and end the run where they are many."""
+        tokens = int(lost) + int(exp.action_mask.sum())
+        if not lost:
+            return
+        told = self._fitting(engine_not_finite(lost, tokens))
+        stop = 1.0 if not self._begun else self.config.train.self_check_stop
+        if stop and lost > stop * FEW_NOT_FINITE * tokens:
+            raise SelfCheckError(f"self-check failed (engine): step {step}: {told}. {ALL_THE_SAME}.")
+        if not lost / tokens < 2 * self._warned.get("not_finite", 0.0):
+            self._warned["not_finite"] = lost / tokens
+            self.note(f"warning: step {step}: {told}")
+
+    def _with_pass(self, exp: Experience) -> Experience:
+        """Compute the log-probs that are not computed before the update; the step goes on with `exp` as it is."""
+        parts, calls = send_shards(self.actor, ActorCalls.logprobs, ForwardBatch, exp, self.config.train.forward_tokens)
+        return structs.replace(exp, columns=exp.columns | {"logprobs": assemble(exp, parts, gather(calls))})
+
+    def _shares(self, title: str, shares: dict[str, float], names: tuple[str, ...]) -> None:
+        self.figures |= {name: shares[name] for name in names if name in shares}
+        self.note(shares_line(title, shares, names))
+        for warning in warnings(shares, names):
+            self.note(warning)
+
+    def _line(self, title: str, verdicts: list[Verdict], names: dict[str, str]) -> None:
+        self.figures |= {verdict.check: verdict.figure for verdict in verdicts}
+        self.note(agreement_line(title, verdicts, names))
+
+    def _insist(self, verdict: Verdict) -> None:
+        if not verdict.passed:
+            raise SelfCheckError(self._fitting(verdict.error()))
+
+    def _fitting(self, text: str) -> str:
+        return fitting(text, self.config.rollout.engine)
+
+    def _watch(self, step: int, verdict: Verdict) -> None:
+        """Warn of a figure beyond its bound, again when it has doubled; end the run at a multiple of it."""
+        if verdict.passed:
+            return
+        stop = self.config.train.self_check_stop
+        if stop and not verdict.figure < stop * verdict.bound.limit:
+            raise SelfCheckError(
+                f"step {step}: {self._fitting(verdict.describe())}. The run ends here, beyond {stop:g} times the bound "
+                "(train.self_check_stop); its checkpoints are kept."
+            )
+        if not verdict.figure < 2 * self._warned.get(verdict.check, 0.0):
+            self._warned[verdict.check] = verdict.figure
+            self.note(f"warning: step {step}: {self._fitting(verdict.describe())}")
+
+    def _told_apart(self, verdict: Verdict, exp: Experience, fresh: Bool) -> Verdict:
+        """Have the actor compute the whole batch again, so that the error says which of the two is off."""
+        dtype, engine = self.config.ds.param_dtype, exp.columns["rollout_logprobs"]
+        first, again = exp.columns["logprobs"], self._with_pass(exp).columns["logprobs"]
+        own, to_engine = (compare("engine", again, other, fresh, dtype).figure for other in (first, engine))
+        told = f"; computed again, the actor's are {own:.3g} from its first and {to_engine:.3g} from the engine's"
+        return replace(verdict, detail=verdict.detail + told)
+
+    def _repeated(self, exp: Experience) -> list[Verdict]:
+        """Have the actor compute some sequences of the batch twice, in eval mode, and alone."""
+        chosen = few(exp, self.actor.world)
+        budget = self.config.train.max_tokens_per_gpu
+        parts, calls = send_shards(self.actor, ActorCalls.self_check, ForwardBatch, chosen, budget)
+        answers = gather(calls)
+        found: dict[str, F32] = {
+            name: assemble(chosen, parts, [getattr(answer, name) for answer in answers])
+            for name in SelfCheckAnswer.__struct_fields__
+        }
+        dtype, mask = self.config.ds.param_dtype, chosen.action_mask
+        verdicts = [compare(name, found[name], found["first"], mask, dtype) for name in ("again", "eval")]
+        # In the step's own micro-batches other sequences were beside them, and those that are cut here were whole.
+        beside = [
+            compare("alone", found["alone"], others, mask, dtype)
+            for others in (found["first"], chosen.columns["logprobs"])
+        ]
+        return [*verdicts, max(beside, key=lambda verdict: (not verdict.passed, verdict.figure))]
+
+    def _agreement(self, trajectories: list[Trajectory], exp: Experience, version: int) -> list[Verdict]:
+        """Compare engines and actor on tokens of the actor's version, and, before the first update, the reference."""
+        columns, dtype = exp.columns, self.config.ds.param_dtype
+        fresh = exp.action_mask & (ages(trajectories, version) == 0)
+        engines = np.repeat([t.engine for t in trajectories], exp.response_lens).astype(np.int32)
+        verdict = compare("engine", columns["rollout_logprobs"], columns["logprobs"], fresh, dtype, engines)
+        verdicts = [verdict if verdict.passed else self._told_apart(verdict, exp, fresh)]
+        if version == 0 and "ref_logprobs" in columns:
+            verdicts.append(compare("reference", columns["ref_logprobs"], columns["logprobs"], exp.action_mask, dtype))
+        return verdicts
+
+
+def other_text(trajectories: list[Trajectory], tokenizer: Tokenizer, cut: bool) -> str:
+    """Say which response has a text that is not that of its tokens, if any; `cut`: stop strings may end it earlier."""
+    for found in trajectories:
+        text = tokenizer.response_text(found.prompt_ids.tolist(), found.response_ids.tolist())
+        if not (text == found.text or (cut and text.startswith(found.text))):
+            return (
+                f"self-check failed (text): the reward got {found.text[:80]!r}, and the tokens of that response are "
+                f"{text[:80]!r}: engine {found.engine} reads another tokenizer than {tokenizer.directory}. "
+                f"{ALL_THE_SAME}."
+            )
+    return ""
+
+
+def few(exp: Experience, ranks: int) -> Experience:
+    """Choose `PER_RANK` sequences for each of `ranks`, of all lengths; every other one keeps half of its response.
+
+    So each shares its micro-batch with sequences of other lengths, whatever was sampled. What is left of a response has
+    the log-probs that it had, because the models are causal. Needs at least as many sequences as ranks.
+    """
+    count = min(PER_RANK, len(exp) // ranks) * ranks
+    order = np.argsort(exp.lengths, kind="stable")
+    rows = order[np.linspace(0, len(exp) - 1, count).round().astype(np.int64)]
+    return _cut(exp.select(sorted(int(row) for row in rows)))
+
+
+def _cut(exp: Experience) -> Experience:
+    lens = exp.response_lens.copy()
+    lens[::2] = -(-lens[::2] // 2)
+    tokens, actions = (
+        np.concatenate([np.arange(start, start + length) for start, length in zip(offsets[:-1], kept, strict=True)])
+        for offsets, kept in ((exp.token_offsets, exp.prompt_lens + lens), (exp.action_offsets, lens))
+    )
+    return Experience(
+        exp.prompt_lens,
+        lens,
+        exp.token_ids[tokens],
+        exp.action_mask[actions],
+        exp.rewards,
+        {name: column[actions] for name, column in exp.columns.items()},
+    )

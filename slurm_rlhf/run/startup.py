@@ -1,0 +1,304 @@
+"""Starting a run: its processes, models and engines, each as soon as it can, and its parts put together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Collection
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurm_rlhf.algorithms.policy_distance import KLController
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.interval import failures
+from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, algorithm_of
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.eval.sets import Evaluation
+from slurm_rlhf.groups.engine_pool import EnginePool
+from slurm_rlhf.groups.role_environment import role_environment
+from slurm_rlhf.groups.supervisor import Supervisor
+from slurm_rlhf.groups.watchdog import Watchdog
+from slurm_rlhf.observe.events import read_events
+from slurm_rlhf.observe.timing import Phases
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.topology import CPU, GPU
+from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
+from slurm_rlhf.run.colocation import Colocation
+from slurm_rlhf.run.gpu_account import GpuAccount
+from slurm_rlhf.run.loop import TrainingLoop
+from slurm_rlhf.run.reporting import Reporting
+from slurm_rlhf.run.run_inputs import Inputs
+from slurm_rlhf.run.run_state import RunCheckpoints, RunState
+from slurm_rlhf.run.saves import SaveCadence
+from slurm_rlhf.run.self_check import SelfCheck
+from slurm_rlhf.run.step import Step
+from slurm_rlhf.run.step_metrics import EngineMetrics
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.sampling.actor_sampler import ActorSampler
+from slurm_rlhf.sampling.dispatch import Dispatcher, Sampler
+from slurm_rlhf.weights.lead import WeightSync
+from slurm_rlhf.wire.calls import EngineCalls, StartAnswer, StartCalls, StartRequest
+from slurm_rlhf.wire.handles import EngineHandle, gather
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Startup:
+    """Starts processes, models, engines and the sync group, each as soon as what it needs is there."""
+
+    config: Config
+    directory: RunDirectory
+    ranks: RankMap
+    supervisor: Supervisor
+    inputs: Inputs
+    reporting: Reporting
+    stop: Stop
+    clock: float  # time.monotonic() when the run began
+    watchdog: Watchdog
+    _pool: EnginePool | None = field(default=None, init=False)
+    _sync: WeightSync | None = field(default=None, init=False)
+    _checkpoints: RunCheckpoints | None = field(default=None, init=False)
+    _gpu_sums: dict[str, float] = field(default_factory=dict, init=False)  # of before a restart
+
+    def run(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
+        """Start everything, and take it back to `checkpoint`, whose `state` is loaded already."""
+        self.supervisor.start(role_environment(self.config, self.ranks, len(os.sched_getaffinity(0))))
+        self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
+        return self._lead(state, checkpoint)
+
+    def engines_are_idle(self) -> bool:
+        """Make the engines, whose trainers have ended, drop what they work on; those that cannot are lost.
+
+        Blocks while they find out that a weight update has broken. False: all engines have to start again, too.
+        """
+        recovery, pool = self.supervisor.recovery, self._pool
+        if recovery is None or pool is None or not recovery.armed:
+            return False
+        pool.close()
+        for engine in pool.begun:
+            recovery.lost(engine, "its start was cut off by that of the trainers")
+        engines = self.supervisor.roles[ROLLOUT]
+        calls = {engine: engines.call(engine, EngineCalls.drop) for engine in pool.arrived}
+        done, _ = wait(calls.values(), 2 * self.config.timeout.sync_silence)
+        for engine, call in calls.items():
+            if call not in done or call.exception() is not None:
+                why = call.exception() if call in done else "it does not answer"
+                recovery.lost(engine, f"{why}, after its trainers have ended", silent=True)
+        return True
+
+    def again(
+        self,
+        state: RunState,
+        checkpoint: Path | None,
+        spent_s: float,
+        roles: Collection[str],
+        ranks: RankMap,
+        config: Config,
+    ) -> TrainingLoop:
+        """Start `roles` again as `run` does, where `ranks` has them, beside those that live.
+
+        `spent_s`: how long the run has taken before. `config`: of now; roles may be smaller. What the run has read from
+        the user's files stays.
+        """
+        self.config, self.ranks = config, ranks
+        state.wall_s, self.clock, self._checkpoints = spent_s, time.monotonic(), None
+        if self.reporting.gpus is not None:
+            self._gpu_sums = self.reporting.gpus.state_dict()
+        if ROLLOUT in roles and self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        self.inputs.order.rewind()
+        self.supervisor.start_again(roles, ranks, role_environment(config, ranks, len(os.sched_getaffinity(0))))
+        return self._lead(state, checkpoint)
+
+    def spent_s(self, state: RunState) -> float:
+        """Return how long the run has taken up to now, over all sessions; `state` is that of this start."""
+        return state.wall_s + time.monotonic() - (self._checkpoints or self).clock
+
+    def _lead(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
+        """Load models, engines and `checkpoint`, now that the processes are there."""
+        config = self.config
+        roles = self.supervisor.roles
+        self.reporting.recorder.watch(roles)
+        if self.supervisor.recovery is not None:
+            self.supervisor.recovery.tell = self.reporting.note
+        engines = roles.get(ROLLOUT)
+        if isinstance(engines, EngineHandle):
+            weight_sync = self._weight_sync(engines)
+            gpus = self._gpus(weight_sync)
+            self.reporting.recorder.transfer = lambda: weight_sync.connection
+            colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
+            pool = self._start_engines(engines, weight_sync, colocation)
+            self._start_trainers(pool)
+            step = self._step(self._dispatcher(engines, pool), pool, colocation)
+        else:
+            gpus = self._gpus(None)
+            self._start_trainers(None)
+            at_once = config.rollout.hf_at_once(on_gpus=self.ranks.topology.accelerator == GPU)
+            sampler = ActorSampler(roles[ACTOR], config.train.seed, at_once, self.reporting.answered)
+            step = self._step(sampler, None, None)
+        directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
+        checkpoints = RunCheckpoints(
+            directory, config.ckpt.max_num, roles, state, step, saved, cadence, self.clock, gpus, self.inputs.model
+        )
+        self._checkpoints = checkpoints
+        if checkpoint is not None:
+            checkpoints.load(checkpoint, self.reporting.note)
+        if gpus is not None and self._gpu_sums:
+            gpus.load_state_dict(self._gpu_sums)
+        final = self.directory.final
+        return TrainingLoop(step, self._evaluation(step), state, checkpoints, self.reporting, final, gpus)
+
+    def _weight_sync(self, engines: EngineHandle) -> WeightSync:
+        actor, host, before = self.supervisor.roles[ACTOR], self.supervisor.sync_host, self._sync
+        fresh = WeightSync(self.config, actor, engines, host)
+        self._sync = before.renewed(actor, engines, host) if before else fresh
+        return self._sync
+
+    def _cadence(self, step: int) -> SaveCadence:
+        ckpt = self.config.ckpt
+        known = failures(read_events(self.directory.events), len(self.ranks.topology.nodes), ckpt.mtbf_hours)
+        return SaveCadence(ckpt.save_steps, known, self.reporting.note, last=step)
+
+    def _evaluation(self, step: Step) -> Evaluation | None:
+        config, sets = self.config, self.inputs.evaluation
+        if not sets:
+            return None
+        beside, engines = None, self.supervisor.roles.get(ROLLOUT)
+        if config.eval.overlap and isinstance(engines, EngineHandle):
+            # Of its own, and without a pool: while the actor trains it has no weights to give to late engines.
+            most, fixed = config.vllm.max_num_seqs, config.train.full_determinism
+            beside = Dispatcher(engines, config.train.seed, most, fixed).run
+        return Evaluation(config, sets, self.directory.evaluations, step.generate, step.reward, beside)
+
+    def _phase(self, name: str) -> None:
+        self.reporting.phase(name)
+        self.watchdog.phase(name)
+
+    def _gpus(self, weight_sync: WeightSync | None) -> GpuAccount | None:
+        if self.ranks.topology.accelerator == CPU:
+            return None
+        self.reporting.gpus = GpuAccount(
+            self.config, self.ranks, self.clock, lambda: weight_sync.connection if weight_sync else None
+        )
+        self.reporting.gpus.watch(self.supervisor.roles)
+        return self.reporting.gpus
+
+    def _start_engines(
+        self, engines: EngineHandle, weight_sync: WeightSync, colocation: Colocation | None
+    ) -> EnginePool:
+        """Begin to start the engines; colocated ones before the trainers, which find them asleep."""
+        config = self.config
+        all_at_once = config.train.full_determinism or config.train.colocate_all
+        pool = EnginePool(
+            self.supervisor, engines, weight_sync, config.timeout.connect, all_at_once, self.reporting.note
+        )
+        if self._pool is not None:
+            pool.take_over(self._pool)
+        pool.begin()
+        self._pool = pool
+        if colocation is not None:
+            log.info("engines %s have started, before any trainer", pool.wait([]))
+            colocation.put_engines_to_sleep()
+        return pool
+
+    def _start_trainers(self, pool: EnginePool | None) -> None:
+        """Start the trainers, beside the engines of `pool`, and wait for them and the first engine."""
+        config = self.config
+        trainers = {
+            role: handle for role, handle in self.supervisor.roles.items() if not isinstance(handle, EngineHandle)
+        }
+        beside = f"; starting {self.supervisor.roles[ROLLOUT].world} engines" if pool else ""
+        self.reporting.note(f"loading {', '.join(trainers)}{beside}")
+        starts: dict[str, list[Future[StartAnswer]]] = {
+            role: handle.start_all(
+                StartCalls.start, StartRequest(optimizer_steps(config, role, self.inputs.total_steps))
+            )
+            for role, handle in trainers.items()
+        }
+        for role, futures in starts.items():
+            self._tell_when_ready(role, futures)
+        gather([future for futures in starts.values() for future in futures])
+        for role in (ACTOR, CRITIC, REWARD):
+            if role in starts and (note := starts[role][0].result().note):
+                self.reporting.note(note)
+        if pool is None:
+            return
+        first = pool.wait(starts[ACTOR][0].result().parameters or [])
+        count = self.supervisor.roles[ROLLOUT].world
+        if len(first) < count:
+            self.reporting.note(f"{len(first)} of {count} engines are ready; the others join when they are")
+
+    def _tell_when_ready(self, role: str, futures: list[Future[StartAnswer]]) -> None:
+        """Note when all ranks of `role` have loaded their model; called back by the thread that gets the answers."""
+        waiting = set(futures)
+
+        def answered(future: Future[StartAnswer]) -> None:
+            waiting.discard(future)
+            if not waiting and all(each.exception() is None for each in futures):
+                self.reporting.note(f"{role} is ready after {time.monotonic() - self.clock:.0f} s")
+
+        for future in futures:
+            future.add_done_callback(answered)
+
+    def _dispatcher(self, engines: EngineHandle, pool: EnginePool) -> Dispatcher:
+        config = self.config
+        return Dispatcher(
+            engines,
+            config.train.seed,
+            config.vllm.max_num_seqs,
+            config.train.full_determinism,
+            # While the actor trains it has no weights to give: late engines get theirs with the next update.
+            None if config.vllm.sync_mode == "inflight" else pool,
+            pool.rescue,
+            self.reporting.answered,
+        )
+
+    def _step(self, sampler: Sampler, pool: EnginePool | None, colocation: Colocation | None) -> Step:
+        config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
+        scale, told = reward_scale(config)
+        if told:
+            note(told)
+        source = inputs.reward or ModelRewards(roles[REWARD], config.train.forward_tokens)
+        recovery = self.supervisor.recovery  # an engine that has died may go on on another node
+        node = sampling_nodes(self.ranks).__getitem__ if recovery is None else recovery.node
+        return Step(
+            config=config,
+            algorithm=algorithm_of(config),
+            roles=roles,
+            pool=pool,
+            dispatcher=sampler,
+            colocation=colocation,
+            prompts=inputs.prompts,
+            order=inputs.order,
+            total_steps=inputs.total_steps,
+            reward=Scoring(source, config.timeout.reward, self.directory.reward_log),
+            kl=KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon),
+            scale=scale,
+            self_check=SelfCheck(
+                config, roles[ACTOR], note, inputs.findings, self.reporting.self_check, inputs.tokenizer
+            ),
+            engine_metrics=EngineMetrics(node, note),
+            phases=Phases(self._phase, self.watchdog.ended),
+            stop=self.stop,
+        )
+
+
+def sampling_nodes(ranks: RankMap) -> list[str]:
+    """List the node of each engine; of each rank of the actor, where there are no engines."""
+    return [*ranks.engine_nodes.values()] or [share.node for share in ranks.roles[ACTOR] for _ in share.ranks]
+
+
+def optimizer_steps(config: Config, role: str, steps: int) -> int:
+    """Count the optimizer steps of `role` in a run of `steps` training steps, for its learning-rate schedule.
+
+    While the actor is frozen (critic.freezing_steps) it takes none, so its schedule begins after them and still ends
+    with the run.
+    """
+    responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    frozen = config.critic.freezing_steps if role == ACTOR else 0
+    return max(steps - frozen, 0) * config.train.max_epochs * responses // config.train.batch_size

@@ -1,0 +1,306 @@
+"""One training step: prompts, rollout, rewards, log-probs and values, advantages, update, sync.
+
+`Step.run` has them in this order for every kind of run. Roles compute the tensors; here is what follows what.
+
+- drain: engines finish a batch before they get new weights.
+- inflight (vllm.sync_mode): a stream of groups is sampled while the actor trains (`group_stream`), batches are made of
+  those that are finished, and the sync changes the weights under the responses in flight.
+- actor (rollout.engine = hf): the actor's ranks sample themselves, between their updates. Nothing is transferred.
+- colocated (train.colocate_all): engines sleep while the trainers compute, and lose their weights by it. So the sync of
+  an update is the first part of the next generation, and not the last of the step: between the two, a checkpoint or an
+  evaluation's reward model may need the accelerators, and engines that had the weights by then would lose them again.
+
+`Step._transfer` is the one place that gives engines the weights of an update. Sources: Schulman et al., Proximal Policy
+Optimization (2017); Ouyang et al., Training language models to follow instructions (2022).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+
+from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches
+from slurm_rlhf.algorithms.correction import mask_not_finite
+from slurm_rlhf.algorithms.policy_distance import KLController, ages, staleness
+from slurm_rlhf.algorithms.registry import Algorithm
+from slurm_rlhf.algorithms.reward_scale import RewardScale
+from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.correction import before_update, of_the_update
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.errors import FilteredAway
+from slurm_rlhf.groups.engine_pool import EnginePool
+from slurm_rlhf.observe.timing import Phases
+from slurm_rlhf.records import Experience, Prompt, Sampling, Trajectory, pack
+from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.run.colocation import Colocation
+from slurm_rlhf.run.experience import (
+    counting,
+    fill_advantages,
+    fill_correction,
+    fill_loss_weights,
+    fill_passes,
+    loss_mask,
+    one_at_a_time,
+)
+from slurm_rlhf.run.self_check import SelfCheck
+from slurm_rlhf.run.step_metrics import (
+    EngineMetrics,
+    Trained,
+    agreement_metrics,
+    first_pass,
+    sample_metrics,
+    update_metrics,
+)
+from slurm_rlhf.sampling.batch_sources import Parts, make_batches
+from slurm_rlhf.sampling.batches import Batch, Batches, EpisodesOver, sampling_of
+from slurm_rlhf.sampling.dispatch import Sampler
+from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch, TrainerCalls
+from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
+
+Metrics = dict[str, float]
+
+
+class Beside(Protocol):
+    """Uses the engines while the others train: from the last response of a batch until the next weights."""
+
+    def begin(self) -> None:
+        """Start; returns at once."""
+
+    def finish(self) -> None:
+        """Wait until the engines are idle again."""
+
+
+@dataclass(slots=True)
+class Step:
+    """Does the steps of a run, one after the other."""
+
+    config: Config
+    algorithm: Algorithm
+    roles: Mapping[str, RoleHandle[Any]]
+    pool: EnginePool | None  # None: the actor samples
+    dispatcher: Sampler
+    colocation: Colocation | None  # None: every role has accelerators of its own
+    prompts: PromptSet
+    order: PromptOrder
+    total_steps: int
+    reward: Scoring
+    kl: KLController
+    scale: RewardScale | None  # reward.normalize_enable
+    self_check: SelfCheck
+    engine_metrics: EngineMetrics
+    phases: Phases
+    stop: Stop
+    batches: Batches = field(init=False)
+    _synced: Metrics = field(default_factory=dict, init=False)  # of the last sync
+
+    def __post_init__(self) -> None:
+        last, awake = self.total_steps, self.awake
+        parts = Parts(self.config, self.prompts, self.order, last, self.dispatcher, self.reward, awake)
+        self.batches = make_batches(parts, self.sample)
+
+    @property
+    def _of_update(self) -> bool:
+        """Say whether the old log-probs are of the update's own pass."""
+        return of_the_update(self.config)
+
+    def run(
+        self, number: int, version: int, checked: Callable[[], None], beside: Beside | None = None
+    ) -> tuple[Batch, Experience, Metrics]:
+        """Do step `number`: train the actor's policy `version`, which becomes `version + 1`.
+
+        `beside` has the engines from the last response on, with policy `version`. `checked` is called when the batch
+        has passed the self-check. A stop drops everything before the update, and raises StopRequested; from there on
+        the step is finished.
+        """
+        with self.stop.droppable():
+            with self.phases("rollout"):
+                batch = self.batches.take(number)
+            if beside is not None:
+                beside.begin()
+            experience, metrics = self.collect(batch, version)
+            with self.phases("self_check"):
+                self.self_check.before_update(number, batch.trajectories, experience, metrics, version)
+            checked()
+        metrics |= self.engine_metrics.step(number, batch.loads)
+        metrics = self.update(number, batch.trajectories, experience, metrics, version)
+        self.self_check.after_update(number, experience, metrics)
+        if beside is not None:
+            beside.finish()
+        self.sync(version + 1)
+        return batch, experience, metrics | batch.metrics | self._synced
+
+    def sample(self, number: int) -> Batch:
+        """Sample the responses to the next prompts of the order; step `number` seeds them, whenever that is."""
+        prompts = [self.prompts[position] for position in self.order.next() or []]
+        after, began = self.order.state_dict(), time.monotonic()
+        trajectories = self.generate(prompts, sampling_of(self.config), number - 1)
+        return Batch(number, prompts, trajectories, self.dispatcher.loads, time.monotonic() - began, after)
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
+        """Sample `sampling.n` responses to each prompt, to train on or to evaluate; the actor has policy `version`."""
+        with self.awake(version):
+            return self.dispatcher.run(prompts, sampling, version)
+
+    @contextmanager
+    def awake(self, version: int) -> Iterator[None]:
+        """Let the engines sample with policy `version`; those that share their accelerators are awake meanwhile."""
+        if self.colocation is None:
+            yield
+            return
+        ended: Exception | None = None
+        with self.colocation.turn() as spent:
+            self._transfer(version)
+            try:
+                yield
+            except (EpisodesOver, FilteredAway) as error:
+                ended = error  # the run still saves and exports: the trainers get the accelerators back first
+        self._synced |= spent
+        if ended is not None:
+            raise ended
+
+    def sync(self, version: int) -> None:
+        """Give the engines the actor's weights, as policy `version`; engines that sleep get them when they wake up."""
+        if self.colocation is None:
+            self._transfer(version)
+        self.batches.updated(version)
+
+    def _transfer(self, version: int) -> None:
+        """Update the engines' weights, if there are engines; wake them up around it where they sleep."""
+        if self.pool is None:
+            return
+        with self.phases("sync"), self.colocation.waking(version) if self.colocation else nullcontext():
+            self._synced = self.pool.update(version)
+
+    def collect(self, batch: Batch, version: int) -> tuple[Experience, Metrics]:
+        """Compute what the update of a batch needs, with the actor at policy `version`; it can be done again.
+
+        The ratio of the update is taken to the actor's own log-probs at `version`, whichever policies sampled the
+        tokens: what is clipped is the distance from the newest policy. The distance of that to the policy which sampled
+        a token is corrected by a weight, which `algo.correction` chooses (`algorithms.correction`); its `bypass` takes
+        the ratio to the policy that sampled instead. Where nothing needs the actor's log-probs before the update, they
+        are of its own pass (`config.correction`), and are compared with the engines' afterwards.
+        """
+        experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
+        lost = mask_not_finite(experience)
+        rewards = batch.scored = self._score(batch, experience)
+        judged = counting(self.config, rewards, batch.step)
+        experience.rewards = judged.rewards
+        with self.phases("advantages"):
+            metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
+            if self.config.vllm.sync_mode == "inflight":
+                metrics |= staleness(batch.trajectories, ages(batch.trajectories, version), experience.action_mask)
+            if before_update(self.config):
+                metrics |= self._compare(batch.trajectories, experience, version)
+            metrics["correction/not_finite"] = float(lost)
+        return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience)
+
+    def _compare(self, trajectories: list[Trajectory], experience: Experience, version: int) -> Metrics:
+        """Compare the policies that sampled with the actor's policy `version`, and fill the weights of a correction."""
+        metrics = fill_correction(self.config, experience, ages(trajectories, version))
+        return metrics | agreement_metrics(self.config, trajectories, experience, version)
+
+    def _compare_pass(
+        self, trajectories: list[Trajectory], experience: Experience, steps: list[Trained], version: int
+    ) -> Metrics:
+        """Compare by the pass of the first optimizer step, in which the actor still had policy `version`.
+
+        With bypass and several optimizer steps that is a part of the batch, drawn by chance. Where the old log-probs
+        are of the update, it is the whole batch, and its column of them is filled.
+        """
+        first = first_pass(steps)
+        if first is None:  # the actor is frozen, or all was skipped
+            return {}
+        rows, logprobs = first
+        if self._of_update:
+            experience.columns["logprobs"] = assemble(experience, [Shard(rows, experience, [])], [logprobs])
+            return self._compare(trajectories, experience, version)
+        part = experience.select(rows)
+        part.columns["logprobs"] = logprobs
+        return self._compare([trajectories[row] for row in rows], part, version)
+
+    def _score(self, batch: Batch, experience: Experience) -> Rewards:
+        """Get the rewards of the user's function or of a model, while the others compute log-probs and values."""
+        owners = [prompt for prompt in batch.prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
+        with self.phases("forward"):
+            scored = self._begin_rewards(owners, batch)
+            if REWARD in self.roles:
+                one_at_a_time(self.config, [scored])
+            fill_passes(self.config, self.roles, experience)
+        with self.phases("reward"):
+            rewards = self.reward.wait(scored, len(batch.trajectories))
+        return rewards
+
+    def _begin_rewards(self, owners: list[Prompt], batch: Batch) -> Future[Rewards]:
+        """Start computing the rewards of a batch, unless dynamic sampling has asked for them."""
+        if batch.rewards is None:
+            return self.reward.begin(owners, batch.trajectories, batch.step)
+        known: Future[Rewards] = Future()
+        known.set_result(batch.rewards)
+        return known
+
+    def update(
+        self, number: int, trajectories: list[Trajectory], experience: Experience, metrics: Metrics, version: int
+    ) -> Metrics:
+        """Train actor and critic on what `collect` answered; add the metrics of the training."""
+        with self.phases("update"):
+            in_loss = replace(experience, action_mask=loss_mask(self.config, experience))
+            steps = self._train(number, in_loss)
+            trained = update_metrics(steps)
+        if not before_update(self.config):
+            trained |= self._compare_pass(trajectories, experience, steps, version)
+        if "kl" in metrics:
+            self.kl.update(metrics["kl"], len(experience))
+        if self.scale is not None:
+            self.scale = self.scale.with_batch(experience.rewards)
+        return metrics | trained
+
+    def _train(self, number: int, experience: Experience) -> list[Trained]:
+        """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
+        train = self.config.train
+        frozen = (ACTOR,) if number <= self.config.critic.freezing_steps else ()
+        trained = [role for role in (ACTOR, CRITIC) if role in self.roles and role not in frozen]
+        pending: list[_OptimizerStep] = []
+        for epoch in range(train.max_epochs):
+            for rows in mini_batches(len(experience), train.batch_size, train.seed * 1_000_003 + number, epoch):
+                batch = experience.select(rows)
+                # Every micro-batch on every rank divides by numbers of the whole optimizer step: an exact mean.
+                tokens = float(batch.action_mask.sum())
+                weighed = fill_loss_weights(self.config, self.algorithm, batch, self.kl.coef)
+                for role in trained:
+                    request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
+                    handle, budget = self.roles[role], train.max_tokens_per_gpu
+                    parts, calls = send_shards(handle, TrainerCalls.train_step, request, batch, budget)
+                    one_at_a_time(self.config, calls)
+                    pending.append(_OptimizerStep(role, tokens, rows, batch, parts, calls))
+        return [each.trained() for each in pending]
+
+
+@dataclass(frozen=True, slots=True)
+class _OptimizerStep:
+    """Holds the calls of an optimizer step on its way."""
+
+    role: str
+    tokens: float
+    rows: list[int]  # of the whole batch: what this step trains on
+    batch: Experience  # they
+    parts: list[Shard]  # of `batch`, by rank
+    calls: list[Future[TrainAnswer]]
+
+    def trained(self) -> Trained:
+        """Wait for the ranks."""
+        answers = gather(self.calls)
+        metrics, passed = [answer.metrics for answer in answers], None
+        if columns := [answer.logprobs for answer in answers if answer.logprobs is not None]:
+            passed = assemble(self.batch, self.parts, columns)
+        return Trained(self.role, self.tokens, metrics, self.rows, passed)

@@ -1,0 +1,163 @@
+"""Batches and the groups they are made of: the records, and how finished groups become a batch.
+
+A group is a prompt with its n responses. Who makes batches of them: `batch_sources` when a step asks, `group_stream`
+while the actor trains.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from slurm_rlhf.algorithms.groups import passes
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import FilteredAway
+from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
+from slurm_rlhf.rewards.values import Rewards, joined
+from slurm_rlhf.sampling.group_rules import Standing
+
+
+class EpisodesOver(Exception):
+    """Says that the prompts of all episodes are used up before a batch was full; the run ends, as planned."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Holds what one step trains on."""
+
+    step: int
+    prompts: list[Prompt]
+    trajectories: list[Trajectory]  # `Sampling.n` for each prompt, in (prompt, sample) order
+    loads: dict[int, EngineLoad]  # of each engine since the batch before
+    seconds: float  # from the first request to the last response
+    order: dict[str, Any]  # state of the prompt order once a step has trained on this batch
+    rewards: Rewards | None = None  # where they are known already: dynamic sampling asks for them
+    scored: Rewards | None = None  # once the step has its rewards
+    metrics: dict[str, float] = field(default_factory=dict)
+    judged: int = 0  # groups that dynamic sampling looked at since the batch before; 0: it is off
+
+
+class Batches(Protocol):
+    """Gives each step its batch, in their order."""
+
+    def take(self, step: int) -> Batch:
+        """Wait for the batch of `step`; the engines' calls have the time-outs.
+
+        Raises what sampling raised, FilteredAway, and EpisodesOver where prompts run out before it is full.
+        """
+        ...
+
+    def updated(self, version: int) -> None:
+        """Note that all engines have policy `version`. Returns at once."""
+        ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep groups from being begun, so that the engines can be asked for something else."""
+        ...
+
+    def close(self) -> None:
+        """Begin no further group. What is in flight is dropped with the engines; it can be sampled again."""
+        ...
+
+
+@dataclass(slots=True)
+class Group:
+    """Holds a prompt on its way, and the responses that are there."""
+
+    place: int  # in the prompt order
+    prompt: Prompt
+    standing: Standing
+    engine: int = -1  # that samples it
+    begun: float = field(default_factory=time.monotonic)
+    ended: float = 0.0  # when its last response came
+    trajectories: list[Trajectory] = field(default_factory=list)
+    rewards: Rewards | None = None
+    verdict: bool | None = None  # True: it may be trained on; None: that is not known yet
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts the groups that dynamic sampling has judged since the last batch."""
+
+    bounds: list[float]  # algo.dynamic_filtering_range
+    judged: int = 0
+    passed: int = 0
+
+    def judge(self, groups: Sequence[Group], rewards: Rewards, samples: int) -> None:
+        """Give each group its rewards, `samples` each, and its verdict."""
+        for index, group in enumerate(groups):
+            group.rewards = rewards.part(index * samples, (index + 1) * samples)
+            values = group.rewards.rewards if group.rewards.scores is None else group.rewards.scores
+            group.verdict = passes(values, self.bounds)
+            self.judged += 1
+            self.passed += group.verdict
+
+    def take(self) -> tuple[int, dict[str, float]]:
+        """Return the count of judged groups and the metrics, and begin anew."""
+        judged, passed, self.judged, self.passed = self.judged, self.passed, 0, 0
+        rate = {"dynamic_filtering/pass_rate": passed / judged} if judged else {}
+        return judged, {"dynamic_filtering/prompts": float(judged), **rate}
+
+    def filtered_away(self, step: int, kept: int, batch: int, tries: int) -> FilteredAway:
+        """Make the error of a batch that did not become full within its tries."""
+        wanted = f"strictly between {self.bounds[0]:g} and {self.bounds[1]:g}" if self.bounds else "not all equal"
+        return FilteredAway(
+            f"step {step}: dynamic sampling kept {self.passed} of {self.judged} groups "
+            f"({self.passed / max(1, self.judged):.1%}) and {kept} are there for the batch, which needs "
+            f"rollout.batch_size = {batch}, within algo.dynamic_filtering_max_tries = {tries}. A group is kept "
+            f"if the scores of its responses are {wanted}: bring prompts that the policy solves sometimes, raise "
+            "rollout.n_samples_per_prompt or algo.dynamic_filtering_max_tries, or widen algo.dynamic_filtering_range"
+        )
+
+
+def sampling_of(config: Config) -> Sampling:
+    """Say how responses are sampled to train on."""
+    r = config.rollout
+    return Sampling(
+        n=r.n_samples_per_prompt,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        max_new_tokens=r.max_new_tokens,
+        stop=list(r.stop),
+        max_pattern_size=r.repetition_detection_max_pattern_size,
+        min_pattern_size=r.repetition_detection_min_pattern_size,
+        min_count=r.repetition_detection_min_count,
+    )
+
+
+def prompts_at_once(config: Config) -> int:
+    """Count the prompts that are sampled at a time: rollout.vllm_generate_batch_size, or its default."""
+    return config.rollout.vllm_generate_batch_size or config.rollout.batch_size
+
+
+def episodes_over(step: int, kept: int, batch: int) -> EpisodesOver:
+    """Say why the run ends before `step`."""
+    return EpisodesOver(
+        f"the prompts of all episodes are used up: {kept} of the groups for step {step} are there, which needs "
+        f"rollout.batch_size = {batch}, so the run ends after step {step - 1}; raise train.num_episodes to go on"
+    )
+
+
+def assemble_batch(
+    step: int, groups: Sequence[Group], loads: dict[int, EngineLoad], order: dict[str, Any], tally: Tally | None
+) -> Batch:
+    """Make the batch of `step` of its groups."""
+    rewards = [group.rewards for group in groups if group.rewards is not None]
+    judged, metrics = tally.take() if tally is not None else (0, {})
+    return Batch(
+        step=step,
+        prompts=[group.prompt for group in groups],
+        trajectories=[t for group in groups for t in sorted(group.trajectories, key=lambda t: t.sample)],
+        loads=loads,
+        seconds=float(np.max([g.ended for g in groups]) - np.min([g.begun for g in groups])),
+        order=order,
+        rewards=joined(rewards) if rewards else None,
+        metrics=metrics,
+        judged=judged,
+    )

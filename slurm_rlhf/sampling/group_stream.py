@@ -1,0 +1,323 @@
+"""A stream of groups: prompts go to the engines one after the other, and finished groups make up the batches.
+
+A thread owns all that is said of the groups here. Everything else, the main thread, the answers of engines and of the
+reward function, puts a task into its inbox; after each task it looks at what can be done: complete the batch that a
+step waits for, have groups judged, begin others. Who may begin and who is in the batch are the pure functions of
+`group_rules`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.records import Prompt, Sampling
+from slurm_rlhf.rewards.model import Scoring, in_background
+from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.sampling.batches import Batch, Group, Tally, assemble_batch, episodes_over
+from slurm_rlhf.sampling.engine_feed import EngineFeed
+from slurm_rlhf.sampling.group_rules import Standing, choose, first_passing, on_policy_room, room
+from slurm_rlhf.wire.calls import GenerateAnswer
+
+LATE_S = 0.2
+"""Seconds between two looks for engines that start late, while a step waits for its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Says how many groups there may be."""
+
+    batch: int  # groups of a step
+    last: int  # step of the run
+    size: int | None  # train.async_queue_size; None: a batch is sampled when its step asks, under one policy
+    at_once: int = 0  # rollout.vllm_generate_batch_size, for a batch under one policy
+    tries: int = 0  # algo.dynamic_filtering_max_tries
+    ahead: int = 0  # groups of a batch that may be begun by older policies: train.staleness_threshold of the batch
+
+    @property
+    def most(self) -> int:
+        """Count the groups that may be sampled for a batch that is filtered."""
+        return self.tries * self.at_once
+
+
+@dataclass(slots=True)
+class GroupStream:
+    """Implements `Batches` with groups of any age within the bound, or, where `rule.size` is None, with fresh ones.
+
+    The first `take` starts it. With groups of any age, those that are in flight or left over stay for the next batch.
+    With fresh ones a batch has the first passing groups in the order of the prompts; what was sampled beyond them
+    would be stale in the next step, so it is forgotten and its prompts come first there: which prompts a step gets
+    does not depend on time, and the checkpoint is one number.
+    """
+
+    rule: Rule
+    prompts: PromptSet
+    order: PromptOrder
+    sampling: Sampling
+    feed: EngineFeed
+    reward: Scoring | None = None  # of dynamic sampling; None: every group is trained on
+    tally: Tally | None = None
+    admit: Callable[[int], Any] | None = None  # brings in engines that start late, in the middle of a batch
+    rescue: Callable[[], Any] | None = None  # brings in an engine where none is left
+    _groups: list[Group] = field(default_factory=list, init=False)  # since the last batch, by their begin
+    _open: dict[int, Group] = field(default_factory=dict, init=False)  # place -> group in flight
+    _orphans: list[Group] = field(default_factory=list, init=False)  # in flight, on an engine that was lost
+    _held_back: list[tuple[int, Prompt]] = field(default_factory=list, init=False)  # their prompts are in flight
+    _finished: list[Group] = field(default_factory=list, init=False)  # and not judged
+    _judging: list[Group] = field(default_factory=list, init=False)
+    _next: list[Group] | None = field(default=None, init=False)  # the batch that could be taken now
+    _changed: bool = field(default=True, init=False)  # since `_next` was looked for
+    _version: int = field(default=0, init=False)  # in the engines, at least
+    _step: int = field(default=1, init=False)  # the next to be trained
+    _wanted: bool = field(default=False, init=False)  # it waits for its batch
+    _paused: bool = field(default=False, init=False)
+    _told: bool = field(default=False, init=False)  # that nothing is in flight
+    _closed: bool = field(default=False, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+    # A stop may interrupt the main thread anywhere: these have no lock that it could leave taken.
+    _inbox: SimpleQueue[Callable[[], None]] = field(default_factory=SimpleQueue, init=False)
+    _ready: SimpleQueue[Batch | BaseException] = field(default_factory=SimpleQueue, init=False)
+    _quiet: SimpleQueue[None] = field(default_factory=SimpleQueue, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+
+    def take(self, step: int) -> Batch:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="groups", daemon=True)
+            self._thread.start()
+        self._inbox.put(partial(self._want, step))
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def updated(self, version: int) -> None:
+        self._inbox.put(partial(self._update, version))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        if self._thread is None:
+            yield
+            return
+        self._inbox.put(partial(self._pause, True))
+        try:
+            self._quiet.get()
+            yield
+        finally:
+            self._inbox.put(partial(self._pause, False))
+
+    def close(self) -> None:
+        self._inbox.put(self._close)
+
+    # The tasks, and all that follows, run on the thread.
+
+    def _want(self, step: int) -> None:
+        self._step, self._version, self._wanted, self._changed = step, max(self._version, step - 1), True, True
+
+    def _update(self, version: int) -> None:
+        self._version = version
+
+    def _pause(self, paused: bool) -> None:
+        self._paused, self._told = paused, False
+
+    def _close(self) -> None:
+        self._closed = True
+
+    def _work(self) -> None:
+        while not self._closed:
+            looking = self._failure is None and (self._actor_idle if self._bereft else self._admits)
+            try:
+                task = self._inbox.get(timeout=LATE_S if looking else None)
+            except Empty:
+                task = None
+            try:
+                if task is not None:
+                    task()
+                if self._failure is None and not self._closed:
+                    self._advance()
+            except BaseException as error:
+                self._failure = error
+            self._tell()
+
+    @property
+    def _admits(self) -> bool:
+        return self._wanted and self.admit is not None
+
+    @property
+    def _actor_idle(self) -> bool:
+        """Tell whether the main thread waits here, so that the actor has time to give its weights away."""
+        return self._wanted or (self._paused and not self._told)
+
+    @property
+    def _bereft(self) -> bool:
+        """Tell whether no engine is left."""
+        return not self.feed.rollout.ready and self.rescue is not None
+
+    def _tell(self) -> None:
+        """Tell the main thread of a failure, and that it has the engines to itself."""
+        if self._failure is not None and self._wanted:
+            self._wanted = False
+            self._ready.put(self._failure)
+        if self._paused and not self._told and (self._failure is not None or not self._busy()):
+            self._told = True
+            self._quiet.put(None)
+
+    def _busy(self) -> bool:
+        return bool(self._open or self._finished or self._judging)
+
+    def _advance(self) -> None:
+        self._judge()
+        if self._wanted and (chosen := self._choose()) is not None:
+            self._deliver(chosen)
+        if self._wanted and self.admit is not None:
+            self.admit(self._version)
+        if self._bereft and self._actor_idle and self.rescue is not None:
+            self.rescue()
+        while self._orphans and (engine := self.feed.free(self.sampling.n)) is not None:
+            self._ask(self._orphans.pop(0), engine)
+        while not self._paused and (engine := self.feed.free(self.sampling.n)) is not None:
+            if self._room() <= 0 or not self._begin(engine):
+                break
+        if self._wanted and not self._busy():
+            raise self._end()
+
+    def _room(self) -> int:
+        rule, filtered = self.rule, self.tally is not None
+        dropped = sum(group.verdict is False for group in self._groups)
+        if rule.size is None:
+            passed = sum(group.verdict is True for group in self._groups)
+            begun = len(self._groups)
+            unfinished = begun - passed - dropped
+            fresh = on_policy_room(passed, unfinished, begun, rule.batch, rule.at_once, rule.most)
+            return fresh if self._wanted else 0
+        if (filtered and dropped >= rule.most) or self._choose() is not None:
+            return 0  # where the next batch is ready, what is begun now would only be older
+        waiting = len(self._groups) - dropped
+        return room(waiting, self._version, self._step, rule.size, rule.batch, rule.last, rule.ahead)
+
+    def _begin(self, engine: int) -> bool:
+        """Begin one group on an engine; False: no prompt is left that is not in flight already."""
+        if (found := self._next_prompt()) is None:
+            return False
+        place, prompt = found
+        self._groups.append(group := Group(place, prompt, Standing(self._version)))
+        self._open[place] = group
+        self._ask(group, engine)
+        return True
+
+    def _ask(self, group: Group, engine: int) -> None:
+        """Ask an engine for the responses of a group; those that are there already are kept."""
+        group.engine = engine
+        arrived = partial(self._arrived, self.feed.stream)
+        self.feed.ask(engine, group.place, group.prompt, self.sampling, group.place // self.rule.batch, arrived)
+
+    def _next_prompt(self) -> tuple[int, Prompt] | None:
+        """Take the next prompt that no engine is working on: the rows of small data sets come back soon."""
+        working = {group.prompt.index for group in self._open.values()}
+        for index, (_, prompt) in enumerate(self._held_back):
+            if prompt.index not in working:
+                return self._held_back.pop(index)
+        while self.order.left and len(self._held_back) < (self.rule.batch if self.rule.size is not None else 1):
+            (place,) = self.order.take(1)
+            prompt = self.prompts[self.order.position(place)]
+            if prompt.index not in working:
+                return place, prompt
+            self._held_back.append((place, prompt))
+        return None
+
+    def _arrived(self, stream: int, engine: int, call: Future[GenerateAnswer]) -> None:
+        self._inbox.put(partial(self._answered, stream, engine, call))
+
+    def _answered(self, stream: int, engine: int, call: Future[GenerateAnswer]) -> None:
+        if stream != self.feed.stream:  # forgotten: whatever it is, nobody wants it
+            return
+        error = call.exception()
+        if error is not None and self.feed.rollout.goes_on_without(engine, error):
+            self._lose(engine)
+            return
+        answer = call.result()
+        self.feed.took(engine, answer)
+        for place, trajectory in answer.found:
+            group = self._open.get(place)
+            if group is None or trajectory.sample in [known.sample for known in group.trajectories]:
+                continue  # it came from an engine that was lost later, and once more from another one
+            group.trajectories.append(trajectory)
+            if len(group.trajectories) == self.sampling.n:
+                del self._open[place]
+                group.ended = time.monotonic()
+                if self.tally is None:
+                    group.verdict = group.standing.finished = self._changed = True
+                else:
+                    self._finished.append(group)
+
+    def _lose(self, engine: int) -> None:
+        """Keep the groups of an engine that is lost for others; each of its calls comes here."""
+        self.feed.lost(engine)
+        found = [group for group in self._open.values() if group.engine == engine and group not in self._orphans]
+        self._orphans += found
+
+    def _judge(self) -> None:
+        """Let the reward function judge what has finished since it was called last: one call at a time."""
+        if self.reward is None or not self._finished or self._judging:
+            return
+        groups, self._finished = self._finished, []
+        self._judging = groups
+        owners = [group.prompt for group in groups for _ in group.trajectories]
+        responses = [t for group in groups for t in sorted(group.trajectories, key=lambda t: t.sample)]
+        call = in_background(self.reward, owners, responses, self._step)
+        call.add_done_callback(lambda call: self._inbox.put(partial(self._judged, groups, call)))
+
+    def _judged(self, groups: list[Group], call: Future[Rewards]) -> None:
+        self._judging, self._changed = [], True
+        assert self.tally is not None
+        self.tally.judge(groups, call.result(), self.sampling.n)
+        for group in groups:
+            group.standing.finished = group.verdict is True
+
+    def _choose(self) -> list[Group] | None:
+        """Return the groups of the next batch, if it is complete; looked for where a group has come to its end."""
+        if self._changed:
+            self._next, self._changed = self._look(), False
+        return self._next
+
+    def _look(self) -> list[Group] | None:
+        if self.rule.size is None:
+            # Not beside the user's function: an evaluation might call it a second time.
+            chosen = None if self._judging else first_passing([g.verdict for g in self._groups], self.rule.batch)
+            return None if chosen is None else [self._groups[index] for index in chosen]
+        alive = [group for group in self._groups if group.verdict is not False]
+        chosen = choose([group.standing for group in alive], self._step, self.rule.size, self.rule.batch)
+        return None if chosen is None else [alive[index] for index in chosen]
+
+    def _deliver(self, chosen: list[Group]) -> None:
+        """Answer the step that waits, and go over to the next."""
+        taken = {group.place for group in chosen}
+        held_back = [place for place, _ in self._held_back]
+        if self.rule.size is None:
+            behind = self._groups[self._groups.index(chosen[-1]) + 1 :]
+            self.order.give_back([*held_back, *(group.place for group in behind)])
+            self._groups, self._held_back, self._finished, owed = [], [], [], []
+            self._open.clear()
+            self._orphans.clear()
+            self.feed.forget()
+        else:
+            self._groups = [g for g in self._groups if g.verdict is not False and g.place not in taken]
+            owed = [*held_back, *(group.place for group in self._groups)]
+        state = self.order.state_dict(owed)
+        self._ready.put(assemble_batch(self._step, chosen, self.feed.take_loads(), state, self.tally))
+        self._step, self._wanted, self._changed = self._step + 1, False, True
+
+    def _end(self) -> BaseException:
+        """Say why the batch that is waited for cannot become full."""
+        rule, kept = self.rule, sum(group.verdict is True for group in self._groups)
+        if self.tally is not None and len(self._groups) - kept * (rule.size is not None) >= rule.most:
+            return self.tally.filtered_away(self._step, kept, rule.batch, rule.tries)
+        return episodes_over(self._step, kept, rule.batch)

@@ -1,0 +1,296 @@
+"""A model in training under DeepSpeed, and frozen ones that ZeRO-3 shards as they load.
+
+DeepSpeed averages gradients over ranks, so each loss is multiplied by their number; gradient_accumulation_steps stays 1
+and the boundary is set by hand, so that the number of micro-batches can differ from step to step.
+
+It cuts one flat buffer per parameter group (ZeRO-1 and -2) or every parameter by itself (ZeRO-3), each with padding at
+its end that depends on the number of ranks: `shards` leaves the padding out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.placement.trainer_memory import BUCKET
+from slurm_rlhf.trainer._deepspeed import (
+    copy_masters_to_parameters,
+    full_shape,
+    gradient_buffers,
+    import_deepspeed,
+    is_sharded,
+    local_shard,
+    master_range,
+    masters,
+    optimizer_states,
+    set_loss_scale,
+    switch_off_scaler,
+)
+from slurm_rlhf.trainer._torch import limit_collectives
+from slurm_rlhf.trainer._transformers import shard_new_models
+from slurm_rlhf.trainer.distributed import World, release_cache
+from slurm_rlhf.trainer.optimizer_state import (
+    HOST,
+    MOMENTS,
+    Fragment,
+    fragment_of,
+    moved,
+    whole_fragments,
+    zero_moments,
+)
+from slurm_rlhf.trainer.train_settings import TrainSettings, adamw
+from slurm_rlhf.trainer.trainer import Trainer
+
+
+class DeepSpeedTrainer(Trainer):
+    """Trains under any ZeRO stage; at stage 0 it neither reports the norm of the gradient nor stops at NaN."""
+
+    def __init__(self, module: nn.Module, cfg: TrainSettings, world: World) -> None:
+        """Raises ConfigError for fp16 on a device where DeepSpeed has none."""
+        shapes = {name: full_shape(parameter) for name, parameter in module.named_parameters()}
+        super().__init__(module, cfg, world, shapes, sharded=cfg.zero_stage == 3)
+        self._engine = start_deepspeed(module, shapes, cfg, world)
+        self.optimizer = self._engine.optimizer
+        self._use_scale()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine(*args, **kwargs)
+
+    def accumulate(self, loss: Tensor, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        own = self._scale.scale if self._scale and not self.cfg.zero_stage else 1.0
+        self._engine.backward(self._checked(loss) * (self.world.size * own))
+
+    def shards(self, part: nn.Module, kind: Literal["parameters", "optimizer"]) -> Iterator[Fragment]:
+        if kind == "parameters":
+            return (self._held(name, parameter) for name, parameter in part.named_parameters())
+        return self._fragments(part) if self.cfg.zero_stage else whole_fragments(part, self.optimizer, self.world)
+
+    def gathered(self, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in part.named_parameters():
+            with gathered_parameters([parameter]):
+                yield name, parameter.detach()
+
+    def move(self, where: Literal["host", "device"]) -> None:
+        move = offload_optimizer if where == "host" else reload_optimizer
+        move(self._engine, self.cfg.zero_stage, self.world.device)
+
+    def _held(self, name: str, parameter: Tensor) -> Fragment:
+        whole = (0, parameter.detach().reshape(-1))
+        start, own = local_shard(parameter, self.world.rank) if is_sharded(parameter) else whole
+        return Fragment(name, start, {"parameter": own})
+
+    def _fragments(self, part: nn.Module) -> Iterator[Fragment]:
+        for name, parameter in part.named_parameters():
+            at = master_range(parameter, self.optimizer) if parameter.requires_grad else None
+            if at is not None and at.length:
+                master = masters(self.optimizer)[at.group]
+                state = self.optimizer.optimizer.state.get(master, {})
+                yield fragment_of(name, at.start, master, state, at.offset, at.length)
+
+    def _update(self) -> float:
+        if self.cfg.zero_stage:
+            self._engine.step()
+            return float(self._engine.get_global_grad_norm())
+        norm = self._clip()
+        if math.isfinite(norm):
+            self._engine.step()
+        else:
+            self._engine.zero_grad()
+        return norm
+
+    def _fill(self, steps: int, fill: Callable[[Fragment], None]) -> None:
+        staged = self.cfg.zero_stage > 0
+        if steps:
+            inner = self.optimizer.optimizer if staged else self.optimizer
+            zero_moments(inner, masters(self.optimizer), steps)
+        for fragment in self._fragments(self.module) if staged else whole_fragments(self.module, self.optimizer):
+            fill(fragment)
+        copy_masters_to_parameters(self.optimizer)
+
+    def _use_scale(self) -> None:
+        if self._scale and self.cfg.zero_stage:
+            set_loss_scale(self.optimizer, self._scale.scale)
+
+
+def start_deepspeed(module: nn.Module, shapes: dict[str, torch.Size], cfg: TrainSettings, world: World) -> Any:
+    """Call `deepspeed.initialize` with AdamW over a module that was loaded under `loading`. Collective.
+
+    Raises ConfigError for fp16 on a device where DeepSpeed has none.
+    """
+    deepspeed = import_deepspeed(world.device)
+    if cfg.param_dtype == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
+        raise ConfigError("ds.param_dtype = fp16: DeepSpeed does not train in it on this device: use bf16 or fp32")
+    optimizer = adamw(module, shapes, cfg, world.device)
+    elements = sum(shapes[name].numel() for name, parameter in module.named_parameters() if parameter.requires_grad)
+    settings = deepspeed_config(cfg, elements, world.size)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    switch_off_scaler(engine)
+    limit_collectives(cfg.timeout_s)
+    return engine
+
+
+def deepspeed_config(cfg: TrainSettings, elements: int, ranks: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for training a model of `elements` parameters on `ranks` ranks.
+
+    Stages 0 and 1 reduce gradients once per optimizer step, because every rank keeps the whole sum over its
+    micro-batches. Stages 2 and 3 keep a rank's part of it only, so they reduce after the backward
+    pass of each micro-batch. DeepSpeed can put off this reduction, too (`coalesce_grad_reduction`), at the cost of
+    full gradients in memory and sums over micro-batches in bf16; with sums in fp32 that is what stage 1 does.
+    """
+    # Buffers of DeepSpeed's default size, 2 GB in fp32, would be allocated even for a tiny model.
+    bucket = min(elements + elements % 2, BUCKET)
+    autocast = cfg.autocast is not None
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": cfg.max_norm if cfg.zero_stage else 0.0,  # at stage 0 `_clip` does
+        "bf16": {"enabled": cfg.param_dtype == "bf16" and not autocast},
+        # A fixed scale to DeepSpeed: `loss_scale.py` sets it anew before each step.
+        "fp16": {"enabled": cfg.param_dtype == "fp16" and not autocast, "loss_scale": 1.0},
+        "torch_autocast": {"enabled": autocast, "dtype": "float16" if cfg.param_dtype == "fp16" else "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": cfg.grad_comm_dtype,
+        "zero_optimization": {
+            "stage": cfg.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "overlap_comm": cfg.zero_stage > 0 and ranks > 1,  # on a stream of its own, from two buckets in turns
+            **(persistence(elements) if cfg.zero_stage == 3 else {}),
+        },
+        "steps_per_print": None,
+    }
+
+
+def start_sharded(
+    load: Callable[[], nn.Module], param_dtype: str, offload: bool, timeout_s: float, world: World
+) -> Any:
+    """Make a frozen model whose parameters are cut over the ranks while `load` loads it, and return it. Collective.
+
+    Every forward pass is collective. With `offload` the parts are in host memory. `timeout_s`: of collectives.
+    """
+    with sharded_from_the_start(world, zero3_config(param_dtype, offload)):
+        module = load()
+    settings = zero3_config(param_dtype, offload, sum(full_shape(p).numel() for p in module.parameters()))
+    engine, *_ = import_deepspeed(world.device).initialize(model=module, config=settings)
+    limit_collectives(timeout_s)
+    engine.eval()
+    return engine
+
+
+@contextmanager
+def sharded_from_the_start(world: World, config: dict[str, Any]) -> Iterator[None]:
+    """Have `from_pretrained`, inside the block, shard every parameter as it is made. Collective.
+
+    Rank 0 reads the weights, one module at a time, and each rank keeps its shard: no rank ever has the full model.
+    `config`: of `zero3_config`.
+    """
+    import_deepspeed(world.device)
+    with shard_new_models(config):
+        yield
+
+
+def zero3_config(param_dtype: str, offload: bool = False, elements: int = 0) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for sharding a frozen model; with `offload`, into host memory.
+
+    `param_dtype`: "fp32", "bf16" or "fp16". `elements`: of all parameters, once that is known.
+    """
+    where = {"offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()}} if offload else {}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": param_dtype == "bf16"},
+        "fp16": {"enabled": param_dtype == "fp16"},
+        "zero_optimization": {"stage": 3, **persistence(elements), **where},
+        "steps_per_print": None,
+    }
+
+
+def persistence(elements: int) -> dict[str, int]:
+    """Return the size up to which parameters stay full on every rank, because gathering them does not pay.
+
+    `elements`: of the model. DeepSpeed's default for all models is 100,000, which of a small one is most parameters.
+    """
+    return {"stage3_param_persistence_threshold": min(elements // 100, 100_000)}
+
+
+# --- parameters that ZeRO-3 has sharded ------------------------------------------------------------------------------
+
+
+def gathered_parameters(parameters: list[Any]) -> Any:
+    """Make a context in which `parameters` are whole on every rank. Collective, if any of them is sharded."""
+    if not any(map(is_sharded, parameters)):
+        return nullcontext()
+    import deepspeed  # takes seconds
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
+@contextmanager
+def gathering(module: nn.Module) -> Iterator[None]:
+    """Have each module gather its sharded parameters while it computes, inside the block, as in training."""
+    gathered: list[Any] = []
+
+    def gather(part: nn.Module, _: Any) -> None:
+        gathered.append(gathered_parameters(list(part.parameters(recurse=False))))
+        gathered[-1].__enter__()
+
+    def release(part: nn.Module, _: Any, output: Any) -> None:
+        gathered.pop().__exit__(None, None, None)
+
+    sharded = [part for part in module.modules() if any(map(is_sharded, part.parameters(recurse=False)))]
+    hooks = [
+        hook
+        for part in sharded
+        for hook in (part.register_forward_pre_hook(gather), part.register_forward_hook(release))
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --- optimizer states in host memory ---------------------------------------------------------------------------------
+
+
+def offload_optimizer(engine: Any, stage: int, device: torch.device) -> None:
+    """Move the fp32 masters and AdamW's moments of ZeRO-2 or -3 from `device` to host memory.
+
+    The memory of gradients, which mean nothing between two steps, is freed. The bf16 parameters stay on the device:
+    the weight sync that follows needs them.
+    """
+    if stage == 3:
+        _move(engine.optimizer, HOST)
+        for buffer in gradient_buffers(engine.optimizer):
+            buffer.untyped_storage().resize_(0)
+    else:
+        engine.offload_states(include=optimizer_states(), pin_memory=True)
+    release_cache()
+
+
+def reload_optimizer(engine: Any, stage: int, device: torch.device) -> None:
+    """Move what `offload_optimizer` has moved back to `device`."""
+    if stage == 3:
+        _move(engine.optimizer, device)
+        for buffer in gradient_buffers(engine.optimizer):
+            # In place, because DeepSpeed's views of it stay; zeros, because padding is never written and is summed up.
+            buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+            buffer.zero_()
+    else:
+        engine.reload_states()
+
+
+def _move(optimizer: Any, device: torch.device) -> None:
+    """Move masters and moments. DeepSpeed moves them under ZeRO-3 for its own FusedAdam only, in the same way."""
+    for master in masters(optimizer):
+        master.data = moved(master.data, device)
+        state = optimizer.optimizer.state.get(master, {})
+        for moment in MOMENTS:
+            if moment in state:
+                state[moment].data = moved(state[moment].data, device)

@@ -1,0 +1,232 @@
+"""Policy, value model and reward model, loaded from Hugging Face directories."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slurm_rlhf.config.schema import Ds
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.trainer._transformers import restore_buffers, rows_are_sequences
+from slurm_rlhf.trainer.backends import gathering, is_sharded
+from slurm_rlhf.trainer.forward_fixes import fix_frequencies, switch_off
+from slurm_rlhf.trainer.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
+from slurm_rlhf.trainer.train_settings import DTYPES
+from slurm_rlhf.trainer.value_head import ValueHead, head_name, load_head, take_head
+
+SCORE_CAP = "attn_logit_softcapping"
+"""Field of a Hugging Face config: attention scores s become c * tanh(s / c) before the softmax."""
+
+_NO_TENSORS = "its pickled weights hold more than tensors, which may be code: it is not run. Save it as safetensors"
+
+log = logging.getLogger(__name__)
+
+
+class PolicyModule(nn.Module):
+    """Returns log-probs and entropies of response tokens from a causal language model, never its logits."""
+
+    def __init__(
+        self, model: Any, chunk_tokens: int, head_math: HeadMath = PLAIN_HEAD, fp32_head: bool = False
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, head_math, fp32_head)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        action_index: Tensor | None = None,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+        **generation: Any,
+    ) -> Any:
+        """Return (log-probs, entropies), fp32 [A] each; arguments as in `TokenBatch` and `chunked_logprobs`.
+
+        Without `action_index` it takes a step of transformers' `generate`, whose other arguments are `generation`: it
+        returns the body's output, and in it `logits` [B, 1, V] in fp32 after the last tokens.
+        """
+        if action_index is None:
+            output = self.model.base_model(input_ids=input_ids, **generation)
+            output.logits = self.head(output.last_hidden_state[:, -1], None)[:, None]
+            return output
+        hidden = _action_states(self.model.base_model, input_ids, action_index)
+        return self.head(hidden, targets, temperature, entropy_grad)
+
+
+class ValueModule(nn.Module):
+    """Computes the value of the state before each response token: the body of a language model, a linear head."""
+
+    def __init__(self, model: Any, seed: int) -> None:
+        super().__init__()
+        self.model = model
+        self.head: str | None = None  # one of `model_directory.REWARD_HEADS`, if the head was a reward model's
+        hidden = model.config.get_text_config().hidden_size
+        self.value_head = ValueHead(hidden)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            # Small, so that a fresh critic starts close to zero. Source: OpenRLHF, `models/model.py`.
+            self.value_head.weight.normal_(0.0, 1.0 / (hidden + 1), generator=generator)
+
+    def forward(self, input_ids: Tensor, action_index: Tensor) -> Tensor:
+        """Return the values, fp32 [A]; arguments as in `TokenBatch`."""
+        values: Tensor = self.value_head(_action_states(self.model, input_ids, action_index))
+        return values
+
+
+class RewardModule(nn.Module):
+    """Scores texts with the body of a language model and the head of a reward model."""
+
+    def __init__(self, model: Any, head: ValueHead) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        head.store_as(model.dtype)
+
+    def forward(self, input_ids: Tensor, index: Tensor) -> Tensor:
+        """Return the scores, fp32 [B], of the tokens at `index` [B] in the flattened `input_ids` [B, L]."""
+        scores: Tensor = self.head(_action_states(self.model, input_ids, index))
+        return scores
+
+
+def load_policy(
+    path: str | Path, ds: Ds, chunk_tokens: int, gradient_checkpointing: bool = False, *, max_len: int = 0
+) -> PolicyModule:
+    """Load the causal language model in directory `path`. Raises ModelError when it cannot be used.
+
+    `max_len`: tokens of the longest text of the run, prompt and response (data.max_len), which decides how positions
+    are embedded in models that know several ways; 0: as many as the model has positions.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = _load(AutoModelForCausalLM, Path(path), ds, gradient_checkpointing, max_len)
+    module = PolicyModule(model, chunk_tokens, head_math(model.config, str(path)), ds.fp32_lm_head)
+    _compare_logits(module, str(path))
+    return module
+
+
+def load_critic(
+    path: str | Path,
+    ds: Ds,
+    seed: int,
+    gradient_checkpointing: bool = False,
+    *,
+    statistics: tuple[float, float] | None = None,
+    max_len: int = 0,
+) -> ValueModule:
+    """Load the body of the language model in `path`, with a reward model's own head or else a new one.
+
+    `statistics`: mean and std by which rewards, and so the scores of a reward model's head, are normalised.
+    `max_len` and errors as in `load_policy`.
+    """
+    from transformers import AutoModel
+
+    module = ValueModule(_load(AutoModel, Path(path), ds, gradient_checkpointing, max_len), seed)
+    module.head = head_name(Path(path))
+    if module.head:
+        take_head(Path(path), module.value_head, statistics)
+    module.value_head.store_as(module.model.dtype)
+    return module
+
+
+def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
+    """Load the reward model in `path`: the body of a language model and one of `model_directory.REWARD_HEADS`.
+
+    `max_len` and errors as in `load_policy`.
+    """
+    from transformers import AutoModel
+
+    body = _load(AutoModel, Path(path), ds, gradient_checkpointing=False, max_len=max_len)
+    hidden = body.config.get_text_config().hidden_size
+    return RewardModule(body, load_head(Path(path), hidden))
+
+
+def _compare_logits(policy: PolicyModule, path: str) -> None:
+    """Compare the model's own logits with those of its body and head, on four tokens; raises ModelError."""
+    model = policy.model
+    index = torch.arange(4, device=model.device)
+    ids = (index[None] + 2) % model.config.get_text_config().vocab_size
+    with torch.no_grad(), gathering(policy):
+        own = model(input_ids=ids, use_cache=False).logits[0]
+        ours = policy.head(_action_states(model.base_model, ids, index), None)
+    off = float((own.float().log_softmax(-1) - ours.log_softmax(-1)).abs().mean())
+    if not off <= (1e-3 if own.dtype == torch.float32 else 0.1):
+        raise ModelError(
+            f"{path}: the logits of {type(model).__name__} are not those of its body and its output embeddings "
+            f"(log-probs differ by {off:.2g} in the mean): its head has more than one linear layer, which is not known "
+            "here. Use a model whose head is one linear layer."
+        )
+
+
+def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor) -> Tensor:
+    """Return the hidden states [A, H] of the tokens at `action_index` [A]."""
+    with rows_are_sequences():
+        states = body(input_ids=input_ids, use_cache=False).last_hidden_state
+    return states.flatten(0, 1).index_select(0, action_index)
+
+
+def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: int) -> Any:
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    _check_directory(path)
+    try:
+        model, info = _from_pretrained(kind, path, ds)
+    except Exception as error:  # of transformers, safetensors and pickle
+        said = _NO_TENSORS if type(error).__name__ == "UnpicklingError" else error
+        raise ModelError(f"{path}: transformers cannot load it as {kind.__name__}: {said}") from error
+    absent = sorted(info["missing_keys"])
+    if absent:
+        raise ModelError(
+            f"{path}: {len(absent)} weights of the architecture are not in its files and would be random, "
+            f"first {', '.join(absent[:3])}. Complete the directory."
+        )
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        restore_buffers(model, kind)
+    switch_off(model)
+    fix_frequencies(model, max_len, str(path))
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _from_pretrained(kind: Any, path: Path, ds: Ds) -> Any:
+    """Load (model, what its files lacked), with an attention that computes what the model's config says."""
+    from transformers import AutoConfig
+
+    def load(attention: str) -> Any:
+        return kind.from_pretrained(
+            path,
+            dtype=DTYPES[ds.param_dtype],
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+
+    cap = getattr(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(), SCORE_CAP, None)
+    if ds.attn_implementation != "sdpa":
+        return load(ds.attn_implementation)
+    if cap is not None:
+        log.info("%s caps its attention scores (%s = %s), which sdpa ignores: attention is eager", path, SCORE_CAP, cap)
+        return load("eager")
+    try:
+        return load("sdpa")
+    except ValueError as error:
+        if "attention implementation" not in str(error):
+            raise
+        log.info("%s has no sdpa attention in transformers: attention is eager", path)
+        return load("eager")
+
+
+def _check_directory(path: Path) -> None:
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such directory. Give the directory of a Hugging Face model.")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: no config.json in it. Give the directory of a Hugging Face model.")
+    if not any(True for pattern in ("*.safetensors", "pytorch_model*.bin") for _ in path.glob(pattern)):
+        raise ModelError(f"{path}: no weights in it. Expected model.safetensors, its shards, or pytorch_model.bin.")

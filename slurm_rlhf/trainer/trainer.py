@@ -1,0 +1,232 @@
+"""The seam of training: one model on one rank, below its loss.
+
+`PolicyTrainer`, `ValueTrainer` and `SftTrainer` are above it; `backends` chooses the implementation. A loss is a sum
+over this rank's tokens divided by the token count of the whole optimizer step: summed over micro-batches and ranks, its
+gradient is that of the mean over all tokens. The number of micro-batches can differ from step to step.
+
+A checkpoint is the same for every implementation: `rank_00003.pt` with the state of `_state`, and the files of
+`optimizer_state`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from slurm_rlhf.errors import CheckpointError, RunError
+from slurm_rlhf.trainer.async_save import AsyncSave, Pending, flush
+from slurm_rlhf.trainer.distributed import World
+from slurm_rlhf.trainer.loss_scale import LossScale
+from slurm_rlhf.trainer.optimizer_state import Fragment, ShardReader, write_shard
+from slurm_rlhf.trainer.train_settings import TrainSettings, learning_rate
+
+
+class Trainer(ABC):
+    """Trains `module` with AdamW on one rank of the process group that `join_world` has joined.
+
+    An implementation has `forward`, `accumulate`, `shards`, `gathered`, `move`, and the methods with an underscore that
+    are abstract. All methods are for one thread. They block, and are collective, unless they say otherwise: every rank
+    calls them equally often, in the same order, and one that waits longer than `cfg.timeout_s` for another gets a
+    RuntimeError.
+    """
+
+    optimizer: Any  # set by the implementation, with `param_groups`
+
+    def __init__(
+        self, module: nn.Module, cfg: TrainSettings, world: World, shapes: Mapping[str, torch.Size], sharded: bool
+    ) -> None:
+        """`shapes`: of whole parameters, by name; `sharded`: ranks have parts of them, and a forward is collective."""
+        self.module = module
+        self.cfg = cfg
+        self.world = world
+        self.shapes = shapes
+        self.sharded = sharded
+        self.steps = 0  # optimizer steps taken
+        self._scale = LossScale.of(cfg.ds)
+        self._skipped = 0  # steps in a row
+        self._saver = AsyncSave()
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the module's forward pass, in the precision of training; collective only if `sharded`.
+
+        Called by `trainers` for losses, log-probs and values, and by `generation` where it samples layer by layer.
+        """
+
+    @abstractmethod
+    def accumulate(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of a micro-batch's loss; `last` marks the last call before `step`.
+
+        Called by `TrainedModel.train_step`.
+        """
+
+    def step(self) -> dict[str, float]:
+        """Clip the gradient and update; return `lr`, and `grad_norm` before clipping. Called by `train_step`.
+
+        A step whose loss or gradient is not finite on some rank is skipped on all: it changes no parameter and does not
+        count. Raises RunError after more than `most_skipped` in a row; in fp16, where each halves the loss scale, only
+        when that is the smallest. The answer has `skipped_steps` (0 or 1), in fp16 `loss_scale`, and no `grad_norm` of
+        a step that was skipped.
+        """
+        lr = learning_rate(self.steps, self.cfg.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        norm = self._update()
+        metrics = {"lr": lr, "skipped_steps": float(not math.isfinite(norm))}
+        if self._scale:
+            metrics["loss_scale"] = self._scale.scale
+        if math.isfinite(norm):
+            self.steps += 1
+            metrics["grad_norm"] = norm
+        self._judge(norm)
+        return metrics
+
+    @abstractmethod
+    def shards(self, part: nn.Module, kind: Literal["parameters", "optimizer"]) -> Iterator[Fragment]:
+        """Yield what this rank has of `part` of the module: live memory, named as in `part`. Not collective.
+
+        Called with "parameters" for the weight transfer: every parameter, with the rank's elements as "parameter"; with
+        "optimizer" by `save` and for the critic's head: the rank's part of the fp32 masters ("fp32") and of AdamW's
+        moments. The parts of all ranks together cover every trained parameter. Valid until the next step.
+        """
+
+    @abstractmethod
+    def gathered(self, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, whole parameter) of `part`, for exports and for `generation`; tied parameters once.
+
+        Collective only if `sharded`: then a parameter is whole until the next one is asked for.
+        """
+
+    def save(self, directory: Path, behind: bool = False) -> Pending:
+        """Write all that the next steps depend on; every rank gives the same directory. Raises OSError.
+
+        Called by a rank's worker and by `sft`. With `behind` it only copies, and a thread writes the same files while
+        the next steps are taken: not collective, and it waits for an earlier write. The answer has what that raises.
+        """
+        state = self._state()
+
+        def write(fragments: Iterable[Fragment]) -> None:
+            write_shard(directory, self.world.rank, fragments)
+            torch.save(state, _rank_file(directory, self.world.rank))
+
+        fragments = self.shards(self.module, "optimizer")
+        if behind:
+
+            def write_to_disk(copies: Iterable[Fragment]) -> None:
+                write(copies)
+                flush(directory, f"rank_{self.world.rank:05d}.*")
+
+            return self._saver.begin(fragments, self.world.device, write_to_disk)
+        self._saver.wait()
+        write(fragments)
+        torch.distributed.barrier()
+        return Pending()
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called, by as many ranks as now or by others, under any ZeRO stage and trainer.
+
+        Called by a rank's worker and by `sft`, before the first step.
+        With as many ranks and the same stage the next steps are bit for bit those that would have followed; otherwise
+        they differ by the order in which ranks add up gradients. New ranks keep the random state of `seed_rank`.
+        Raises CheckpointError for the checkpoint of another model and for a damaged one.
+        """
+        self._saver.wait()
+        state = self._read_state(directory)
+        self._fill(state["steps"], ShardReader(directory, self.world.rank).fill)
+        self.steps = state["steps"]
+        if self._scale and "loss_scale" in state:  # none in a checkpoint of a run in bf16 or fp32
+            self._scale.load(state["loss_scale"])
+            self._use_scale()
+        if state["own"]:
+            torch.set_rng_state(state["rng"])
+            if state["cuda_rng"] is not None and self.world.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_rng"])
+
+    @abstractmethod
+    def move(self, where: Literal["host", "device"]) -> None:
+        """Move the optimizer's states between two steps; on the host they are only read. Not collective.
+
+        Called by a rank's worker before and after the engines' turn (ds.enable_sleep).
+        """
+
+    @abstractmethod
+    def _update(self) -> float:
+        """Clip and step, and return the norm of the gradient; leave the parameters alone where that is not finite."""
+
+    @abstractmethod
+    def _fill(self, steps: int, fill: Callable[[Fragment], None]) -> None:
+        """Have `fill` write all that AdamW has after `steps` steps, and the parameters."""
+
+    def _use_scale(self) -> None:
+        """Take `self._scale`, which has changed, for the next step. An implementation that reads it needs nothing."""
+
+    def _checked(self, loss: Tensor) -> Tensor:
+        """Make a loss NaN that is not finite: so every gradient is, and all ranks, which add them up, skip the step."""
+        return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan).to(loss.dtype)
+
+    def _clip(self) -> float:
+        """Unscale, measure and clip the gradient of whole parameters, where it is finite."""
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if self._scale:
+            for grad in grads:
+                grad.mul_(1.0 / self._scale.scale)
+        total = nn.utils.get_total_norm(grads)
+        norm = float(total)
+        if 0.0 < self.cfg.max_norm < norm:
+            nn.utils.clip_grads_with_norm_(parameters, self.cfg.max_norm, total)
+        return norm
+
+    def _judge(self, norm: float) -> None:
+        """Count skipped steps, and choose the next loss scale. Raises RunError for a step that ends the run."""
+        self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
+        if self._scale:
+            if math.isfinite(norm):
+                self._scale.step_passed()
+            else:
+                self._scale.step_overflowed(self.steps)
+            self._use_scale()
+        elif self._skipped > self.cfg.most_skipped:
+            raise RunError(
+                f"loss or gradient of optimizer step {self.steps} is not finite, {self._skipped} times in a row "
+                f"(train.max_skipped_steps = {self.cfg.most_skipped}); the parameters were not changed. Usual causes: "
+                "a learning rate that is too high, or rewards out of range (see reward.clip_range)."
+            )
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the fragments; a copy."""
+        cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
+        state = {"steps": self.steps, "sizes": self._sizes(), "rng": torch.get_rng_state(), "cuda_rng": cuda}
+        return state | ({"loss_scale": self._scale.state()} if self._scale else {})
+
+    def _sizes(self) -> dict[str, int]:
+        """Count the elements of every trained parameter; tied parameters appear once."""
+        return {name: self.shapes[name].numel() for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def _read_state(self, directory: Path) -> dict[str, Any]:
+        """Read the state that this rank has written; if there is none, rank 0's, with "own" False."""
+        own = _rank_file(directory, self.world.rank)
+        path = own if own.is_file() else _rank_file(directory, 0)
+        if not path.is_file():
+            raise CheckpointError(f"{directory}: no {path.name}. It is not a checkpoint of this role.")
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        saved, ours = state.get("sizes"), self._sizes()
+        if saved is None:
+            raise CheckpointError(f"{directory} was written by an earlier version, whose checkpoints this cannot read.")
+        for name in sorted(saved.keys() | ours.keys()):
+            if saved.get(name) != ours.get(name):
+                raise CheckpointError(
+                    f"{directory} is of another model: parameter {name} has {saved.get(name, 0)} elements in it and "
+                    f"{ours.get(name, 0)} here. Resume with the model it was trained from."
+                )
+        return {**state, "own": path == own}
+
+
+def _rank_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.pt"

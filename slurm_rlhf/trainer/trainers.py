@@ -1,0 +1,260 @@
+"""The trained models on one rank: policy and value model, their losses and optimizer steps, save, load and export."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slurm_rlhf.algorithms.losses import entropy_bonus, kl_loss, nll_loss, value_loss
+from slurm_rlhf.algorithms.policy_loss_inputs import Metrics, PolicyInputs
+from slurm_rlhf.algorithms.policy_losses import clip_range
+from slurm_rlhf.algorithms.registry import load_plugins, policy_loss_of
+from slurm_rlhf.config.check import reward_statistics
+from slurm_rlhf.config.roles import CRITIC, ROLES
+from slurm_rlhf.config.schema import Config, Ds
+from slurm_rlhf.records import F32, Experience, ParameterSpec
+from slurm_rlhf.trainer.async_save import Pending
+from slurm_rlhf.trainer.backends import loading, start_trainer
+from slurm_rlhf.trainer.batch import TokenBatch, collate, column, in_order, optional_column, per_action, to_device
+from slurm_rlhf.trainer.distributed import join_world, seed_rank, undisturbed
+from slurm_rlhf.trainer.models import load_critic, load_policy
+from slurm_rlhf.trainer.parameters import LocalParameters, Rounded, describe, save_hf
+from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
+
+
+class TrainedModel(ABC):
+    """Trains one model with its loss on one rank. Every method is collective unless it says otherwise."""
+
+    def __init__(self, config: Config, schedule: Schedule) -> None:
+        """Load the model. Raises ModelError, ConfigError."""
+        self.config = config
+        self.world = join_world(config.timeout.collective, config.timeout.connect)
+        seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
+        with loading(config.ds, self.world) as ds:
+            module = self._load(ds)
+        self.backend = start_trainer(module, TrainSettings.of(config, schedule, self.world.size), self.world)
+
+    @abstractmethod
+    def _load(self, ds: Ds) -> nn.Module:
+        """Load the module with the settings `ds`."""
+
+    @abstractmethod
+    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
+        """Compute the loss of a micro-batch and the metrics of `algorithms.losses`."""
+
+    def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
+        """Take one optimizer step on this rank's part `exp`, with micro-batches as rows of it.
+
+        Every rank needs as many. `denominator`: policy tokens in the whole step, over all ranks. Returns this rank's
+        sums of the metrics over its actions, and `lr` and `grad_norm` of the whole step. Raises RunError.
+        """
+        sums: Metrics = {}
+        for number, rows in enumerate(micro, start=1):
+            loss, metrics = self._loss(exp.select(rows), denominator)
+            self.backend.accumulate(loss, last=number == len(micro))
+            sums = {name: sums[name] + value if name in sums else value for name, value in metrics.items()}
+        stats = self.backend.step()
+        values = torch.stack([value.double() for value in sums.values()]).tolist()  # one copy from the device for all
+        return dict(zip(sums, values, strict=True)) | stats
+
+    def save(self, directory: Path, behind: bool = False) -> Pending:
+        """Write the state for an exact resume into a directory that all ranks see; `behind`: see `Trainer.save`."""
+        return self.backend.save(directory, behind)
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called. Raises CheckpointError."""
+        self.backend.load(directory)
+
+
+class LanguageModelTrainer(TrainedModel):
+    """Trains the causal language model of the actor."""
+
+    def _load(self, ds: Ds) -> nn.Module:
+        return load_policy(
+            self.config.actor.model_name_or_path,
+            ds,
+            self.config.train.logprob_chunk_tokens,
+            self.config.actor.gradient_checkpointing_enable,
+            max_len=self.config.data.max_len,
+        )
+
+    def export_hf(self, directory: Path) -> None:
+        """Write the model and its tokenizer as a Hugging Face directory; an export already there is replaced."""
+        model: Any = self.backend.module.model
+        source = Path(self.config.actor.model_name_or_path)
+        save_hf(model, self.backend.gathered(model), source, directory, self.world.rank)
+
+
+class PolicyTrainer(LanguageModelTrainer):
+    """Trains the policy on one rank of the actor. `train_step` needs the column `advantages`.
+
+    Without a column `logprobs` the old log-probs are those of the update's own pass: the ratio is 1, and its gradient
+    that of the log-probs. Then, and with algo.correction.bypass, `passed` has the pass of the last step, [A].
+    """
+
+    passed: F32 | None = None
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
+        super().__init__(config, Schedule.of(config, config.actor.learning_rate, total_steps))
+        load_plugins(config.train.plugins)
+        actor = config.actor
+        self.policy_loss = policy_loss_of(config.algo.advantage.estimator, actor.policy_loss_type)
+        self.clip_low, self.clip_high = clip_range(actor.policy_loss_type, actor.eps_clip_low_high, actor.eps_clip)
+
+    def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
+        """Compute {"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`."""
+        return {"logprobs": per_action(exp, micro, self.world.device, lambda batch: self._forward(batch)[0])}
+
+    def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
+        """Take one optimizer step, as `TrainedModel.train_step`."""
+        self._parts: list[Tensor] = []
+        metrics = super().train_step(exp, micro, denominator)
+        self.passed = in_order(exp, micro, self._parts) if self._parts else None
+        return metrics
+
+    def _old_logprobs(self, part: Experience, logprobs: Tensor) -> Tensor:
+        """Return what the ratio is taken to: the column of `part`, else the pass `logprobs` itself.
+
+        The pass is noted where the actor has not computed log-probs before.
+        """
+        given = optional_column(part, "logprobs", self.world.device)
+        if given is None or self.config.algo.correction.bypass:
+            self._parts.append(logprobs.detach())
+        return logprobs.detach() if given is None else given
+
+    def self_check(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
+        """Compute `logprobs` in ways that must not matter, fp32 [A] each; nothing is changed by it.
+
+        first, again: the same micro-batches twice. eval: in eval mode. alone: every row a micro-batch of its own; every
+        rank needs as many rows. No random number of the run is drawn.
+        """
+        module = self.backend.module
+        with undisturbed(module, self.world.device):
+            found = {name: self.logprobs(exp, micro)["logprobs"] for name in ("first", "again")}
+            found["alone"] = self.logprobs(exp, [[row] for row in range(len(exp))])["logprobs"]
+            module.eval()
+            found["eval"] = self.logprobs(exp, micro)["logprobs"]
+        return found
+
+    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
+        actor, device = self.config.actor, self.world.device
+        mask = to_device(part.action_mask, device)
+        logprobs, entropy = self._forward(collate(part, device))
+        loss, metrics = self.policy_loss(
+            PolicyInputs(
+                logprobs,
+                self._old_logprobs(part, logprobs),
+                column(part, "advantages", device),
+                mask,
+                part.response_lens.tolist(),
+                optional_column(part, "loss_weights", device),
+                denominator,
+                self.clip_low,
+                self.clip_high,
+                actor.dual_clip,
+                (actor.sapo_temperature_pos, actor.sapo_temperature_neg),
+            )
+        )
+        weights = optional_column(part, "entropy_weights", device)
+        bonus, more = entropy_bonus(entropy, mask, denominator, actor.entropy_coef, weights)
+        loss, metrics = loss + bonus, metrics | more
+        for term, more in self._terms(part, logprobs, mask, denominator):
+            loss, metrics = loss + term, metrics | more
+        return loss, metrics
+
+    def _terms(
+        self, part: Experience, logprobs: Tensor, mask: Tensor, denominator: float
+    ) -> Iterator[tuple[Tensor, Metrics]]:
+        """Compute the terms beside the policy loss that `part` has a column of weights for."""
+        config, device = self.config, self.world.device
+        if (weights := optional_column(part, "kl_weights", device)) is not None:
+            reference = column(part, "ref_logprobs", device)
+            yield kl_loss(logprobs, reference, mask, denominator, weights, config.algo.kl.estimator)
+        if (weights := optional_column(part, "nll_weights", device)) is not None:
+            yield nll_loss(logprobs, mask, weights, config.actor.nll_coef)
+
+    def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.backend.forward(
+            batch.input_ids,
+            batch.action_index,
+            batch.targets,
+            self.config.rollout.temperature,
+            self.config.actor.entropy_coef != 0.0,
+        )
+        return result
+
+    def local_parameters(self) -> LocalParameters:
+        """Return what this rank has of the parameters in `describe`. Not collective."""
+        held = self.backend.shards(self.backend.module.model, "parameters")
+        own = {one.name: (one.start, one.tensors["parameter"]) for one in held}
+        return Rounded(own, DTYPES[self.config.ds.param_dtype])
+
+    def describe(self) -> list[ParameterSpec]:
+        """Describe the parameters, in layer order, tied ones once. Not collective."""
+        shapes = {name.removeprefix("model."): shape for name, shape in self.backend.shapes.items()}
+        return describe(shapes, DTYPES[self.config.ds.param_dtype])
+
+
+class ValueTrainer(TrainedModel):
+    """Trains the value model on one rank of the critic. `train_step` needs the columns `values` (old) and `returns`."""
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
+        self._path = ROLES[CRITIC].model(config)[1]
+        super().__init__(config, Schedule.of(config, config.critic.learning_rate, total_steps))
+        module = self.backend.module
+        self.origin = f"critic: starts from {self._path}, " + (
+            f"a reward model, and keeps its head ({module.head})" if module.head else "with a new head"
+        )
+        module.value_head.write_masters(self.backend.shards(module.value_head, "optimizer"))
+
+    def _load(self, ds: Ds) -> nn.Module:
+        config = self.config
+        return load_critic(
+            self._path,
+            ds,
+            config.train.seed,
+            config.actor.gradient_checkpointing_enable,
+            statistics=reward_statistics(self._path) if config.reward.normalize_enable else None,
+            max_len=config.data.max_len,
+        )
+
+    def values(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
+        """Compute {"values": fp32 [A]} of the state before each response token; micro-batches as rows of `exp`."""
+        return {"values": per_action(exp, micro, self.world.device, self._forward)}
+
+    def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
+        """Take a step as `TrainedModel.train_step`, and compute values with the new masters of the head."""
+        metrics = super().train_step(exp, micro, denominator)
+        self._read_masters()
+        return metrics
+
+    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
+        device = self.world.device
+        return value_loss(
+            self._forward(collate(part, device)),
+            column(part, "values", device),
+            column(part, "returns", device),
+            to_device(part.action_mask, device),
+            denominator,
+            self.config.critic.value_clip,
+        )
+
+    def _forward(self, batch: TokenBatch) -> Tensor:
+        values: Tensor = self.backend.forward(batch.input_ids, batch.action_index)
+        return values
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called, with the saved masters of the head. Raises CheckpointError."""
+        super().load(directory)
+        self._read_masters()
+
+    def _read_masters(self) -> None:
+        head = self.backend.module.value_head
+        head.read_masters(self.backend.shards(head, "optimizer"))

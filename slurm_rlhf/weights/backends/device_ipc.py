@@ -1,0 +1,198 @@
+"""IPC on GPUs: an engine rank maps memory of the actor rank that has the same GPU.
+
+Where the actor's ranks hold shards, they gather each bucket among themselves first, over NCCL: so nothing goes over
+CPUs, and no process maps, or makes a context on, a GPU that is not its own. Run through stand-ins, not on GPUs yet.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import Store, Work
+
+from slurm_rlhf.errors import SyncError
+from slurm_rlhf.weights._torch import open_gpu_memory, share_gpu_memory
+from slurm_rlhf.weights.backends.backend import Done, Incoming, Pending, wait_for
+from slurm_rlhf.weights.backends.nccl import Communicator, in_time
+from slurm_rlhf.weights.backends.shared_memory import SharedMemory
+from slurm_rlhf.weights.bucket import Pool
+from slurm_rlhf.weights.member import device_name, device_names
+from slurm_rlhf.weights.transfer_plan import DEPTH, Part, SyncPlan
+
+
+class DeviceIpc:
+    """Hand buckets over in memory of one GPU; see `Backend`. The plan's nodes are GPUs here.
+
+    An actor rank has `DEPTH` slots for buckets there: for its parts, all of them if it holds whole models and has
+    the GPU alone, or for what was gathered. `marks`, a shared memory without room for data, says which slot holds which
+    bucket and who has copied it.
+    """
+
+    def __init__(
+        self,
+        plan: SyncPlan,
+        rank: int,
+        store: Store,
+        marks: SharedMemory | None,
+        gathered: bool,
+        gather: Communicator | None,
+        timeout_s: float,
+    ) -> None:
+        """`marks`: None for an actor rank that hands nothing over. `gathered`: actor ranks hold shards, and have the
+        communicator `gather`; collective for them then. Raises TransportFailure."""
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.pool = Pool(self.device)
+        self._plan = plan
+        self._rank = rank
+        self._store = store
+        self._marks = marks
+        self._gathered = gathered
+        self._gather = gather
+        self._timeout_s = timeout_s
+        self._aborted = False
+        self._readers = plan.layout.by_node.get(plan.layout.node(rank), ())
+        actors = plan.layout.actors
+        self._givers = [owner for owner, gpu in enumerate(actors) if gpu == plan.layout.node(rank)]
+        self._stream = plan.stream_to(self._readers[0]) if self._readers else 0
+        self._number = 0  # of the first bucket of this update
+        self._next = 0  # bucket of this update
+        self._slots: list[torch.Tensor] = []  # an actor rank's own
+        self._mapped: dict[int, list[torch.Tensor]] = {}  # an engine rank's, by their owner
+        self._filling: deque[tuple[int, int, list[Work], Any]] = deque()
+        self._copied: deque[tuple[int, Any]] = deque()
+        torch.cuda.ipc_collect()  # what a group before this one had, and its peers have let go of
+        if rank < len(actors) and (self._readers or gather):
+            largest = max(plan.nbytes(bucket, self._stream) for bucket in range(len(plan.buckets)))
+            self._slots = [self.pool.take(largest) for _ in range(DEPTH)]
+            store.set(f"cuda/{rank}", json.dumps([device_name(), *(_handle(slot) for slot in self._slots)]))
+        if gather is not None:
+            in_time(lambda: gather.settle(gather.meet(self.device)), timeout_s)
+
+    def send(
+        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> Pending:
+        self._reach(bucket)
+        self._fill(bucket, part, buffer)
+        return Done()
+
+    def receive(self, bucket: int) -> Incoming:
+        return Incoming(partial(self._copy, bucket, self._number + bucket))
+
+    def flush(self) -> None:
+        if self._gather is not None:
+            self._reach(len(self._plan.buckets))
+        self._hand_over(0)
+        self._give_back(0)
+        self._number += len(self._plan.buckets)
+        self._next = 0
+
+    def abort(self) -> None:
+        self._aborted = True
+        if self._marks is not None:
+            self._marks.abort()
+        if self._gather is not None:
+            self._gather.abort()
+
+    def close(self) -> None:
+        self.abort()
+        self._slots, self._mapped = [], {}
+        torch.cuda.ipc_collect()
+
+    def _copy(self, bucket: int, number: int) -> torch.Tensor:
+        """Copy a bucket out of its slot, which is free again when the GPU has done so. Nobody waits for that here."""
+        assert self._marks is not None
+        self._give_back(DEPTH - 2)
+        nbytes = self._plan.nbytes(bucket, self._stream)
+        ranges = [(part.owner, part.start, part.start + part.nbytes) for part in self._plan.parts(bucket, self._stream)]
+        if self._gathered:
+            ranges = [(self._givers[0], 0, nbytes)]
+        self._marks.wait(number, len(ranges))
+        buffer = self.pool.take(nbytes)
+        for owner, low, high in ranges:
+            buffer[low:high].copy_(self._slots_of(owner)[number % DEPTH][low:high])
+        self._copied.append((number, torch.cuda.current_stream(self.device).record_event()))
+        return buffer
+
+    def _reach(self, bucket: int) -> None:
+        """Take part in the gathering of the buckets before this one, of which this rank owns nothing."""
+        while self._gather is not None and self._next < bucket:
+            self._fill(self._next)
+
+    def _fill(self, bucket: int, part: Part | None = None, buffer: torch.Tensor | None = None) -> None:
+        """Put this rank's part into the bucket's slot, gather the others', and hand over the bucket before."""
+        number = self._number + bucket
+        if self._marks is not None:
+            self._marks.slot(number)
+        slot = self._slots[number % DEPTH]
+        if part is not None and buffer is not None:
+            slot[part.start : part.start + part.nbytes].copy_(buffer)
+        works: list[Work] = []
+        event = None
+        if self._gather is not None:
+            parts = self._plan.parts(bucket, self._stream)
+            works = self._gather.spread([(slot[p.start : p.start + p.nbytes], p.owner) for p in parts])
+        else:
+            event = torch.cuda.current_stream(self.device).record_event()
+        self._filling.append((number, part.index if part and not self._gathered else 0, works, event))
+        self._next = bucket + 1
+        self._hand_over(1)
+
+    def _hand_over(self, leave: int) -> None:
+        """Tell the engine ranks of slots that are full, but for the last `leave`, which the GPU still works on."""
+        while len(self._filling) > leave:
+            number, index, works, event = self._filling.popleft()
+            if self._gather is not None:
+                self._gather.settle(works)
+            else:
+                self._until(event)
+            if self._marks is not None:
+                self._marks.mark(number, [index])
+
+    def _give_back(self, leave: int) -> None:
+        while self._copied and (len(self._copied) > leave or self._copied[0][1].query()):
+            number, event = self._copied.popleft()
+            self._until(event)
+            assert self._marks is not None
+            self._marks.give_back(number, self._readers.index(self._rank))
+
+    def _until(self, event: Any) -> None:
+        """Wait for an event, as long as the group lives."""
+
+        wait_for(lambda: bool(event.query()), lambda: self._aborted, self._timeout_s, "a GPU is not done")
+
+    def _slots_of(self, owner: int) -> list[torch.Tensor]:
+        if owner not in self._mapped:
+            device, *handles = json.loads(self._store.get(f"cuda/{owner}"))
+            ordinal = ordinal_of(device, device_names(), f"actor {owner}")
+            self._mapped[owner] = [_open(handle, ordinal) for handle in handles]
+        return self._mapped[owner]
+
+
+def _handle(tensor: torch.Tensor) -> list[Any]:
+    """Describe the tensor's memory for another process, as JSON can carry it."""
+    return [
+        {"bytes": base64.b64encode(item).decode()} if isinstance(item, bytes) else item
+        for item in share_gpu_memory(tensor)
+    ]
+
+
+def ordinal_of(device: str, visible: Sequence[str], owner: str) -> int:
+    """Return which of the GPUs that this process sees is `device`. Raises SyncError where it sees others only."""
+    if device not in visible:
+        raise SyncError(
+            f"the weights of {owner} are on GPU {device}, and this rank sees {', '.join(visible)} only: sync.backend = "
+            "ipc is for roles that share their GPUs (train.colocate_all). Use sync.backend = auto"
+        )
+    return visible.index(device)
+
+
+def _open(handle: list[Any], ordinal: int) -> torch.Tensor:
+    """Map memory on the GPU that is number `ordinal` here. The number in the handle is that of its owner's process."""
+    fields = [base64.b64decode(item["bytes"]) if isinstance(item, dict) else item for item in handle]
+    return open_gpu_memory(ordinal, fields)

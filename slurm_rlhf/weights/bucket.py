@@ -1,0 +1,282 @@
+"""The bytes of one bucket: memory for them, their checksums, how they are written and put together again."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from slurm_rlhf.errors import SyncError, shortened
+from slurm_rlhf.weights.checksum import checksum, host_checksum
+from slurm_rlhf.weights.transfer_plan import FIXED_HEADER, Parameter, Part, Piece, Span, SyncPlan
+
+Source = Callable[[Span], torch.Tensor]
+"""A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""
+
+_NOTHING: Mapping[int, int] = {}
+_WASTE = 2  # a block of memory serves requests down to its size over this
+
+
+class Pool:
+    """Hand out uint8 tensors [n]; when the last view of one is gone, by whomever, its memory is used again.
+
+    On CPUs the first touch of fresh pages costs more than the transfer of their bytes.
+    """
+
+    def __init__(self, device: torch.device, others: int = 0) -> None:
+        """`others`: bytes that its owner has besides, in shared memory."""
+        self.device = device
+        self.peak = others  # bytes that were held at a time: handed out, or idle until they are used again
+        self._held = others
+        self._lock = threading.Lock()
+        self._returned: deque[torch.Tensor] = deque()
+        self._gone: deque[int] = deque()
+        self._free: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Hand out a tensor of `nbytes`, its contents undefined. Any thread."""
+        if self.device.type != "cpu":
+            return self._fresh_on_gpu(nbytes)
+        with self._lock:
+            while self._returned:
+                self._free.append(self._returned.popleft())
+            fitting = [block for block in self._free if nbytes <= block.numel() <= _WASTE * max(nbytes, 1)]
+            if fitting:
+                block = min(fitting, key=torch.Tensor.numel)
+                self._free = [other for other in self._free if other is not block]
+            else:
+                block = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+                self._hold(block.numel())
+        # The tensor and all views of it keep this array, and nothing else does.
+        lent = block.numpy()[:nbytes]
+        # A finalizer runs wherever the last reference goes, in the middle of `take` too: it must not want the lock.
+        weakref.finalize(lent, self._returned.append, block).atexit = False
+        return torch.from_numpy(lent)
+
+    def _fresh_on_gpu(self, nbytes: int) -> torch.Tensor:
+        """Take fresh memory of a GPU: its allocator keeps what is given back by itself."""
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with self._lock:
+            while self._gone:
+                self._held -= self._gone.popleft()
+            self._hold(nbytes)
+        # All views share the storage, and its object lives as long as they.
+        weakref.finalize(tensor.untyped_storage(), self._gone.append, nbytes).atexit = False
+        return tensor
+
+    def _hold(self, nbytes: int) -> None:
+        self._held += nbytes
+        self.peak = max(self.peak, self._held)
+
+
+def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: Source, pool: Pool) -> list[torch.Tensor]:
+    """Write a part into `buffer` (uint8 [part.nbytes]): its pieces, and a header with their checksums.
+
+    Returns the bytes of those that lie apart: where the actor has them, or in memory of `pool` if that is on a device.
+    """
+    sums = []
+    apart = []
+    for piece in part.pieces:
+        offset = piece.offset - part.start
+        data = source(piece.span)
+        if piece.apart:
+            apart.append(data if data.device == buffer.device else pool.take(piece.span.nbytes).copy_(data))
+            sums.append(checksum(apart[-1]))
+            continue
+        view = buffer[offset : offset + piece.span.nbytes]
+        if data.device == buffer.device and (_on_host(data) or _in_words(data)):
+            sums.append(checksum(data, into=view))
+        else:
+            view.copy_(data)
+            sums.append(checksum(_words(buffer, offset, piece)))
+    header = _header(buffer, len(sums))
+    # Filled, not copied: a copy of numbers from the host would wait for the GPU.
+    header[0].fill_(version)
+    header[1].fill_(bucket)
+    header[FIXED_HEADER:].copy_(torch.stack(sums))
+    return apart
+
+
+def verify(
+    buffer: torch.Tensor,
+    plan: SyncPlan,
+    parts: Sequence[Part],
+    bucket: int,
+    version: int,
+    known: Mapping[int, int] = _NOTHING,
+) -> None:
+    """Compare the parts of a bucket that arrived with the checksums of their owners.
+
+    `buffer` is the bucket's. `known`: of pieces at these offsets, checksums of what arrived. Waits for a GPU once.
+    Raises SyncError naming the parameters that differ.
+    """
+    read = _read_on_host if _on_host(buffer) else _read_on_device
+    for part, header, sums in read(buffer, parts, known):
+        sent = _checksums(header, part, bucket, version)
+        pairs = zip(part.pieces, sent, sums, strict=True)
+        wrong = [plan.parameters[piece.span.parameter].name for piece, said, arrived in pairs if said != arrived]
+        if wrong:
+            raise _different(wrong, part, bucket, version)
+
+
+_Read = Iterator[tuple[Part, list[int], list[int]]]
+"""Parts, their headers, and the checksums of their pieces as they arrived."""
+
+
+def _read_on_host(buffer: torch.Tensor, parts: Sequence[Part], known: Mapping[int, int]) -> _Read:
+    for part in parts:
+        offsets = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.pieces]
+        sums = [known[low] if low in known else host_checksum(buffer[low:high]) for low, high in offsets]
+        yield part, _header(buffer[part.start :], len(sums)).tolist(), sums
+
+
+def _read_on_device(buffer: torch.Tensor, parts: Sequence[Part], known: Mapping[int, int]) -> _Read:
+    """Read everything in one go. Nothing is known."""
+    words = []
+    for part in parts:
+        words.append(_header(buffer[part.start :], len(part.pieces)))
+        words.append(torch.stack([checksum(_words(buffer, piece.offset, piece)) for piece in part.pieces]))
+    found = iter(torch.cat(words).tolist())
+    for part in parts:
+        header = [next(found) for _ in range(FIXED_HEADER + len(part.pieces))]
+        yield part, header, [next(found) for _ in part.pieces]
+
+
+@dataclass(slots=True)
+class Assembly:
+    """Put parameters together from the pieces of bucket after bucket, and compare their checksums."""
+
+    plan: SyncPlan
+    pool: Pool
+    _open: torch.Tensor | None = None  # of a parameter that has come in part
+    _filled: int = 0
+
+    def parameters(
+        self,
+        buffer: torch.Tensor,
+        parts: tuple[Part, ...],
+        bucket: int,
+        version: int,
+        known: Mapping[int, int] = _NOTHING,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield those that the bucket in `buffer` completes; one that lies there in one piece is a view of it.
+
+        Takes and raises what `verify` does, at once.
+        """
+        verify(buffer, self.plan, parts, bucket, version, known)
+        return self._views(buffer, parts)
+
+    def _views(self, buffer: torch.Tensor, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+        for piece in _side_by_side([piece for piece, _ in _in_order(parts)]):
+            data = buffer[piece.offset : piece.offset + piece.span.nbytes]
+            parameter = self.plan.parameters[piece.span.parameter]
+            if piece.span.nbytes < parameter.nbytes:
+                self._room(piece).copy_(data)
+                whole = self._completed(piece)
+                if whole is None:
+                    continue
+                data = whole
+            yield parameter.name, _shaped(data, parameter)
+
+    def copies(
+        self, buffer: torch.Tensor, parts: tuple[Part, ...], bucket: int, version: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the same, none of them a view: the buffer, which is the host's, is free at the end.
+
+        Each is compared while it is copied, so its bytes are read once; raises as `verify` does, before the first that
+        differs.
+        """
+        headers = {part.index: _header(buffer[part.start :], len(part.pieces)).tolist() for part in parts}
+        sums = {part.index: iter(_checksums(headers[part.index], part, bucket, version)) for part in parts}
+        for piece, part in _in_order(parts):
+            room = self._room(piece)
+            found = host_checksum(buffer[piece.offset : piece.offset + piece.span.nbytes], into=room)
+            parameter = self.plan.parameters[piece.span.parameter]
+            if found != next(sums[part.index]):  # a part's pieces are in the order of their parameters, too
+                raise _different([parameter.name], part, bucket, version)
+            whole = self._completed(piece)
+            if whole is not None:
+                yield parameter.name, _shaped(whole, parameter)
+                del whole, room
+
+    def _room(self, piece: Piece) -> torch.Tensor:
+        """Return where the piece belongs in its parameter."""
+        parameter = self.plan.parameters[piece.span.parameter]
+        if self._open is None:
+            self._open, self._filled = self.pool.take(parameter.nbytes), 0
+        if piece.span.low != self._filled:
+            raise SyncError(f"{parameter.name}: byte {self._filled} should follow, byte {piece.span.low} came")
+        return self._open[piece.span.low : piece.span.high]
+
+    def _completed(self, piece: Piece) -> torch.Tensor | None:
+        """Return the parameter if `piece` was its last."""
+        self._filled = piece.span.high
+        if self._filled < self.plan.parameters[piece.span.parameter].nbytes:
+            return None
+        whole, self._open = self._open, None
+        return whole
+
+
+def _checksums(header: list[int], part: Part, bucket: int, version: int) -> list[int]:
+    """Read the owner's checksums of its pieces. Raises SyncError for another bucket or version."""
+    if header[:FIXED_HEADER] != [version, bucket]:
+        raise SyncError(
+            f"expected bucket {bucket} of policy version {version}, got bucket {header[1]} of version {header[0]} "
+            f"from actor {part.owner}"
+        )
+    return header[FIXED_HEADER:]
+
+
+def _different(names: list[str], part: Part, bucket: int, version: int) -> SyncError:
+    return SyncError(
+        f"checksum of policy version {version} differs from that of actor {part.owner} in "
+        f"{shortened(names, 5)} (bucket {bucket})"
+    )
+
+
+def _in_order(parts: tuple[Part, ...]) -> list[tuple[Piece, Part]]:
+    pieces = [(piece, part) for part in parts for piece in part.pieces]
+    return sorted(pieces, key=lambda each: (each[0].span.parameter, each[0].span.low))
+
+
+def _side_by_side(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Take pieces of a parameter that follow each other in the buffer for one."""
+    last: Piece | None = None
+    for piece in pieces:
+        if last is None:
+            last = piece
+        elif piece.apart and (piece.span.parameter, piece.span.low) == (last.span.parameter, last.span.high):
+            last = replace(last, span=replace(last.span, high=piece.span.high))
+        else:
+            yield last
+            last = piece
+    if last is not None:
+        yield last
+
+
+def _shaped(data: torch.Tensor, parameter: Parameter) -> torch.Tensor:
+    return data.view(getattr(torch, parameter.dtype)).view(parameter.shape)
+
+
+def _in_words(data: torch.Tensor) -> bool:
+    """Tell whether the bytes can be seen as 64-bit words."""
+    return data.numel() % 8 == 0 and data.storage_offset() % 8 == 0
+
+
+def _header(buffer: torch.Tensor, pieces: int) -> torch.Tensor:
+    return buffer[: 8 * (FIXED_HEADER + pieces)].view(torch.int64)
+
+
+def _on_host(data: torch.Tensor) -> bool:
+    return data.device.type == "cpu"
+
+
+def _words(buffer: torch.Tensor, offset: int, piece: Piece) -> torch.Tensor:
+    """Return what is summed: the bytes of the piece, on a device with the padding up to whole 64-bit words."""
+    if _on_host(buffer):
+        return buffer[offset : offset + piece.span.nbytes]
+    return buffer[offset : offset + -(-piece.span.nbytes // 8) * 8]

@@ -1,0 +1,133 @@
+"""Lead the updates that bring the actor's weights into all engines."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, field
+
+from msgspec.structs import asdict, replace
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RemoteError, SyncError, of_hang
+from slurm_rlhf.records import ParameterSpec, SyncConnection, SyncReport
+from slurm_rlhf.weights.transfer_calls import LEADER, settle_forming, settle_update
+from slurm_rlhf.wire.calls import (
+    ActorCalls,
+    EngineCalls,
+    ListenRequest,
+    SyncGroupRequest,
+    SyncUpdateRequest,
+)
+from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class WeightSync:
+    """Leads weight updates: actor and engine ranks form a group of their own, outside those of their roles."""
+
+    config: Config
+    actor: RoleHandle[ActorCalls]
+    rollout: EngineHandle
+    host: str  # of the leader, as the engines' nodes know it
+    generation: int = 0  # of the group; a new one after a failure has a new name
+    fell_back: bool = False  # sync.fallback is in use
+    engines: list[int] = field(default_factory=list, init=False)  # that take part
+    connection: SyncConnection | None = field(default=None, init=False)  # the leader's, for the user
+    _parameters: list[ParameterSpec] = field(default_factory=list, init=False)
+
+    def renewed(self, actor: RoleHandle[ActorCalls], rollout: EngineHandle, host: str) -> WeightSync:
+        """Lead the updates of an actor that was started again: its store and its groups are new ones."""
+        return WeightSync(self.config, actor, rollout, host, self.generation, self.fell_back)
+
+    def connect(self, parameters: list[ParameterSpec], engines: list[int]) -> None:
+        """Form the group anew. `parameters` are what the actor will send.
+
+        Goes over to sync.fallback where the members cannot be connected. Raises RemoteError naming who cannot, and
+        EngineLost.
+        """
+        self._parameters, self.engines = parameters, list(engines)
+        try:
+            self._join()
+        except RemoteError as error:
+            if not self._fall_back(str(error)):
+                raise
+            self._join()
+
+    def update(self, version: int) -> dict[str, float]:
+        """Bring the actor's weights into every engine as policy `version`.
+
+        An update that is cut off is repeated, whole, over a new group: once, and once more over sync.fallback. Raises
+        RemoteError for weights that arrived different, RunError naming the member when it is cut off again, and
+        EngineLost when it was cut off because an engine is gone.
+        """
+        metrics, cut = self._update(version)
+        if cut:
+            log.warning("%s; once more over a new group", cut.broken, extra=of_hang(cut.silent))
+            self.connect(self._parameters, self.engines)
+            metrics, cut = self._update(version)
+        if cut and self._fall_back(cut.broken):
+            self._join()
+            metrics, cut = self._update(version)
+        if cut:
+            raise SyncError(cut.broken, hang=cut.silent)
+        return metrics
+
+    def _update(self, version: int) -> tuple[dict[str, float], SyncReport | None]:
+        """Answer the metrics, or the report of who was cut off: every member has let go of the group then."""
+        request = SyncUpdateRequest(version)
+        sends = self.actor.start_all(ActorCalls.sync_push, request)
+        receipts = [self.rollout.call(engine, EngineCalls.sync_receive, request) for engine in self.engines]
+        settle_update(self.rollout, sends, dict(zip(receipts, self.engines, strict=True)))
+        reports = gather([*sends, *receipts])
+        for report in reports:
+            if report.broken:
+                return {}, report
+        leader = reports[LEADER]
+        metrics = {
+            "perf/sync_bytes": float(leader.nbytes),
+            "perf/sync_group": float(self.generation),
+            "time/sync_transfer": leader.seconds,
+            "time/sync_checksum": max(report.checksum_s for report in reports),
+        }
+        if self.connection is not None and self.connection.mbits and leader.seconds > 0:
+            # Every node of engines receives all bytes.
+            metrics["perf/sync_link_share"] = 8e-6 * leader.nbytes / leader.seconds / self.connection.mbits
+        return metrics, None
+
+    def _join(self) -> None:
+        self.generation += 1
+        store = self.actor.call(LEADER, ActorCalls.sync_listen, ListenRequest(self.host)).result()
+        actors, tp = self.actor.world, self.rollout.width
+        group = SyncGroupRequest(
+            name=f"weights.{os.getpid()}.{self.generation}",
+            rank=0,
+            world=actors + tp * len(self.engines),
+            actors=actors,
+            host=store.host,
+            port=store.port,
+            parameters=self._parameters,
+            # The interface that was asked for may be what does not work.
+            backend=self.config.sync.fallback if self.fell_back else None,
+            interface="" if self.fell_back else None,
+        )
+        joins = self.actor.start_each(ActorCalls.sync_join, [replace(group, rank=rank) for rank in range(actors)])
+        engines = [
+            self.rollout.call(engine, EngineCalls.sync_join, replace(group, rank=actors + tp * place))
+            for place, engine in enumerate(self.engines)
+        ]
+        settle_forming(self.rollout, self.actor, joins, dict(zip(engines, self.engines, strict=True)))
+        connections = gather([*joins, *engines])
+        self.connection = connections[LEADER]
+        for member in {tuple(sorted(asdict(connection).items())) for connection in connections}:
+            log.info("weight transfer group %d: %s", self.generation, dict(member))
+
+    def _fall_back(self, why: str) -> bool:
+        """Go over to sync.fallback for good; False when there is none, or it is in use already."""
+        if self.config.sync.fallback == "none" or self.fell_back:
+            return False
+        log.warning("%s; going on over sync.fallback = %s", why, self.config.sync.fallback)
+        self.fell_back = True
+        return True

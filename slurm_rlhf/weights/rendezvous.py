@@ -1,0 +1,235 @@
+"""Where the members of a group find each other, and what they agree on.
+
+The store is a TCPStore of the group's own, on a port that the system chooses. There the members say who they are, and
+whether they reach each other; rank 0 chooses the backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store, TCPStore
+
+from slurm_rlhf.cluster.listeners import shut
+from slurm_rlhf.cluster.network import is_loopback, own_address
+from slurm_rlhf.errors import ConfigError, SyncError
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.process_groups._torch import signed
+from slurm_rlhf.weights.member import Member, Membership
+from slurm_rlhf.wire import timeouts
+
+BACKENDS = ("auto", "gloo", "nccl", "ipc", "disk")
+_BACKLOG = 4096
+_PROBES = 16  # connections that are tried at a time
+
+
+class SyncStore:
+    """Listen in the process of the group's rank 0, until its members have come. The next group has another store."""
+
+    def __init__(self, server: TCPStore, host: str, port: int, number: int) -> None:
+        """Keep `server`, which listens at `host`, as the members know it, by descriptor `number`."""
+        self.host = host
+        self.port = port
+        self._server = server
+        self._number = number
+
+    @classmethod
+    def listen(cls, host: str, timeout_s: float) -> SyncStore:
+        """Listen on the address that `host` has on this node and on no other. Raises SyncError.
+
+        Where the name means loopback here, as Debian's 127.0.1.1 for a node's own name, on the address of the interface
+        of GLOO_SOCKET_IFNAME, else on the first one.
+        """
+        address = own_address(host, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        try:
+            listener = listen(address)
+            port, number = int(listener.getsockname()[1]), listener.detach()
+            server = TCPStore(
+                address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+                master_listen_fd=number,
+            )
+        except (OSError, RuntimeError) as error:
+            raise SyncError(f"cannot listen for the engines on {host} ({address}): {error}") from error
+        return cls(server, host, port, number)
+
+    def shut(self) -> None:
+        """Take no further connection: whoever reaches the store can change it. Those that there are go on."""
+        if self._number >= 0:
+            shut(self._number)
+            self._number = -1
+
+
+def connect(host: str, port: int, name: str, timeout_s: float, answer_s: float) -> Store:
+    """Connect to the store at `host:port`, for group `name`. Raises SyncError when `timeout_s` does not suffice for it.
+
+    Or when nothing answers there for `answer_s`, not even with a refusal: the store's node accepts connections however
+    busy the process is.
+    """
+    _wait_for_answer(host, port, min(answer_s, timeout_s))
+    try:
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, OSError) as error:
+        raise SyncError(
+            f"{socket.gethostname()} cannot reach the weight sync store at {host}:{port} within {timeout_s:g} s: "
+            f"{str(error).splitlines()[0]}. Is the actor alive, and can this node connect to it?"
+        ) from error
+    return signed(store, f"sync/{name}")
+
+
+def _wait_for_answer(host: str, port: int, answer_s: float) -> None:
+    end = time.monotonic() + answer_s
+    while True:
+        try:
+            socket.create_connection((host, port), max(end - time.monotonic(), timeouts.POLL_S)).close()
+            return
+        except ConnectionRefusedError:
+            return  # an answer
+        except OSError as error:
+            if time.monotonic() > end:
+                raise SyncError(
+                    f"{socket.gethostname()} gets no answer from the weight sync store at {host}:{port} within "
+                    f"{answer_s:g} s ({error.strerror or error}): the link to {host} is cut, or something drops what "
+                    "is sent there"
+                ) from error
+        time.sleep(timeouts.POLL_S)
+
+
+def read(store: Store, key: str) -> str | None:
+    """Return the text under `key`, None if nobody wrote it. Raises RuntimeError when the store's process is gone."""
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def listen(address: str) -> socket.socket:
+    """Open a socket that others can try to reach; nobody answers. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+
+
+def first_of_each(members: Iterable[Member]) -> list[Member]:
+    """Return one member for each host and address: what one of them can reach the others there can, too."""
+    found: dict[tuple[str, str], Member] = {}
+    for member in members:
+        found.setdefault((member.host, member.address), member)
+    return list(found.values())
+
+
+def unreachable(me: Member, members: Sequence[Member], timeout_s: float) -> str:
+    """Say what this member cannot reach, and the remedy; empty when all is well. Tries one member of each host."""
+    others = [other for other in first_of_each(members) if other.host != me.host]
+    if not others or me.rank not in [member.rank for member in first_of_each(members)]:
+        return ""
+    with ThreadPoolExecutor(min(_PROBES, len(others))) as threads:
+        failures = [text for text in threads.map(lambda other: _try_to_reach(me, other, timeout_s), others) if text]
+    return "; ".join(failures[:3])
+
+
+def _try_to_reach(me: Member, other: Member, timeout_s: float) -> str:
+    try:
+        socket.create_connection((other.address, other.port), timeout_s, (me.address, 0)).close()
+    except OSError as error:
+        return (
+            f"{me.host} ({me.interface}, {me.address}) cannot reach {other.host} ({other.interface}, "
+            f"{other.address}): {error.strerror or error}. Set sync.interface to a network that joins both nodes, "
+            f"or leave it empty to take the one that reaches {other.host}"
+        )
+    return ""
+
+
+def share_gpus(devices: Sequence[str], actors: int) -> bool:
+    """Tell whether every engine rank has an actor rank on its GPU. `devices`: of the members, the actor's first."""
+    return all(devices) and set(devices[actors:]) <= set(devices[:actors])
+
+
+def choose(
+    wanted: Sequence[str],
+    nodes: Sequence[str],
+    devices: Sequence[str],
+    colocated: bool = False,
+    inside: bool = False,
+    shared_gpus: bool = False,
+) -> tuple[str, str]:
+    """Choose a backend from what each member wants, its node, and its GPU ("" without one); return it and the reason.
+
+    `colocated`: actor and engines share their slots, which without GPUs nothing else shows. `inside`: no weights have
+    to leave their node, because on each there are actor ranks that hold the whole model. `shared_gpus`: what
+    `share_gpus` says.
+
+    Raises ConfigError, without a name for the members, where they cannot agree.
+    """
+    if len(set(wanted)) > 1:
+        raise ConfigError(f"its members use different backends: {', '.join(sorted(set(wanted)))}")
+    (backend,) = set(wanted)
+    inside = inside or len(set(nodes)) == 1
+    if backend == "ipc" and all(devices) and not shared_gpus:
+        raise ConfigError(
+            "sync.backend = ipc hands weights over on the GPU that an actor rank and an engine rank share "
+            "(train.colocate_all), and here are engine ranks whose GPU has no actor rank: use auto"
+        )
+    if backend == "ipc" and not (inside or shared_gpus):
+        raise ConfigError(
+            f"sync.backend = ipc joins roles of one node, and these are on {', '.join(sorted(set(nodes)))}: use auto"
+        )
+    if backend == "nccl" and not all(devices):
+        raise ConfigError("sync.backend = nccl needs a GPU and a torch with NCCL for every member: use auto or gloo")
+    if backend != "auto":
+        return backend, "sync.backend says so"
+    if shared_gpus:
+        return "ipc", "each engine rank shares its GPU with an actor rank"
+    if colocated and inside and not all(devices):
+        return "ipc", "actor and engines share their slots (train.colocate_all)"
+    if not all(devices):
+        return "gloo", "not every member has a GPU"
+    if len(set(devices)) < len(devices):
+        return "gloo", "NCCL refuses two ranks on one GPU, and there are engine ranks whose GPU has no actor rank"
+    return "nccl", "every member has a GPU of its own"
+
+
+def call_roll(store: Store, joining: Membership, ended: Callable[[], str]) -> dict[str, Any]:
+    """Read at rank 0 what all members said, so that the others have one key to read: linear in the members.
+
+    Returns the roster: the members, the backend and why, and an error instead where the members cannot work together.
+    `ended` says why the group has ended meanwhile.
+    """
+    keys = [f"member/{rank}" for rank in range(joining.world)]
+    wait_until(lambda: bool(ended()) or store.check(keys), joining.timeout_s)
+    members = [Member(**json.loads(text)) for key in keys if (text := read(store, key))]
+    error, backend, why = ended() or _objection(members, joining), "", ""
+    if not error:
+        try:
+            wanted, nodes, devices = zip(*((m.backend, m.node, m.device) for m in members), strict=True)
+            inside = joining.whole and set(nodes[: joining.actors]) == set(nodes[joining.actors :])
+            backend, why = choose(
+                wanted, nodes, devices, joining.colocated, inside, share_gpus(devices, joining.actors)
+            )
+        except ConfigError as refused:
+            error = str(refused)
+    found = {"error": error, "backend": backend, "why": why, "token": secrets.token_hex(8)}
+    return {"members": [asdict(member) for member in members], **found}
+
+
+def _objection(members: list[Member], joining: Membership) -> str:
+    if len(members) < joining.world:
+        missing = sorted(set(range(joining.world)) - {member.rank for member in members})
+        here = ", ".join(str(member) for member in members)
+        late = f"rank {missing} of {joining.world} did not come within {joining.timeout_s:g} s (timeout.sync)"
+        return f"{late}; here: {here}"
+    hidden = [member for member in members if is_loopback(member.address)]
+    if hidden and len({member.host for member in members}) > 1:
+        return (
+            f"{hidden[0]} would be reached at {hidden[0].address}, which exists inside its own node only. "
+            f"Set sync.interface to the network between the nodes."
+        )
+    return ""

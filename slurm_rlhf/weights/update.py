@@ -1,0 +1,240 @@
+"""The frame of an update: members tell why they failed, and learn why others did.
+
+Rank 0 leads: it waits for the reports of all others, judges a failure and publishes the verdict.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from slurm_rlhf.errors import SyncBroken, SyncError
+from slurm_rlhf.weights.backends.backend import TransportFailure
+from slurm_rlhf.weights.diagnosis import Verdict, cut
+from slurm_rlhf.weights.group import SyncGroup
+from slurm_rlhf.wire import timeouts
+
+REPORT_TAG = (1 << 30) + 1
+"""Tag of a member's report that it has done its part of an update; chunks have lower tags."""
+DONE_TAG = (1 << 30) + 2
+"""Tag of rank 0's message that all members have."""
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def leading(group: SyncGroup, version: int) -> Iterator[None]:
+    """Lead an update, as rank 0: leave the block when every member has reported.
+
+    Raises SyncError within the group's time-out, naming the member that died, hangs or refused; the group is spent.
+    """
+    group.check()
+    deadline = _Deadline(group, version)
+    reports = _Reports(group)
+    try:
+        with group.heartbeat.watched(reports.miss):
+            yield
+            reports.join()
+        for rank in group.peers:
+            group.control.send(_word(), rank, DONE_TAG).wait()
+        if group.heartbeat.unheard:
+            log.warning(
+                "%s hears no heartbeats from members %s: their datagrams do not come through, so that a cut link "
+                "would be found after %g s",
+                group.me,
+                list(group.heartbeat.unheard),
+                group.timeout_s,
+            )
+    except TransportFailure as error:
+        reports.drop()
+        found = _ended(group) or group.board.judge(group.peers, reports.left, group.quiet, group.names(), _words(error))
+        verdict = Verdict(
+            f"weight update to policy version {version} failed: {found.text}", found.refused, found.silent
+        )
+        _give_up(group, verdict)
+        raise _error(verdict) from error
+    except BaseException as error:
+        _give_up(group, Verdict(f"{group.me} gave up the update to policy version {version}: {error}", refused=True))
+        raise
+    finally:
+        deadline.cancel()
+
+
+@contextmanager
+def following(group: SyncGroup, version: int) -> Iterator[None]:
+    """Take part in an update, as any other rank: report its end to rank 0, and what the block raises.
+
+    Raises SyncError with rank 0's verdict where the connections broke; the group is spent.
+    """
+    group.check()
+    deadline = _Deadline(group, version)
+    lead = _Lead(group)
+    try:
+        with group.heartbeat.watched(lead.miss):
+            yield
+            group.control.send(_word(), 0, REPORT_TAG).wait()
+            lead.join()
+    except BaseException as error:
+        found = _transport_failure(error)
+        if found is None:
+            group.abort(f"{type(error).__name__}: {error}")
+            raise
+        raise _broken(group, version, found) from error
+    finally:
+        deadline.cancel()
+
+
+class _Deadline(threading.Timer):
+    """End an update that still goes on when all of its time is over, whatever waits."""
+
+    def __init__(self, group: SyncGroup, version: int) -> None:
+        # Behind the time-outs of single operations, which know more.
+        super().__init__(1.5 * group.timeout_s, self._over, (group, version))
+        self.daemon = True
+        self.start()
+
+    def _over(self, group: SyncGroup, version: int) -> None:
+        group.late = True
+        group.abort(f"policy version {version} was not everywhere after {1.5 * group.timeout_s:g} s (timeout.sync)")
+
+
+class _Waiting:
+    """Wait for a message of each of some members in a thread of its own, all through the update."""
+
+    def __init__(self, group: SyncGroup, peers: Iterable[int]) -> None:
+        self._group = group
+        self._failure: TransportFailure | None = None
+        self._threads = [
+            threading.Thread(target=self._wait, args=(rank,), name=f"sync-report-{rank}", daemon=True) for rank in peers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Wait for all messages. Raises TransportFailure."""
+        for thread in self._threads:
+            while thread.is_alive() and not self._group.dropped.is_set():  # which need not wake a thread that receives
+                thread.join(timeouts.POLL_S)
+        if self._failure is not None or self._group.dropped.is_set():
+            raise self._failure or TransportFailure("the connections were given up", peer_left=False)
+
+    def miss(self, quiet: tuple[int, ...]) -> None:
+        """Say that members are not heard any more, and let go of all connections."""
+        self._group.report_silence(quiet)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of all connections, so that every member notices."""
+        self._group.drop()
+
+    def _wait(self, rank: int) -> None:
+        raise NotImplementedError
+
+
+class _Reports(_Waiting):
+    """Wait for the report of each member.
+
+    So a member that dies is noticed at once and by name, whoever it was exchanging data with; the failure wakes the
+    thread that sends.
+    """
+
+    def __init__(self, group: SyncGroup) -> None:
+        self.left: set[int] = set()  # members whose connection closed before the others'
+        self._dropping = threading.Lock()
+        self._dropped = False
+        super().__init__(group, group.peers)
+
+    def drop(self) -> None:
+        with self._dropping:
+            if not self._dropped:
+                time.sleep(timeouts.CLOSING_S)  # a death closes several connections, one after the other
+                self._dropped = True
+                super().drop()
+
+    def _wait(self, rank: int) -> None:
+        try:
+            self._group.control.receive(_word(), rank, REPORT_TAG).wait()
+        except Exception as error:  # whatever it is, the update must not wait for this thread
+            if self._dropped:
+                return
+            self._failure = _as_failure(error)
+            if self._failure.peer_left:
+                self.left.add(rank)
+            self.drop()
+
+
+class _Lead(_Waiting):
+    """Wait for rank 0's last message, and so notice when rank 0 lets go, whatever else is waited for."""
+
+    def __init__(self, group: SyncGroup) -> None:
+        super().__init__(group, (0,))
+
+    def _wait(self, rank: int) -> None:
+        try:
+            # Rank 0 has the shorter time-out: it knows who was late.
+            self._group.control.receive(_word(), rank, DONE_TAG).wait(2 * self._group.timeout_s)
+        except Exception as error:
+            self._failure = _as_failure(error)
+            self.drop()
+
+
+def _as_failure(error: Exception) -> TransportFailure:
+    if isinstance(error, TransportFailure):
+        return error
+    log.error("the thread that waits for a report of the update failed", exc_info=error)
+    return TransportFailure(f"{type(error).__name__}: {error}", peer_left=False)
+
+
+def _word() -> torch.Tensor:
+    """Make a message that says nothing but that it came."""
+    return torch.zeros(1, dtype=torch.uint8)
+
+
+def _words(lost: TransportFailure) -> str:
+    """Return what the backend said, where that was the cause and not a consequence."""
+    return str(lost) if lost.peer_left else ""
+
+
+def _ended(group: SyncGroup) -> Verdict | None:
+    """Return what was said here when the group was aborted."""
+    return Verdict(group.ended, refused=not group.late, silent=group.late) if group.ended else None
+
+
+def _give_up(group: SyncGroup, verdict: Verdict) -> None:
+    group.board.publish(verdict)
+    group.abort(verdict.text)
+
+
+def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError:
+    ended = _ended(group)
+    group.board.post(ended.text if ended and ended.refused else "", lost=_words(lost))
+    group.drop()
+    # A member that does not hear rank 0 does not wait for its verdict.
+    verdict = ended or (None if 0 in group.quiet else group.board.verdict())
+    if verdict is None and group.quiet:
+        verdict = Verdict(cut({group.rank: group.quiet}, {group.rank}, group.names()), silent=True)
+    if verdict is None:
+        verdict = Verdict(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}", silent=True)
+    # A leader that stood still reads later what was posted here: a refusal of this rank would end the run.
+    group.abort(verdict.text, told=True)
+    text = f"policy version {version} did not get through at {group.me}: {verdict.text}"
+    return _error(Verdict(text, verdict.refused, verdict.silent))
+
+
+def _error(verdict: Verdict) -> SyncError:
+    return (SyncError if verdict.refused else SyncBroken)(verdict.text, hang=verdict.silent)
+
+
+def _transport_failure(error: BaseException | None) -> TransportFailure | None:
+    """Return the failure itself, or what it was raised from: an engine may wrap what its iterator of weights raises."""
+    seen = 0
+    while error is not None and seen < 10:
+        if isinstance(error, TransportFailure):
+            return error
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return None

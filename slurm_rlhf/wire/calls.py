@@ -1,0 +1,354 @@
+"""Declares every call of the conductor to a rank: its argument, its result and its deadline.
+
+One class per role. A worker subclasses the class of its role and implements the methods; the conductor names them in
+`RoleHandle.call(rank, ActorCalls.logprobs, batch)`. A method has no argument or one, which is a record. To add a call:
+its records here, the method with `@call` in the class of its role, and the implementation in the worker. The names of
+method and fields are what travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from msgspec.structs import asdict
+
+from slurm_rlhf.records import (
+    F32,
+    I32,
+    EngineLoad,
+    Experience,
+    MemoryPart,
+    ParameterSpec,
+    Record,
+    Sampling,
+    StoreAddress,
+    SyncConnection,
+    SyncReport,
+    Trajectory,
+)
+from slurm_rlhf.wire.declarations import call
+
+
+class DeviceReport(Record):
+    """Describes the accelerator of a rank; sizes in bytes."""
+
+    gpu: str  # its name
+    total: int
+    used: int  # by all processes
+    allocated: int  # by PyTorch in this process
+    attention: str  # the kernel in use; empty: none yet
+
+
+class StacksAnswer(Record):
+    """Says where a rank stands, whatever its main thread does."""
+
+    threads: str  # as faulthandler writes them, the main thread first
+    node: str  # load and memory of its node
+
+
+class MemoryReport(Record):
+    """Says how much memory is in use, in bytes: of the rank's accelerator by all processes, else of its process."""
+
+    used: int
+    total: int  # of the accelerator; 0: there is none
+
+
+class StartRequest(Record):
+    total_steps: int  # optimizer steps of the whole run, for the learning-rate schedule
+
+
+class StartAnswer(Record):
+    note: str = ""  # what the user is told about the model
+    parameters: list[ParameterSpec] | None = None  # of the actor, in layer order
+
+
+class ForwardBatch(Record):
+    """Holds the part of a batch that one rank passes forward, without gradients."""
+
+    experience: Experience
+    micro: list[list[int]]  # micro-batches as rows of `experience`; equally many on every rank
+
+
+class TrainBatch(Record):
+    """Holds the part of a batch that one rank trains on in one optimizer step."""
+
+    experience: Experience
+    micro: list[list[int]]  # as in ForwardBatch
+    denominator: float  # tokens of the whole optimizer step, over all ranks
+
+
+class TrainAnswer(Record):
+    """Says what one optimizer step did on a rank."""
+
+    metrics: dict[str, float]  # sums over this rank's tokens, and `lr` and `grad_norm` of the whole step
+    logprobs: F32 | None = None  # [A], from before the step; only of an actor that computed none before the update
+
+
+class SelfCheckAnswer(Record):
+    """Holds log-probs of the same rows, computed in ways that must not matter, [A] each."""
+
+    first: F32
+    again: F32  # a second time
+    alone: F32  # every row in a micro-batch of its own
+    eval: F32  # in eval mode
+
+
+class DirectoryRequest(Record):
+    path: str  # that all ranks see
+
+
+class ListenRequest(Record):
+    host: str  # this node, as the other members know it
+
+
+class SyncGroupRequest(Record):
+    """Describes a weight transfer group to a rank that is to join it."""
+
+    name: str
+    rank: int  # the actor's ranks come first; of an engine it is that of its leader
+    world: int
+    actors: int  # how many of `world` are the actor's
+    host: str  # of the store
+    port: int
+    parameters: list[ParameterSpec]  # what the actor will send
+    backend: str | None = None  # None: sync.backend
+    interface: str | None = None  # None: sync.interface
+
+    def described(self) -> dict[str, Any]:
+        """Return what describes the group, without what is left to the configuration."""
+        known = asdict(self)
+        return {name: value for name, value in known.items() if name != "parameters" and value is not None}
+
+
+class SyncUpdateRequest(Record):
+    version: int  # of the policy that is transferred
+
+
+class PromptTokens(NamedTuple):
+    position: int  # in the batch of the conductor
+    prompt: int  # Prompt.index
+    token_ids: I32  # [P]
+
+
+class PackedPrompts(Record):
+    """Packs N prompts into four arrays; as a list, many of them would not fit into the header of a message."""
+
+    positions: I32  # [N]
+    prompts: I32  # [N]
+    lengths: I32  # [N]
+    token_ids: I32  # [sum of lengths]
+
+    @classmethod
+    def pack(cls, prompts: Sequence[PromptTokens]) -> PackedPrompts:
+        """Pack prompts in their order."""
+        return cls(
+            np.array([prompt.position for prompt in prompts], dtype=np.int32),
+            np.array([prompt.prompt for prompt in prompts], dtype=np.int32),
+            np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int32),
+            np.concatenate([np.zeros(0, dtype=np.int32), *(prompt.token_ids for prompt in prompts)], dtype=np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __iter__(self) -> Iterator[PromptTokens]:
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        rows = zip(self.positions, self.prompts, ends - self.lengths, ends, strict=True)
+        for position, prompt, start, end in rows:
+            yield PromptTokens(int(position), int(prompt), self.token_ids[start:end])
+
+
+class GenerateBatch(Record):
+    """Hands prompts to an engine, and says how many responses this call is answered with."""
+
+    prompts: PackedPrompts  # may be empty: then the call comes for responses that earlier ones asked for
+    sampling: Sampling
+    run_seed: int
+    version: int  # of the policy, as a seed
+    stream: int  # calls of one stream are answered with whichever of its responses finish first
+    answer: int = 0  # 0: as many as this call asks for
+
+
+class ResponseBatch(Record):
+    """Asks a rank of the actor for one response to each of N prompts; a prompt comes as often as it has samples."""
+
+    prompts: PackedPrompts  # may be empty: the rank takes part in what all ranks do together
+    samples: I32  # [N], number of the sample
+    sampling: Sampling
+    run_seed: int
+    round: int  # seeds the responses, with `run_seed`
+    version: int  # of the policy
+    last: bool  # of the batches that are sampled with the present weights
+
+
+class Sampled(NamedTuple):
+    position: int  # as in PromptTokens
+    trajectory: Trajectory
+
+
+class GenerateAnswer(Record):
+    found: list[Sampled]
+    load: EngineLoad  # of the engine, since its last answer
+
+
+class WakeUpRequest(Record):
+    part: MemoryPart  # of the engine's memory
+
+
+class RankCalls(Protocol):
+    """Declares the calls that every rank of every role answers."""
+
+    @call(deadline="forward")  # it waits behind whatever the rank computes
+    def about(self) -> DeviceReport | None:
+        """Describe this rank's accelerator; None: it has none."""
+
+    @call(deadline="forward")
+    def memory(self) -> MemoryReport:
+        """Measure the memory in use."""
+
+    @call(deadline="heartbeat")
+    def stacks(self) -> StacksAnswer:
+        """Take the stacks of all threads; answered beside whatever the rank computes."""
+
+    @call(deadline="shutdown")
+    def shutdown(self) -> str:
+        """Release everything and end the process; the answer is "done"."""
+
+
+class StartCalls(RankCalls, Protocol):
+    """Declares the calls of every role that has a model."""
+
+    @call(deadline="start")
+    def start(self, request: StartRequest) -> StartAnswer:
+        """Load the model. The first call of a rank."""
+
+
+class LogprobCalls(StartCalls, Protocol):
+    """Declares the calls of the roles that have a policy."""
+
+    @call(deadline="forward")
+    def logprobs(self, batch: ForwardBatch) -> F32:
+        """Compute the log-probs of the response tokens at the rollout temperature, [A]."""
+
+
+class TrainerCalls(StartCalls, Protocol):
+    """Declares the calls of the roles that are trained."""
+
+    @call(deadline="train_step")
+    def train_step(self, batch: TrainBatch) -> TrainAnswer:
+        """Take one optimizer step."""
+
+    @call(deadline="checkpoint")
+    def save(self, request: DirectoryRequest) -> None:
+        """Write the state for an exact resume."""
+
+    @call(deadline="checkpoint")
+    def save_async(self, request: DirectoryRequest) -> float:
+        """Copy the state to host memory, and write it beside what follows; the seconds that copying took."""
+
+    @call(deadline="checkpoint")
+    def written(self) -> Future[None]:
+        """Wait, beside all other calls, until what `save_async` has begun is written; raises what went wrong."""
+
+    @call(deadline="checkpoint")
+    def finish_save(self) -> None:
+        """Do nothing else until what `save_async` has begun is written, or has failed."""
+
+    @call(deadline="checkpoint")
+    def load(self, request: DirectoryRequest) -> None:
+        """Continue from what `save` wrote."""
+
+    @call(deadline="sync")
+    def sleep(self) -> None:
+        """Keep the optimizer's states in host memory until `wake_up`."""
+
+    @call(deadline="sync")
+    def wake_up(self) -> None:
+        """Bring the optimizer's states back."""
+
+
+class SyncCalls(Protocol):
+    """Declares the calls of the members of a weight transfer group."""
+
+    @call(deadline="sync")
+    def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
+        """Leave the weight transfer group there was and join a new one."""
+
+
+class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
+    """Declares the calls of the policy in training."""
+
+    @call(deadline="forward")
+    def self_check(self, batch: ForwardBatch) -> SelfCheckAnswer:
+        """Compute the log-probs of a few sequences in several ways."""
+
+    @call(deadline="checkpoint")
+    def export(self, request: DirectoryRequest) -> None:
+        """Write the policy and its tokenizer as a Hugging Face directory."""
+
+    @call(deadline="generate")
+    def generate(self, batch: ResponseBatch) -> GenerateAnswer:
+        """Sample responses (rollout.engine = hf). Every rank gets as many of these calls, in the same order."""
+
+    @call(deadline="generate")
+    def drop(self) -> None:
+        """End sampling, also in the calls that came before: they are answered with nothing."""
+
+    @call(deadline="sync")
+    def sync_listen(self, request: ListenRequest) -> StoreAddress:
+        """Open the store where the members of weight transfer groups meet; rank 0 only."""
+
+    @call(deadline="heartbeat")
+    def sync_abort(self) -> None:
+        """Give up the weight transfer group that is being formed; answered beside whatever the rank does."""
+
+    @call(deadline="sync")
+    def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
+        """Send this rank's share of the weights as policy `version`."""
+
+
+class CriticCalls(TrainerCalls, Protocol):
+    """Declares the calls of the value model in training."""
+
+    @call(deadline="forward")
+    def values(self, batch: ForwardBatch) -> F32:
+        """Compute the value of the state before each response token, [A]."""
+
+
+class ReferenceCalls(LogprobCalls, Protocol):
+    """Declares the calls of the frozen policy that the KL penalty compares with."""
+
+
+class RewardCalls(StartCalls, Protocol):
+    """Declares the calls of the reward model."""
+
+    @call(deadline="forward")
+    def score(self, batch: ForwardBatch) -> F32:
+        """Score each sequence, [N]."""
+
+
+class EngineCalls(StartCalls, SyncCalls, Protocol):
+    """Declares the calls of an inference engine, which its first rank takes."""
+
+    @call(deadline="generate")
+    def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:
+        """Sample responses; answered when as many are finished as `batch.answer` says."""
+
+    @call(deadline="sync")
+    def drop(self) -> None:
+        """Drop all requests: nobody waits for their responses any more, and their calls fail."""
+
+    @call(deadline="sync")
+    def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
+        """Receive the weights of policy `version`."""
+
+    @call(deadline="sync")
+    def sleep(self) -> int:
+        """Drop all requests and give up the engine's memory; the bytes that became free on its GPU."""
+
+    @call(deadline="sync")
+    def wake_up(self, request: WakeUpRequest) -> None:
+        """Take back a part of the engine's memory."""

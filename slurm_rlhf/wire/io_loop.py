@@ -1,0 +1,323 @@
+"""The I/O thread of the conductor: it sends and receives all messages, keeps heartbeats and deadlines."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import zmq
+
+from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.auth import Authenticator, RunKeys
+from slurm_rlhf.wire.codec import Buffer, Reader, decode
+from slurm_rlhf.wire.io_thread import CarefulLog, Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket
+from slurm_rlhf.wire.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Kind, Said, unpack
+from slurm_rlhf.wire.pending_calls import LOOKING, Call, PendingCalls
+from slurm_rlhf.wire.roster import Hello, Peer, Roster
+
+log = CarefulLog(logging.getLogger(__name__))
+
+# So many messages in a row before timers and own calls get their turn: nobody can keep the thread to itself.
+_MESSAGES_PER_ROUND = 200
+_REMEMBERED = 400  # messages
+
+
+class IoLoop:
+    """Runs the I/O thread. It shares `roster` and `pending` with other threads, under `lock`, and nothing else."""
+
+    def __init__(
+        self,
+        keys: RunKeys,
+        host: str,
+        *,
+        interval: float,
+        limit: float,
+        lock: threading.Condition,
+        on_lost: Callable[[Peer], None],
+        on_event: Callable[[Peer, str, dict[str, Any]], None],
+    ) -> None:
+        self.roster = Roster()
+        self.pending = PendingCalls()
+        self.garbage = 0  # dropped messages from holders of the key, which did not decode or came from no known rank
+        self.replayed = 0  # dropped messages that had come before, and hellos of a rank that is already here
+        self.late = 0  # dropped replies, to calls that had been given up
+        self.closed = False
+        self.starts: dict[str, int] = {}  # role -> number of its start whose ranks are admitted; 0 where it is missing
+        self.said: deque[Said] = deque(maxlen=_REMEMBERED)
+        self.moves = 0  # answers to calls that do more than look, events
+        self._heartbeat = Heartbeat(interval, limit)
+        self.clock = ListeningClock(self._heartbeat.longest_round)
+        self.now = self.clock.now()  # when this thread last listened
+        self._lock = lock
+        self._on_lost = on_lost
+        self._on_event = on_event
+        self._outbox: SimpleQueue[tuple[Call, list[Part]]] = SimpleQueue()
+        self._given_up: SimpleQueue[tuple[Peer, str]] = SimpleQueue()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._router = make_socket(self._context, zmq.ROUTER, timeouts.LINGER_MS)
+        self._router.router_mandatory = True
+        # A rank whose connection broke comes back under its name before the old connection is known to be dead.
+        self._router.router_handover = True
+        self.auth = Authenticator(self._context, self._router, keys)
+        try:
+            self._router.bind(f"tcp://{host}:0")
+        except zmq.ZMQError as error:
+            self.auth.close()
+            self._context.destroy(linger=0)
+            raise RunError(f"the conductor cannot listen on {host!r}: {error}; use an address of this node") from error
+        self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, name="control-server", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, peer: Peer, method: str, timeout_s: float, parts: list[Part], read: Reader) -> Future[Any]:
+        """Send a call, which is pending when this returns. For any thread, under the lock."""
+        call = self.pending.add(peer, method, timeout_s, read, self.clock.now())
+        self.said.append(Said(time.time(), peer, f"call {method}"))
+        self._outbox.put((call, parts))
+        self._wakeup.signal()
+        return call.future
+
+    def give_up(self, role: str, rank: int, why: str) -> None:
+        """Count the present process of a rank as lost. For any thread, not under the lock."""
+        with self._lock:
+            peer = self.roster.find(role, rank)
+        if peer is not None and not peer.lost:
+            self._given_up.put((peer, why))
+            self._wakeup.signal()
+
+    def close(self) -> None:
+        """Close the sockets, and return when they are closed. For any thread but the I/O thread."""
+        with self._lock:
+            self.closed = True
+            self._lock.notify_all()
+        self._wakeup.signal()
+        self._thread.join()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._router, self._wakeup.fileno(), *self.auth.sockets):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self.closed:
+                poller.poll(self._heartbeat.wait_ms(self.clock.now(), self._next_deadline()))
+                self.now = self.clock.tick()
+                self._wakeup.clear()
+                self._send_calls()
+                self._drop_given_up()
+                self.auth.answer()
+                self._receive()
+                if self._heartbeat.due(self.now):
+                    self._beat()
+                self._expire()
+        except Exception:
+            log.exception("the control server's thread failed")
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self.closed = True
+            calls = self.pending.take(lambda _: True)
+            self._lock.notify_all()
+        for call in calls:
+            call.future.set_exception(RunError(f"the control server was closed before {call.peer} answered"))
+        for peer in self.roster.present():
+            self._send(peer, "bye")
+        self.auth.close()
+        self._router.close()
+        self._wakeup.close()
+        end_context(self._context)
+
+    def _next_deadline(self) -> float | None:
+        with self._lock:
+            return self.pending.next_deadline()
+
+    def _send_calls(self) -> None:
+        try:
+            while True:
+                call, parts = self._outbox.get_nowait()
+                if not call.peer.lost and not call.future.done():
+                    self._send(call.peer, "call", parts, call.id, call.method)
+        except Empty:
+            pass
+
+    def _drop_given_up(self) -> None:
+        with suppress(Empty):
+            while True:
+                peer, why = self._given_up.get_nowait()
+                if not peer.lost:
+                    self._drop(peer, why)
+                    self._transmit([peer.route, Envelope("lost", peer.sent).pack()])
+
+    def _send(self, peer: Peer, kind: Kind, parts: Sequence[Part] = (), call: int = 0, method: str = "") -> None:
+        peer.sent += kind in NUMBERED
+        message = [peer.route, Envelope(kind, peer.sent, call, method).pack(), *parts]
+        # Heartbeats are worth nothing later; the rest goes when the rank is heard again.
+        if (peer.backlog or not self._transmit(message)) and kind != "beat":
+            peer.backlog.append(message)
+
+    def _transmit(self, message: list[Part]) -> bool:
+        try:
+            self._router.send_multipart(message, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_PER_ROUND):
+            try:
+                route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self.auth.heard(route)
+            try:
+                self._handle(route.bytes, [frame.buffer for frame in frames])
+            except WireError as error:
+                self.garbage += 1
+                if self.garbage & (self.garbage - 1) == 0:
+                    log.warning("dropped a message: %s; %d so far", error, self.garbage)
+
+    def _handle(self, route: bytes, frames: Sequence[Buffer]) -> None:
+        envelope, rest = unpack(frames)
+        if envelope.kind == "pulse":
+            self._take_pulse(route, envelope.name)
+            return
+        peer = self.roster.at(route)
+        if envelope.kind == "hello":
+            self._welcome(route, decode(rest, Hello, "a hello"))
+            return
+        if peer is None:
+            raise WireError(f"a {envelope.kind} from a process that never said hello")
+        if peer.lost:
+            self._transmit([route, Envelope("lost", peer.sent).pack()])
+            return
+        order = envelope.order(peer.received)
+        if order == "replayed":
+            self.replayed += 1
+            return
+        peer.heard = self.now
+        if order == "gap":
+            self._lose(peer, f"messages {peer.received + 1} to {envelope.number} were lost with its connection")
+            return
+        peer.received = envelope.number
+        while peer.backlog and self._transmit(peer.backlog[0]):
+            peer.backlog.popleft()
+        self._dispatch(peer, envelope, rest)
+
+    def _take_pulse(self, route: bytes, phase: str) -> None:
+        peer = self.roster.at(MAIN_LANE + route[1:])
+        if route[:1] != PULSE_LANE or peer is None:
+            raise WireError("a pulse from a process that never said hello")
+        if not peer.lost:
+            peer.phase = phase
+            peer.heard = self.now
+
+    def _dispatch(self, peer: Peer, envelope: Envelope, rest: Sequence[Buffer]) -> None:
+        match envelope.kind:
+            case "beat":
+                pass
+            case "reply" | "error":
+                self._resolve(peer, envelope, rest)
+            case "event":
+                data = decode(rest, dict[str, Any], f"an event of {peer}")
+                self._heard_of(peer, f"event {envelope.name}")
+                self._on_event(peer, envelope.name, data)
+            case "bye":
+                self._drop(peer, "it said goodbye")
+            case _:
+                raise WireError(f"a {envelope.kind} from {peer}; only the conductor sends that")
+
+    def _welcome(self, route: bytes, hello: Hello) -> None:
+        newcomer = hello.peer(route, self.now)
+        known = self.roster.at(route)
+        if known is None and hello.start != (wanted := self.starts.get(newcomer.role, 0)):
+            self.replayed += 1
+            self._transmit([route, Envelope("taken", 0, name=f"start {wanted} of {newcomer.role}").pack()])
+            return
+        holder = self.roster.find(newcomer.role, newcomer.rank)
+        if known is not None and (known is not holder or known.lost):
+            raise WireError(f"{known} said hello again as {newcomer}")
+        if known is None and holder is not None and not holder.lost:
+            self.replayed += 1
+            self._transmit([route, Envelope("taken", 0, name=str(holder)).pack()])
+            return
+        if known is None:
+            with self._lock:
+                self.roster.add(newcomer)
+                self._lock.notify_all()
+            known = newcomer
+        self._send(known, "welcome")
+
+    def _resolve(self, peer: Peer, envelope: Envelope, rest: Sequence[Buffer]) -> None:
+        with self._lock:
+            call = self.pending.answered(envelope.call, peer, self.now)
+        if call is None:
+            if not self.pending.was_made(envelope.call):
+                raise WireError(f"{peer} replied to call {envelope.call}, which nobody made")
+            self.late += 1
+            return
+        self._heard_of(peer, f"{envelope.kind} to {call.method}", looks=call.method in LOOKING)
+        try:
+            if envelope.kind == "error":
+                failure: Failure = decode(rest, Failure, "its error")
+                call.future.set_exception(failure.raised(peer, call.method))
+            else:
+                call.future.set_result(call.read(rest))
+        except WireError as error:
+            call.future.set_exception(WireError(f"the reply of {peer} to {call.method} is broken: {error}"))
+            raise
+
+    def _heard_of(self, peer: Peer, what: str, looks: bool = False) -> None:
+        self.said.append(Said(time.time(), peer, what))
+        self.moves += not looks
+
+    def _beat(self) -> None:
+        for peer in self.roster.present():
+            if self.now - peer.heard > self._heartbeat.limit:
+                peer.silent = True
+                self._lose(peer, f"it was not heard from for {self._heartbeat.limit:g} s, last phase {peer.phase!r}")
+            else:
+                self._send(peer, "beat")
+                self._transmit([PULSE_LANE + peer.route[1:], Envelope("pulse", 0).pack()])
+
+    def _expire(self) -> None:
+        with self._lock:
+            calls = self.pending.expired(self.now)
+        for call in calls:
+            peer = call.peer
+            call.future.set_exception(
+                CallTimeout(
+                    f"{peer} did not answer {call.method} within {call.timeout_s:g} s; it was last heard "
+                    f"{self.now - peer.heard:.1f} s ago, in phase {peer.phase!r}. Its log says where it stands; if "
+                    "the work takes longer than that, raise the limit in [timeout]"
+                )
+            )
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        self._drop(peer, reason)
+        self._transmit([peer.route, Envelope("lost", peer.sent).pack()])
+        self._on_lost(peer)
+
+    def _drop(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            peer.lost = reason
+            peer.backlog.clear()
+            calls = self.pending.take(lambda call: call.peer is peer)
+            self._lock.notify_all()
+        for call in calls:
+            call.future.set_exception(
+                RoleDied(f"{peer} is lost while it was in {call.method}: {reason}", hang=peer.silent)
+            )

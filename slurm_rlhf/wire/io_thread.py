@@ -1,0 +1,180 @@
+"""What the I/O threads of both ends are made of: sockets, a wake-up, a heartbeat and a clock."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import MutableMapping
+from typing import Any
+
+import zmq
+
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.codec import MAX_FRAME_BYTES, Buffer
+
+Part = bytes | zmq.Frame
+
+
+class CarefulLog(logging.LoggerAdapter[logging.Logger]):
+    """Log from an I/O thread: a handler that fails, as on a full disk, must not end the connection to every rank."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, kwargs
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):
+            super().log(level, msg, *args, **kwargs)
+
+
+log = CarefulLog(logging.getLogger(__name__))
+
+_RECONNECT_MS = 100
+_RECONNECT_MAX_MS = 2_000
+_INTERVALS_PER_LIMIT = 4
+
+
+def make_socket(context: zmq.Context[Any], kind: int, linger_ms: int) -> zmq.Socket[Any]:
+    """Open a socket whose only limit is the size of a frame; callers limit what is in flight.
+
+    linger_ms: how long messages may wait to go once the socket, or one of its connections, is closed. It is set at
+        once, since a connection that breaks keeps the value of that moment; ZeroMQ's own is without end.
+    """
+    socket = context.socket(kind)
+    socket.linger = linger_ms
+    socket.sndhwm = 0
+    socket.rcvhwm = 0
+    socket.maxmsgsize = MAX_FRAME_BYTES
+    socket.handshake_ivl = timeouts.CONNECT_HANDSHAKE_MS
+    socket.reconnect_ivl = _RECONNECT_MS
+    socket.reconnect_ivl_max = _RECONNECT_MAX_MS
+    socket.tcp_keepalive = 1
+    return socket
+
+
+def end_context(context: zmq.Context[Any], patience_s: float = timeouts.CONTEXT_END_S) -> None:
+    """End `context`, whose sockets are closed, or leave it to itself after `patience_s` seconds."""
+    ending = threading.Thread(target=context.term, name="control-end", daemon=True)
+    ending.start()
+    ending.join(patience_s)
+    if ending.is_alive():
+        log.warning("ZeroMQ did not close its connections in %g s: they are left open", patience_s)
+
+
+def to_parts(frames: list[Buffer]) -> list[Part]:
+    """Copy frames, so that what they were made of may change as soon as this returns.
+
+    One copy, in the thread that makes the message. pyzmq could send the arrays' own memory, but then it frees that
+    memory at the interpreter's exit while ZeroMQ still reads it: processes crash in their last moment.
+    """
+    return [frame if isinstance(frame, bytes) else zmq.Frame(frame, copy=True) for frame in frames]
+
+
+class Wakeup:
+    """Wakes the I/O thread from other threads, which must not touch its sockets: a pipe that it polls, too."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # Without it a signal could reach a descriptor that was closed and given to somebody else meanwhile.
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def fileno(self) -> int:
+        """Return what to poll for reading."""
+        return self._read
+
+    def signal(self) -> None:
+        """Any thread: let the I/O thread's poll return. Does nothing after close."""
+        with self._lock:
+            # A full pipe wakes as well as one more byte would.
+            if not self._closed:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._write, b"\0")
+
+    def clear(self) -> None:
+        """I/O thread: forget the signals so far; call it before looking at what was queued."""
+        with contextlib.suppress(BlockingIOError):
+            while len(os.read(self._read, 4096)) == 4096:
+                pass
+
+    def close(self) -> None:
+        """I/O thread, at its end."""
+        with self._lock:
+            self._closed = True
+            os.close(self._read)
+            os.close(self._write)
+
+
+class Heartbeat:
+    """Says when beats are due: one per `interval` seconds; after `limit` seconds of silence the other side is lost."""
+
+    def __init__(self, interval: float, limit: float) -> None:
+        if not 0 < interval * _INTERVALS_PER_LIMIT <= limit:
+            raise ConfigError(
+                f"timeout.heartbeat_interval = {interval:g} and timeout.heartbeat = {limit:g} do not go together: "
+                f"the interval must be above 0 and at most 1/{_INTERVALS_PER_LIMIT} of the limit"
+            )
+        self.interval = interval
+        self.limit = limit
+        self.longest_round = limit / _INTERVALS_PER_LIMIT
+        """Seconds of a round of the I/O loop, which takes `interval` at most, beyond which it cannot have listened."""
+        self._next = 0.0
+
+    def due(self, now: float) -> bool:
+        """Return True once per interval."""
+        if now < self._next:
+            return False
+        self._next = now + self.interval
+        return True
+
+    def wait_ms(self, now: float, deadline: float | None = None) -> int:
+        """Return ms until the next beat or `deadline`, whichever is sooner, rounded up: never a busy loop."""
+        until = self._next if deadline is None else min(self._next, deadline)
+        return max(0, int((until - now) * 1000) + 1)
+
+
+class ListeningClock:
+    """Counts the seconds in which the I/O thread was able to hear others; it stands still while it was not.
+
+    A process that was suspended (`scontrol suspend`), or whose interpreter lock was held, heard nobody during that
+    time: it must count neither as silence of the others nor against the deadlines of calls to them.
+
+    The I/O thread judges silence and deadlines by what its last `tick` returned, never by `now`: a suspension in the
+    middle of a round is only known at the next tick.
+    """
+
+    def __init__(self, longest_round: float) -> None:
+        """`longest_round`: what a round of the I/O loop takes beyond this is not counted."""
+        self._longest_round = longest_round
+        self._missed = 0.0
+        self._last = time.monotonic()
+        self._absence = (0.0, -math.inf)  # (seconds, when it ended), by the clock of this machine
+
+    def now(self) -> float:
+        """Return seconds since some fixed moment, for other threads."""
+        return time.monotonic() - self._missed
+
+    def tick(self) -> float:
+        """I/O thread, once per round, after waiting and before reading: return the time of that round."""
+        real = time.monotonic()
+        if real - self._last > self._longest_round:
+            self._missed += real - self._last - self._longest_round
+            self._absence = (real - self._last, real)
+        self._last = real
+        return real - self._missed
+
+    def absence_s(self, within_s: float) -> float:
+        """Return how long nobody was heard at a stretch, if that lasts or ended within `within_s`; 0.0: no such time.
+
+        For other threads; one that runs before the I/O thread does so again counts as well.
+        """
+        real = time.monotonic()
+        lasting = real - self._last
+        seconds, ended = self._absence
+        if lasting > self._longest_round:
+            return lasting
+        return seconds if real - ended < within_s else 0.0

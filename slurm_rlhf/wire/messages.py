@@ -1,0 +1,162 @@
+"""The messages between conductor and ranks: their envelope, and the calls and failures in them.
+
+Both directions of a connection number their calls, replies, errors and events 1, 2, 3, ... All other messages carry
+the number of the last one before them. So the receiver notices a message that came twice, and within one heartbeat a
+message that was lost with a broken connection: no call waits an hour for an answer that cannot come.
+
+From a rank: hello (again until welcomed), beat, pulse (with its phase), reply, error, event, bye.
+From the conductor: welcome, taken (another process has that rank), beat, pulse, call, lost (you were given up), bye.
+
+Every rank has two connections; the first byte of the routing id says which one it is. Pulses have one to themselves, so
+that they do not wait behind 100 MB of log-probs. All other messages use the other one, where beats show what was lost.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, msgpack
+
+from slurm_rlhf.errors import RemoteError, RunError, SlurmRlhfError, UserError, WireError, system_cause
+from slurm_rlhf.records import Record
+from slurm_rlhf.wire.codec import Buffer, decode, encode
+from slurm_rlhf.wire.roster import Peer
+
+NUMBERED = frozenset({"call", "reply", "error", "event"})
+Kind = Literal["call", "reply", "error", "event", "hello", "welcome", "taken", "beat", "pulse", "lost", "bye"]
+Count = Annotated[int, Meta(ge=0)]
+MAIN_LANE, PULSE_LANE = b"m", b"p"
+
+TERMINATION = "termination"
+"""Event: the rank got SIGTERM."""
+FAILURE = "failure"
+"""Event: the rank cannot go on; with the field `reason`."""
+
+_MAX_ENVELOPE_BYTES = 1024
+_MAX_CHARACTERS = 100_000
+
+
+def sendable(text: str) -> str:
+    """Write out what no message can carry: halves of surrogate pairs, as in the name of a file that is no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class Envelope(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Starts every message: its kind, its number, the call that it belongs to, and a name.
+
+    The name is a call's method, an event's name, a pulse's phase, or who holds a rank that is taken.
+    """
+
+    kind: Kind
+    number: Count
+    call: Count = 0
+    name: str = ""
+
+    def pack(self) -> bytes:
+        return msgpack.encode(self)
+
+    def order(self, received: int) -> Literal["next", "replayed", "gap"]:
+        """Say how this message follows the last numbered one that was `received`."""
+        expected = received + (self.kind in NUMBERED)
+        if self.number == expected:
+            return "next"
+        return "replayed" if self.number < expected else "gap"
+
+
+_decoder = msgpack.Decoder(Envelope)
+
+
+def unpack(frames: Sequence[Buffer]) -> tuple[Envelope, Sequence[Buffer]]:
+    """Split a message into its envelope and the frames of its body. Raises WireError."""
+    if not frames or len(frames[0]) > _MAX_ENVELOPE_BYTES:
+        raise WireError("a message without an envelope")
+    try:
+        return _decoder.decode(frames[0]), frames[1:]
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"an envelope does not decode: {error}") from error
+
+
+class Failure(Record):
+    """Carries an exception from a rank to the conductor."""
+
+    type: str
+    message: str
+    traceback: str
+    user_error: bool
+    hang: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe `error`; of an endless traceback the end, where it was raised."""
+        kind, message = type(error).__name__, str(error)[:_MAX_CHARACTERS]
+        cause = system_cause(f"{kind}: {message}")
+        return cls(
+            kind,
+            sendable(message + f" ({cause})" * bool(cause)),
+            sendable("".join(traceback.format_exception(error))[-_MAX_CHARACTERS:]),
+            isinstance(error, UserError) or (isinstance(error, RemoteError) and error.user_error),
+            isinstance(error, SlurmRlhfError) and error.hang,
+        )
+
+    def raised(self, peer: Peer, method: str) -> RemoteError:
+        """Make the error that the call's Future raises. A user's error keeps its own words."""
+        text = self.message if self.user_error else f"{method} failed on {peer}: {self.type}: {self.message}"
+        return RemoteError(
+            text,
+            remote_traceback=self.traceback,
+            user_error=self.user_error,
+            hang=self.hang,
+            role=peer.role,
+            node=peer.host,
+        )
+
+
+Send = Callable[[Kind, list[Buffer], int], None]
+
+
+@dataclass(slots=True)
+class Request:
+    """Brings a call of the conductor to a rank; answer it once, from any thread, at any time."""
+
+    method: str
+    frames: Sequence[Buffer] = field(repr=False)
+    """The argument, encoded."""
+    id: int
+    send: Send = field(repr=False)
+    """(kind, body frames, id) into the client's outbox."""
+    answered: bool = False
+    failed: bool = False  # and answered so
+
+    def argument(self, declared: Any = Any) -> Any:
+        """Decode the argument as what is `declared`. Raises WireError."""
+        return decode(self.frames, declared, f"the argument of {self.method}")
+
+    def reply(self, result: Any = None) -> None:
+        """Send the result. Does not block; arrays of `result` may change as soon as this returns.
+
+        Raises WireError when `result` cannot be encoded; the request is then still open, for `fail`.
+        """
+        self._answer("reply", encode(result))
+
+    def fail(self, error: BaseException) -> None:
+        """Let the caller's Future raise RemoteError with the name, message and traceback of `error`."""
+        self.failed = True
+        self._answer("error", encode(Failure.of(error)))
+
+    def _answer(self, kind: Kind, frames: list[Buffer]) -> None:
+        if self.answered:
+            raise RunError(f"{self.method} (call {self.id}) has been answered already")
+        self.answered = True
+        self.send(kind, frames, self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Describes a message that was sent or received; heartbeats are none."""
+
+    when: float  # seconds since the epoch
+    peer: Peer
+    what: str  # "call train_step", "reply to train_step"

@@ -1,0 +1,158 @@
+"""Two batches in flight: the same tokens, and nothing of an old policy or of an ended request is left in them."""
+
+from __future__ import annotations
+
+import pytest
+import rollout_engine as child
+from msgspec.structs import replace
+from rollout_engine import EngineProcess
+from tiny_models import make_tiny
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.engine.vllm import asynchronous
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
+
+SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
+
+
+def told(trajectories: list[Trajectory]) -> list[tuple[list[int], bytes, str, str]]:
+    return [(t.response_ids.tolist(), t.rollout_logprobs.tobytes(), t.text, t.finish_reason) for t in trajectories]
+
+
+def stopping(trajectories: list[Trajectory]) -> Sampling:
+    """With a stop string in the middle of the longest text."""
+    return replace(SAMPLING, stop=[max((t.text for t in trajectories), key=len)[6:9]])
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[Trajectory]]:
+    """What the engine samples with one batch at a time."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def process(
+    engine_process: EngineProcess, tmp_path_factory: pytest.TempPathFactory, expected: dict[str, list[Trajectory]]
+) -> EngineProcess:
+    """An engine with asynchronous scheduling; before it, one without was asked for `expected`."""
+    path = make_tiny(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", heads=2, kv_heads=1)
+    engine_process.run(child.start, path)
+    assert engine_process.run(child.isolation)["in_flight"] == 1
+    expected["plain"] = engine_process.run(child.generate, child.requests(SAMPLING, samples=3))
+    expected["stopped"] = engine_process.run(child.generate, child.requests(stopping(expected["plain"]), samples=3))
+    engine_process.run(child.start, path, "fp32", 0, True)
+    return engine_process
+
+
+@pytest.fixture
+def engine(process: EngineProcess) -> EngineProcess:
+    """With the directory's weights and an empty prefix cache, as policy 0."""
+    process.run(child.update, 0)
+    return process
+
+
+def test_where_it_is_on() -> None:
+    config = Config()
+    assert asynchronous(config, on_cpu=False) is None  # vLLM's own rules decide: on, unless something excludes it
+    assert asynchronous(config, on_cpu=True) is False
+    config.vllm.sync_mode = "inflight"
+    assert asynchronous(config, on_cpu=False) is False
+
+
+def test_the_same_bits_as_with_one_batch_at_a_time(
+    engine: EngineProcess, expected: dict[str, list[Trajectory]]
+) -> None:
+    assert engine.run(child.isolation)["in_flight"] == 2
+    done = engine.run(child.generate, child.requests(SAMPLING, samples=3))
+    assert told(done) == told(expected["plain"])
+    assert engine.run(child.queue) == []  # the last request took its batch home
+
+
+def test_a_stop_string_ends_a_request_that_is_in_a_batch_in_flight(
+    engine: EngineProcess, expected: dict[str, list[Trajectory]]
+) -> None:
+    sampling = stopping(expected["plain"])
+    for _ in range(2):  # nothing that the first ones left behind reaches the second ones, of the same keys
+        engine.run(child.update, 0)
+        done = engine.run(child.generate, child.requests(sampling, samples=3))
+        assert told(done) == told(expected["stopped"])
+        assert engine.run(child.queue) == []
+    assert any(len(a.response_ids) < len(b.response_ids) for a, b in zip(done, expected["plain"], strict=True))
+
+
+def test_a_key_is_free_while_a_batch_in_flight_still_holds_it(engine: EngineProcess) -> None:
+    """The next request of that name gets nothing of what is sampled there."""
+    first, other = child.requests(replace(SAMPLING, max_new_tokens=20, temperature=1.0))[1:3]
+    alone = engine.run(child.generate, [other])[0]
+    stop = replace(first.sampling, stop=list("0123456789abcdefghijklmnopqrstuvwxyz "))
+    engine.run(child.update, 0)
+    engine.run(child.add, other)
+    engine.run(child.add, replace(first, sampling=stop))
+    landed: list[Trajectory] = []
+    while not landed:
+        landed = engine.run(child.step)
+    assert [(t.prompt, t.finish_reason) for t in landed] == [(first.prompt, "stop")]
+    assert any(engine.run(child.queue, first.key))
+    engine.run(child.add, replace(other, key=first.key, prompt=first.prompt))
+    again, same = sorted(engine.run(child.drain), key=lambda t: t.prompt)
+    assert again.response_ids.tolist() == same.response_ids.tolist() == alone.response_ids.tolist()
+
+
+def test_no_token_of_an_old_policy_comes_under_a_new_one(engine: EngineProcess) -> None:
+    """The batch in flight is read before the weights change, and what ended in it is handed out all the same."""
+    wanted = child.requests(SAMPLING, samples=2)
+    mixed = engine.run(child.generate, wanted, 6, 1)
+    assert len(mixed) == len(wanted)
+    for t in mixed:
+        length = len(t.response_ids)
+        # After six calls five batches have been read and one is in flight.
+        assert t.versions == (
+            [VersionSpan(0, 6, 0), VersionSpan(6, length, 1)] if length > 6 else [VersionSpan(0, length, 0)]
+        )
+    assert any(len(t.versions) == 2 for t in mixed)
+    assert max(engine.run(child.differences, mixed, [0, 1], SAMPLING.temperature)) < 1e-5
+    assert engine.run(child.differences, mixed, [0], SAMPLING.temperature)[0] > 0.1
+
+
+def test_it_sleeps_with_nothing_in_flight(engine: EngineProcess, expected: dict[str, list[Trajectory]]) -> None:
+    wanted = child.requests(SAMPLING, samples=3)
+    for request in wanted:
+        engine.run(child.add, request)
+    for _ in range(3):
+        engine.run(child.step)
+    assert engine.run(child.queue) == [True]
+    engine.run(child.sleep)
+    assert engine.run(child.queue) == []
+    engine.run(child.wake, "weights")
+    engine.run(child.update, 0)
+    engine.run(child.wake, "kv_cache")
+    assert told(engine.run(child.generate, wanted)) == told(expected["plain"])
+
+
+@pytest.mark.parametrize("where", ["model", "text"])
+def test_a_step_that_fails_has_dropped_its_requests(
+    engine: EngineProcess, expected: dict[str, list[Trajectory]], where: str
+) -> None:
+    """Their keys are free again, and nothing of them comes with what is asked for next."""
+    wanted = child.requests(SAMPLING, samples=3)
+    for request in wanted:
+        engine.run(child.add, request)
+    for _ in range(2):
+        engine.run(child.step)
+    assert engine.run(child.fail_once, where) == f"no {where}"
+    assert engine.run(child.queue) == []
+    assert engine.run(child.drain) == []
+    engine.run(child.update, 0)
+    assert told(engine.run(child.generate, wanted)) == told(expected["plain"])
+
+
+def test_an_engine_without_weights_drops_what_it_is_asked_for(engine: EngineProcess) -> None:
+    wanted = child.requests(SAMPLING)
+    engine.run(child.sleep)
+    engine.run(child.wake, "weights")
+    engine.run(child.wake, "kv_cache")
+    with pytest.raises(RunError, match="no update came since"):
+        engine.run(child.generate, wanted)
+    engine.run(child.update, 0)
+    assert len(engine.run(child.generate, wanted)) == len(wanted)

@@ -1,0 +1,357 @@
+"""Engines of several TP ranks: the same tokens as one rank gives, alone in their failures, stopped when they differ."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from dispatch_times import Recorder, slowed
+from msgspec.structs import replace
+from ranks import RolloutFleet, config
+from tiny_models import make_tiny
+from waiting import HANG_S, scaled
+from zygote import Zygote
+
+from slurm_rlhf.cluster import kernel_cache
+from slurm_rlhf.engine.tp_engine import SHARED_MEMORY, EnginePlace
+from slurm_rlhf.errors import RemoteError, RunError
+from slurm_rlhf.ranks.engine_worker import segment_prefix
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
+from slurm_rlhf.sampling.dispatch import Dispatcher
+from slurm_rlhf.wire.calls import (
+    EngineCalls,
+    GenerateAnswer,
+    GenerateBatch,
+    PackedPrompts,
+    PromptTokens,
+    StartRequest,
+    WakeUpRequest,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, n=3)
+WIDTH = 16
+KINDS = ("reversed", "unseeded", "uneven")
+"""What `rollout_misfits` does."""
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "qwen2", hidden=128, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def launched(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+    """Processes of `single`, which come up while those of `pair` do."""
+    made = config(model, tmp_path_factory.mktemp("single"), engines=2)
+    made.train.kernel_cache = str(tmp_path_factory.mktemp("kernels"))
+    fleet = RolloutFleet(zygote, made)
+    fleet.launch()
+    fleet.engines.ready = [0]
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="module")
+def single(launched: RolloutFleet) -> RolloutFleet:
+    """An engine of one rank, and another one that is not asked but where a test wants both."""
+    launched.start()
+    return launched
+
+
+@pytest.fixture(scope="module")
+def pair(
+    zygote: Zygote, launched: RolloutFleet, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutFleet]:
+    """Two engines of two ranks each."""
+    made = config(model, tmp_path_factory.mktemp("pair"), engines=2, tp=2)
+    made.vllm.enable_prefix_caching = False  # a cached prompt has other last bits
+    fleet = RolloutFleet(zygote, made)
+    try:
+        fleet.start()
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def prompts(count: int) -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [Prompt(i, "", rng.integers(2, 60, 3 + 17 * i % 60).astype(np.int32)) for i in range(count)]
+
+
+def ask(
+    fleet: RolloutFleet, engine: int, asked: list[Prompt], how: Sampling, version: int = 0, stream: int = 0
+) -> Future[GenerateAnswer]:
+    """Have one engine sample, by a call of its own."""
+    packed = PackedPrompts.pack([PromptTokens(p.index, p.index, p.token_ids) for p in asked])
+    return fleet.engines.call(engine, EngineCalls.generate, GenerateBatch(packed, how, 1, version, stream))
+
+
+def generate(fleet: RolloutFleet, count: int, version: int, how: Sampling = SAMPLING) -> list[Trajectory]:
+    return Dispatcher(fleet.engines, 1, WIDTH, True).run(prompts(count), how, version)
+
+
+def bits(trajectories: list[Trajectory]) -> list[tuple[int, bytes, bytes]]:
+    return [(t.engine, t.response_ids.tobytes(), t.rollout_logprobs.tobytes()) for t in trajectories]
+
+
+def test_same_tokens_for_any_number_of_engines_and_ranks(pair: RolloutFleet, single: RolloutFleet) -> None:
+    wide, again, narrow = generate(pair, 10, 1), generate(pair, 10, 1), generate(single, 10, 1)
+    assert bits(wide) == bits(again)
+    assert {t.engine for t in wide} == {0, 1}
+    assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
+    for one, other in zip(wide, narrow, strict=True):
+        assert np.abs(one.rollout_logprobs - other.rollout_logprobs).max() < 1e-5
+    assert [t.response_ids.tolist() for t in generate(pair, 10, 2)] != [t.response_ids.tolist() for t in wide]
+
+
+def test_four_ranks_give_the_same_tokens(zygote: Zygote, single: RolloutFleet, model: Path, tmp_path: Path) -> None:
+    """More ranks than key-value heads, and several followers to keep together."""
+    fleet = RolloutFleet(zygote, config(model, tmp_path / "four", tp=4))
+    try:
+        fleet.start()
+        wide, narrow = generate(fleet, 4, 1), generate(single, 4, 1)
+        assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
+        for one, other in zip(wide, narrow, strict=True):
+            assert np.abs(one.rollout_logprobs - other.rollout_logprobs).max() < 1e-5
+        fleet.kill(2)
+        fleet.ended([0, 1, 3])
+        [(rank, event, data)] = fleet.events
+        assert (rank, event) == (0, "failure")
+        assert "engine 0 (rollout ranks 0 to 3 on" in data["reason"]
+        assert "its rank 2 died" in data["reason"]
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("ranks", ["single", "pair"])
+def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureRequest, ranks: str) -> None:
+    """Its first prompts were taken when the last one was refused: on no rank are they in the way of the next call."""
+    fleet: RolloutFleet = request.getfixturevalue(ranks)
+    before = [t.response_ids.tolist() for t in generate(fleet, 4, 1)]
+    asked = [*prompts(4), Prompt(4, "", np.full(400, 5, np.int32))]
+    for _ in range(2):
+        with pytest.raises(RemoteError, match=r"refuses request '4\.0' \(prompt 4, 400 tokens\)"):
+            ask(fleet, 0, asked, SAMPLING, version=1, stream=99).result(timeout=HANG_S)
+    assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == before
+
+
+def test_a_response_that_repeats_itself_ends_on_all_ranks(pair: RolloutFleet, single: RolloutFleet) -> None:
+    """Each rank's scheduler looks for it; one that did not would go its own way, which the digests tell."""
+    how = replace(SAMPLING, temperature=0.0, max_new_tokens=40, max_pattern_size=4, min_count=3)
+    runs = [[(t.finish_reason, t.response_ids.tolist()) for t in generate(f, 6, 1, how)] for f in (pair, single)]
+    assert runs[0] == runs[1]
+    assert "repetition" in dict(runs[0])
+    assert pair.events == []
+
+
+def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: RolloutFleet, model: Path) -> None:
+    """Asynchronous scheduling on each of two ranks: with stop strings, calls that overlap, and sleep in between."""
+    directory = Path(single.config.run_dir).with_name("async")
+    fleet = RolloutFleet(zygote, config(model, directory, tp=2), str(SUPPORT / "rollout_async.py"))
+    try:
+        fleet.start()
+        plain = generate(single, 10, 1)
+        assert [t.response_ids.tolist() for t in generate(fleet, 10, 1)] == [t.response_ids.tolist() for t in plain]
+        how = replace(SAMPLING, stop=[max((t.text for t in plain), key=len)[6:9]])
+        wide, narrow = (Dispatcher(f.engines, 1, WIDTH, False).run(prompts(10), how, 1) for f in (fleet, single))
+        assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
+        assert any(len(cut.response_ids) < len(t.response_ids) for cut, t in zip(wide, plain, strict=True))
+        assert_sleeps_as_one(fleet)
+        assert fleet.events == []
+        assert fleet.shut_down() == [0, 0]
+    finally:
+        fleet.close()
+
+
+def test_each_rank_keeps_what_it_compiles_in_a_directory_of_its_own(pair: RolloutFleet, single: RolloutFleet) -> None:
+    slots = sorted(Path(single.config.train.kernel_cache).glob("slurm_rlhf_kernels.*/*/rollout.*"))
+    assert [slot.name for slot in slots] == ["rollout.0", "rollout.1"]
+    for rank, slot in enumerate(slots):
+        assert f"compiled kernels are kept in {slot}" in single.log(rank)
+        assert not (slot / ".starting").exists()  # what starting compiles is whole
+        assert kernel_cache._try_lock(slot) is None  # while it lives
+
+
+def test_an_idle_engine_waits_and_does_not_look_again_and_again(pair: RolloutFleet) -> None:
+    """A rank that polls or spins is switched away from or runs on; one that waits for a message does neither."""
+    generate(pair, 4, 3)
+    time.sleep(0.5)
+    before = [psutil.Process(rank.pid).num_ctx_switches().voluntary for rank in pair.ranks.values()]
+    states = []
+    for _ in range(40):
+        time.sleep(0.05)
+        states += [psutil.Process(rank.pid).status() for rank in pair.ranks.values()]
+    after = [psutil.Process(rank.pid).num_ctx_switches().voluntary for rank in pair.ranks.values()]
+    assert states.count(psutil.STATUS_RUNNING) < 0.1 * len(states)
+    assert all(now - then < 20 for then, now in zip(before, after, strict=True)), (before, after)  # of the main thread
+
+
+def test_no_name_of_shared_memory_outlives_the_start(pair: RolloutFleet) -> None:
+    for engine in (0, 1):
+        prefix = segment_prefix(pair.config, EnginePlace(engine, 0, 2, ""))
+        assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
+
+
+def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single: RolloutFleet) -> None:
+    """At a fifth of its speed, an engine never has more in hand than it can run, and the other is never without."""
+    recorder = Recorder(single.engines)
+    single.engines.ready = [0, 1]
+    with slowed(single.ranks[0].pid, 5):
+        batch = Dispatcher(recorder, 1, WIDTH, False).run(prompts(200), SAMPLING, 4)
+    single.engines.ready = [0]
+    shares = [sum(t.engine == engine for t in batch) / len(batch) for engine in (0, 1)]
+    last_given = max(at for at, _, _ in recorder.given)
+    last_fast = max(at for at, engine, _ in recorder.returned if engine == 1)
+    first, end = recorder.given[0][0], max(at for at, _, _ in recorder.returned)
+    print(
+        f"shares {shares}, {last_given - first:.2f} s of handing out, then {end - last_given:.2f} s, of which the slow"
+    )
+    print(f"engine alone {end - last_fast:.2f} s")
+    assert len(batch) == 200 * SAMPLING.n
+    assert shares[0] < 0.35, shares  # at equal speed 0.5, in proportion 1/6
+    # What the batch waits for in the end is what the slow engine can have in hand, and never more.
+    assert all(recorder.held(0, at) <= 5 * WIDTH / 4 + SAMPLING.n for at, _, _ in recorder.given)
+    # Until the last prompt is handed out the fast engine has work whenever it is looked at.
+    times = [at for at, engine, _ in recorder.returned if engine == 1 and at < last_given]
+    assert all(recorder.held(1, at) > 0 for at in times)
+
+
+def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
+    """A follower is killed while its leader is inside a step: the engine ends, the other one goes on."""
+    how = Sampling(max_new_tokens=100, n=2)
+    doomed, safe = (ask(pair, engine, prompts(40), how) for engine in (0, 1))
+    time.sleep(0.5)
+    pair.kill(1)
+    pair.ended([0])
+    [(rank, event, data)] = pair.events
+    assert (rank, event) == (0, "failure")
+    assert "engine 0 (rollout ranks 0 to 1 on" in data["reason"]
+    assert "its rank 1 died" in data["reason"]
+    assert data["reason"] in pair.log(0)
+    pair.server.give_up("rollout", 0, "its engine has ended")
+    with pytest.raises(RunError):
+        doomed.result(HANG_S)
+    assert len(safe.result(timeout=HANG_S).found) == 2 * 40
+    assert pair.ranks[2].poll() is pair.ranks[3].poll() is None
+
+
+def test_followers_leave_with_their_leader(pair: RolloutFleet) -> None:
+    pair.kill(2)
+    pair.ended([3])
+    assert "engine 1 (rollout ranks 2 to 3 on" in pair.log(3)
+    assert "its leader, rank 2, is gone" in pair.log(3)
+
+
+def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path, tmp_path: Path) -> None:
+    """A model that no rank can load is the user's to mend; a rank that does not come is named."""
+    bad = tmp_path / "bad"
+    shutil.copytree(model, bad)
+    settings = json.loads((bad / "config.json").read_text())
+    (bad / "config.json").write_text(json.dumps(settings | {"architectures": ["NoSuchLM"]}))
+    wrong = RolloutFleet(zygote, config(bad, tmp_path / "wrong", tp=2))
+    made = config(model, tmp_path / "alone", tp=2)
+    made.timeout.connect = scaled(5.0)
+    alone = RolloutFleet(zygote, made)
+    try:
+        wrong.launch()
+        alone.launch([0])
+        alone.server.wait_for("rollout", 1, HANG_S)
+        with pytest.raises(RemoteError, match=r"engine 0 \(rollout ranks 0 to 1 on .*TP rank \[1\] did not connect"):
+            alone.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=HANG_S)
+        wrong.server.wait_for("rollout", 2, HANG_S)
+        with pytest.raises(RemoteError, match="vLLM does not accept the model") as caught:
+            wrong.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=HANG_S)
+        assert caught.value.user_error
+    finally:
+        wrong.close()
+        alone.close()
+
+
+def test_an_engine_starts_again_where_a_killed_one_was(
+    zygote: Zygote, pair: RolloutFleet, single: RolloutFleet
+) -> None:
+    """Even where that one left its shared memory behind; and it ends as it should when it is told to."""
+    single_tokens = [t.response_ids.tolist() for t in generate(single, 4, 1)]
+    pair.close()
+    left = SHARED_MEMORY / f"{segment_prefix(pair.config, EnginePlace(0, 0, 2, ''))}0123-tp:0-[0-1]-cpushm_0"
+    left.write_bytes(b"of an engine that was killed while it started")
+    fleet = RolloutFleet(zygote, pair.config)
+    try:
+        fleet.launch([0, 1])
+        fleet.server.wait_for("rollout", 2, HANG_S)
+        fleet.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=HANG_S)
+        fleet.engines.ready = [0]
+        assert not left.exists()
+        assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == single_tokens
+        assert_sleeps_as_one(fleet)
+        assert fleet.shut_down() == [0, 0]
+    finally:
+        fleet.close()
+
+
+def assert_sleeps_as_one(fleet: RolloutFleet) -> None:
+    """Each rank of engine 0 passes every word on to its vLLM, in the same order, and drops the same requests."""
+    dropped = ask(fleet, 0, prompts(40), Sampling(max_new_tokens=200, n=2), stream=9)
+    assert fleet.engines.call(0, EngineCalls.sleep).result(timeout=HANG_S) == 0
+    with pytest.raises(RemoteError, match=r"engine 0 .* was told to sleep"):
+        dropped.result(timeout=HANG_S)
+    for part in (WEIGHTS, KV_CACHE):
+        fleet.engines.call(0, EngineCalls.wake_up, WakeUpRequest(part)).result(timeout=HANG_S)
+    with pytest.raises(RemoteError, match="no update came since"):
+        ask(fleet, 0, prompts(1), SAMPLING, stream=10).result(timeout=HANG_S)
+    ignored = r"cpu_worker\.py:(\d+)\] sleep mode is not supported on CPU"
+    lines = [re.findall(ignored, fleet.log(rank)) for rank in (0, 1)]
+    assert lines[0] == lines[1]
+    asleep, *awake = lines[0]
+    assert awake == [awake[0]] * 2
+    assert asleep != awake[0]
+
+
+@pytest.fixture(scope="module")
+def misfits(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+    """One engine of two ranks for each kind of misbehaviour of a follower."""
+    settings = config(model, tmp_path_factory.mktemp("misfits"), engines=len(KINDS), tp=2)
+    made = RolloutFleet(zygote, settings, str(SUPPORT / "rollout_misfits.py"))
+    try:
+        made.launch(MISFIT=",".join(KINDS))
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_follower_that_goes_its_own_way_stops_its_engine(misfits: RolloutFleet, kind: str) -> None:
+    """In seconds, by name, and without handing out a response."""
+    engine = KINDS.index(kind)
+    rng = np.random.default_rng(0)
+    asked = [Prompt(i, "", rng.integers(2, 60, 5 + 3 * i).astype(np.int32)) for i in range(6)]
+    answer = ask(misfits, engine, asked, Sampling(max_new_tokens=24))
+    misfits.ended([2 * engine])
+    [reason] = [data["reason"] for rank, _, data in misfits.events if rank == 2 * engine]
+    assert f"engine {engine} (rollout ranks {2 * engine} to {2 * engine + 1} on" in reason
+    assert f"rollout ranks {2 * engine} and {2 * engine + 1} (TP ranks 0 and 1) did not do the same" in reason
+    # The main thread says so, too, unless it hangs in the collective that the other rank does not join.
+    misfits.server.give_up("rollout", 2 * engine, "its engine has ended")
+    with pytest.raises(RunError):
+        answer.result(HANG_S)
+    misfits.ended([2 * engine + 1])

@@ -1,0 +1,194 @@
+"""Evaluations end: by the deadline of the rewards, or by a stop that drops them. What engines answer is the test's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from evaluated_runs import PROMPTS, Engines, make, rows
+from waiting import HANG_S
+
+from slurm_rlhf.algorithms.reward_scale import RunningScale
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
+from slurm_rlhf.errors import FilteredAway, RemoteError, RewardError
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.sampling.batch_sources import OnDemand
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver
+
+HANGS = """
+import threading, time
+hang, began = threading.Event(), threading.Event()
+hang.set()
+
+def reward_func(responses, labels, step):
+    if step and hang.is_set():
+        began.set()
+        while hang.is_set():
+            time.sleep(0.01)
+    return [float(response == label) for response, label in zip(responses, labels)]
+"""
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> Iterator[RewardFunction]:
+    file = tmp_path / "reward.py"
+    file.write_text(HANGS)
+    function = RewardFunction.load(str(file))
+    yield function
+    function._function.__globals__["hang"].clear()
+
+
+@pytest.fixture
+def stop(tmp_path: Path) -> Iterator[Stop]:
+    with Stop(tmp_path) as listening:
+        yield listening
+
+
+def test_a_reward_that_hangs_in_an_evaluation_ends_the_run_in_its_time(
+    tmp_path: Path, stop: Stop, reward: RewardFunction
+) -> None:
+    run = make(tmp_path, stop, reward)
+    with pytest.raises(RewardError, match=r"did not return within 1 s for 4 responses; .* raise timeout\.reward"):
+        run.run()
+    assert run.state.eval_before == 1.0  # the function was still well then
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("error", "saved"),
+    [(RewardError("no"), True), (RemoteError("no", role="reward"), True), (RemoteError("no", role="rollout"), False)],
+)
+def test_a_reward_that_raises_in_an_evaluation_costs_no_step(
+    tmp_path: Path, stop: Stop, reward: RewardFunction, error: Exception, saved: bool, overlap: bool
+) -> None:
+    """Of a function or a model. The evaluation is done by the run that goes on, but for one beside the next step."""
+    reward._function.__globals__["hang"].clear()
+    errors = [error]
+
+    def raises_once(prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
+        if step and errors:
+            raise errors.pop()
+        return reward(prompts, trajectories, step)
+
+    words = {"steps": 4, "beside": (lambda engines: engines.run) if overlap else None}
+    run = make(tmp_path, stop, reward, **words)
+    assert run.evaluation is not None
+    run.evaluation.reward = Scoring(raises_once, 50.0)  # type: ignore[arg-type]
+    with pytest.raises(type(error), match="no"):
+        run.run()
+    checkpoints = [path.name for path in (tmp_path / "checkpoints").glob("*")]
+    assert checkpoints == ([f"step_{1 + overlap:06d}"] if saved else [])
+    if saved:
+        make(tmp_path, stop, reward, resume=True, **words).run()
+        assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+        assert [row["step"] for row in rows(tmp_path) if "eval" not in row] == ([1] if overlap else [])
+
+
+@pytest.mark.parametrize("by", ["SIGTERM", "file"])
+def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
+    tmp_path: Path, stop: Stop, reward: RewardFunction, by: str
+) -> None:
+    seen = reward._function.__globals__
+    run = make(tmp_path, stop, reward)
+    assert run.evaluation is not None
+    run.step.reward = run.evaluation.reward = Scoring(reward, 50.0)
+
+    def ask() -> None:
+        seen["began"].wait(HANG_S)
+        if by == "file":
+            (tmp_path / STOP_FILE).touch()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask, daemon=True).start()
+    with pytest.raises(StopRequested):
+        run.run()
+    assert run.state.step == 1
+    assert rows(tmp_path) == []  # the step's line waits for its evaluation
+    assert run.reporting.moved
+    state = CheckpointDir(tmp_path).load_state(tmp_path / "checkpoints" / "step_000001")
+    assert state["unevaluated"]["reward"] == 1.0
+    assert state["reward_scale"] == {"count": 3, "mean": 1.0, "m2": 2.0}
+
+    seen["hang"].clear()
+    stop.reason = None
+    again = make(tmp_path, stop, reward, resume=True)
+    again.step.scale = RunningScale()
+    again.checkpoints.load(tmp_path / "checkpoints" / "step_000001", again.reporting.note)
+    assert again.step.scale == RunningScale(3, 1.0, 2.0)
+    again.run()
+    assert [(row["step"], row["reward"], row["eval"]) for row in rows(tmp_path)] == [(1, 1.0, 1.0), (2, 2.0, 1.0)]
+    assert all("time/step" in row for row in rows(tmp_path))
+    last = CheckpointDir(tmp_path).load_state(tmp_path / "checkpoints" / "step_000002")
+    assert "unevaluated" not in last
+
+
+def test_a_checkpoint_of_an_earlier_version_has_nothing_to_say_of_either(
+    tmp_path: Path, stop: Stop, reward: RewardFunction
+) -> None:
+    reward._function.__globals__["hang"].clear()
+    run = make(tmp_path, stop, reward)
+    run.step.scale = None
+    run.run()
+    state = CheckpointDir(tmp_path).load_state(tmp_path / "checkpoints" / "step_000002")
+    assert sorted(state) == ["kl", "order", "run"]
+    again = make(tmp_path, stop, reward, resume=True)
+    assert again.step.scale == RunningScale(3, 1.0, 2.0)
+
+
+def test_a_function_s_own_time_out_is_told_as_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def reward_func(responses):\n    raise TimeoutError('the judge')\n")
+    with pytest.raises(RewardError, match=r"reward\.py:2: reward_func raised TimeoutError: the judge"):
+        Scoring(RewardFunction.load(str(file)), 5.0)(PROMPTS, Engines().run(PROMPTS, Sampling(), 0), 1)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
+    tmp_path: Path, stop: Stop, reward: RewardFunction, every: int
+) -> None:
+    reward._function.__globals__["hang"].clear()
+    run = make(tmp_path, stop, reward)
+    run.step.config.eval.steps = every
+    sample = run.step.batches.take
+
+    def take(number: int) -> Batch:
+        if number == 2:
+            raise EpisodesOver("the prompts of all episodes are used up")
+        return sample(number)
+
+    run.step.batches = OnDemand(take)
+    run.run()
+    assert run.state.step == 1
+    assert run.state.eval_after == 1.0
+    (row,) = rows(tmp_path)
+    assert row["step"] == 1
+    assert row["perf/tokens_per_s"] * row["time/step"] == pytest.approx(8)  # tokens of a step
+    assert row["perf/rollout_tokens_per_s"] == 8  # whose sampling took a second
+    assert CheckpointDir(tmp_path).latest() == tmp_path / "checkpoints" / "step_000001"
+
+
+def test_a_run_of_which_nothing_passes_saves_what_it_has_learnt(
+    tmp_path: Path, stop: Stop, reward: RewardFunction
+) -> None:
+    reward._function.__globals__["hang"].clear()
+    run = make(tmp_path, stop, reward)
+    sample = run.step.batches.take
+
+    def take(number: int) -> Batch:
+        if number == 2:
+            raise FilteredAway("step 2: dynamic sampling kept 0 of 36 groups")
+        return sample(number)
+
+    run.step.batches = OnDemand(take)
+    with pytest.raises(FilteredAway):
+        run.run()
+    assert CheckpointDir(tmp_path).latest() == tmp_path / "checkpoints" / "step_000001"

@@ -1,0 +1,139 @@
+"""`slurm-rlhf eval` before an engine starts: its rows, and what is wrong said in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from training_runs import workspace
+
+from slurm_rlhf.cli import main as cli
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.eval.sets import read_eval_sets
+from slurm_rlhf.generate.answers import Desk, Scores
+from slurm_rlhf.generate.eval_job import EvalJob, EvalRows
+
+SETS = """datasets = [
+  { path = "eval.jsonl", name = "greedy" },
+  { path = "eval.jsonl", name = "sampled", temperature = 1.0, n_samples_per_prompt = 2, source_key = "label" },
+]"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = workspace(tmp_path_factory.mktemp("eval"))
+    made.write_text(made.read_text().replace('dataset = "eval.jsonl"', SETS))
+    return made
+
+
+def test_rows_of_all_data_sets_are_numbered_through_and_come_back(file: Path) -> None:
+    config = load_config(file)
+    rows = EvalRows(read_eval_sets(config, Tokenizer.load(file.parent / "model")))
+    prompts, how = rows.prompts(), rows.sampling(config)
+    assert [prompt.index for prompt in prompts] == list(range(48)) == list(how)
+    assert (how[23].n, how[23].temperature, how[24].n, how[24].temperature) == (1, 0.0, 2, 1.0)
+    lines = [
+        {"row": 24, "sample": 1, "response": "7", "score": 1.0, "tokens": 2, "finish_reason": "stop", "engine": 3},
+        {"row": 24, "sample": 0, "response": None, "score": None, "error": "it did not fit"},
+        {"row": 0, "sample": 0, "response": "5", "score": None, "error": "score nan"},
+    ]
+    greedy, sampled = rows.responses(lines)
+    assert [(one.dataset, one.index, one.score, one.error) for one in greedy] == [("greedy", 0, 0.0, "score nan")]
+    assert [(one.index, one.sample, one.score, one.answer) for one in sampled] == [(0, 0, 0.0, None), (0, 1, 1.0, "7")]
+    assert sampled[1].source == sampled[1].label == rows.sets[1].prompts[0].row["label"]
+
+
+def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> None:
+    asked: list[tuple[int, int, float]] = []
+
+    class Engines:
+        ready = (0,)
+
+        def ask(self, engine: int, row: int, batch: object) -> None:
+            asked.append((row, batch.sampling.n, batch.sampling.temperature))  # type: ignore[attr-defined]
+
+    config = load_config(file)
+    rows = EvalRows(read_eval_sets(config, Tokenizer.load(file.parent / "model")))
+    own = rows.sampling(config)
+    settings = {"seed": 1, "width": 1000, "scores": Scores(None), "logprobs": False, "written": {(0, 0), (24, 0)}}
+    desk = Desk.of(rows.prompts(), sampling=own[0], own=own, **settings)
+    desk.feed(Engines(), 0, 0.0)  # type: ignore[arg-type]
+    assert asked == [(row, 1 if row < 24 else 2, 0.0 if row < 24 else 1.0) for row in range(48)]
+    assert desk._missing(0) == []
+    assert desk._missing(24) == [1]
+    assert desk._missing(25) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "--model is missing: name the model, run or checkpoint to evaluate"),
+        (["--model"], "--model takes a value: what to evaluate"),
+        (["--model", "--output=x"], "--model takes a value: what to evaluate"),
+        (["--model=nowhere"], "nowhere is no Hugging Face directory (config.json), no run directory"),
+        (["--model={model}", "--eval.datasets=/no.jsonl"], "eval.datasets, no: no such file: /no.jsonl"),
+        (["--model={model}", "--eval.datasets=[]"], "there is nothing to evaluate: name JSONL files"),
+        (["--model={model}", "--eval.pass_k=8"], "pass@8 needs k from 1 to n_samples_per_prompt = 1"),
+        (["--model={model}", "--eval.n_samples_per_prompt=2"], "with temperature 0: greedy responses"),
+        (["--model={model}", "--reward.remote_url="], "reward.remote_url is not set: name a Python file"),
+        (["--model={model}", "--data.input_key=question"], "no column 'question' (columns: input, label)"),
+        (["--model={model}", "--eval.source_key=part"], "has no column 'part' (columns: input, label)"),
+        (["--model={model}", "--data.max_len=8192"], "of --model = "),
+    ],
+)
+def test_what_is_wrong_is_said_before_an_engine_starts(
+    file: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [word.format(model=file.parent / "model") for word in words]
+    assert cli.main(["eval", str(file), *given, f"--run_dir={file.parent / 'run'}"]) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert "generate.model_name_or_path" not in said
+    assert not (file.parent / "run").exists()
+
+
+def test_files_go_beside_the_evaluations_of_the_run_or_where_they_are_told(file: Path, tmp_path: Path) -> None:
+    config = load_config(file, [f"--run_dir={tmp_path / 'run'}"])
+    shutil.copytree(file.parent / "model", tmp_path / "mine" / "final")
+    job = EvalJob.prepare(config, tmp_path / "mine", None)
+    assert job.source.model == tmp_path / "mine" / "final"
+    assert job.root == tmp_path / "run" / "eval" / "mine"  # nothing says that `mine` is a run
+    (tmp_path / "mine" / "metrics.jsonl").touch()
+    assert EvalJob.prepare(config, tmp_path / "mine", None).root == tmp_path / "mine" / "eval" / "mine"
+    assert EvalJob.prepare(config, tmp_path / "mine" / "final", None).root == tmp_path / "mine" / "eval" / "final"
+    assert EvalJob.prepare(config, tmp_path / "mine", tmp_path / "out").root == tmp_path / "out"
+    with pytest.raises(ModelError, match=r"--model: .* is no Hugging Face directory"):
+        EvalJob.prepare(config, tmp_path / "no", None)
+
+
+def test_the_report_of_an_output(file: Path, tmp_path: Path) -> None:
+    config = load_config(file, [f"--run_dir={tmp_path / 'run'}"])
+    job = EvalJob.prepare(config, file.parent / "model", tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    kinds = [(row, sample) for row in range(48) for sample in range(1 if row < 24 else 2)]
+    lines = [
+        {"row": row, "sample": sample, "response": "1", "score": float(sample or row < 6), "finish_reason": "stop"}
+        for row, sample in reversed(kinds)
+    ]
+    (tmp_path / "out" / "output.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = job.report()
+    assert found.metrics["eval/greedy/mean"] == 0.25
+    assert found.metrics["eval/sampled/pass@1"] == 0.5
+    assert found.metrics["eval/sampled/pass@2"] == 1.0
+    written = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert written["eval"] == pytest.approx(0.375)
+    assert written["model"] == str(file.parent / "model")
+    assert len((tmp_path / "out" / "eval.jsonl").read_text().splitlines()) == 72
+
+
+def test_its_help_has_its_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--model " in out
+    assert "--output " in out
+    assert cli.main(["eval", "--help", "eval"]) == 0
+    assert "--eval.datasets PATH ..." in capsys.readouterr().out

@@ -1,0 +1,158 @@
+"""Engines that come late or never, with ranks that are real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import hang_peer
+import pytest
+from waiting import until
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import CallTimeout
+from slurm_rlhf.groups.engine_pool import EnginePool
+from slurm_rlhf.groups.supervisor import Supervisor
+from slurm_rlhf.nodes.launcher import Ended
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.role_sizes import RoleSize
+from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.weights.transfer_calls import EngineLost
+from slurm_rlhf.wire.handles import EngineHandle
+
+pytestmark = [pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+CONNECT_S = 1.0
+
+
+class Engines:
+    """Implements `nodes.launcher.Launcher`: two engines of one rank, each started by hand."""
+
+    address = "127.0.0.1"
+    engines = None
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.endpoint = ""
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
+        self.endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
+
+    def come(self, rank: int) -> None:
+        words = [self.endpoint, self.directory.keys, "rollout", rank, 2, 20, self.directory.logs / f"{rank}.log"]
+        command = [sys.executable, hang_peer.__file__, *map(str, words)]
+        self.started.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}))
+
+    def stopped(self) -> list[tuple[str, int]]:
+        return []
+
+    def ended(self) -> list[Ended]:
+        return []
+
+    def stop(self, done: bool, grace_s: float) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+
+
+class Weights:
+    """In place of `WeightSync`: which engines were connected for which update."""
+
+    def __init__(self) -> None:
+        self.connected: list[int] = []
+        self.updates: list[tuple[int, list[int]]] = []
+
+    def connect(self, parameters: object, engines: list[int]) -> None:
+        self.connected = engines
+
+    def update(self, version: int) -> dict[str, float]:
+        self.updates.append((version, self.connected))
+        return {}
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[tuple[Supervisor, Engines]]:
+    directory = RunDirectory(tmp_path / "run")
+    directory.make()
+    config = Config()
+    config.timeout.heartbeat_interval, config.timeout.shutdown = 0.2, 1.0
+    engines = Engines(directory)
+    ranks = place(Topology.uniform(["n1"], 2), [RoleSize("rollout", 1, 2, tp=1, engines=2)])
+    supervisor = Supervisor(config, directory, ranks, engines)  # type: ignore[arg-type]
+    supervisor.start({"rollout": {}})
+    try:
+        yield supervisor, engines
+    finally:
+        supervisor.stop()
+
+
+def pool_of(supervisor: Supervisor, weights: Weights, notes: list[str], all_at_once: bool) -> EnginePool:
+    handle = supervisor.roles["rollout"]
+    assert isinstance(handle, EngineHandle)
+    pool = EnginePool(supervisor, handle, weights, CONNECT_S, all_at_once, notes.append)  # type: ignore[arg-type]
+    return pool
+
+
+def test_a_run_goes_on_without_an_engine_that_never_comes_and_takes_one_that_comes_late(
+    parts: tuple[Supervisor, Engines],
+) -> None:
+    supervisor, engines = parts
+    weights, notes = Weights(), []
+    engines.come(0)
+    until(lambda: supervisor.here("rollout") == {0}, "the first engine")
+    pool = pool_of(supervisor, weights, notes, all_at_once=False)
+    pool.begin()
+    assert pool.wait([]) == [0]
+    until(lambda: bool(notes), "the warning")
+    assert "engine 1: rollout rank 1 did not say hello within 1 s" in notes[0]
+    assert "The run goes on without them" in notes[0]
+    assert supervisor.failure is None
+    pool.update(1)
+    assert weights.updates == [(1, [0])]
+    engines.come(1)
+    until(lambda: pool.admit(2) == [1], "the late engine")
+    assert weights.updates[-1] == (2, [1])
+    pool.update(3)
+    assert weights.updates[-1] == (3, [0, 1])
+    assert len(notes) == 1
+
+
+@pytest.mark.parametrize("all_at_once", [True, False])
+def test_without_any_engine_or_where_all_are_needed_the_run_ends(
+    parts: tuple[Supervisor, Engines], all_at_once: bool
+) -> None:
+    supervisor, engines = parts
+    if all_at_once:
+        engines.come(0)
+        until(lambda: supervisor.here("rollout") == {0}, "the first engine")
+    pool = pool_of(supervisor, Weights(), [], all_at_once)
+    pool.begin()
+    with pytest.raises(CallTimeout, match="did not say hello within 1 s"):
+        pool.wait([])
+    until(lambda: isinstance(supervisor.failure, CallTimeout), "the end of the run")
+
+
+def test_an_engine_that_is_lost_during_an_update_is_done_without(parts: tuple[Supervisor, Engines]) -> None:
+    supervisor, engines = parts
+
+    class Losing(Weights):
+        def update(self, version: int) -> dict[str, float]:
+            super().update(version)
+            if len(self.updates) == 1:
+                raise EngineLost("engine 0 was lost")
+            return {"sync_s": 1.0}
+
+    weights = Losing()
+    engines.come(0)
+    until(lambda: supervisor.here("rollout") == {0}, "the first engine")
+    pool = pool_of(supervisor, weights, [], all_at_once=False)
+    pool.begin()
+    assert pool.wait([]) == [0]
+    assert pool.update(1) == {"sync_s": 1.0}
+    assert weights.updates == [(1, [0]), (1, [0])]

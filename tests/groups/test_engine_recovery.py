@@ -1,0 +1,242 @@
+"""Engines that die and are started again, with ranks that are real processes over real sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import hang_peer
+import pytest
+from waiting import HANG_S, until
+
+from slurm_rlhf.cluster.processes import exit_text
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.groups.engine_pool import EnginePool
+from slurm_rlhf.groups.supervisor import Supervisor
+from slurm_rlhf.nodes.launcher import Ended
+from slurm_rlhf.observe.events import EventLog, engines_lost, read_events
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.role_sizes import RoleSize
+from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.wire.handles import EngineHandle
+
+pytestmark = [pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 3.0
+RANK = {0: 0, 1: 2}  # engine -> its leader
+
+
+class Engines:
+    """Implements `EngineLauncher`: two engines of two ranks each."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.spares: list[str] = []
+        self.unfit: dict[str, str] = {}
+        self.places: list[tuple[int, str]] = []  # further starts
+        self.of: dict[int, list[subprocess.Popen[bytes]]] = {}
+        self.told: set[int] = set()
+
+    def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
+        self.endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
+        for engine in RANK:
+            self._start(engine, "n1")
+
+    def _start(self, engine: int, node: str) -> None:
+        ranks = (RANK[engine], RANK[engine] + 1)
+        started = []
+        for rank in ranks:
+            log = self.directory.role_log("rollout", node, rank)
+            words = [self.endpoint, self.directory.keys, "rollout", rank, 4, LIMIT, log, node]
+            command = [sys.executable, hang_peer.__file__, *map(str, words)]
+            started.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}))
+        self.of[engine] = started
+
+    def ended(self) -> list[tuple[int, str]]:
+        found = []
+        for engine, processes in self.of.items():
+            codes = [code for process in processes if (code := process.poll()) is not None]
+            if codes and engine not in self.told:
+                self.told.add(engine)
+                found.append((engine, f"a rank of engine {engine} {exit_text(codes[0])}"))
+        return found
+
+    def end(self, engine: int) -> None:
+        self.told.add(engine)
+        for process in self.of[engine]:
+            process.kill()
+
+    def gone(self, engine: int) -> bool:
+        return all(process.poll() is not None for process in self.of[engine])
+
+    def start_again(self, engine: int, node: str) -> None:
+        assert self.gone(engine)
+        self.places.append((engine, node))
+        self._start(engine, node)
+        self.told.discard(engine)
+
+    def stop(self, done: bool, grace_s: float) -> None:
+        for processes in self.of.values():
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+class Roles:
+    """Implements `Launcher` with engines alone."""
+
+    address = "127.0.0.1"
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.engines = Engines(directory)
+        self.start = self.engines.start
+        self.stop = self.engines.stop
+
+    def stopped(self) -> list[tuple[str, int]]:
+        return []
+
+    def ended(self) -> list[Ended]:
+        return []
+
+
+class Weights:
+    """In place of `WeightSync`."""
+
+    def connect(self, parameters: object, engines: list[int]) -> None: ...
+
+    def update(self, version: int) -> dict[str, float]:
+        return {"version": version}
+
+
+class Bench:
+    def __init__(self, path: Path, most: int) -> None:
+        directory = RunDirectory(path / "run")
+        directory.make()
+        config = Config()
+        config.timeout.heartbeat_interval, config.timeout.heartbeat, config.timeout.shutdown = 0.2, LIMIT, 1.0
+        config.train.max_engine_restarts, config.vllm.tensor_parallel_size = most, 2
+        self.launcher = Roles(directory)
+        self.ranks = ranks = place(Topology.uniform(["n1"], 4), [RoleSize("rollout", 1, 4, tp=2, engines=2)])
+        self.supervisor = Supervisor(config, directory, ranks, self.launcher)  # type: ignore[arg-type]
+        self.supervisor.start({"rollout": {}})
+        self.recovery = self.supervisor.recovery
+        assert self.recovery is not None
+        self.said: list[str] = []
+        self._file, self._log = directory.events, EventLog(directory.events)
+        self.recovery.tell = self._tell
+        handle = self.supervisor.roles["rollout"]
+        assert isinstance(handle, EngineHandle)
+        self.handle = handle
+        self.pool = EnginePool(self.supervisor, handle, Weights(), 60.0, all_at_once=True)  # type: ignore[arg-type]
+        self.pool.begin()
+
+    def _tell(self, text: str, kind: str, engine: int) -> None:
+        self._log.append(kind, 1, text, engine)
+        self.said.append(text)
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """What `slurm-rlhf status` shows of engines."""
+        return engines_lost(read_events(self._file))
+
+    @property
+    def processes(self) -> dict[int, list[subprocess.Popen[bytes]]]:
+        return self.launcher.engines.of
+
+    def begin(self) -> None:
+        assert self.pool.wait([]) == [0, 1]
+        self.pool.update(1)
+        assert self.handle.ready == [0, 1]
+
+    def until_back(self, engine: int, version: int) -> None:
+        def back() -> bool:
+            self.pool.update(version)
+            return engine in self.handle.ready
+
+        until(back)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = Bench(tmp_path, getattr(request, "param", 1))
+    try:
+        yield made
+    finally:
+        made.supervisor.stop()
+
+
+def test_a_killed_rank_costs_its_engine_which_comes_back_whole_and_at_last_is_left_out(bench: Bench) -> None:
+    bench.begin()
+    first = {process.pid for process in bench.processes[1]}
+    os.kill(bench.processes[1][1].pid, signal.SIGKILL)
+    until(lambda: bench.handle.ready == [0])
+    until(lambda: isinstance(bench.handle.stacks(RANK[1]).exception(HANG_S), RoleDied))
+    assert bench.supervisor.failure is None
+    until(lambda: list(bench.lost) == [1])
+    bench.until_back(1, 2)
+    assert bench.lost == {}
+    assert not first & {process.pid for process in bench.processes[1]}
+    assert bench.launcher.engines.places == [(1, "n1")]
+    lost, back = bench.said
+    assert "engine 1 on n1 is lost: a rank of engine 1 was killed by SIGKILL. 1 of 2 engines go on" in lost
+    assert "engine 1 on n1 takes part again from policy version 2 on, " in back
+    os.kill(bench.processes[1][0].pid, signal.SIGKILL)
+    until(lambda: "left out" in bench.said[-1])
+    assert "engine 1 on n1 is left out: it died 2 times (train.max_engine_restarts = 1); 1 of 2 are left" in bench.said
+    assert bench.lost == {1: bench.said[-1]}
+    assert bench.pool.update(3) == {"version": 3}
+    assert bench.handle.ready == [0]
+    assert not bench.pool.coming
+
+
+@pytest.mark.parametrize("bench", [0], indirect=True)
+def test_when_the_last_engine_is_left_out_the_run_ends(bench: Bench) -> None:
+    bench.begin()
+    for processes in bench.processes.values():
+        os.kill(processes[0].pid, signal.SIGKILL)
+    until(lambda: bench.supervisor.failure is not None)
+    assert "no engine is left: the last one, engine " in str(bench.supervisor.failure)
+    with pytest.raises(RoleDied, match="no engine is left"):
+        bench.pool.rescue()
+
+
+def test_an_engine_that_stands_still_is_ended_and_started_again_and_its_silence_ends_nothing(bench: Bench) -> None:
+    bench.begin()
+    stopped = bench.processes[0]
+    os.kill(stopped[0].pid, signal.SIGSTOP)
+    until(lambda: bool(bench.said))
+    assert f"was not heard from for {LIMIT:g} s" in bench.said[0]
+    until(lambda: stopped[0].poll() == -signal.SIGKILL)
+    bench.until_back(0, 2)
+    assert bench.supervisor.failure is None
+
+
+def test_no_engine_starts_on_a_node_that_the_run_has_given_up(bench: Bench) -> None:
+    """Both fall silent, and with them their node: of the two spares one was left out before."""
+    bench.begin()
+    bench.launcher.engines.spares = ["n2", "n3"]
+    bench.supervisor.move_engines(bench.ranks, ["n2"])
+    for process in (*bench.processes[0], *bench.processes[1]):
+        os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: len(bench.launcher.engines.places) == 2)
+    assert {node for _, node in bench.launcher.engines.places} == {"n3"}
+
+
+def test_where_all_engines_die_the_pool_has_none_until_one_is_back(bench: Bench) -> None:
+    bench.begin()
+    for processes in bench.processes.values():
+        os.kill(processes[0].pid, signal.SIGKILL)
+    until(lambda: bench.handle.ready == [])
+    assert bench.supervisor.bereft
+    assert bench.pool.update(2) == {}
+    until(lambda: bool(bench.pool.rescue()))
+    assert not bench.supervisor.bereft

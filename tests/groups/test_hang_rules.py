@@ -1,0 +1,129 @@
+"""Who is behind: the rules, on stacks as ranks have them."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurm_rlhf.groups.hang_rules import Sighting, Standing, judge, standing
+from slurm_rlhf.observe.stacks import MAIN, Frame, ThreadStack
+
+SITE = "/env/lib/python3.11/site-packages"
+COLLECTIVE = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
+BARRIER = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 4800, "barrier")
+TRAIN = Frame("/home/me/slurm_rlhf/training/train_engine.py", 58, "accumulate")
+PLUGIN = Frame("/home/me/plugin.py", 21, "policy_loss")
+IDLE = Frame("/home/me/slurm_rlhf/control/client.py", 101, "receive")
+SYNC = Frame("/home/me/slurm_rlhf/weight_sync/receiver.py", 80, "update")
+FOLLOWS = Frame("/home/me/slurm_rlhf/workers/engine_follower.py", 50, "run")
+STEP = Frame("/home/me/slurm_rlhf/rollout/vllm.py", 70, "step")
+SLEEP = Frame("/usr/lib/python3.11/threading.py", 324, "wait")
+
+
+def stack(*frames: Frame, holds: bool = False) -> tuple[ThreadStack, ...]:
+    return (ThreadStack(MAIN, frames, holds), ThreadStack("control-client", (IDLE,)))
+
+
+def rank(number: int, *frames: Frame, role: str = "actor", call: str = "train_step", **more: object) -> Sighting:
+    threads = stack(*frames) if frames else ()
+    return Sighting(role, number, f"n{number}", 100 + number, call, 31.0, threads=threads, **more)  # type: ignore[arg-type]
+
+
+IDLE_ENGINE = rank(0, IDLE, role="rollout", call="")
+
+
+def behind(*ranks: Sighting, width: int = 1) -> list[str]:
+    return [seen.name for seen in judge(ranks, (), width).behind]
+
+
+def test_the_rank_that_is_not_in_the_collective_is_behind() -> None:
+    ranks = [rank(0, COLLECTIVE, TRAIN), rank(1, PLUGIN, TRAIN), rank(2, COLLECTIVE, TRAIN), IDLE_ENGINE]
+    verdict = judge(ranks, ())
+    assert [seen.name for seen in verdict.behind] == ["actor rank 1"]
+    assert verdict.words == (
+        "behind is actor rank 1 on n1 (pid 101, in train_step for 31 s): it is in policy_loss (me/plugin.py:21). "
+        "actor ranks 0, 2 wait in all_reduce, called from accumulate (training/train_engine.py:58)"
+    )
+
+
+def test_a_rank_without_an_answer_is_behind_when_its_role_waits_for_it() -> None:
+    stopped = rank(1, silent_s=31.0, process="T (stopped by a signal; SIGCONT lets it go on)")
+    verdict = judge([rank(0, COLLECTIVE, TRAIN), stopped], ())
+    assert [seen.name for seen in verdict.behind] == ["actor rank 1"]
+    assert "not heard from for 31 s" in verdict.words
+    assert "SIGCONT" in verdict.words
+    assert verdict.alive
+
+
+def test_a_rank_in_another_collective_than_the_others_is_behind() -> None:
+    ranks = [rank(0, COLLECTIVE, TRAIN), rank(1, BARRIER, TRAIN), rank(2, COLLECTIVE, TRAIN)]
+    assert behind(*ranks) == ["actor rank 1"]
+    assert "barrier" in judge(ranks, ()).words
+
+
+def test_all_in_one_collective_is_the_network() -> None:
+    verdict = judge([rank(0, COLLECTIVE, TRAIN), rank(1, COLLECTIVE, TRAIN)], ())
+    assert verdict.words.startswith("no rank is behind: actor ranks 0, 1 wait in all_reduce")
+    assert "network between its nodes (n0, n1)" in verdict.words
+
+
+def test_what_holds_the_interpreters_lock_comes_first() -> None:
+    held = rank(1, PLUGIN, TRAIN, source="lock")
+    verdict = judge([rank(0, COLLECTIVE, TRAIN), held, rank(0, STEP, role="rollout", call="generate")], ())
+    assert [seen.name for seen in verdict.behind] == ["actor rank 1"]
+    assert "holds the interpreter's lock, in policy_loss (me/plugin.py:21)" in verdict.words
+
+
+def test_an_engine_that_samples_beside_the_training_is_not_behind() -> None:
+    engine = rank(0, STEP, role="rollout", call="generate")
+    assert behind(engine, rank(0, COLLECTIVE, TRAIN), rank(1, PLUGIN, TRAIN)) == ["actor rank 1"]
+
+
+def test_an_engine_that_does_not_take_part_in_a_weight_sync_is_behind() -> None:
+    ranks = [rank(0, SYNC, call="sync_push"), rank(0, STEP, role="rollout", call="sync_receive")]
+    assert behind(*ranks) == ["rollout rank 0"]
+
+
+def test_an_endless_step_is_behind_and_so_may_be_its_follower() -> None:
+    leader = rank(0, COLLECTIVE, STEP, role="rollout", call="generate")
+    late = rank(1, STEP, role="rollout", call="")
+    assert behind(leader, late, width=2) == ["rollout rank 1"]
+    assert behind(
+        rank(0, STEP, role="rollout", call="generate"), rank(1, FOLLOWS, role="rollout", call=""), width=2
+    ) == ["rollout rank 0"]
+
+
+def test_without_a_call_in_flight_it_is_the_reward_function_with_its_line() -> None:
+    reward = ThreadStack("reward", (Frame("/home/me/reward.py", 9, "reward_func"), SLEEP))
+    verdict = judge([IDLE_ENGINE], [ThreadStack(MAIN, (SLEEP,)), reward])
+    assert verdict.words == (
+        "behind is the reward function, at reward_func (/home/me/reward.py:9); no call to a rank is in flight"
+    )
+
+
+def test_a_call_that_never_arrived_is_said_to_be_lost() -> None:
+    assert judge([rank(0, IDLE)], ()).words == (
+        "actor rank 0 did not answer, and nobody computes: the call or its answer is lost"
+    )
+
+
+@pytest.mark.parametrize(
+    ("frames", "line", "kind"),
+    [
+        ((SLEEP, PLUGIN), "", "busy"),
+        ((SLEEP, IDLE), "", "idle"),
+        ((Frame(f"{SITE}/deepspeed/runtime/zero/x.py", 3, "fetch"), TRAIN), "handle.wait()", "collective"),
+        ((Frame(f"{SITE}/deepspeed/runtime/zero/x.py", 3, "fetch"), TRAIN), "a = b + c", "busy"),
+        ((Frame("/home/me/plugin.py", 3, "f"),), "event.wait()", "busy"),
+        ((Frame(f"{SITE}/torch/cuda/__init__.py", 9, "synchronize"),), "torch._C._cuda_synchronize()", "device"),
+        ((Frame("/home/me/slurm_rlhf/training/loss_scale.py", 9, "f"),), "x = norm.item()", "device"),
+        ((Frame(f"{SITE}/vllm/distributed/parallel_state.py", 9, "all_reduce"), STEP), "", "collective"),
+    ],
+)
+def test_where_a_main_thread_stands(frames: tuple[Frame, ...], line: str, kind: str) -> None:
+    seen = rank(0, *frames)
+    assert standing(seen, lambda file, number: line).kind == kind
+
+
+def test_the_call_that_is_no_librarys_is_named_beside_the_innermost() -> None:
+    inner = Frame(f"{SITE}/torch/_ops.py", 1279, "__call__")
+    assert standing(rank(0, inner, STEP)) == Standing("busy", inner, STEP)

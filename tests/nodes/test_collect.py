@@ -1,0 +1,111 @@
+"""What a node says of itself: real files, limits; a kernel that refuses locks; recorded answers of GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from waiting import HANG_S
+
+from slurm_rlhf.cluster.gpu_query import ask_health, parse_health
+from slurm_rlhf.nodes.collect import collect
+from slurm_rlhf.nodes.facts import UNKNOWN, Orders
+from slurm_rlhf.nodes.groups import Lineup
+from slurm_rlhf.nodes.hearing import measure_groups
+from slurm_rlhf.nodes.node_look import MISSING, versions
+from slurm_rlhf.placement.topology import Topology
+
+pytestmark = pytest.mark.slow
+
+WITHOUT_LOCKS = Path(__file__).parents[1] / "support" / "without_locks.py"
+
+
+def orders(run_dir: Path, *places: tuple[str, str]) -> Orders:
+    return Orders("", "127.0.0.1", 0, str(run_dir), str(run_dir / "canary"), places)
+
+
+def test_a_good_machine(tmp_path: Path) -> None:
+    (tmp_path / "canary").write_text("token")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    asked = orders(tmp_path, ("actor.model_name_or_path", str(tmp_path / "model")), ("data.prompt_dataset", "/none"))
+    found = collect(asked, "n1", {"NCCL_SOCKET_IFNAME": "lo"})
+    assert (found.canary, found.run_dir, found.conductor) == ("token", "", "")
+    assert [place.problem for place in found.places] == ["", "No such file or directory"]
+    assert found.versions == versions()
+    assert found.versions["numpy"] != MISSING
+    assert abs(found.clock - time.time()) < 60
+    assert (found.interface, found.subnet) == ("lo", "127.0.0.0/8")
+    assert found.exported == ()
+    assert found.free_bytes > 0
+    assert found.most_files == UNKNOWN or found.most_files > 0
+    assert [file.name for file in tmp_path.iterdir() if "preflight" in file.name] == []
+
+
+def test_what_a_bad_machine_lacks(tmp_path: Path) -> None:
+    (tmp_path / "shm").mkdir()
+    asked = orders(tmp_path / "none")
+    found = collect(asked, "n1", {"GLOO_SOCKET_IFNAME": "ib77"}, shm=tmp_path / "no_shm")
+    assert found.canary == ""
+    assert found.run_dir == "No such file or directory"
+    assert found.shm == "No such file or directory"
+    assert found.exported[0].startswith("GLOO_SOCKET_IFNAME=ib77, and its interfaces are ")
+
+
+def test_a_file_system_without_locks(tmp_path: Path) -> None:
+    """The kernel refuses flock: preflight says so, and the conductor goes on with a warning."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from slurm_rlhf.nodes.needs import lock_problem\n"
+        "from slurm_rlhf.groups.run_lock import exclusive\n"
+        "from slurm_rlhf.run_directory import RunDirectory\n"
+        "directory = RunDirectory(Path(sys.argv[1])); directory.make()\n"
+        "print(lock_problem(directory.root))\n"
+        "with exclusive(directory): print('it runs')\n"
+    )
+    command = [sys.executable, str(WITHOUT_LOCKS), sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Operation not supported on /"), done
+    assert lines[1] == f"warning: {tmp_path} cannot be locked (Operation not supported): start no second run in it"
+    assert lines[2] == "it runs"
+
+
+HEALTH = """0, GPU-00000000-1111, 0, No, Not Active, Not Active, Not Active
+1, GPU-00000001-1111, 7, Yes, Active, Active, Not Active
+2, GPU-00000002-1111, [N/A], [N/A], Not Active, Not Active, Active
+"""
+
+
+def test_ill_gpus() -> None:
+    told = [
+        "GPU 1: 7 uncorrected ECC errors since the driver was loaded",
+        "GPU 1: pages of its memory wait to be retired by a reset",
+        "GPU 1: its clocks are lowered, it is too hot",
+    ]
+    assert parse_health(HEALTH, ("0", "1")) == told
+    assert parse_health(HEALTH, ("GPU-00000002",)) == ["GPU 2: its clocks are lowered, the power supply brakes it"]
+    assert parse_health("No devices were found\n", ("0",)) == []
+
+
+def test_the_program_is_asked_by_both_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers before 535 know the older names of the reasons only."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/bash\n"
+        'if [[ $1 == -L ]]; then echo "GPU 0: H100 (UUID: GPU-0)"; exit; fi\n'
+        'if [[ $1 == *clocks_event_reasons* ]]; then echo "not a valid field"; exit 2; fi\n'
+        'echo "0, GPU-0, 3, No, Not Active, Not Active, Not Active"\n'
+    )
+    program.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert ask_health(environ) == ["GPU 0: 3 uncorrected ECC errors since the driver was loaded"]
+    assert ask_health({"PATH": str(tmp_path / "none")}) == []
+
+
+def test_without_a_group_nothing_is_measured() -> None:
+    assert measure_groups(None, Lineup("none", (), ()), Topology.uniform(["n1"], 1), 0.0) == []  # type: ignore[arg-type]

@@ -1,0 +1,60 @@
+"""The user's quota, as `quota` and `lfs quota` print it, and what preflight makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.disk import device_of
+from slurm_rlhf.nodes import needs
+from slurm_rlhf.nodes.needs import Quota, quota_on, read_quota
+from slurm_rlhf.wire import timeouts
+
+NFS = """Disk quotas for user alice (uid 1000):
+     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
+/dev/sda2       4096       0       0       0      10       0       0       0
+nas:/export/home   1000*    900    1500  1790000000    200     0     250       0
+"""
+LUSTRE = """     /lustre/project/a_name_so_long_that_it_has_a_line_of_its_own
+                 [7000]       0   10000       -     950    1000       0       -
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "left"),
+    [
+        (NFS, "nas:/export/home", (500 * 1024, 50)),
+        (NFS, "/dev/sda2", None),  # without limits
+        (NFS, "/dev/sdb", None),
+        (LUSTRE, "/lustre/project/a_name_so_long_that_it_has_a_line_of_its_own", (3000 * 1024, 50)),
+        ("/scratch 500* 400 450 - 1 0 0 -\n", "/scratch", (0, None)),
+        ("Disk quotas for user root (uid 0): none\n", "/dev/sda2", None),
+        ("/scratch - - -\n", "/scratch", None),
+        ("", "/scratch", None),
+    ],
+)
+def test_what_the_programs_print(text: str, place: str, left: tuple[int, int | None] | None) -> None:
+    assert read_quota(text, place, "quota") == (None if left is None else Quota("quota", *left))
+
+
+def test_the_programs_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the file system wants it; none of them, or one that does not answer, is no error."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(needs, "mount_of", lambda path: (Path("/scratch"), "lustre"))
+    program = tmp_path / "lfs"
+    program.write_text('#!/bin/sh\n[ "$1 $2 $3" = "quota -q -u" ] && echo "$5 100 0 400 - 1 0 0 -"\nexit 1\n')
+    program.chmod(0o755)
+    assert quota_on(tmp_path) == Quota("lfs quota", 300 * 1024, None)
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(timeouts, "QUOTA_S", 0.2)
+    assert quota_on(tmp_path) is None
+    program.unlink()
+    assert quota_on(tmp_path) is None
+
+
+def test_the_device_of_a_mount(tmp_path: Path) -> None:
+    table = tmp_path / "mounts"
+    table.write_text("/dev/sda1 / ext4 rw 0 0\nnas:/export/my\\040home /my\\040home nfs4 rw 0 0\n")
+    assert device_of(Path("/my home"), table) == "nas:/export/my home"
+    assert device_of(Path("/other"), table) == ""

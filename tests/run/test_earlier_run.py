@@ -1,0 +1,54 @@
+"""What a run tells of the one whose checkpoint it goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.config.key_text import dump_toml
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.run.earlier_run import changed_keys, model_contents, refuse_other_model
+
+
+def model(path: Path, weights: bytes) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(weights)
+    return path
+
+
+def test_keys_that_were_changed_are_listed_with_both_values(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    config = Config(run_dir="/r/one")
+    assert changed_keys(file, config) == []
+    file.write_text(dump_toml(config) + "\n[of_a_later_version]\nkey = 1\n")
+    assert changed_keys(file, config) == []
+    config.run_dir, config.actor.learning_rate, config.algo.advantage.estimator = "/r/two", 0.5, "rloo"
+    assert changed_keys(file, config) == [
+        f"actor.learning_rate {Config().actor.learning_rate!r} -> 0.5",
+        f'algo.advantage.estimator "{Config().algo.advantage.estimator}" -> "rloo"',
+    ]
+    file.write_text("no TOML at all")
+    assert changed_keys(file, config) == []
+
+
+def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Path) -> None:
+    """Also where it differs in its middle alone, where the first is gone, or where it was replaced in its place."""
+    weights = bytes(100_000) + b"a" * 40_000 + bytes(100_000)
+    first, moved, other = (
+        {str(path): model_contents(path)}
+        for path in (
+            model(tmp_path / "a", weights),
+            model(tmp_path / "moved", weights),
+            model(tmp_path / "b", weights.replace(b"a", b"b")),
+        )
+    )
+    refuse_other_model(first, moved)
+    refuse_other_model({}, other)  # of a checkpoint that an earlier version wrote
+    with pytest.raises(ConfigError, match=r"is .*/b, which holds another model than .*/a did .* another --run_dir"):
+        refuse_other_model(first, other)
+    (tmp_path / "a" / "config.json").write_text('{"rope_theta": 1}')
+    with pytest.raises(ConfigError, match="holds another model"):
+        refuse_other_model(first, {str(tmp_path / "a"): model_contents(tmp_path / "a")})

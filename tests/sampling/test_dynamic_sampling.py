@@ -1,0 +1,286 @@
+"""Groups that dynamic sampling drops, and those that are sampled in their place. Finishing is the test's."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from group_engines import BATCH, SAMPLING, Judge, Streamed, answer, order_of, places, prompt_set
+from waiting import until
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.errors import FilteredAway, RewardError
+from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
+from slurm_rlhf.rewards.values import Rewards, joined
+from slurm_rlhf.sampling.batch_sources import OnDemand, Parts, Rounds, make_batches
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver, Group, Tally
+from slurm_rlhf.sampling.group_rules import Standing
+from slurm_rlhf.sampling.group_stream import GroupStream, Rule
+
+EVEN = set(range(0, 40, 2))
+
+
+def fresh(at_once: int = BATCH, tries: int = 10) -> Rule:
+    return Rule(BATCH, 10, None, at_once, tries)
+
+
+def test_a_dropped_group_is_replaced_before_the_last_response_is_there(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, fresh(), judge=Judge(EVEN))
+    with run.taking(1) as found:
+        until(lambda: run.engines.places() == [0, 1, 2, 3])
+        run.engines.finish(1)
+        until(lambda: run.engines.places() == [0, 2, 3, 4])
+        run.engines.finish(3)
+        until(lambda: run.engines.places() == [0, 2, 4, 5])
+        run.engines.finish(0, 2, 4, 5)
+        until(lambda: run.engines.places() == [6])
+        run.engines.finish(6)
+    assert places(found[0]) == [0, 2, 4, 6]
+    batch = cast(Batch, found[0])
+    assert batch.metrics == {"dynamic_filtering/prompts": 7, "dynamic_filtering/pass_rate": pytest.approx(4 / 7)}
+    assert batch.judged == 7
+    assert batch.rewards is not None
+    assert batch.rewards.rewards.tolist() == [1, 0] * BATCH
+    assert batch.rewards.extra_logs["calls"].tolist() == [1] * 2 * BATCH
+    assert (batch.order["place"], batch.order["again"]) == (7, [])
+
+
+def test_short_responses_are_not_favoured_and_what_is_left_over_comes_first_in_the_next_step(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, fresh(at_once=8), judge=Judge(set(range(40))))
+    with run.taking(1) as found:
+        until(lambda: run.engines.places() == list(range(8)))
+        run.engines.finish(2, 3, 4, 5, 6)  # a batch and more, but the first two are long
+        time.sleep(0.05)
+        assert not found
+        assert run.order.place == 8  # enough have passed: no other is begun
+        run.engines.finish(0, 1)
+    assert places(found[0]) == [0, 1, 2, 3]
+    assert run.order.state_dict() == order_of(40, BATCH).state_dict() | {"taken": 1}
+    assert run.engines.open == []  # the eighth was dropped: no update waits for it
+    run.stream.updated(1)
+    with run.taking(2) as second:
+        until(lambda: run.engines.places() == list(range(4, 12)))
+        run.engines.finish(*range(4, 12))
+    assert places(second[0]) == [4, 5, 6, 7]
+
+
+def test_nothing_is_begun_while_the_actor_trains(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, fresh(), judge=Judge(set(range(40))))
+    with run.taking(1):
+        until(lambda: run.order.place == 4)
+        run.engines.finish(0, 1, 2, 3)
+    run.stream.updated(1)
+    time.sleep(0.03)
+    assert run.engines.open == []
+
+
+def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH), judge=Judge(EVEN))
+    with run.taking(1) as found:
+        until(lambda: run.order.place == 8)
+        run.engines.finish(1, 3, 5)
+        until(lambda: run.order.place == 11)
+        run.engines.finish(0, 2, 4, 8)
+    assert places(found[0]) == [0, 2, 4, 8]
+    batch = cast(Batch, found[0])
+    assert (batch.order["place"], batch.order["again"]) == (9, [6, 7])  # 1, 3 and 5 are done with, 9 and 10 come again
+    assert batch.metrics["dynamic_filtering/pass_rate"] == pytest.approx(4 / 7)
+    run.stream.updated(1)
+    with run.taking(2) as second:
+        until(lambda: run.order.place == 15)
+        run.engines.finish(*range(6, 15))
+        until(lambda: run.engines.places() == [15, 16, 17, 18, 19][: len(run.engines.places())])
+        while not second:
+            run.engines.finish(*run.engines.places())
+            time.sleep(0.002)
+    assert places(second[0]) == [6, 10, 12, 14]
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_all_groups_filtered_away_end_in_a_clear_stop(tmp_path: Path, size: int | None) -> None:
+    run = Streamed(tmp_path, Rule(BATCH, 10, size, BATCH, 3, BATCH), judge=Judge({2}))
+    with run.taking(1) as found:
+        while not found:
+            run.engines.finish(*run.engines.places())
+            time.sleep(0.002)
+    error = found[0]
+    assert isinstance(error, FilteredAway)
+    for told in ("step 1: dynamic sampling kept 1 of 1", "rollout.batch_size = 4", "dynamic_filtering_max_tries = 3"):
+        assert told in str(error)
+    assert "widen algo.dynamic_filtering_range" in str(error)
+    with run.stream.alone():
+        pass
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_prompts_that_run_out_end_the_run(tmp_path: Path, size: int | None) -> None:
+    run = Streamed(tmp_path, Rule(BATCH, 2, size, BATCH, 10, BATCH), prompts=8, judge=Judge({0, 2, 3, 5, 6}))
+    for step in (1, 2):
+        with run.taking(step) as found:
+            while not found:
+                run.engines.finish(*run.engines.places()[:1])
+                time.sleep(0.002)
+        run.stream.updated(step)
+    assert isinstance(found[0], EpisodesOver)
+    told = str(found[0])
+    assert "1 of the groups for step 2 are there, which needs rollout.batch_size = 4, so the run ends after" in told
+
+
+def test_what_the_reward_function_raises_comes_out_of_take(tmp_path: Path) -> None:
+    judge = Judge(EVEN)
+    judge.error = RewardError("reward.py:3: no")
+    run = Streamed(tmp_path, fresh(), judge=judge)
+    with run.taking(1) as found:
+        until(lambda: run.order.place == 4)
+        run.engines.finish(0)
+    assert str(found[0]) == "reward.py:3: no"
+
+
+class Fixed:
+    """In place of `Dispatcher`, with train.full_determinism: remembers its rounds."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[list[int], int]] = []
+        self.versions: list[int] = []
+        self.loads = {0: EngineLoad(tokens=1)}
+
+    def run(self, prompts: list[Prompt], sampling: Sampling, version: int, round: int) -> list[Trajectory]:
+        self.rounds.append(([prompt.index for prompt in prompts], round))
+        self.versions.append(version)
+        return [answer(prompt.index, sample) for prompt in prompts for sample in range(sampling.n)]
+
+
+class Graded:
+    """In place of `Scoring`: the mean score of prompt i is (i % 5) / 5, and all rewards are equal."""
+
+    def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
+        scores = [t.prompt % 5 / 5 + 0.1 * (-1) ** t.sample for t in trajectories]
+        return Rewards(np.ones(len(scores), dtype=np.float32), np.array(scores, dtype=np.float32))
+
+
+def rounds(
+    path: Path, order: PromptOrder, good: set[int] | Graded, at_once: int = 0, prompts: int = 40, **algo: object
+) -> tuple[OnDemand, Fixed]:
+    config, fixed = Config(), Fixed()
+    for name, value in algo.items():
+        setattr(config.algo, name, value)
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt = BATCH, SAMPLING.n
+    config.rollout.vllm_generate_batch_size = at_once
+    config.algo.dynamic_filtering_enable = config.train.full_determinism = True
+    judge = good if isinstance(good, Graded) else Judge(good)
+    parts: Any = Parts(config, prompt_set(path, prompts), order, 10, fixed, judge, lambda _: nullcontext())  # type: ignore[arg-type]
+    batches = make_batches(parts, sample=lambda _: pytest.fail("without the filter"))
+    assert isinstance(batches, OnDemand)
+    return batches, fixed
+
+
+def test_rounds_have_sizes_of_what_passed_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:
+    order = order_of(40, BATCH)
+    batches, fixed = rounds(tmp_path, order, EVEN)
+    whole = [batches.take(step) for step in (1, 2, 3)]
+    assert [places(batch) for batch in whole] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
+    # Two of four pass, so the next round has 2 * 5 / 3; the place behind the last that is used comes next.
+    assert fixed.rounds[:3] == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 1), ([7, 8, 9, 10], 1)]
+    assert fixed.versions[:3] == [0, 0, 1]  # of the policy, whatever seeds the round
+    assert whole[0].metrics == {"dynamic_filtering/prompts": 8, "dynamic_filtering/pass_rate": 0.5}
+    again = order_of(40, BATCH)
+    again.load_state_dict(whole[0].order)
+    resumed, refixed = rounds(tmp_path, again, EVEN)
+    assert [places(resumed.take(step)) for step in (2, 3)] == [places(batch) for batch in whole[1:]]
+    assert refixed.rounds == fixed.rounds[2:]
+
+
+def test_a_round_ends_with_its_episode_and_other_seeds_follow(tmp_path: Path) -> None:
+    order = order_of(8, BATCH, episodes=2)
+    batches, fixed = rounds(tmp_path, order, {1, 6}, prompts=8)
+    assert places(batches.take(1)) == [1, 6, 1, 6]
+    first, second = ([r for r in fixed.rounds if 1 in r[0]][k] for k in (0, 1))
+    assert first[1] != second[1]
+    assert all(len(set(asked)) == len(asked) for asked, _ in fixed.rounds)
+    with pytest.raises(EpisodesOver):
+        batches.take(2)
+
+
+def test_rounds_have_an_end(tmp_path: Path) -> None:
+    batches, fixed = rounds(tmp_path, order_of(40, BATCH, 20), {0}, at_once=6)
+    with pytest.raises(FilteredAway, match=r"kept 2 of 60 groups \(3\.3%\)"):
+        batches.take(1)
+    assert sum(len(asked) for asked, _ in fixed.rounds) == 60  # 10 times 6
+
+
+def test_groups_are_kept_by_their_mean_score_within_the_range_of_the_configuration(tmp_path: Path) -> None:
+    """Of five groups with means from 0 to 0.8, and spread, two lie within."""
+    batches, _ = rounds(tmp_path, order_of(40, BATCH), Graded(), dynamic_filtering_range=[0.3, 0.7])
+    batch = batches.take(1)
+    assert places(batch) == [2, 3, 7, 8]
+    passed = sum(i % 5 in (2, 3) for i in range(batch.judged))
+    assert batch.metrics["dynamic_filtering/pass_rate"] == passed / batch.judged
+    assert places(rounds(tmp_path, order_of(40, BATCH), Graded())[0].take(1)) == [0, 1, 2, 3]
+    narrow, _ = rounds(tmp_path, order_of(40, BATCH), Graded(), dynamic_filtering_range=[0.85, 1.0])
+    with pytest.raises(FilteredAway, match=r"kept 0 of 40 groups .* strictly between 0\.85 and 1:"):
+        narrow.take(1)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scores", "verdicts"),
+    [
+        ([0, 1, 1, 1], None, [True, False]),
+        ([0, 1, 1, 1], [1, 1, 0, 1], [False, True]),
+    ],
+)
+def test_a_group_is_judged_by_its_scores_and_without_them_by_its_rewards(
+    tmp_path: Path, rewards: list[float], scores: list[float] | None, verdicts: list[bool]
+) -> None:
+    groups = [Group(place, prompt, Standing(0)) for place, prompt in enumerate(prompt_set(tmp_path, 2).prompts)]
+    tally, found = Tally([]), None if scores is None else np.array(scores, dtype=np.float32)
+    tally.judge(groups, Rewards(np.array(rewards, dtype=np.float32), found), 2)
+    assert [group.verdict for group in groups] == verdicts
+    assert (tally.judged, tally.passed) == (2, 1)
+
+
+def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> None:
+    config = Config()
+    dispatcher: Any = type(
+        "Dispatcher",
+        (),
+        {"rollout": None, "run_seed": 1, "max_num_seqs": 2, "pool": None, "rescue": None, "answered": None},
+    )()
+    parts: Any = Parts(config, prompt_set(tmp_path, 4), order_of(4, 4), 1, dispatcher, None, lambda _: nullcontext())  # type: ignore[arg-type]
+
+    def made() -> Any:
+        return make_batches(parts, sample=lambda _: cast(Any, "sampled"))
+
+    assert made().take(1) == "sampled"
+    config.rollout.engine, config.algo.dynamic_filtering_enable = "hf", True
+    assert isinstance(made(), OnDemand)  # rounds: the actor has no stream
+    config.rollout.engine, config.algo.dynamic_filtering_enable = "vllm", False
+    config.vllm.sync_mode = "inflight"
+    stream = made()
+    assert isinstance(stream, GroupStream)
+    assert stream.tally is None
+    config.algo.dynamic_filtering_enable, config.algo.dynamic_filtering_range = True, [0.2, 0.9]
+    assert made().tally == Tally([0.2, 0.9])
+    config.vllm.sync_mode = "drain"
+    assert made().stream.rule.size is None
+    assert made().stream.tally == Tally([0.2, 0.9])
+    config.train.full_determinism = True
+    assert isinstance(made()._sample.__self__, Rounds)
+
+
+def test_rewards_of_several_calls_are_joined() -> None:
+    f = lambda *values: np.array(values, dtype=np.float32)  # noqa: E731
+    first = Rewards(f(1, 2, 3, 4), f(0, 1, 0, 1), {"each": f(5, 6, 7, 8), "all": f(9)}, {"form": f(1, 0, 2, 0)})
+    second = Rewards(f(7, 8), f(1, 1), {"all": f(3)}, {"form": f(3, 4)})
+    whole = joined([first.part(2, 4), second.part(0, 2)])
+    assert whole.rewards.tolist() == [3, 4, 7, 8]
+    assert whole.scores is not None
+    assert whole.scores.tolist() == [0, 1, 1, 1]
+    assert {name: values.tolist() for name, values in whole.extra_logs.items()} == {"each": [7, 8], "all": [9, 9, 3, 3]}
+    assert whole.components["form"].tolist() == [2, 0, 3, 4]
+    with pytest.raises(RewardError, match="no scores, components"):
+        joined([first, Rewards(f(1, 2))])

@@ -1,0 +1,220 @@
+"""A stream of groups: what is begun, what a batch waits for, what a checkpoint says. Finishing is the test's."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+from typing import cast
+
+import pytest
+from group_engines import BATCH, Streamed, order_of, places
+from waiting import until
+
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.sampling import group_stream
+from slurm_rlhf.sampling.batch_sources import rule_of
+from slurm_rlhf.sampling.batches import Batch
+from slurm_rlhf.sampling.group_stream import Rule
+
+
+def ahead(size: int, last: int = 10, stale: int = 8 * BATCH) -> Rule:
+    return Rule(BATCH, last, size, BATCH, 10, stale)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_group_is_begun_further_ahead_than_the_bound(tmp_path: Path, size: int) -> None:
+    run = Streamed(tmp_path, ahead(size))
+    for step in range(1, 11):
+        with run.taking(step) as found:
+            begun = min((step + size) * BATCH, 40)
+            until(lambda begun=begun: run.order.place == begun)  # type: ignore[misc]
+            run.engines.finish(*run.engines.places()[:BATCH])
+        assert places(found[0]) == list(range((step - 1) * BATCH, step * BATCH))
+        # While it is trained on, the engines have the policy from before: no more than that.
+        time.sleep(0.01)
+        assert run.order.place == begun
+        run.engines.version = step
+        run.stream.updated(step)
+    assert run.engines.seeds == {place: place // BATCH for place in range(40)}  # as where batches are sampled whole
+
+
+def test_a_share_of_a_batch_is_begun_while_the_actor_trains_and_the_rest_by_its_new_policy(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, ahead(3, stale=1))
+    with run.taking(1):
+        until(lambda: run.order.place == BATCH + 1)
+        run.engines.finish(*range(BATCH))
+    run.engines.finish(BATCH)
+    time.sleep(0.03)
+    assert run.order.place == BATCH + 1  # the engines are idle, and one group is there for the next step
+    run.engines.version = 1
+    run.stream.updated(1)
+    until(lambda: run.order.place == 2 * BATCH + 1)  # before the step asks
+    with run.taking(2) as found:
+        run.engines.finish(*run.engines.places()[: BATCH - 1])
+    assert places(found[0]) == list(range(BATCH, 2 * BATCH))
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "stale"),
+    [
+        (["--vllm.sync_mode=inflight"], 1, 2),  # a quarter of a batch of 9, and not more
+        (["--vllm.sync_mode=inflight", "--train.staleness_threshold=2", "--train.async_queue_size=4"], 4, 18),
+        (["--vllm.sync_mode=inflight", "--train.staleness_threshold=0"], 1, 0),
+        ([], None, 2),
+    ],
+)
+def test_the_keys_that_the_rule_is_of(words: list[str], size: int | None, stale: int) -> None:
+    rule = rule_of(load_config(None, [*words, "--rollout.batch_size=9"]), 20)
+    assert (rule.batch, rule.last, rule.size, rule.ahead) == (9, 20, size, stale)
+
+
+def test_a_batch_is_made_of_what_is_finished_and_a_straggler_comes_later(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, ahead(1))
+    with run.taking(1) as found:
+        until(lambda: run.engines.places() == list(range(8)))
+        run.engines.finish(1, 2, 4, 7)
+    assert places(found[0]) == [1, 2, 4, 7]
+    assert isinstance(found[0], Batch)
+    assert found[0].order["again"] == [0, 3, 5, 6]  # begun, and not trained on
+    assert (found[0].order["place"], found[0].order["taken"]) == (8, 1)
+    run.stream.updated(1)
+    with run.taking(2) as second:
+        until(lambda: run.engines.places() == [0, 3, 5, 6, 8, 9, 10, 11])
+        run.engines.finish(8, 9, 10, 11)  # as many as a batch, and the four of before must not become older
+        time.sleep(0.05)
+        assert not second
+        run.engines.finish(6, 5, 3, 0)
+    assert places(second[0]) == [0, 3, 5, 6]
+    assert cast(Batch, second[0]).order == order_of(40, BATCH).state_dict() | {"taken": 2}  # 8 to 11 come again
+
+
+def test_nothing_is_begun_while_the_next_batch_is_ready(tmp_path: Path) -> None:
+    """The trainer is the slower side then: what was begun would only be older when its turn comes."""
+    run = Streamed(tmp_path, ahead(3))
+    with run.taking(1):
+        until(lambda: run.order.place == 16)
+        run.engines.finish(*range(9))  # two batches, and one more
+    run.stream.updated(1)
+    time.sleep(0.03)
+    assert run.order.place == 16
+    with run.taking(2) as found:
+        pass
+    assert places(found[0]) == [4, 5, 6, 7]
+    until(lambda: run.order.place == 20)  # three batches behind the one in training
+
+
+def test_a_resumed_run_begins_with_the_groups_that_were_in_flight(tmp_path: Path) -> None:
+    order = order_of(40, BATCH)
+    order.load_state_dict({**order.state_dict(), "taken": 1, "place": 8, "again": [0, 3, 5, 6]})
+    run = Streamed(tmp_path, ahead(1), order=order)
+    with run.taking(2) as found:
+        until(lambda: run.engines.places() == [0, 3, 5, 6, 8, 9, 10, 11])
+        run.engines.finish(0, 3, 5, 6)
+    assert places(found[0]) == [0, 3, 5, 6]
+    assert {run.engines.seeds[place] for place in (0, 3)} == {0}  # as the first time
+
+
+def test_the_engines_are_free_for_an_evaluation(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, ahead(1))
+    with run.stream.alone():  # before the first batch
+        pass
+    with run.taking(1):
+        until(lambda: run.order.place == 8)
+        run.engines.finish(0, 1, 2, 3)
+    run.stream.updated(1)
+    until(lambda: run.order.place == 12)
+    done = threading.Timer(0.1, lambda: run.engines.finish(*range(4, 12)))
+    done.start()
+    with run.stream.alone():
+        assert run.engines.open == []  # it waited for the groups in flight
+        run.stream.updated(1)
+        time.sleep(0.02)
+        assert run.engines.open == []
+    with run.taking(2) as found:
+        pass
+    assert places(found[0]) == [4, 5, 6, 7]
+
+
+def test_what_an_engine_raises_comes_out_of_take_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, ahead(1))
+    with run.taking(1) as found:
+        until(lambda: run.order.place == 8)
+        run.engines.fail(RoleDied("engine 0 is gone"))
+    assert isinstance(found[0], RoleDied)
+    with run.stream.alone():
+        pass
+    with pytest.raises(RoleDied, match="engine 0 is gone"):
+        run.stream.take(1)
+
+
+def test_after_close_nothing_is_begun(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, ahead(2))
+    with run.taking(1):
+        until(lambda: run.order.place == 12)
+        run.engines.finish(0, 1, 2, 3)
+    run.stream.close()
+    run.stream.updated(1)
+    run.engines.finish(*range(4, 12))
+    until(lambda: not run.stream._thread.is_alive())  # type: ignore[union-attr]
+    assert run.order.place == 12
+
+
+def test_an_engine_that_starts_late_gets_groups(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, ahead(1))
+    run.engines.ready = [0]
+    with run.taking(1):
+        until(lambda: run.order.place == 8)
+        run.engines.finish(0, 1, 2, 3)
+    run.engines.ready = [0, 1]
+    run.stream.updated(1)
+    until(lambda: run.order.place == 12)
+    assert {row[0] for row in run.engines.open if row[1] >= 8} == {1}  # it has the least in hand
+
+
+def test_rows_of_a_small_data_set_are_not_in_flight_twice(tmp_path: Path) -> None:
+    """Engines know a request by its prompt: five rows, four of them a batch, and four episodes."""
+    order = PromptOrder(5, BATCH, 4, 3)
+    run = Streamed(tmp_path, ahead(1, last=4), prompts=5, order=order)
+    seen: list[int] = []
+    for step in range(1, 5):
+        with run.taking(step) as found:
+            while not found:
+                rows = [(row[2], row[3]) for row in run.engines.open]
+                assert len(rows) == len(set(rows))
+                run.engines.finish(*run.engines.places())
+                time.sleep(0.001)
+        seen += places(found[0])
+        run.stream.updated(step)
+    assert sorted(seen) == sorted(order.position(place) for place in range(16))
+
+
+def test_a_run_with_random_lengths_keeps_the_bound(tmp_path: Path) -> None:
+    run, dice = Streamed(tmp_path, ahead(2)), random.Random(0)
+    trained: list[int] = []
+    for step in range(1, 11):
+        with run.taking(step) as found:
+            while not found:
+                if left := run.engines.places():
+                    run.engines.finish(dice.choice(left[1:] or left))  # the first of them is long
+        trained += places(found[0])
+        batch = cast(Batch, found[0])
+        assert max(step - 1 - span.version for t in batch.trajectories for span in t.versions) <= 2
+        run.engines.version = step
+        run.stream.updated(step)
+    assert sorted(trained) == list(range(40))
+
+
+def test_a_stream_without_news_looks_for_late_engines_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_stream, "LATE_S", 0.01)
+    run, looks = Streamed(tmp_path, ahead(1)), []
+    run.stream.admit = looks.append
+    with run.taking(1) as found:
+        until(lambda: len(looks) > 3, "looks for engines")
+        run.engines.finish(*run.engines.places()[:BATCH])
+    assert places(found[0]) == list(range(BATCH))

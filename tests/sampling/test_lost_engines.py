@@ -1,0 +1,138 @@
+"""Engines that die under a batch or a stream: what was finished stays, the rest is sampled by the others."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from group_engines import BATCH, IDS, SAMPLING, Engines, Streamed, places
+from waiting import HANG_S, until
+
+from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.sampling.dispatch import Dispatcher
+from slurm_rlhf.sampling.group_stream import Rule
+
+
+def owners(engines: Engines, engine: int) -> list[int]:
+    """The places in flight on an engine."""
+    return sorted({place for owner, place, *_ in engines.open if owner == engine})
+
+
+class Batch:
+    """A dispatcher in a thread of its own, over engines that finish one response when the test says so."""
+
+    def __init__(self, engines: Engines, count: int, deterministic: bool, rescue: Any = None) -> None:
+        self.engines = engines
+        dispatcher = Dispatcher(cast("Any", engines), 1, 2, deterministic, None, rescue)
+        prompts = [Prompt(index, f"{index}", IDS) for index in range(count)]
+        self._found: Future[list[Trajectory]] = Future()
+
+        def run() -> None:
+            try:
+                self._found.set_result(dispatcher.run(prompts, SAMPLING, 1))
+            except BaseException as error:
+                self._found.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def result(self) -> list[tuple[int, int, int]]:
+        """Of each response, its prompt, its sample and its engine."""
+        found = self._found.result(HANG_S)
+        return [(each.prompt, each.sample, each.engine) for each in found]
+
+    def finish_all(self) -> None:
+        """Let engines finish what they have until the batch is complete."""
+        while not self._found.done():
+            self.engines.finish(*self.engines.places())
+            threading.Event().wait(0.002)
+
+
+def test_the_part_of_a_lost_engine_goes_whole_to_one_that_has_done_its_own() -> None:
+    engines = Engines()
+    batch = Batch(engines, 6, deterministic=True)
+    until(lambda: owners(engines, 0) == [0, 2, 4] and owners(engines, 1) == [1, 3, 5])
+    engines.lose(1)
+    engines.finish(0, 2, 4)
+    until(lambda: owners(engines, 0) == [1, 3, 5])  # at a time, as the lost one had them
+    engines.finish(1, 3, 5)
+    assert batch.result() == [(prompt, sample, 0) for prompt in range(6) for sample in (0, 1)]
+
+
+def test_what_a_lost_engine_had_finished_is_kept_and_the_rest_goes_to_others() -> None:
+    engines = Engines()
+    batch = Batch(engines, 8, deterministic=False)
+    until(lambda: bool(owners(engines, 1)))
+    kept = owners(engines, 1)[0]
+    engines.finish(kept)
+    until(lambda: owners(engines, 1) != [] and kept not in owners(engines, 1))
+    engines.lose(1)
+    batch.finish_all()
+    found = batch.result()
+    assert [(prompt, sample) for prompt, sample, _ in found] == [(p, s) for p in range(8) for s in (0, 1)]
+    assert {engine for prompt, _, engine in found if prompt != kept} == {0}
+    assert {engine for prompt, _, engine in found if prompt == kept} == {1}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_where_the_last_engine_dies_the_batch_waits_for_it_to_come_back(deterministic: bool) -> None:
+    engines, asked = Engines(), threading.Event()
+
+    def rescue() -> list[int]:
+        asked.set()
+        return list(engines.ready)
+
+    batch = Batch(engines, 4, deterministic, rescue)
+    until(lambda: bool(owners(engines, 0)) and bool(owners(engines, 1)))
+    engines.lose(0)
+    engines.lose(1)
+    assert asked.wait(HANG_S)
+    engines.lost, engines.ready = [], [1]
+    batch.finish_all()
+    assert batch.result() == [(prompt, sample, 1) for prompt in range(4) for sample in (0, 1)]
+
+
+def test_without_a_way_to_give_it_weights_the_loss_of_the_last_engine_is_an_error() -> None:
+    engines = Engines()
+    batch = Batch(engines, 4, deterministic=False)
+    until(lambda: bool(owners(engines, 0)) and bool(owners(engines, 1)))
+    engines.lose(0)
+    engines.lose(1)
+    with pytest.raises(RoleDied, match="no engine is left"):
+        batch.result()
+
+
+def test_groups_of_a_lost_engine_are_sampled_by_the_others_once_and_whole(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH))
+    with run.taking(1) as found:
+        until(lambda: run.order.place == 8)
+        mine, others = owners(run.engines, 1), owners(run.engines, 0)
+        assert mine
+        assert others
+        run.engines.lose(1)
+        until(lambda: owners(run.engines, 0) == sorted([*mine, *others]))
+        run.engines.finish(*mine)
+    assert places(found[0]) == mine
+    assert {t.engine for t in found[0].trajectories} == {0}  # type: ignore[union-attr]
+
+
+def test_a_stream_whose_last_engine_died_takes_the_one_that_comes_back(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH))
+    back = threading.Event()
+
+    def rescue() -> None:
+        if back.is_set():
+            run.engines.lost, run.engines.ready = [], [1]
+
+    run.stream.rescue = rescue
+    with run.taking(1) as found:
+        until(lambda: run.order.place == 8)
+        run.engines.lose(0)
+        run.engines.lose(1)
+        back.set()
+        until(lambda: owners(run.engines, 1) == list(range(8)))
+        run.engines.finish(*range(4))
+    assert places(found[0]) == [0, 1, 2, 3]

@@ -1,0 +1,63 @@
+"""Checkpoints that are written beside the steps; that they are those of a save that waits is in training_ranks.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from waiting import HANG_S
+from warm_runs import WarmRun
+
+from slurm_rlhf.trainer.async_save import AsyncSave
+from slurm_rlhf.trainer.optimizer_state import Fragment
+
+CPU = torch.device("cpu")
+
+
+def fragment(value: float) -> Fragment:
+    return Fragment("p", 3, {"fp32": torch.full((4,), value)})
+
+
+def test_it_writes_a_copy_and_the_next_one_waits() -> None:
+    saves, free = AsyncSave(), threading.Event()
+    live, seen = fragment(1.0), []
+
+    def write(copies: list[Fragment]) -> None:
+        assert free.wait(HANG_S)
+        seen.append((copies[0].start, copies[0].tensors["fp32"].tolist()))
+
+    first = saves.begin([live], CPU, write)
+    live.tensors["fp32"].fill_(2.0)
+    assert not first.written.done()
+    threading.Timer(0.05, free.set).start()
+    saves.begin([live], CPU, write)
+    assert seen[0] == (3, [1.0] * 4)
+    saves.wait()
+    assert seen[1:] == [(3, [2.0] * 4)]
+    assert saves.copies.nbytes == 16  # of one copy, however often it saves
+
+
+def test_what_goes_wrong_is_told_and_the_next_one_works() -> None:
+    def fail(copies: list[Fragment]) -> None:
+        raise OSError("No space left on device")
+
+    saves, seen = AsyncSave(), []
+    failed = saves.begin([fragment(1.0)], CPU, fail)
+    with pytest.raises(OSError, match="No space left"):
+        failed.written.result(HANG_S)
+    saves.begin([fragment(2.0)], CPU, seen.extend).written.result(HANG_S)
+    assert len(seen) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
+def test_killed_at_random_moments_the_last_whole_one_loads(tmp_path: Path, kills: int) -> None:
+    program = Path(__file__).parents[1] / "support" / "killed_saver.py"
+    saver = WarmRun([sys.executable, "-u", str(program), str(tmp_path), str(kills)], dict(os.environ))
+    output, _ = saver.communicate(100 if kills == 10 else 800)
+    assert saver.returncode == 0, output
+    assert output.count("killed after") == kills

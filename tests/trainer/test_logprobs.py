@@ -1,0 +1,191 @@
+"""Chunked log-probs: equal to the plain formula in value and gradient, with no more logits at once than a chunk's."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.trainer import logprobs as logprobs_module
+from slurm_rlhf.trainer.logprobs import HeadMath, LogprobHead, chunked_logprobs
+from slurm_rlhf.trainer.train_settings import Schedule, learning_rate
+
+TOKENS, HIDDEN, VOCAB, CHUNK = 50, 16, 97, 8
+
+
+class LiveLogits:
+    """Counts logits that exist at once, in tokens, through a hook on the head."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.live: list[weakref.ref[Tensor]] = []
+        self.largest = self.peak = self.calls = 0
+        head.register_forward_hook(self._hook)
+
+    def _hook(self, _module: nn.Module, _inputs: object, logits: Tensor) -> None:
+        self.live = [ref for ref in self.live if ref() is not None] + [weakref.ref(logits)]
+        self.calls += 1
+        self.largest = max(self.largest, len(logits))
+        self.peak = max(self.peak, sum(len(tensor) for ref in self.live if (tensor := ref()) is not None))
+
+
+def make_inputs() -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    head = nn.Linear(HIDDEN, VOCAB, bias=False)
+    return head, torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randint(VOCAB, (TOKENS,))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("chunk", [CHUNK, 1, 1000])
+def test_values_and_gradients_equal_the_plain_formula_in_float64(temperature: float, chunk: int) -> None:
+    head, hidden, targets = make_inputs()
+    logprobs, entropy = chunked_logprobs(head, hidden, targets, temperature, chunk, entropy_grad=True)
+    weights = torch.randn(TOKENS)
+    grads = torch.autograd.grad((logprobs * weights + entropy).sum(), [hidden, head.weight])
+
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, head.weight))
+    z = exact_hidden @ exact_weight.T / temperature
+    p = z.softmax(-1)
+    exact_logprobs = z[torch.arange(TOKENS), targets] - z.logsumexp(-1)
+    exact_entropy = -(p * p.log()).sum(-1)
+    exact_grads = torch.autograd.grad(
+        (exact_logprobs * weights.double() + exact_entropy).sum(), [exact_hidden, exact_weight]
+    )
+    torch.testing.assert_close(logprobs.double(), exact_logprobs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(entropy.double(), exact_entropy, rtol=0, atol=2e-5)
+    for ours, exact in zip(grads, exact_grads, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_one_chunk_exist_at_a_time_forward_and_backward() -> None:
+    head, hidden, targets = make_inputs()
+    watch = LiveLogits(head)
+    logprobs, _ = chunked_logprobs(head, hidden, targets, 1.0, CHUNK)
+    chunks = -(-TOKENS // CHUNK)
+    assert (watch.calls, watch.largest) == (chunks, CHUNK)
+    logprobs.sum().backward()
+    assert watch.calls == 2 * chunks, "the backward pass must compute each chunk's logits again"
+    assert watch.largest == CHUNK
+    assert watch.peak <= 2 * CHUNK  # the one that the hook sees, and its predecessor on the way out
+
+
+def test_one_chunk_is_not_computed_twice() -> None:
+    head, hidden, targets = make_inputs()
+    watch = LiveLogits(head)
+    chunked_logprobs(head, hidden, targets, 1.0, TOKENS)[0].sum().backward()
+    assert watch.calls == 1
+
+
+def test_entropy_has_no_gradient_unless_asked_for() -> None:
+    head, hidden, targets = make_inputs()
+    assert not chunked_logprobs(head, hidden, targets, 1.0, CHUNK)[1].requires_grad
+    assert chunked_logprobs(head, hidden, targets, 1.0, CHUNK, entropy_grad=True)[1].requires_grad
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_the_backward_pass_computes_no_entropy_that_has_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, entropy_grad: bool
+) -> None:
+    head, hidden, targets = make_inputs()
+    asked: list[int] = []
+    plain = logprobs_module._entropy
+    monkeypatch.setattr(logprobs_module, "_entropy", lambda log_p: asked.append(len(log_p)) or plain(log_p))
+    logprobs, entropy = chunked_logprobs(head, hidden, targets, 1.0, CHUNK, entropy_grad=entropy_grad)
+    chunks = -(-TOKENS // CHUNK)
+    assert len(asked) == chunks
+    (logprobs.sum() + (entropy.sum() if entropy_grad else 0.0)).backward()
+    assert len(asked) == (2 if entropy_grad else 1) * chunks
+
+
+def test_no_actions_at_all_still_give_a_gradient() -> None:
+    head, hidden, targets = make_inputs()
+    logprobs, entropy = chunked_logprobs(head, hidden[:0], targets[:0], 1.0, CHUNK)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert head.weight.grad is not None
+    assert not head.weight.grad.any()
+
+
+def test_half_precision_states_give_fp32_numbers() -> None:
+    head, hidden, targets = make_inputs()
+    exact, _ = chunked_logprobs(head, hidden, targets, 1.0, CHUNK)
+    logprobs, entropy = chunked_logprobs(head.bfloat16(), hidden.bfloat16(), targets, 1.0, CHUNK)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, exact, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [CHUNK, 1000])
+def test_an_fp32_head_is_far_nearer_to_float64_than_a_bf16_one(chunk: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    head, math = nn.Linear(64, 997, bias=bias).bfloat16(), HeadMath(1.5, 30.0)
+    hidden, targets, weights = (torch.randn(50, 64) * 3).bfloat16(), torch.randint(997, (50,)), torch.randn(50)
+    hidden.requires_grad_()
+    wanted = [hidden, *head.parameters()]
+
+    exact = [x.detach().double().requires_grad_() for x in wanted]
+    logits = math(nn.functional.linear(*exact)) / 0.7
+    expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    gradients = torch.autograd.grad((expected * weights.double()).sum(), exact)
+
+    off, off_gradient = {}, {}
+    for fp32 in (False, True):
+        logprobs, _ = LogprobHead(head, chunk, math, fp32)(hidden, targets, 0.7)
+        found = torch.autograd.grad((logprobs * weights).sum(), wanted)
+        off[fp32] = float((logprobs.double() - expected).abs().max().detach())
+        pairs = zip(found, gradients, strict=True)
+        off_gradient[fp32] = [float((a.double() - b).abs().mean()) for a, b in pairs]
+        assert [a.dtype for a in found] == [torch.bfloat16] * len(found)
+    assert off[True] < 1e-5
+    assert off[False] > 1e-3
+    for better, worse in zip(off_gradient[True], off_gradient[False], strict=True):
+        assert 0.0 < better < worse
+
+
+def test_an_fp32_head_computes_in_fp32_under_autocast() -> None:
+    head, hidden, targets = make_inputs()
+    plain, _ = chunked_logprobs(head, hidden, targets, 1.0, CHUNK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded, _ = LogprobHead(head, CHUNK)(hidden, targets, 1.0)
+        logprobs, _ = LogprobHead(head, CHUNK, fp32=True)(hidden, targets, 1.0)
+    assert torch.equal(logprobs, plain)
+    assert not torch.equal(rounded, plain)
+
+
+def test_an_fp32_head_that_is_no_linear_layer_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"ds\.fp32_lm_head: the head of this model is a Sequential"):
+        LogprobHead(nn.Sequential(nn.Linear(2, 3)), CHUNK, fp32=True)
+
+
+# Peak 1, 10 steps of which 2 are warm-up, down to 0.1: worked by hand.
+@pytest.mark.parametrize(
+    ("kind", "step", "expected"),
+    [
+        ("constant", 0, 0.5),
+        ("constant", 1, 1.0),
+        ("constant", 9, 1.0),
+        ("linear", 2, 1.0),
+        ("linear", 9, 0.1),
+        ("linear", 99, 0.1),
+        ("linear", 3, 1.0 - 0.9 / 7),
+        ("cosine", 2, 1.0),
+        ("cosine", 9, 0.1),
+        ("cosine", 99, 0.1),
+        ("cosine", 3, 0.1 + 0.9 * 0.9504844339512095),
+    ],
+)
+def test_schedules(kind: str, step: int, expected: float) -> None:
+    schedule = Schedule(kind, 1.0, 10, warmup_ratio=0.2, min_ratio=0.1)
+    assert learning_rate(step, schedule) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_a_run_of_one_step_trains_at_the_peak(kind: str) -> None:
+    assert learning_rate(0, Schedule(kind, 0.5, 1)) == 0.5
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="constant, linear and cosine"):
+        learning_rate(0, Schedule("polynomial", 1.0, 10))

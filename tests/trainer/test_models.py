@@ -1,0 +1,217 @@
+"""Policy and value modules on real Hugging Face directories: padding, loading, export."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from packed_rows import edit_config, make_experience
+from random_models import make_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import make_tiny
+from training_ranks import make_config
+from waiting import HANG_S
+
+from slurm_rlhf.config.schema import Config, Ds
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.records import Experience
+from slurm_rlhf.trainer.batch import collate, per_action
+from slurm_rlhf.trainer.frozen_models import FrozenPolicy
+from slurm_rlhf.trainer.models import _compare_logits, load_critic, load_policy
+from slurm_rlhf.trainer.parameters import save_hf
+from slurm_rlhf.trainer.sft import SftTrainer
+from slurm_rlhf.trainer.trainers import PolicyTrainer
+
+FP32 = Ds(param_dtype="fp32")
+CPU = torch.device("cpu")
+
+
+EXPERIENCE = make_experience([(3, 9), (12, 1), (1, 30), (7, 0), (5, 5)])
+MICRO = [[2, 0], [4], [1, 3]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for arch in ("qwen2", "qwen3", "llama"):
+        make_tiny(root / arch, arch, tied=arch != "llama")
+    return root
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama"])
+def test_padded_micro_batches_equal_an_unpadded_forward(models: Path, arch: str) -> None:
+    config = Config(ds=FP32)
+    config.actor.model_name_or_path = str(models / arch)
+    config.rollout.temperature = 0.8
+    config.train.logprob_chunk_tokens = 4
+    ours = FrozenPolicy(config).logprobs(EXPERIENCE, MICRO)["logprobs"]
+    model = load_policy(models / arch, FP32, 4).model
+    expected = []
+    for index in range(len(EXPERIENCE)):
+        one = EXPERIENCE.select([index])
+        ids = torch.tensor(one.token_ids.astype(np.int64))[None]
+        with torch.no_grad():
+            logprobs = (model(input_ids=ids).logits[0] / 0.8).log_softmax(-1)
+        prompt, length = int(one.prompt_lens[0]), int(one.lengths[0])
+        positions = torch.arange(prompt, length)
+        expected.append(logprobs[positions - 1, ids[0, positions]])
+    np.testing.assert_allclose(ours, torch.cat(expected), rtol=0, atol=1e-6)
+
+
+def test_values_of_padded_micro_batches_equal_an_unpadded_forward(models: Path) -> None:
+    critic = load_critic(models / "qwen2", FP32, seed=1)
+
+    def values(exp: Experience, micro: list[list[int]]) -> np.ndarray:
+        return per_action(exp, micro, CPU, lambda batch: critic(batch.input_ids, batch.action_index))
+
+    alone = [values(EXPERIENCE.select([index]), [[0]]) for index in range(len(EXPERIENCE))]
+    np.testing.assert_allclose(values(EXPERIENCE, MICRO), np.concatenate(alone), rtol=0, atol=1e-6)
+
+
+ZERO_3 = """
+import sys
+from pathlib import Path
+from training_ranks import make_config
+from waiting import HANG_S
+from slurm_rlhf.trainer.sft import SftTrainer
+
+SftTrainer(make_config(Path(sys.argv[1]), zero_stage=3), 10)
+"""
+
+
+@pytest.mark.parametrize(("trainer", "dtype"), [(SftTrainer, "fp32"), (PolicyTrainer, "bf16"), (PolicyTrainer, "fp32")])
+def test_a_head_of_more_than_one_layer_is_refused(tmp_path: Path, trainer: Any, dtype: str) -> None:
+    """Its output embeddings are the last of them, and would be trained without the others."""
+    make_model(tmp_path, "modernbert-decoder", noisy=False, bos_token_id=1, cls_token_id=1, sep_token_id=1)
+    made = trainer.__new__(trainer)
+    made.config = make_config(tmp_path, param_dtype=dtype)
+    told = "logits of ModernBertDecoderForCausalLM are not those of its body and its"
+    with pytest.raises(ModelError, match=told):
+        made._load(made.config.ds)
+    if trainer is SftTrainer:  # and where ZeRO-3 has cut the parameters
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        words = [sys.executable, "-c", ZERO_3, str(tmp_path)]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
+        assert told in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("fp32", 1e-3), ("bf16", 0.1)])
+def test_logits_of_another_head_are_refused_from_a_bound_on(models: Path, dtype: str, most: float) -> None:
+    """A bias b on one of V tokens, all about as likely, changes log-probs by 2 b / V in the mean."""
+    policy = load_policy(models / "qwen2", Ds(param_dtype=dtype), 4)
+    forward = policy.head.forward
+    for off, refused in ((0.3 * most, False), (4 * most, True)):
+
+        def biased(hidden: torch.Tensor, *rest: Any, off: float = off) -> Any:
+            logits = forward(hidden, *rest)
+            return logits + off * logits.shape[-1] * (torch.arange(logits.shape[-1]) == 0) / 2
+
+        policy.head.forward = biased  # type: ignore[method-assign]
+        with pytest.raises(ModelError, match="are not those") if refused else nullcontext():
+            _compare_logits(policy, "it")
+
+
+def test_critic_head_depends_on_the_seed_alone(models: Path) -> None:
+    first, again, other = (load_critic(models / "qwen2", FP32, seed).value_head.weight for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first.std().item() == pytest.approx(1 / 65, rel=0.3)
+
+
+def test_collate_points_at_the_token_before_each_action() -> None:
+    exp = make_experience([(2, 3), (4, 1)])
+    batch = collate(exp, CPU)
+    assert batch.input_ids.tolist() == [exp.token_ids[:4].tolist(), exp.token_ids[5:9].tolist()]
+    assert batch.action_index.tolist() == [1, 2, 3, 4 + 3]
+    assert batch.targets.tolist() == exp.token_ids[[2, 3, 4, 9]].tolist()
+    whole = collate(exp, CPU, whole=True)
+    assert whole.input_ids.tolist() == [exp.token_ids[:5].tolist(), exp.token_ids[5:].tolist()]
+    assert whole.action_index.tolist() == [1, 2, 3, 5 + 3]
+    with pytest.raises(ValueError, match="sequence 1 has a response but no prompt"):
+        collate(make_experience([(2, 3), (0, 1)]), CPU)
+
+
+def test_dropout_of_the_model_is_off(models: Path, tmp_path: Path) -> None:
+    make_tiny(tmp_path / "m")
+    edit_config(tmp_path / "m", attention_dropout=0.5)
+    policy = load_policy(tmp_path / "m", FP32, 100)
+    batch = collate(EXPERIENCE, CPU)
+    first, again = (policy(batch.input_ids, batch.action_index, batch.targets)[0] for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(models: Path) -> None:
+    batch = collate(EXPERIENCE, CPU)
+    grads = []
+    for enabled in (False, True):
+        policy = load_policy(models / "qwen2", FP32, 8, gradient_checkpointing=enabled)
+        calls = []
+        policy.model.model.layers[0].self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        policy(batch.input_ids, batch.action_index, batch.targets)[0].sum().backward()
+        assert len(calls) == 1 + enabled
+        grads.append([p.grad for p in policy.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "llama"])
+def test_export_loads_with_transformers_and_keeps_tied_embeddings_tied(models: Path, tmp_path: Path, arch: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tied = arch == "qwen2"
+    policy = load_policy(models / arch, FP32, 100)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.01)
+    out = tmp_path / "final"
+    # The second replaces the first; rank 1 writes nothing.
+    for rank, where in ((0, out), (0, out), (1, tmp_path / "other")):
+        save_hf(policy.model, policy.model.named_parameters(), models / arch, where, rank)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+    with safe_open(out / "model.safetensors", "pt") as weights:
+        assert ("lm_head.weight" in weights.keys()) is not tied  # noqa: SIM118
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert loaded.dtype == torch.float32
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
+    ids = torch.arange(2, 60)[None]
+    assert torch.equal(loaded(ids).logits, policy.model(ids).logits)
+    assert AutoTokenizer.from_pretrained(out)("12+3=")["input_ids"] == [3, 4, 12, 5, 15]
+    assert (out / "generation_config.json").read_bytes() == (models / arch / "generation_config.json").read_bytes()
+
+
+def test_unusable_directories_are_model_errors(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such directory"):
+        load_policy(tmp_path / "nowhere", FP32, 100)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load_policy(tmp_path / "empty", FP32, 100)
+    (tmp_path / "empty" / "config.json").write_bytes((models / "qwen2" / "config.json").read_bytes())
+    with pytest.raises(ModelError, match="no weights"):
+        load_critic(tmp_path / "empty", FP32, 0)
+    (tmp_path / "empty" / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ModelError, match="cannot load"):
+        load_policy(tmp_path / "empty", FP32, 100)
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "m")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_policy(path, FP32, 100)
+
+
+def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
+    path = make_tiny(tmp_path / "m")
+    edit_config(path, final_logit_softcapping=30.0)
+    with pytest.raises(ModelError, match="final_logit_softcapping"):
+        load_policy(path, FP32, 100)

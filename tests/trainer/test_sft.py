@@ -1,0 +1,252 @@
+"""`slurm-rlhf sft` as a user runs it: one process without torchrun, and two ranks with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import make_tiny
+from waiting import HANG_S
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import CheckpointError
+from slurm_rlhf.trainer.distributed import World
+from slurm_rlhf.trainer.sft_record import SftRecord
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+# Answers as vLLM samples them, with the log-probs of the tokens.
+VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=8, seed=0)
+asked = [f"{a}+{b}=" for a, b in ((1, 2), (7, 9), (5, 5))]
+answers = llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=6, logprobs=0), use_tqdm=False)
+told = [
+    [list(a.prompt_token_ids), list(o.token_ids), [next(iter(p.values())).logprob for p in o.logprobs]]
+    for a in answers for o in a.outputs
+]
+print("ANSWERS " + json.dumps(told))
+"""
+
+
+def run_sft(words: list[str], launcher: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, *launcher, str(cwd / "slurm-rlhf"), "sft", *words], cwd, {})
+
+
+def run(command: list[str], cwd: Path, extra: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=HANG_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return make_job(tmp_path)
+
+
+def make_job(tmp_path: Path) -> Path:
+    # What an installation puts on the PATH.
+    (tmp_path / "slurm-rlhf").write_text("import sys\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n")
+    make_tiny(tmp_path / "model")
+    rows = [{"input": f"{a}+{b}=", "output": str(a + b)} for a in range(10) for b in range(10)]
+    rows.append({"input": "1" * 60, "output": "too long"})
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config: dict[str, dict[str, Any]] = {
+        "actor": {"model_name_or_path": "model", "lr_warmup_ratio": 0.1},
+        "sft": {"dataset": "sums.jsonl", "output_dir": "out", "batch_size": 20, "max_epochs": 8, "learning_rate": 3e-3},
+        "data": {"max_len": 32},
+        "ds": {"param_dtype": "fp32"},
+        "train": {"max_tokens_per_gpu": 100},
+    }
+    lines = [
+        f"[{group}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in keys.items()) for group, keys in config.items()
+    ]
+    (tmp_path / "job.toml").write_text("\n".join(lines))
+    return tmp_path
+
+
+def losses(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/40 loss (\S+)", output)}
+
+
+def metrics(record: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path) -> None:
+    config, world = Config(), World(0, 1, torch.device("cpu"))
+    config.sft.output_dir = str(tmp_path / "out")
+    for start in range(3):
+        record = SftRecord(config, world)
+        assert record.begin(9) == (None, {})
+        record.step(1, {"loss": float(start)})
+    names = ["config.toml", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out.run").iterdir()) == names
+    assert [row["loss"] for row in metrics(tmp_path / "out.run")] == [2.0]
+
+
+def test_a_checkpoint_is_of_one_number_of_steps(tmp_path: Path) -> None:
+    config, world = Config(), World(0, 1, torch.device("cpu"))
+    config.sft.output_dir = str(tmp_path / "out")
+    record = SftRecord(config, world)
+    record.begin(9)
+    for step in (1, 2, 3, 4):
+        record.step(step, {"loss": 0.5})
+        if step < 4:
+            record.save(step, 9, {"taken": step}, lambda directory: (directory / "weights").write_bytes(b"w") and None)
+    checkpoint, state = SftRecord(config, world).begin(9)
+    assert checkpoint is not None
+    assert (checkpoint.name, state["step"], state["order"]) == ("step_000003", 3, {"taken": 3})
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["step_000003"]
+    assert len(metrics(tmp_path / "out.run")) == 3, "the step behind the checkpoint is done again"
+    with pytest.raises(CheckpointError, match=r"of a training of 9 steps, and this one has 8.*--resume=never"):
+        SftRecord(config, world).begin(8)
+    config.resume = "never"
+    assert SftRecord(config, world).begin(8) == (None, {})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of a job that one process has done, and what it printed."""
+    job = make_job(tmp_path_factory.mktemp("sft"))
+    result = run_sft(["job.toml"], [], job)
+    assert result.returncode == 0, result.stderr
+    assert "DeepSpeed" not in result.stdout + result.stderr
+    return job, result.stdout
+
+
+def test_metrics_and_log_are_beside_the_model(trained: tuple[Path, str]) -> None:
+    job, printed = trained
+    assert "100 examples, 1 dropped as too long, 40 steps" in printed
+    alone = losses(printed)
+    assert sorted(alone) == list(range(1, 41))
+    assert 0 < alone[40] < 0.6 * alone[1]
+    left = ["job.toml", "model", "out", "out.run", "slurm-rlhf", "sums.jsonl"]
+    assert sorted(path.name for path in job.iterdir()) == left
+    assert sorted(path.name for path in (job / "out.run").iterdir()) == ["config.toml", "metrics.jsonl", "sft.log"]
+    assert losses((job / "out.run" / "sft.log").read_text()) == alone
+    measured = metrics(job / "out.run")
+    assert [row["step"] for row in measured] == list(range(1, 41))
+    assert {step: round(row["loss"], 4) for step, row in enumerate(measured, start=1)} == alone
+    assert all(row["lr"] > 0 and row["grad_norm"] > 0 and row["tokens"] > 20 for row in measured)
+
+
+def test_two_ranks_learn_the_same_and_the_model_loads_everywhere(trained: tuple[Path, str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    job, alone = trained[0], losses(trained[1])
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    both = run_sft(["job.toml", "--sft.output_dir=both"], ranks, job)
+    assert both.returncode == 0, both.stderr
+    assert losses(both.stdout) == pytest.approx(alone, abs=2e-4)
+
+    model = AutoModelForCausalLM.from_pretrained(job / "out", dtype="auto")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    cpu = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    sampled = run([sys.executable, "-c", VLLM, "out"], job, cpu | quiet)
+    assert sampled.returncode == 0, sampled.stderr[-3000:]
+    for prompt, response, told in json.loads(sampled.stdout.split("ANSWERS ")[1].splitlines()[0]):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+        ours = [float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(response)]
+        assert ours == pytest.approx(told, abs=1e-5)
+
+
+def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(trained: tuple[Path, str]) -> None:
+    job, measured = trained[0], metrics(trained[0] / "out.run")
+    words = ["job.toml", "--sft.output_dir=again", "--sft.save_steps=8"]
+    command = [sys.executable, str(job / "slurm-rlhf"), "sft", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen(command, cwd=job, env=environment, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.startswith("sft: step 19/40"):
+            first.kill()
+    assert first.wait(timeout=HANG_S) == -signal.SIGKILL
+    assert not (job / "again").exists()
+    assert [path.name for path in (job / "again.run" / "checkpoints").glob("step_*[0-9]")] == ["step_000016"]
+
+    second = subprocess.Popen(command, cwd=job, env=environment, stdout=subprocess.PIPE, text=True)
+    assert second.stdout is not None
+    said = []
+    for line in second.stdout:
+        said.append(line)
+        if line.startswith("sft: step 20/40"):
+            second.terminate()
+    assert second.wait(timeout=HANG_S) == 128 + signal.SIGTERM
+    assert "step_000016 at step 16/40" in "".join(said)
+    stopped = re.search(r"stopped by SIGTERM; saved at step (\d+)/40; the same command goes on", said[-1])
+    assert stopped, said
+    assert 20 <= int(stopped[1]) < 30
+    assert not (job / "again").exists()
+
+    resumed = run_sft(words, [], job)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"at step {stopped[1]}/40" in resumed.stdout
+    assert min(losses(resumed.stdout)) == int(stopped[1]) + 1
+    assert metrics(job / "again.run") == measured
+    assert not (job / "again.run" / "checkpoints").exists()
+    weights = [load_file(job / name / "model.safetensors") for name in ("out", "again")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_bad_input_is_one_message_and_leaves_nothing(job: Path) -> None:
+    with (job / "sums.jsonl").open("a") as file:
+        file.write('{"input": "1+1="}\n')
+    result = run_sft(["job.toml"], [], job)
+    assert result.returncode == 2
+    assert re.search(r"sums\.jsonl:102: no column 'output' \(columns: input\)", result.stderr)
+    assert "Traceback" not in result.stderr
+    assert not (job / "out").exists()
+
+
+def test_examples_in_process(job: Path) -> None:
+    from slurm_rlhf.config.schema import Config, Data
+    from slurm_rlhf.data.tokenizer import Tokenizer
+    from slurm_rlhf.errors import ConfigError, DataError
+    from slurm_rlhf.trainer import sft
+    from slurm_rlhf.trainer.sft import load_examples
+
+    tokenizer = Tokenizer.load(job / "model")
+    data = Data(max_len=32)
+    examples = load_examples(job / "sums.jsonl", tokenizer, data)
+    first = examples.experience.select([0])
+    assert tokenizer.decode(first.token_ids.tolist(), skip_special_tokens=False) == "0+0=0<eos>"
+    assert (first.prompt_lens[0], first.response_lens[0]) == (4, 2)
+    # A limit is a limit: 0+0=0<eos> has 6 tokens, 9+9=18<eos> has 7.
+    assert {int(n) for n in load_examples(job / "sums.jsonl", tokenizer, Data(max_len=6)).experience.lengths} == {6}
+    (job / "bad.jsonl").write_text('{"input": "1", "output": "2"}\n{"input": "1", "output": 2}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl:2: 'output' must be a string, got int"):
+        load_examples(job / "bad.jsonl", tokenizer, data)
+
+    config = Config()
+    config.sft.output_dir = str(job / "model")
+    with pytest.raises(ConfigError, match="is there already"):
+        sft.run(config)

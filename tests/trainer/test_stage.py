@@ -1,0 +1,48 @@
+"""Which ZeRO stage an optimizer has, and when plain PyTorch trains."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from loaded_packages import packages_loaded
+
+from slurm_rlhf.config.schema import Config, Ds
+from slurm_rlhf.trainer.train_settings import is_plain, stage_of
+
+
+@pytest.mark.parametrize(
+    ("ds", "ranks", "stage"),
+    [
+        (Ds(zero_stage=2, param_dtype="fp32"), 1, 0),
+        (Ds(zero_stage=1, param_dtype="fp32"), 1, 0),
+        (Ds(zero_stage=0, param_dtype="fp32"), 1, 0),
+        (Ds(zero_stage=3, param_dtype="fp32"), 1, 3),
+        (Ds(zero_stage=2, param_dtype="fp32"), 2, 2),
+        (Ds(zero_stage=2, param_dtype="bf16"), 1, 2),
+        (Ds(zero_stage=1, param_dtype="fp16"), 1, 1),
+        (Ds(zero_stage=2, param_dtype="fp32", enable_sleep=True), 1, 2),
+    ],
+)
+def test_one_rank_in_fp32_has_nothing_to_cut(ds: Ds, ranks: int, stage: int) -> None:
+    config = Config(ds=ds)
+    assert stage_of(config, ranks) == stage
+    assert is_plain(config, ranks) == (stage == 0)
+    config.train.full_determinism = True
+    assert stage_of(config, ranks) == ds.zero_stage  # as the checkpoints were made
+    assert not is_plain(config, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_rank_that_plain_pytorch_trains_imports_no_other_trainer(deterministic: bool) -> None:
+    program = (
+        "from slurm_rlhf.config.schema import Config, Ds\n"
+        "from slurm_rlhf.trainer.backends import import_trainers\n"
+        "config = Config(ds=Ds(param_dtype='fp32'))\n"
+        f"config.train.full_determinism = {deterministic}\n"
+        "import_trainers(config, 'actor', 1)\n"
+    )
+    loaded = packages_loaded([sys.executable, "-c", program])
+    assert "transformers" in loaded
+    assert ("deepspeed" in loaded) is deterministic

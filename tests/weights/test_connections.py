@@ -1,0 +1,109 @@
+"""Who is connected to whom: each owner of bytes to each node that takes them, and all members to rank 0."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurm_rlhf.weights.backends.gloo import Gloo, GlooTransport
+from slurm_rlhf.weights.rendezvous import SyncStore, connect
+from slurm_rlhf.weights.routes import partners, routes
+from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
+
+SHAPES = {  # actor nodes, ranks on each, engine nodes, ranks on each
+    "one actor rank": (1, 1, 1),
+    "two actor nodes": (2, 4, 1),
+    "as many actors as engines": (None, 1, 1),
+    "whole nodes of eight": (2, 8, 8),
+}
+
+
+def planned(shape: str, engines: int, zero: int = 3) -> SyncPlan:
+    actor_nodes, actor_ranks, ranks = SHAPES[shape]
+    actors = [f"a{i}" for i in range(actor_nodes or engines) for _ in range(actor_ranks)]
+    nodes = [f"e{i}" for i in range(engines // ranks) for _ in range(ranks)]
+    return make_plan([["p", [4000, 256], "bf16"]], 1 << 19, Layout(tuple(actors), tuple(nodes), zero), 1 << 12)
+
+
+def connections(plan: SyncPlan) -> int:
+    """The pairs that exchange chunks over a wire, and rank 0's with all others."""
+    pairs = {(0, rank) for rank in range(1, plan.layout.world)}
+    for rank in range(plan.layout.world):
+        node = plan.layout.node(rank)
+        pairs |= {tuple(sorted((rank, peer))) for peer in partners(plan, rank) if plan.layout.node(peer) != node}
+    return len(pairs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_owner_is_connected_to_one_rank_of_each_node(shape: str) -> None:
+    plan = planned(shape, 64)
+    owners = len(plan.layout.actors)
+    assert connections(plan) <= owners * len(plan.layout.by_node) + plan.layout.world - 1
+
+
+def test_a_single_owner_is_connected_to_all_ranks_of_a_node_which_take_turns() -> None:
+    plan = make_plan([["p", [4000, 256], "bf16"]], 1 << 19, Layout(("a",), ("p",) * 4), 1 << 12)
+    assert partners(plan, 0) == (1, 2, 3, 4)
+    taken = Counter(route.entries[0] for bucket in range(len(plan.buckets)) for route in routes(plan, bucket, 0))
+    assert max(taken.values()) <= 1.1 * min(taken.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_partners_are_those_of_the_routes_on_both_sides(shape: str) -> None:
+    plan = planned(shape, 16)
+    told = {rank: set(partners(plan, rank)) for rank in range(plan.layout.world)}
+    for bucket in range(len(plan.buckets)):
+        for route in routes(plan, bucket, 0):
+            for rank in (route.owner, *(rank for ranks in route.node_ranks for rank in ranks)):
+                assert set(route.takers(rank)) <= told[rank]
+    assert all(rank in told[peer] for rank, peers in told.items() for peer in peers)
+
+
+class Meeting:
+    """In place of the transport: keeps whom a member connects to."""
+
+    device, stop = torch.device("cpu"), None
+
+    def meet(self, peers: Iterable[int]) -> None:
+        self.met = set(peers)
+
+
+def test_members_connect_to_whom_they_exchange_chunks_with_and_to_no_others() -> None:
+    plan = planned("two actor nodes", 64)
+    for rank in (0, 7, 8, 70):
+        transport = Meeting()
+        Gloo(plan, rank, transport)  # type: ignore[arg-type]
+        assert transport.met == set(partners(plan, rank))
+        assert rank < 8 or transport.met <= set(range(8)), "engines on other nodes have nothing to say to it"
+
+
+def test_a_group_opens_connections_to_rank_0_and_no_others() -> None:
+    world = 24
+    store = SyncStore.listen("127.0.0.1", 30.0)
+    clients = [connect("127.0.0.1", store.port, "group", 30.0, 10.0) for _ in range(world)]
+    before = _sockets()
+    with ThreadPoolExecutor(world) as threads:
+        made = list(
+            threads.map(lambda rank: GlooTransport(clients[rank], rank, world, "127.0.0.1", 30.0), range(world))
+        )
+        # Two ends of each connection, and where each member listens.
+        assert _sockets() - before <= 2 * (world - 1) + 2 * world
+        known = _sockets()
+        for _ in range(2):  # they meet once
+            list(threads.map(lambda pair: pair[0].meet(pair[1]), [(made[3], [9]), (made[9], [3])]))
+            assert _sockets() == known + 2
+        list(threads.map(GlooTransport.close, made))
+
+
+def _sockets() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        link = Path("/proc/self/fd", name)
+        found += link.is_symlink() and os.readlink(link).startswith("socket:")
+    return found

@@ -1,0 +1,196 @@
+"""Links that are cut in silence while weights are on their way: found by missing heartbeats, not by long waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from shaped_links import Links, available, shaped
+from sync_fleet import PeerRanks, loaded, sent
+from sync_peer import Peer, describe, make_weights
+from waiting import HANG_S, scaled, until
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.weights.diagnosis import Names, cut
+from slurm_rlhf.weights.lead import WeightSync
+from slurm_rlhf.weights.liveness import Heartbeat, partners, silent
+from slurm_rlhf.weights.member import Member
+
+pytestmark = [pytest.mark.slow]
+
+SILENCE = float(round(scaled(2.0)))
+NODES = ["near", "mid", "far"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[Links, WeightSync]]:
+    """Two actor ranks, ZeRO-3, on nodes of their own, and an engine on a third."""
+    with shaped(NODES, "100mbit") as links:
+        peers = [Peer(links.inside(node), node) for node in NODES]
+        try:
+            for peer in peers:
+                peer.wait_warm()
+            settings = {
+                "timeout.sync": HANG_S,
+                "timeout.sync_silence": SILENCE,
+                "sync.bucket_mb": 1,
+                "ds.zero_stage": 3,
+            }
+            actor, rollout = PeerRanks(peers[:2]), PeerRanks(peers[2:])
+            for name, ranks in (("actor", actor), ("rollout", rollout)):
+                for rank in range(ranks.world):
+                    ranks.tell(rank, "become", role=name, rank=rank, settings=settings)
+            weights = WeightSync(Config(), actor, rollout, links.address("near"))  # type: ignore[arg-type]
+            weights.connect(describe(make_weights(0)), [0])
+            weights.update(1)
+            yield links, weights
+        finally:
+            for peer in peers:
+                peer.end()
+
+
+class Told(logging.Handler):
+    """What the conductor logs of the first failure; it repairs the link at once, so that the update can go on."""
+
+    def __init__(self, repair: Callable[[], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.repair = repair
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.text:
+            self.text = record.getMessage()
+            self.repair()
+
+
+@contextmanager
+def cut_soon(damage: Callable[[], None], repair: Callable[[], None]) -> Iterator[Callable[[], str]]:
+    """A cut half way in an update; gives what was said of it."""
+    told = Told(repair)
+    timer = threading.Timer(0.4, damage)
+    logger = logging.getLogger("slurm_rlhf.weights.lead")
+    logger.addHandler(told)
+    timer.start()
+    try:
+        yield lambda: told.text
+    finally:
+        timer.join()
+        logger.removeHandler(told)
+        if not told.text:
+            repair()
+
+
+@pytest.mark.skipif(not available(), reason="network namespaces need root")
+def test_a_node_that_is_cut_off_is_named_in_seconds(cluster: tuple[Links, WeightSync]) -> None:
+    links, weights = cluster
+    with cut_soon(lambda: links.vanish("far"), lambda: links.appear("far")) as outcome:
+        metrics = weights.update(2)
+    text = outcome()
+    far = f"rollout 0 on far (eth0, {links.address('far')})"
+    # Whichever of the two gives up first tells the other.
+    actors = [f"actor {rank} on {node} (eth0, {links.address(node)})" for rank, node in enumerate(("near", "mid"))]
+    assert any(f"{actor} heard nothing from {far} for {SILENCE:g} s" in text for actor in actors)
+    assert metrics["perf/sync_group"] == 2
+    assert loaded(weights, 0) == sent(2)
+
+
+@pytest.mark.skipif(not available(), reason="network namespaces need root")
+def test_the_leader_that_is_cut_off_blames_its_own_link_and_not_the_others(cluster: tuple[Links, WeightSync]) -> None:
+    links, weights = cluster
+    with cut_soon(lambda: links.vanish("near"), lambda: links.appear("near")) as outcome:
+        weights.update(4)
+    text = outcome()
+    leader = f"actor 0 on near (eth0, {links.address('near')})"
+    assert f"{leader} heard nothing from any other node (far, mid) for {SILENCE:g} s" in text
+    assert text.rpartition(": ")[2].startswith("its own link is cut")
+    assert loaded(weights, 0) == sent(4)
+
+
+@pytest.mark.skipif(not available(), reason="network namespaces need root")
+def test_a_link_between_two_members_that_the_leader_hears_is_named(cluster: tuple[Links, WeightSync]) -> None:
+    links, weights = cluster
+    with cut_soon(lambda: links.part("mid", "far"), lambda: links.join("mid", "far")) as outcome:
+        weights.update(3)
+    text = outcome()
+    assert "the link between them is cut" in text
+    for node, label in (("mid", "actor 1"), ("far", "rollout 0")):
+        assert f"{label} on {node} (eth0, {links.address(node)})" in text
+    assert "actor 0" not in text.partition("failed: ")[2]
+    assert loaded(weights, 0) == sent(3)
+
+
+def member(rank: int, node: str, **more: Any) -> Member:
+    return Member(rank, f"rank {rank}", node, node, 1, "127.0.0.1", "eth0", "gloo", "", **more)
+
+
+def test_every_pair_of_nodes_is_watched_and_a_heartbeat_costs_a_datagram_per_node() -> None:
+    members = [member(rank, "aabbbbccd"[rank]) for rank in range(9)]
+    sends = dict(enumerate(partners(members)))
+    assert sends[0] == tuple(range(1, 9))
+    assert all(0 in sends[rank] for rank in range(1, 9))
+    pairs = {(members[one].node, members[other].node) for one, others in sends.items() for other in others}
+    assert pairs >= {(one, other) for one in "abcd" for other in "abcd" if one != other}
+    assert all(len(others) <= 4 for rank, others in sends.items() if rank)
+    assert sends[5] == (0, 1, 7, 8)
+    many = partners([member(rank, str(rank // 8)) for rank in range(8 * 200)])
+    assert sum(map(len, many)) < 67 * len(many)
+    assert {8 * node + 3 for node in (68, 99, 101, 132)} <= set(many[8 * 100 + 3])
+
+
+def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three members: one is heard and falls silent, one is never heard, a stranger counts as nobody."""
+    ends = [Heartbeat("127.0.0.1", scaled(1.0)) for _ in range(3)]
+    members = [member(rank, "abc"[rank], heartbeat_port=end.port) for rank, end in enumerate(ends)]
+    quiet: list[tuple[int, ...]] = []
+    ends[0].start(members, 0, "ours")
+    ends[1].start(members, 1, "ours")
+    ends[2].start(members, 2, "another run's")
+    with ends[0].watched(quiet.append):
+        time.sleep(scaled(2.0))
+        assert (quiet, ends[0].unheard) == ([], (2,))
+        ends[1].close()
+        until(lambda: quiet, "the silence")
+    assert quiet == [(1,)]
+    with ends[0].watched(quiet.append):
+        time.sleep(0.1)  # silent before already; it has as long again
+    assert quiet == [(1,)]
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize(
+    ("ages", "named"),
+    [
+        ({1: 0.1, 2: 2.0}, ()),
+        ({1: 0.1, 2: 2.1}, (2,)),
+        ({1: 1.9, 2: 2.1}, ()),  # cut off together, perhaps: the one heard last will be known soon
+        ({1: 2.1, 2: 2.3}, (1, 2)),
+        ({1: 0.9, 2: 2.1, 3: 2.4}, (2, 3)),
+        ({1: 1.5, 2: 3.1}, (2,)),  # nobody is waited for longer than half of the limit
+        ({}, ()),
+    ],
+)
+def test_who_is_silent(ages: dict[int, float], named: tuple[int, ...]) -> None:
+    assert silent(ages, 2.0) == named
+
+
+def test_what_silences_mean() -> None:
+    short, ends = ({rank: f"{letter}{rank}" for rank in range(9)} for letter in ("m", "M"))
+    ends = {rank: f"{name} (ib0)" for rank, name in ends.items()}
+    names = Names(short, ends, 300, 15, {rank: "aabbbbccc"[rank] for rank in range(9)})
+    for_so_long = "for 15 s (timeout.sync_silence)"
+    assert cut({0: (3,), 1: (), 2: (3,)}, {0, 1, 2}, names) == (
+        f"M0 (ib0) heard nothing from M3 (ib0) {for_so_long}: its link is cut, or it hangs"
+    )
+    assert cut({0: (), 2: (3,), 3: (2,)}, {0, 2, 3}, names).startswith(
+        f"M2 (ib0) heard nothing from M3 (ib0) {for_so_long}, though both are alive: the link between them is cut"
+    )
+    own = cut({0: (2, 3, 4, 5, 6, 7, 8), 1: ()}, {0, 1}, names)
+    assert own == f"M0 (ib0) heard nothing from any other node (b, c) {for_so_long}: its own link is cut"
+    whole_node = cut({0: (), 1: (3, 4, 5, 6, 7, 8)}, {0, 1, 2}, names)
+    assert "M1 (ib0) heard nothing from M3 (ib0) and M4 (ib0) and M5 (ib0) and M6 (ib0) and 2 more for" in whole_node

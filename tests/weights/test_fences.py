@@ -1,0 +1,66 @@
+"""What the fences of process groups and transfers use of torch's C++ bindings is there, with the signature used. Runs first."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from slurm_rlhf.process_groups import _torch as process_groups
+from slurm_rlhf.weights import _torch as transfers
+
+ENTRY = re.compile(r"^(\S+)\.so ([\w.]+)(?:\((.*)\))?$", re.MULTILINE)
+ENTRIES = [entry for fence in (process_groups, transfers) for entry in ENTRY.findall(fence.__doc__ or "")]
+VERSION = re.search(r"written for torch (\S+)\.", transfers.__doc__ or "")
+
+
+def problem(module: str, name: str, arguments: str | None) -> str:
+    """What is wrong with one entry; empty if nothing is. Bindings have no source: pybind11 documents them."""
+    found: Any = importlib.import_module(f"torch.{module.replace('/', '.')}")
+    for part in name.split("."):
+        if not hasattr(found, part):
+            return f"{name} is gone from torch/{module}"
+        found = getattr(found, part)
+    if not arguments:
+        return ""
+    wanted = [word.strip() for word in arguments.replace("*", "").split(",") if word.strip()]
+    known = re.findall(rf"\b{name.rpartition('.')[2]}\((.*?)\) -> ", found.__doc__ or "")
+    for text in known:
+        taken = [item.partition(":")[0].strip() for item in text.split(", ") if not item.startswith("self:")]
+        if all(word in taken for word in wanted) and ("*" in arguments or taken[: len(wanted)] == wanted):
+            return ""
+    return f"{name}({arguments}) is now {name}({' or '.join(known)}) in torch/{module}"
+
+
+@pytest.mark.parametrize(("module", "name", "arguments"), ENTRIES, ids=[name for _, name, _ in ENTRIES])
+def test_the_bindings_of_the_installed_torch(module: str, name: str, arguments: str) -> None:
+    assert VERSION is not None
+    wrong = problem(module, name, arguments)
+    assert not wrong, (
+        f"torch {torch.__version__} (this code was written for {VERSION[1]}): {wrong}; used in "
+        "a _torch.py of process_groups or weights"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("ProcessGroupGloo._Options._addresses", "", "_Options._addresses is gone from torch/_C/_distributed_c10d"),
+        ("Backend._allgather_base", "input, output", r"_allgather_base\(input, output\) is now .*output: torch.Tensor"),
+        ("ProcessGroupGloo.create_device", "*, address", r"create_device\(\*, address\) is now .*hostname: str"),
+    ],
+)
+def test_a_change_is_named(name: str, arguments: str, said: str) -> None:
+    assert re.search(said, problem("_C/_distributed_c10d", name, arguments))
+
+
+def test_every_use_is_listed() -> None:
+    assert len(ENTRIES) == 8
+    assert _torch.__file__ is not None
+    with open(_torch.__file__, encoding="utf-8") as opened:
+        code = opened.read().replace(_torch.__doc__ or "", "")
+    listed = set(re.findall(r"\w+", _torch.__doc__ or ""))
+    assert set(re.findall(r"(?<!self)\.(_[a-z]\w*|_[A-Z]\w*)", code)) - {"_torch"} <= listed

@@ -1,0 +1,109 @@
+"""Who is waited for when a weight update breaks off: an engine that stands still is given up, and no other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from waiting import HANG_S
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.records import SyncReport
+from slurm_rlhf.weights.lead import WeightSync
+from slurm_rlhf.weights.transfer_calls import EngineLost, settle_update
+from slurm_rlhf.wire import timeouts
+
+BROKEN = SyncReport(broken="rank 3 is silent", silent=True)
+
+
+class Engines:
+    """In place of the handle: an engine that is given up is lost, and its call fails."""
+
+    def __init__(self, calls: dict[int, Future[Any]]) -> None:
+        self.calls = calls
+        self.given_up: dict[int, str] = {}
+
+    def give_up(self, engine: int, why: str) -> None:
+        self.given_up[engine] = why
+        self.calls[engine].set_exception(RoleDied(why))
+
+    def call(self, engine: int, call: object, request: object) -> Future[Any]:
+        return self.calls[engine]
+
+    def goes_on_without(self, engine: int, error: BaseException) -> bool:
+        return isinstance(error, RoleDied)
+
+
+def answered(report: SyncReport) -> Future[Any]:
+    call: Future[Any] = Future()
+    call.set_result(report)
+    return call
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "TRANSFER_SLOW_S", 0.3)
+
+
+def settle(engines: Engines, actor: list[Future[Any]]) -> list[BaseException]:
+    calls = {call: engine for engine, call in engines.calls.items()}
+    return raised_by(lambda: settle_update(engines, actor, calls))  # type: ignore[arg-type]
+
+
+def raised_by(work: Callable[[], object]) -> list[BaseException]:
+    """What it raises; AssertionError where it waits for longer than it may."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except EngineLost as lost:
+            raised.append(lost)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+    return raised
+
+
+def test_an_engine_that_stands_still_is_not_waited_for_and_the_others_go_on() -> None:
+    engines = Engines({0: answered(BROKEN), 1: Future()})
+    (lost,) = settle(engines, [answered(BROKEN), answered(BROKEN)])
+    assert list(engines.given_up) == [1]
+    assert "it stands still in a weight update that broke off" in str(lost)
+
+
+class Actor:
+    """In place of the handle: its ranks let go of the update."""
+
+    def start_all(self, call: object, request: object) -> list[Future[Any]]:
+        return [answered(BROKEN), answered(BROKEN)]
+
+
+def test_an_update_of_a_run_does_not_wait_for_an_engine_that_stands_still() -> None:
+    engines = Engines({3: answered(BROKEN), 5: Future()})
+    sync = WeightSync(Config(), Actor(), engines, "node1")  # type: ignore[arg-type]
+    sync.engines = [3, 5]
+    (lost,) = raised_by(lambda: sync.update(7))
+    assert list(engines.given_up) == [5]
+    assert "it stands still in a weight update that broke off" in str(lost)
+
+
+def test_nobody_is_given_up_while_an_actor_rank_has_not_let_go() -> None:
+    actor: Future[Any] = Future()
+    engines = Engines({0: answered(BROKEN), 1: Future()})
+    threading.Timer(1.0, lambda: (engines.calls[1].set_result(BROKEN), actor.set_result(BROKEN))).start()
+    assert settle(engines, [actor]) == []
+    assert engines.given_up == {}
+
+
+def test_an_update_that_went_through_is_waited_for() -> None:
+    engines = Engines({0: Future()})
+    threading.Timer(1.0, engines.calls[0].set_result, (SyncReport(),)).start()
+    assert settle(engines, [answered(SyncReport())]) == []
+    assert engines.given_up == {}

@@ -1,0 +1,22 @@
+"""The deadlines of calls in flight."""
+
+from __future__ import annotations
+
+from slurm_rlhf.wire.pending_calls import PendingCalls
+from slurm_rlhf.wire.roster import Peer
+
+HOUR = 3600.0
+
+
+def test_deadlines_of_answered_calls_are_forgotten_and_those_of_others_kept() -> None:
+    """A run makes a million calls before the deadline of its first has passed."""
+    calls, peer = PendingCalls(), Peer("actor", 0, 1, "node", 1)
+    slow = calls.add(peer, "save", 2.0, dict, 0.0)
+    for number in range(20_000):
+        call = calls.add(peer, "train_step", HOUR, dict, number * 1e-5)
+        assert calls.answered(call.id, peer, number * 1e-5) is call
+    assert len(calls._deadlines) < 600
+    assert calls.next_deadline() == 2.0
+    waiting = [calls.add(peer, "generate", HOUR, dict, 1.0) for _ in range(1000)]
+    assert calls.expired(2.5) == [slow]
+    assert calls.expired(2 * HOUR) == waiting
