@@ -1,7 +1,7 @@
 """Start the processes of a run, on one machine, under Slurm or under MPI, look at the nodes, and submit runs as jobs.
 
 Starting: `launcher` (the protocol, and one machine), `slurm` with `srun` (the steps of a job) and `node`, `mpi/` (all
-of MPI), `torchrun`; `engine_launcher` (the protocol of engines, and one machine), `slurm_engines`, `engine_node`;
+of MPI); `engine_launcher` (the protocol of engines, and one machine), `slurm_engines`, `engine_node`;
 `slurm_run` (what all steps of a run share), `step_spec` (what a role's processes are started with), `child_process`.
 Jobs: `requeue` (the next job of a run), `headless` (a job that has lost its first node), `submitit_job`.
 Looking: `examination` asks the nodes and judges, `needs` says what a run wants of them; `examiner` is the process on

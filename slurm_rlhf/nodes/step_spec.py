@@ -15,7 +15,7 @@ from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.wire import timeouts
 
 WORKER_MODULE = "slurm_rlhf.ranks.rank_process"
-TORCHRUN_MODULE = "slurm_rlhf.nodes.torchrun"
+TORCHRUN_MODULE = "slurm_rlhf.ranks.torchrun"
 
 
 @dataclass(frozen=True, slots=True)

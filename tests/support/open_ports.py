@@ -38,7 +38,7 @@ class Listening:
 
     @property
     def is_torchrun(self) -> bool:
-        return "slurm_rlhf.nodes.torchrun" in self.command
+        return "slurm_rlhf.ranks.torchrun" in self.command
 
 
 def listening(pids: Iterable[int]) -> list[Listening]:

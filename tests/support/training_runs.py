@@ -211,7 +211,7 @@ def assert_close_metrics(rows: list[dict[str, Any]], expected: list[dict[str, An
 
 def is_worker(line: str) -> bool:
     """Whether a command line is that of a rank, and not of what starts one and has its command in its own."""
-    starters = ("slurm_rlhf.nodes.torchrun", "slurm_rlhf.nodes.")
+    starters = ("slurm_rlhf.ranks.torchrun", "slurm_rlhf.nodes.")
     return "-m slurm_rlhf.ranks.rank_process" in line and not any(starter in line for starter in starters)
 
 

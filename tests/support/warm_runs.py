@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 """In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
 TORCHRUN = "torch.distributed.run"
-MODULES = ("slurm_rlhf.nodes.torchrun", "slurm_rlhf.ranks.rank_process", TORCHRUN)
+MODULES = ("slurm_rlhf.ranks.torchrun", "slurm_rlhf.ranks.rank_process", TORCHRUN)
 """What is forked in place of a new Python."""
 WRAPPER = "slurm_rlhf.nodes.child_process"
 _ABOVE = 900  # numbers of files that nobody uses

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 from waiting import HANG_S, scaled, until
 
-from slurm_rlhf.nodes.torchrun import BoundRendezvous
+from slurm_rlhf.ranks.torchrun import BoundRendezvous
 from slurm_rlhf.wire import timeouts
 
 pytestmark = [pytest.mark.slow]

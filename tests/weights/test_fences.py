@@ -1,9 +1,10 @@
-"""What the fences of process groups and transfers use of torch's C++ bindings is there, with the signature used. Runs first."""
+"""What two fences use of torch's C++ bindings is there, with the signature used. Runs first."""
 
 from __future__ import annotations
 
 import importlib
 import re
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -57,10 +58,11 @@ def test_a_change_is_named(name: str, arguments: str, said: str) -> None:
     assert re.search(said, problem("_C/_distributed_c10d", name, arguments))
 
 
-def test_every_use_is_listed() -> None:
+@pytest.mark.parametrize("fence", [process_groups, transfers], ids=["process_groups", "weights"])
+def test_every_use_is_listed(fence: ModuleType) -> None:
     assert len(ENTRIES) == 8
-    assert _torch.__file__ is not None
-    with open(_torch.__file__, encoding="utf-8") as opened:
-        code = opened.read().replace(_torch.__doc__ or "", "")
-    listed = set(re.findall(r"\w+", _torch.__doc__ or ""))
-    assert set(re.findall(r"(?<!self)\.(_[a-z]\w*|_[A-Z]\w*)", code)) - {"_torch"} <= listed
+    assert fence.__file__ is not None
+    with open(fence.__file__, encoding="utf-8") as opened:
+        code = opened.read().replace(fence.__doc__ or "", "")
+    listed = set(re.findall(r"\w+", fence.__doc__ or ""))
+    assert set(re.findall(r"(?<!self)\.(_[a-z]\w*|_[A-Z]\w*)", code)) - {"_torch", "_utils"} <= listed

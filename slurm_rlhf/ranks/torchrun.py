@@ -1,4 +1,4 @@
-"""torchrun with a store that listens on one address: `python -m slurm_rlhf.nodes.torchrun` takes torchrun's options.
+"""torchrun with a store that listens on one address: `python -m slurm_rlhf.ranks.torchrun` takes torchrun's options.
 
 torch's own ways for torchruns to meet open the store on all addresses of the node, and whoever reaches a store can
 change it: it knows no password. This one is bound to the address that the others connect to.

@@ -36,7 +36,7 @@ def test_the_others_are_killed_when_a_rank_was(tmp_path: Path) -> None:
     options = ["--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=bound", "--rdzv-endpoint=127.0.0.1:0"]
     options += ["--rdzv-conf=rank=0,ranks=0", "--max-restarts=0", "--monitor-interval=0.2"]
     with log.open("w") as out:
-        words = [sys.executable, "-m", "slurm_rlhf.nodes.torchrun", *options, str(script), str(tmp_path)]
+        words = [sys.executable, "-m", "slurm_rlhf.ranks.torchrun", *options, str(script), str(tmp_path)]
         code = subprocess.call(words, stdout=out, stderr=subprocess.STDOUT, timeout=HANG_S)
     assert code == 1, log.read_text()
     failed = first_failure(log)
