@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rollout_engine as child
+from random_models import tiny_tokenizer
 from rollout_engine import EngineProcess
-from slurm_rlhf.parity.random_models import tiny_tokenizer
 from tiny_models import make_tiny, mislabel
 
 from slurm_rlhf.errors import RunError, SyncError
