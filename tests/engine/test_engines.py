@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import rollout_engine as child
+from msgspec.structs import replace
 from random_models import tiny_tokenizer
 from rollout_engine import EngineProcess
 from tiny_models import make_tiny, mislabel
