@@ -22,10 +22,10 @@ REWARD_THREAD = "reward"
 """Name of the threads in which the user's reward function runs (`rewards.model.in_background`)."""
 
 _WAITS: tuple[tuple[str, Kind], ...] = (
-    ("/slurm_rlhf/control/client.py", "idle"),
-    ("/slurm_rlhf/workers/follower_links.py", "follows"),
-    ("/slurm_rlhf/workers/engine_follower.py", "follows"),
-    ("/slurm_rlhf/weight_sync/", "sync"),
+    ("/slurm_rlhf/wire/client.py", "idle"),
+    ("/slurm_rlhf/ranks/follower_links.py", "follows"),
+    ("/slurm_rlhf/ranks/engine_follower.py", "follows"),
+    ("/slurm_rlhf/weights/", "sync"),
     ("/torch/distributed/", "collective"),
     ("/vllm/distributed/", "collective"),
     ("/deepspeed/comm/", "collective"),
@@ -34,7 +34,7 @@ _WAITS: tuple[tuple[str, Kind], ...] = (
 _WORK_LINES = (".wait(",)
 _DEVICE_LINES = ("synchronize(", ".item()", ".cpu()", ".tolist()")
 """What a line has where a thread waits for its device: with NCCL, that is where it waits for a collective."""
-_WAITERS = ("/torch/", "/deepspeed/", "/vllm/", "/slurm_rlhf/training/")
+_WAITERS = ("/torch/", "/deepspeed/", "/vllm/", "/slurm_rlhf/trainer/")
 _WAITING = ("collective", "device", "sync", "follows")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _STANDARD = ("/lib/python3", "<frozen", "<string>")

@@ -127,7 +127,7 @@ def test_a_pending_job_says_why(bench: Bench, capsys: pytest.CaptureFixture[str]
 
 CLOSED_BY_PEER = """step 4
 Traceback (most recent call last):
-  File "slurm_rlhf/training/optimizer_step.py", line 40, in step
+  File "slurm_rlhf/trainer/optimizer_step.py", line 40, in step
     dist.all_reduce(total)
 RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:4417
 """

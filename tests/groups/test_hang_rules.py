@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from slurm_rlhf.groups.hang_rules import Sighting, Standing, judge, standing
+import slurm_rlhf
+from slurm_rlhf.groups.hang_rules import _WAITERS, _WAITS, Sighting, Standing, judge, standing
 from slurm_rlhf.observe.stacks import MAIN, Frame, ThreadStack
 
 SITE = "/env/lib/python3.11/site-packages"
 COLLECTIVE = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
 BARRIER = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 4800, "barrier")
-TRAIN = Frame("/home/me/slurm_rlhf/training/train_engine.py", 58, "accumulate")
+TRAIN = Frame("/home/me/slurm_rlhf/trainer/train_engine.py", 58, "accumulate")
 PLUGIN = Frame("/home/me/plugin.py", 21, "policy_loss")
-IDLE = Frame("/home/me/slurm_rlhf/control/client.py", 101, "receive")
-SYNC = Frame("/home/me/slurm_rlhf/weight_sync/receiver.py", 80, "update")
-FOLLOWS = Frame("/home/me/slurm_rlhf/workers/engine_follower.py", 50, "run")
-STEP = Frame("/home/me/slurm_rlhf/rollout/vllm.py", 70, "step")
+IDLE = Frame("/home/me/slurm_rlhf/wire/client.py", 101, "receive")
+SYNC = Frame("/home/me/slurm_rlhf/weights/receiver.py", 80, "update")
+FOLLOWS = Frame("/home/me/slurm_rlhf/ranks/engine_follower.py", 50, "run")
+STEP = Frame("/home/me/slurm_rlhf/engine/vllm.py", 70, "step")
 SLEEP = Frame("/usr/lib/python3.11/threading.py", 324, "wait")
 
 
@@ -41,7 +44,7 @@ def test_the_rank_that_is_not_in_the_collective_is_behind() -> None:
     assert [seen.name for seen in verdict.behind] == ["actor rank 1"]
     assert verdict.words == (
         "behind is actor rank 1 on n1 (pid 101, in train_step for 31 s): it is in policy_loss (me/plugin.py:21). "
-        "actor ranks 0, 2 wait in all_reduce, called from accumulate (training/train_engine.py:58)"
+        "actor ranks 0, 2 wait in all_reduce, called from accumulate (trainer/train_engine.py:58)"
     )
 
 
@@ -115,7 +118,7 @@ def test_a_call_that_never_arrived_is_said_to_be_lost() -> None:
         ((Frame(f"{SITE}/deepspeed/runtime/zero/x.py", 3, "fetch"), TRAIN), "a = b + c", "busy"),
         ((Frame("/home/me/plugin.py", 3, "f"),), "event.wait()", "busy"),
         ((Frame(f"{SITE}/torch/cuda/__init__.py", 9, "synchronize"),), "torch._C._cuda_synchronize()", "device"),
-        ((Frame("/home/me/slurm_rlhf/training/loss_scale.py", 9, "f"),), "x = norm.item()", "device"),
+        ((Frame("/home/me/slurm_rlhf/trainer/loss_scale.py", 9, "f"),), "x = norm.item()", "device"),
         ((Frame(f"{SITE}/vllm/distributed/parallel_state.py", 9, "all_reduce"), STEP), "", "collective"),
     ],
 )
@@ -127,3 +130,9 @@ def test_where_a_main_thread_stands(frames: tuple[Frame, ...], line: str, kind: 
 def test_the_call_that_is_no_librarys_is_named_beside_the_innermost() -> None:
     inner = Frame(f"{SITE}/torch/_ops.py", 1279, "__call__")
     assert standing(rank(0, inner, STEP)) == Standing("busy", inner, STEP)
+
+
+def test_the_files_of_this_package_in_which_a_rank_waits_are_there() -> None:
+    own = [path for path in (*_WAITERS, *(part for part, _ in _WAITS)) if path.startswith("/slurm_rlhf/")]
+    assert len(own) == 5
+    assert [path for path in own if not Path(f"{Path(slurm_rlhf.__file__).parents[1]}{path}").exists()] == []

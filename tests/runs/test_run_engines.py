@@ -1,6 +1,6 @@
 """A run with two engines of which one is ten times slower: it takes less, and is named.
 
-How little it delays a batch is counted in sequences that it holds: `rollout/test_tp.py`.
+How little it delays a batch is counted in sequences that it holds: `engine/test_tp.py`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ GPU_FILES = (
     "weights/member.py",
     "weights/backends/nccl.py",
     "weights/backends/device_ipc.py",
-    "rollout/sleep.py",
 )
 """Code that runs on GPUs alone. At least `ENOUGH` of each file's lines have to run with the stand-ins."""
 ROOMS = ("weights", "ranks", "groups", "sampling", "run", "rewards", "trainer", "engine", "bench")
