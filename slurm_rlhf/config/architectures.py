@@ -1,8 +1,13 @@
-"""Know models of transformers without importing any: how they change logits, what was compared, attention kernels."""
+"""Know models of transformers without importing any: how they change logits, what was compared, attention kernels.
+
+The tables by model are in `architectures.json`: `head_math` (HEAD_MATH) and `compared` (COMPARED).
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurm_rlhf.errors import meant
 
@@ -23,32 +28,9 @@ class HeadFields:
         return {self.factor, self.divisor, self.cap} - {""}
 
 
-_CAPPED = HeadFields(cap="final_logit_softcapping")
-_SCALED = HeadFields(factor="logit_scale")
-_DIVIDED = HeadFields(divisor="logits_scaling")
+_TABLES = json.loads(Path(__file__).with_name("architectures.json").read_text(encoding="utf-8"))
 
-HEAD_MATH: dict[str, HeadFields] = {
-    "gemma2": _CAPPED,
-    "gemma3_text": _CAPPED,
-    "gemma3n_text": _CAPPED,
-    "gemma4_text": _CAPPED,
-    "gemma4_unified_text": _CAPPED,
-    "vaultgemma": _CAPPED,
-    "nanochat": _CAPPED,
-    "recurrent_gemma": HeadFields(cap="logits_soft_cap"),
-    "cohere": _SCALED,
-    "cohere2": _SCALED,
-    "cohere2_moe": _SCALED,
-    "granite": _DIVIDED,
-    "granite_swa": _DIVIDED,
-    "granitemoe": _DIVIDED,
-    "granitemoe_swa": _DIVIDED,
-    "granitemoeshared": _DIVIDED,
-    "granitemoehybrid": _DIVIDED,
-    "minicpm3": _DIVIDED,
-    "hyperclovax": HeadFields(factor="logits_scaling"),
-    "falcon_h1": HeadFields(factor="lm_head_multiplier"),
-}
+HEAD_MATH: dict[str, HeadFields] = {name: HeadFields(**row) for name, row in _TABLES["head_math"].items()}
 """model_type (of the text part) -> its formula, as in its forward in transformers."""
 
 NESTED = {"gemma3n", "gemma4", "gemma4_unified"}
@@ -88,46 +70,7 @@ class Compared:
     window_differs: bool = False  # transformers and vLLM disagree about the first token in its sliding window
 
 
-COMPARED: dict[str, Compared] = {
-    "Qwen2ForCausalLM": Compared("qwen2"),
-    "Qwen3ForCausalLM": Compared("qwen3"),
-    "LlamaForCausalLM": Compared("llama"),
-    "MistralForCausalLM": Compared("mistral", "sliding window"),
-    "GemmaForCausalLM": Compared("gemma"),
-    "Gemma2ForCausalLM": Compared("gemma2", "soft caps of logits and attention scores (eager attention), window"),
-    "Gemma3ForCausalLM": Compared("gemma3_text", "soft cap of logits, window in every other layer"),
-    "Phi3ForCausalLM": Compared("phi3", "longrope: data.max_len chooses its factors, for all texts of the run"),
-    "OlmoForCausalLM": Compared("olmo"),
-    "Olmo2ForCausalLM": Compared("olmo2"),
-    "GraniteForCausalLM": Compared("granite", "all four multipliers"),
-    "CohereForCausalLM": Compared("cohere", "logit_scale"),
-    "Cohere2ForCausalLM": Compared("cohere2", "logit_scale; texts up to its sliding window", window_differs=True),
-    "GPTNeoXForCausalLM": Compared("gpt_neox"),
-    "Qwen2MoeForCausalLM": Compared("qwen2_moe", "experts fused in memory"),
-    "Qwen3MoeForCausalLM": Compared("qwen3_moe", "experts fused in memory"),
-    "MixtralForCausalLM": Compared("mixtral", "experts fused in memory, router noise off"),
-    "OlmoeForCausalLM": Compared("olmoe", "experts fused in memory"),
-    "GraniteMoeForCausalLM": Compared("granitemoe", "experts fused in memory, logits_scaling"),
-    "OPTForCausalLM": Compared("opt", "dropout off"),
-    "FalconForCausalLM": Compared("falcon", "dropout off"),
-    "BloomForCausalLM": Compared("bloom", "dropout off, eager attention, vLLM with the tanh form of GELU"),
-    "Starcoder2ForCausalLM": Compared("starcoder2", "dropout off, sliding window"),
-    "GPTBigCodeForCausalLM": Compared("gpt_bigcode", "dropout off"),
-    "GPT2LMHeadModel": Compared("gpt2", "dropout off"),
-    "GPTJForCausalLM": Compared("gptj", "dropout off, eager attention"),
-    "PhiForCausalLM": Compared("phi", "dropout off"),
-    "StableLmForCausalLM": Compared("stablelm"),
-    "GlmForCausalLM": Compared("glm"),
-    "Glm4ForCausalLM": Compared("glm4"),
-    "Gemma4ForCausalLM": Compared("gemma4_text", "text alone; soft cap of logits, window, per-layer inputs"),
-    "Olmo3ForCausalLM": Compared("olmo3", "window in every other layer"),
-    "Exaone4ForCausalLM": Compared("exaone4", "window in every other layer"),
-    "MinistralForCausalLM": Compared("ministral", "window in every other layer"),
-    "SmolLM3ForCausalLM": Compared("smollm3", "layers without positions"),
-    "SeedOssForCausalLM": Compared("seed_oss"),
-    "Ernie4_5ForCausalLM": Compared("ernie4_5"),
-    "NanoChatForCausalLM": Compared("nanochat", "soft cap of logits"),
-}
+COMPARED: dict[str, Compared] = {name: Compared(**row) for name, row in _TABLES["compared"].items()}
 """Class in config.json -> what was compared. Architectures in neither table are accepted with a warning: only the
 self-check before the first step compares them."""
 

@@ -6,7 +6,7 @@ import ast
 import copy
 import difflib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, reduce
 from pathlib import Path
@@ -129,6 +129,39 @@ def without_effect(config: Config, names: Iterable[str], why: str) -> Iterator[s
         value = get(config, name)
         if value != all_keys()[name].default:
             yield f"{name} = {f'{value:g}' if isinstance(value, float) else value} has no effect {why}"
+
+
+Broken = bool | dict[str, Any] | list[dict[str, Any]]
+"""What a rule returns: whether it is broken, or the values that its sentence names in {braces}, once for each time."""
+
+
+class Rules:
+    """A list of rules over keys. A rule is a function of the configuration; its docstring is the sentence for the user.
+
+    The sentence may name keys ({train.seed}), the values that the function returns, and those given to `problems`.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[Callable[..., Broken], tuple[str, ...]]] = []
+
+    def add(self, *unused: str) -> Callable[[Callable[..., Broken]], Callable[..., Broken]]:
+        """Add the function below. With names of keys its sentence says why these have no effect, if they were set."""
+
+        def added(function: Callable[..., Broken]) -> Callable[..., Broken]:
+            self._rows.append((function, unused))
+            return function
+
+        return added
+
+    def problems(self, config: Config, **values: Any) -> Iterator[str]:
+        """Find the broken rules, in the order of the list; the functions get `values`, too."""
+        groups = {field.name: getattr(config, field.name) for field in fields(config)}
+        for function, unused in self._rows:
+            found = function(config, **values)
+            for more in found if isinstance(found, list) else [found] if found else []:
+                named = {**groups, **values, **(more if isinstance(more, dict) else {})}
+                sentence = " ".join(str(function.__doc__).split()).format_map(named)
+                yield from without_effect(config, unused, sentence) if unused else [sentence]
 
 
 @cache
