@@ -31,36 +31,25 @@ class Family:
 
 
 _ATTENTION = ("attention_bias", False)
+_BIASED = Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION)
+_LLAMA = replace(_BIASED, mlp_bias=("mlp_bias", False))
+_GEMMA = replace(_BIASED, float_norms=True, tied=True, head_dim=256)
 _QWEN_MOE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION, qk_norm="head", head_dim=128),
-    "llama": Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION, mlp_bias=("mlp_bias", False)),
+    "qwen3": replace(_BIASED, qk_norm="head", head_dim=128),
+    "llama": _LLAMA,
     "mistral": Family(windows=True),
-    "gemma": Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION, float_norms=True, tied=True, head_dim=256),
-    "gemma3_text": Family(
-        qkv_bias=_ATTENTION,
-        output_bias=_ATTENTION,
-        qk_norm="head",
-        norms=4,
-        float_norms=True,
-        tied=True,
-        head_dim=256,
-        windows=True,
-    ),
+    "gemma": _GEMMA,
+    "gemma3_text": replace(_GEMMA, qk_norm="head", norms=4, windows=True),
     "phi3": Family(windows=True),
-    "olmo2": Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION, qk_norm="full"),
-    "granite": Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION, mlp_bias=("mlp_bias", False)),
-    "olmoe": Family(
-        qkv_bias=_ATTENTION,
-        output_bias=_ATTENTION,
-        qk_norm="full",
-        experts=("num_experts", "num_experts_per_tok", "intermediate_size"),
-    ),
+    "olmo2": replace(_BIASED, qk_norm="full"),
+    "granite": _LLAMA,
+    "olmoe": replace(_BIASED, qk_norm="full", experts=("num_experts", "num_experts_per_tok", "intermediate_size")),
     "mixtral": Family(windows=True, experts=("num_local_experts", "num_experts_per_tok", "intermediate_size")),
     "qwen2_moe": Family(qkv_bias=("qkv_bias", True), experts=_QWEN_MOE),
-    "qwen3_moe": Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION, qk_norm="head", experts=_QWEN_MOE),
+    "qwen3_moe": replace(_BIASED, qk_norm="head", experts=_QWEN_MOE),
 }
 """`model_type` -> its family. Source: transformers 5.19, `models/*/modeling_*.py`."""
 
@@ -172,45 +161,36 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _with_tensors(shape: ModelShape, config: Mapping[str, Any]) -> ModelShape:
-    family, hidden, queries = shape.family, shape.hidden, shape.heads * shape.head_dim
-    keys = shape.kv_heads * shape.head_dim
-    rows: list[Tensors] = [Tensors("embedding", hidden * shape.vocab, 1)]
-    if not shape.tied:
-        rows.append(Tensors("head", hidden * shape.vocab, 1))
-    rows += [Tensors("attention", hidden * queries, 2 * shape.layers)]
-    rows += [Tensors("attention", hidden * keys, 2 * shape.layers)]
-    dense = shape.layers - shape.moe_layers
-    if dense:
-        rows += [Tensors("mlp", hidden * shape.width, 3 * dense)]
-    if shape.moe_layers:
-        rows += _expert_tensors(shape)
-    rows += [Tensors("norm", hidden, family.norms * shape.layers + 1)]
-    if family.qk_norm:
-        whole = family.qk_norm == "full"
-        rows += [Tensors("norm", queries if whole else shape.head_dim, shape.layers)]
-        rows += [Tensors("norm", keys if whole else shape.head_dim, shape.layers)]
-    if _flag(config, family.qkv_bias):
-        rows += [Tensors("bias", queries, shape.layers), Tensors("bias", keys, 2 * shape.layers)]
-    if _flag(config, family.output_bias):
-        rows += [Tensors("bias", hidden, shape.layers)]
-    if _flag(config, family.mlp_bias):
-        rows += [Tensors("bias", shape.width, 2 * dense), Tensors("bias", hidden, dense)]
-    return replace(shape, tensors=tuple(rows))
-
-
-def _expert_tensors(shape: ModelShape) -> list[Tensors]:
-    """List the tensors of experts: transformers holds all experts of a layer as two tensors."""
-    share = shape.experts_per_token / shape.experts
-    one = shape.hidden * shape.expert_width
-    rows = [
-        Tensors("experts", shape.experts * 2 * one, shape.moe_layers, share),
-        Tensors("experts", shape.experts * one, shape.moe_layers, share),
-        Tensors("router", shape.experts * shape.hidden, shape.moe_layers),
-    ]
-    if shape.shared_width:
-        rows += [Tensors("mlp", shape.hidden * shape.shared_width, 3 * shape.moe_layers)]
-        rows += [Tensors("router", shape.hidden, shape.moe_layers)]
-    return rows
+    family, hidden, layers, moe = shape.family, shape.hidden, shape.layers, shape.moe_layers
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    dense, norm = layers - moe, layers if family.qk_norm else 0
+    qkv, output, mlp = (_flag(config, bias) for bias in (family.qkv_bias, family.output_bias, family.mlp_bias))
+    full = family.qk_norm == "full"
+    one = hidden * shape.expert_width
+    share = shape.experts_per_token / max(shape.experts, 1)
+    shared = moe if shape.shared_width else 0
+    rows = (
+        Tensors("embedding", hidden * shape.vocab, 1),
+        Tensors("head", hidden * shape.vocab, 0 if shape.tied else 1),
+        Tensors("attention", hidden * queries, 2 * layers),
+        Tensors("attention", hidden * keys, 2 * layers),
+        Tensors("mlp", hidden * shape.width, 3 * dense),
+        # transformers holds all experts of a layer as two tensors.
+        Tensors("experts", shape.experts * 2 * one, moe, share),
+        Tensors("experts", shape.experts * one, moe, share),
+        Tensors("router", shape.experts * hidden, moe),
+        Tensors("mlp", hidden * shape.shared_width, 3 * shared),
+        Tensors("router", hidden, shared),
+        Tensors("norm", hidden, family.norms * layers + 1),
+        Tensors("norm", queries if full else shape.head_dim, norm),
+        Tensors("norm", keys if full else shape.head_dim, norm),
+        Tensors("bias", queries, layers if qkv else 0),
+        Tensors("bias", keys, 2 * layers if qkv else 0),
+        Tensors("bias", hidden, layers if output else 0),
+        Tensors("bias", shape.width, 2 * dense if mlp else 0),
+        Tensors("bias", hidden, dense if mlp else 0),
+    )
+    return replace(shape, tensors=tuple(row for row in rows if row.count))
 
 
 def _moe_layers(config: Mapping[str, Any], layers: int) -> int:
@@ -222,16 +202,15 @@ def _moe_layers(config: Mapping[str, Any], layers: int) -> int:
 def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
     """Return the window of each layer. Source: transformers, `sliding_window` and `layer_types`."""
     window = _number(config, "sliding_window") if config.get("use_sliding_window", family.windows) else 0
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == layers:
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
-    if "max_window_layers" in config:
-        first = _number(config, "max_window_layers")
-        return tuple(window if layer >= first else 0 for layer in range(layers))
+    kinds, first = config.get("layer_types"), _number(config, "max_window_layers")
     pattern = _number(config, "sliding_window_pattern")
-    if pattern:
-        return tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
-    return (window,) * layers
+    if isinstance(kinds, list) and len(kinds) == layers:
+        slides = [kind == "sliding_attention" for kind in kinds]
+    elif pattern and "max_window_layers" not in config:
+        slides = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    else:
+        slides = [layer >= first for layer in range(layers)]
+    return tuple(window if slide else 0 for slide in slides)
 
 
 def _flag(config: Mapping[str, Any], value: bool | tuple[str, bool]) -> bool:

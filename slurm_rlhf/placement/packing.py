@@ -48,14 +48,11 @@ class _Policy:
     loose: bool = False  # take the nodes with the most free slots, not those where a block fits tightly
 
 
-_POLICIES = (
-    _Policy(share=False, mixed=False),
-    _Policy(share=True, mixed=False),
-    _Policy(share=False, mixed=True),
-    _Policy(share=True, mixed=True),
-    _Policy(share=False, mixed=True, loose=True),
-    _Policy(share=True, mixed=True, loose=True),
-)
+_POLICIES = [
+    _Policy(share, mixed, loose)
+    for mixed, loose in ((False, False), (True, False), (True, True))
+    for share in (False, True)
+]
 _MOST_TRIES = 2000
 _Bucket = tuple[tuple[int, ...], int]  # blocks on the node, free slots
 _Choice = list[tuple[_Bucket, int, list[int]]]  # so many slots on each of these nodes of the bucket
@@ -68,29 +65,20 @@ class _Space:
     def __init__(self, buckets: _Buckets) -> None:
         self.buckets = dict(buckets)
 
-    def put(self, number: int, block: Block, policy: _Policy) -> _Choice | None:
-        """Place block `number`, or change nothing and return None."""
-        choice = self._choose(block, policy) if block.per_node else self._choose_engines(block, policy)
-        self.take(number, choice or [])
-        return choice
-
     def take(self, number: int, choice: _Choice) -> None:
         """Place block `number` there."""
         for bucket, slots, nodes in choice:
-            here = self.buckets.pop(bucket)
-            gone = set(nodes)
-            left = here[len(nodes) :] if here[: len(nodes)] == nodes else [node for node in here if node not in gone]
-            if left:
+            here, gone = self.buckets.pop(bucket), set(nodes)
+            if left := [node for node in here if node not in gone]:
                 self.buckets[bucket] = left
-            blocks, free = bucket
-            after = ((*blocks, number), free - slots)
+            after = ((*bucket[0], number), bucket[1] - slots)
             self.buckets[after] = sorted(self.buckets.get(after, []) + nodes)
 
     def choices(self, block: Block) -> Iterator[_Choice]:
         """List all ways to place a block of trainers; of engines the one that leaves most to place."""
         if not block.per_node:
-            if (choice := self._choose_engines(block, _POLICIES[-1])) is not None:
-                yield choice
+            choice = self.choose(block, _POLICIES[-1])
+            yield from [] if choice is None else [choice]
             return
         ranked = self._ranked(block.per_node, _POLICIES[-1])
         for counts in _ways([len(nodes) for _, nodes in ranked], block.num_nodes):
@@ -106,7 +94,10 @@ class _Space:
         own, tight = (-1 if policy.share else 1), (-1 if policy.loose else 1)
         return sorted(fitting, key=lambda item: (own * len(item[0][0]), tight * item[0][1], item[1][0]))
 
-    def _choose(self, block: Block, policy: _Policy) -> _Choice | None:
+    def choose(self, block: Block, policy: _Policy) -> _Choice | None:
+        """Choose where a block goes; None: it does not fit."""
+        if not block.per_node:
+            return self._choose_engines(block, policy)
         choice: _Choice = []
         missing = block.num_nodes
         for bucket, nodes in self._ranked(block.per_node, policy):
@@ -177,10 +168,7 @@ def _orders(blocks: Sequence[Block], thorough: bool) -> Iterator[tuple[int, ...]
     Engines that may go anywhere fill what the others leave, so they come last at first.
     """
 
-    def by_room(number: int) -> tuple[int, int, int]:
-        return -blocks[number].widest, -blocks[number].slots, number
-
-    widest = tuple(sorted(range(len(blocks)), key=by_room))
+    widest = tuple(sorted(range(len(blocks)), key=lambda n: (-blocks[n].widest, -blocks[n].slots, n)))
     engines_last = tuple(sorted(widest, key=lambda number: not blocks[number].num_nodes))
     rest = permutations(widest) if thorough else ()
     return iter(dict.fromkeys((engines_last, widest, *rest)))
@@ -201,9 +189,8 @@ def pack(capacities: Sequence[int], blocks: Sequence[Block], *, thorough: bool =
         buckets.setdefault(((), capacity), []).append(index)
     for policy in _POLICIES:
         for order in _orders(blocks, thorough):
-            found = _try(_Space(buckets), blocks, order, policy)
-            if found is not None:
-                return found
+            if (placed := _try(_Space(buckets), blocks, order, policy)) is not None:
+                return _assignments(placed)
     if not thorough:
         return None
     order = tuple(sorted(range(len(blocks)), key=lambda number: not blocks[number].per_node))
@@ -227,14 +214,14 @@ def _search(
     return None
 
 
-def _try(space: _Space, blocks: Sequence[Block], order: tuple[int, ...], policy: _Policy) -> list[Assignment] | None:
+def _try(space: _Space, blocks: Sequence[Block], order: tuple[int, ...], policy: _Policy) -> dict[int, _Choice] | None:
     placed: dict[int, _Choice] = {}
     for number in order:
-        choice = space.put(number, blocks[number], policy)
-        if choice is None:
+        if (choice := space.choose(blocks[number], policy)) is None:
             return None
+        space.take(number, choice)
         placed[number] = choice
-    return _assignments(placed)
+    return placed
 
 
 def _assignments(placed: dict[int, _Choice]) -> list[Assignment]:

@@ -6,7 +6,7 @@ Pure: from a topology, sizes of roles and colocations follows the same map on ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from slurm_rlhf.config.roles import ROLES, role_order
@@ -85,43 +85,27 @@ class RankMap:
         """Return the map ready for JSON; `roles` has a list of {node, gpus, ranks, engines} for each role."""
         return {
             "accelerator": self.topology.accelerator,
-            "nodes": [_node_json(node) for node in self.topology.nodes],
-            "roles": {role: [_share_json(share) for share in shares] for role, shares in self.roles.items()},
-            "tp_groups": [
-                {"role": g.role, "engine": g.engine, "node": g.node, "gpus": list(g.gpus), "ranks": list(g.ranks)}
-                for g in self.tp_groups
-            ],
+            "nodes": [_plain(node) for node in self.topology.nodes],
+            "roles": {role: [_plain(share) for share in shares] for role, shares in self.roles.items()},
+            "tp_groups": [_plain(group) for group in self.tp_groups],
             "world": self.worlds,
         }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankMap:
         """Read what `to_json` wrote."""
-        nodes = tuple(Node(n["name"], n["gpus"], n.get("cpus", 0), tuple(n.get("devices", ()))) for n in data["nodes"])
-        roles = {
-            role: [
-                NodeShare(
-                    share["node"],
-                    tuple(share["gpus"]),
-                    tuple(share["ranks"]),
-                    tuple((engine, rank) for engine, rank in share.get("engines", ())),
-                )
-                for share in shares
-            ]
-            for role, shares in data["roles"].items()
-        }
-        return cls(Topology(nodes, data.get("accelerator", GPU)), roles)
+        from msgspec import convert
+
+        nodes = convert(data["nodes"], tuple[Node, ...])
+        return cls(Topology(nodes, data.get("accelerator", GPU)), convert(data["roles"], dict[str, list[NodeShare]]))
 
 
-def _node_json(node: Node) -> dict[str, Any]:
-    return {key: value for key, value in asdict(node).items() if value or key in ("name", "gpus")}
+def _plain(record: Node | NodeShare | TpGroup) -> dict[str, Any]:
+    """Return a record ready for JSON, without the fields that may be absent and say nothing."""
+    from msgspec import to_builtins
 
-
-def _share_json(share: NodeShare) -> dict[str, Any]:
-    data: dict[str, Any] = {"node": share.node, "gpus": list(share.gpus), "ranks": list(share.ranks)}
-    if share.engines:
-        data["engines"] = [list(slot) for slot in share.engines]
-    return data
+    optional = ("cpus", "devices", "engines")
+    return {key: value for key, value in to_builtins(record).items() if value or key not in optional}
 
 
 def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[frozenset[str]] = ()) -> RankMap:
@@ -137,8 +121,7 @@ def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[froz
     if len(set(names)) < len(names):
         raise PlacementError(f"a role is listed twice: {', '.join(names)}")
     blocks = make_blocks(ordered, colocate)
-    capacities = [node.gpus for node in topology.nodes]
-    assignments = pack(capacities, blocks)
+    assignments = pack([node.gpus for node in topology.nodes], blocks)
     if assignments is None:
         raise PlacementError(explain(topology, ordered, blocks))
     return RankMap(topology, _shares(topology, ordered, blocks, assignments))
@@ -148,15 +131,13 @@ def make_blocks(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -
     """Make a block for each role or set of colocated roles. Raises PlacementError where these differ in size."""
     blocks = []
     for group in _merged(sizes, colocate):
-        engines = [size for size in group if size.engines]
-        trainers = [size for size in group if not size.engines]
-        first = (trainers or engines)[0]
-        for other in group:
+        first, *others = sorted(group, key=lambda size: size.engines > 0)  # trainers before engines
+        for other in others:
             if not _same_slots(first, other):
                 raise PlacementError(_unlike(first, other))
-        names = tuple(size.role for size in group)
-        tp, count = (engines[0].tp, engines[0].engines) if engines else (0, 0)
-        blocks.append(Block(names, first.num_nodes, first.num_gpus_per_node, tp, count))
+        names, last = tuple(size.role for size in group), others[-1] if others else first
+        tp = last.tp if last.engines else 0
+        blocks.append(Block(names, first.num_nodes, first.num_gpus_per_node, tp, last.engines))
     return blocks
 
 
@@ -168,8 +149,7 @@ def process_slots(topology: Topology, roles: Sequence[RoleSize], colocate: Seque
     count = len(topology.nodes)
     slots = 0
     for block in make_blocks(roles, colocate):
-        engines = -(-block.engines // (block.num_nodes or count))
-        slots += block.per_node or engines * block.tp
+        slots += block.per_node or block.tp * -(-block.engines // (block.num_nodes or count))
     return Topology(tuple(Node(node.name, slots, node.cpus) for node in topology.nodes), CPU)
 
 
@@ -239,10 +219,7 @@ def _shares(
     return roles
 
 
-_MAX_ROWS = 64
-
-
-def draw(rank_map: RankMap, max_rows: int = _MAX_ROWS) -> str:
+def draw(rank_map: RankMap, max_rows: int = 64) -> str:
     """Draw one row per node, one column per slot, then a legend.
 
     A0 is rank 0 of the actor, E3.1 TP rank 1 of engine 3, A0+R0 two colocated ranks, a dot a free slot. With
@@ -254,12 +231,9 @@ def draw(rank_map: RankMap, max_rows: int = _MAX_ROWS) -> str:
         letter = ROLES[role].letter if role in ROLES else f"{role}:"
         for share in shares:
             row = cells[share.node]
-            for place, (gpu, rank) in enumerate(zip(share.gpus, share.ranks, strict=True)):
-                text = f"{letter}{rank}"
-                if share.engines:
-                    engine, tp_rank = share.engines[place]
-                    text = f"{letter}{engine}.{tp_rank}"
-                row[gpu] = f"{row[gpu]}+{text}" if gpu in row else text
+            names = [f"{engine}.{tp_rank}" for engine, tp_rank in share.engines] or share.ranks
+            for gpu, name in zip(share.gpus, names, strict=True):
+                row[gpu] = f"{row[gpu]}+{letter}{name}" if gpu in row else f"{letter}{name}"
     unit = "gpu" if rank_map.topology.accelerator == GPU else "slot"
     width = max((node.gpus for node in nodes), default=0)
     table = [["node", *(f"{unit}{index}" for index in range(width))]]
@@ -281,14 +255,16 @@ def _legend(rank_map: RankMap) -> list[str]:
     lines = []
     engines = {role: [group for group in rank_map.tp_groups if group.role == role] for role in rank_map.roles}
     for role, shares in rank_map.roles.items():
-        ranks = rank_map.world(role)
-        text = f"{ROLES[role].letter if role in ROLES else role} {role}: {ranks} {'rank' if ranks == 1 else 'ranks'}"
-        text += f" on {len(shares)} {'node' if len(shares) == 1 else 'nodes'}"
+        letter, ranks = ROLES[role].letter if role in ROLES else role, rank_map.world(role)
+        text = f"{letter} {role}: {_counted(ranks, 'rank')} on {_counted(len(shares), 'node')}"
         if engines[role]:
-            count = len(engines[role])
-            text += f", {count} {'engine' if count == 1 else 'engines'} of TP {len(engines[role][0].gpus)}"
+            text += f", {_counted(len(engines[role]), 'engine')} of TP {len(engines[role][0].gpus)}"
         lines.append(text)
     used = len({(share.node, gpu) for shares in rank_map.roles.values() for share in shares for gpu in share.gpus})
     unit = "GPUs" if rank_map.topology.accelerator == GPU else "process slots"
     lines.append(f"{used} of {rank_map.topology.slots} {unit} used")
     return lines
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -67,7 +68,7 @@ def replaced(
     if not left:
         raise PlacementError(f"{spares}, and no node is left. Keep one in reserve: cluster.spares")
     try:
-        return _on_fewer(ranks, Topology(left, ranks.topology.accelerator, ranks.topology.origin), config, fits)
+        return _on_fewer(ranks, replace(ranks.topology, nodes=left), config, fits)
     except PlacementError as error:
         names = shortened([node.name for node in left])
         raise PlacementError(
@@ -83,24 +84,24 @@ def passed_over(unfit: Mapping[str, str]) -> str:
 
 def _on_fewer(ranks: RankMap, left: Topology, config: Config, fits: Fits) -> Replacement:
     """Find the largest layout that fits the nodes `left`. Raises PlacementError."""
-    refused: PlacementError | None = None
+    refused = ""
     large = False  # a layout would fit, but for the memory of the GPUs
     sizes = group_sizes(config, len(left.nodes))
     for change in islice(smaller_layouts(sizes), MOST_LAYOUTS):
         candidate = changed(config, change)
-        found = next(_placed(ranks, left, candidate), None)
+        found = _placed(ranks, left, candidate)
         if found is not None and not (change and left.accelerator == GPU and not fits(candidate)):
             return Replacement(found, change)
         large = large or found is not None
     try:
         place(left, role_sizes(config), colocations(config))
     except PlacementError as error:
-        refused = error
+        refused = str(error)
     if large:
         raise PlacementError(f"{refused}; those layouts that would fit need more memory than a GPU has")
     least = sum(group[-1][0] for group in sizes) if all(sizes) else 0
-    told = f": the smallest that the rules of the configuration allow needs {least} slots" if least else ""
-    raise PlacementError(f"{refused}; nor does any smaller layout{told}")
+    smallest = f": the smallest that the rules of the configuration allow needs {least} slots" if least else ""
+    raise PlacementError(f"{refused}; nor does any smaller layout{smallest}")
 
 
 def group_sizes(config: Config, nodes: int) -> list[list[tuple[int, Change]]]:
@@ -162,27 +163,23 @@ def smaller_layouts(groups: Sequence[Sequence[tuple[int, Change]]]) -> Iterator[
                 heapq.heappush(queue, entry(after))
 
 
-def _placed(ranks: RankMap, left: Topology, config: Config) -> Iterator[RankMap]:
-    """Yield the maps of a layout that fit: the one in which engines stay where they are comes first."""
+def _placed(ranks: RankMap, left: Topology, config: Config) -> RankMap | None:
+    """Place a layout, with the engines where they are if that can be; None: it does not fit."""
     sizes, colocate = role_sizes(config), colocations(config)
     if left.accelerator == GPU and sum(block.slots for block in make_blocks(sizes, colocate)) > left.slots:
-        return  # at once: `place` would find out why
-    for way in (_around_engines, _anew):
-        try:
-            if (found := way(ranks, left, sizes, colocate)) is not None:
-                yield found
-        except PlacementError:
-            continue
-
-
-def _anew(ranks: RankMap, left: Topology, sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> RankMap:
-    return place(_with_slots(left, sizes, colocate), sizes, colocate)
+        return None  # at once: `place` would find out why
+    with suppress(PlacementError):
+        if (found := _around_engines(ranks, left, sizes, colocate)) is not None:
+            return found
+    with suppress(PlacementError):
+        return place(_with_slots(left, sizes, colocate), sizes, colocate)
+    return None
 
 
 def _around_engines(
     ranks: RankMap, left: Topology, sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]
 ) -> RankMap | None:
-    """Place all other roles beside the engines; None where these are no others, or cannot stay as they are."""
+    """Place all other roles around the engines; None if the engines changed or the rest does not fit."""
     shares = ranks.roles.get(ROLLOUT, [])
     others = [size for size in sizes if size.role != ROLLOUT]
     same = sum(len(share.ranks) for share in shares) == sum(size.slots for size in sizes if size.role == ROLLOUT)
@@ -200,8 +197,8 @@ def _around_engines(
             ),
         )
     free = {node.name: [s for s in range(node.gpus) if s not in taken.get(node.name, ())] for node in left.nodes}
-    beside = replace(left, nodes=tuple(replace(node, gpus=len(free[node.name])) for node in left.nodes))
-    placed = place(beside, others, colocate)
+    rest = replace(left, nodes=tuple(replace(node, gpus=len(free[node.name])) for node in left.nodes))
+    placed = place(rest, others, colocate)
     roles = {
         role: [replace(share, gpus=tuple(free[share.node][slot] for slot in share.gpus)) for share in found]
         for role, found in placed.roles.items()
@@ -231,10 +228,9 @@ def _stand_ins(gone: Sequence[Node], free: Sequence[Node], accelerator: str) -> 
 
 def _renamed(ranks: RankMap, stand_ins: dict[str, Node]) -> RankMap:
     nodes = tuple(stand_ins.get(node.name, node) for node in ranks.topology.nodes)
+    names = {old: new.name for old, new in stand_ins.items()}
     roles = {
-        role: [
-            replace(share, node=stand_ins[share.node].name) if share.node in stand_ins else share for share in shares
-        ]
+        role: [replace(share, node=names.get(share.node, share.node)) for share in shares]
         for role, shares in ranks.roles.items()
     }
-    return RankMap(Topology(nodes, ranks.topology.accelerator, ranks.topology.origin), roles)
+    return RankMap(replace(ranks.topology, nodes=nodes), roles)
