@@ -66,7 +66,7 @@ class Compared:
     """
 
     model_type: str
-    note: str = ""  # what was in the comparison beyond the plain model, or what it needs here
+    note: str = ""  # features that were compared beyond the plain model, or needs of the model here
     window_differs: bool = False  # transformers and vLLM disagree about the first token in its sliding window
 
 
@@ -117,8 +117,8 @@ def problem(name: str) -> str:
     if name in BUILT_IN or name in MODULES or "/" in name:
         return ""
     valid = [*BUILT_IN, *MODULES]
-    told = f"ds.attn_implementation = {name!r} is not known{meant(name, valid)}"
-    return f"{told} (valid: {', '.join(valid)}, or a kernel as OWNER/NAME)"
+    unknown = f"ds.attn_implementation = {name!r} is not known{meant(name, valid)}"
+    return f"{unknown} (valid: {', '.join(valid)}, or a kernel as OWNER/NAME)"
 
 
 def missing(name: str, installed: dict[str, bool]) -> str:

@@ -55,7 +55,9 @@ def check_sft(config: Config) -> None:
     problems += _file("sft.dataset", config.sft.dataset, "a JSONL file of examples")
     problems += _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
-    _raise(problems, _told(_check_model, key, actor, config.data.max_len, head=True, sampled=False) if actor else ())
+    _raise(
+        problems, _errors_of(_check_model, key, actor, config.data.max_len, head=True, sampled=False) if actor else ()
+    )
 
 
 def check_generate(config: Config) -> None:
@@ -110,7 +112,7 @@ def _no_training_run(config: Config) -> Iterator[str]:
 
 
 def warnings(config: Config) -> list[str]:
-    """Return what a checked configuration is told although it can be run."""
+    """Return the warnings about a checked configuration, which can be run."""
     key, actor = ROLES[ACTOR].model(config)
     compared = uncompared(key, actor) if has_engines(config) else ""
     return list(filter(None, [compared, bypass_note(config), unused_note(config)]))
@@ -126,18 +128,18 @@ def _model_problems(config: Config) -> Iterator[UserError]:
     for key, (path, head) in directories.items():
         if path:
             how = {"head": head, "sampled": head, "engines": has_engines(config)}
-            told = list(_told(_check_model, key, path, config.data.max_len, **how))
-            yield from told
-            sound = sound and not told
+            found = list(_errors_of(_check_model, key, path, config.data.max_len, **how))
+            yield from found
+            sound = sound and not found
     actor_key, actor = ROLES[ACTOR].model(config)
     if actor and sound:
         if has_engines(config):
-            yield from _told(check_tensor_parallel, actor_key, actor, config.vllm.tensor_parallel_size)
+            yield from _errors_of(check_tensor_parallel, actor_key, actor, config.vllm.tensor_parallel_size)
         if config.reward.model_name_or_path:
-            yield from _told(check_reward_model, config)
+            yield from _errors_of(check_reward_model, config)
 
 
-def _told(rule: Callable[..., None], *arguments: Any, **named: Any) -> Iterator[UserError]:
+def _errors_of(rule: Callable[..., None], *arguments: Any, **named: Any) -> Iterator[UserError]:
     """Yield what `rule` raises for these arguments."""
     try:
         rule(*arguments, **named)

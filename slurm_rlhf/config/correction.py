@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import cast
 
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule, Level, Mode
+from slurm_rlhf.config.keys import Broken, Rules
 from slurm_rlhf.config.roles import has_reference
 from slurm_rlhf.config.schema import Config
 
@@ -42,67 +44,98 @@ def bypass_note(config: Config) -> str:
 
 def correction_problems(config: Config) -> Iterator[str]:
     """Find the keys of the correction that contradict each other, one sentence for each."""
-    keys = config.algo.correction
-    given = "level" if keys.level else "mode"
-    own = f"{GROUP}.{given} = {keys.level or keys.mode}"
-    if keys.bypass:
-        yield from _bypass_problems(config)
-    elif (keys.level or keys.mode) and keys.preset != "auto":
-        yield f"{own} and {GROUP}.preset = {keys.preset} are two corrections: leave one of them out"
-    elif bool(keys.level) != bool(keys.mode):
-        missing = "mode" if keys.level else "level"
-        yield f"{own} says half of a correction: set {GROUP}.{missing}, too, or choose a {GROUP}.preset"
-    elif keys.level and not keys.thresholds:
-        yield (
-            f"{own} with {GROUP}.mode = {keys.mode} needs {GROUP}.thresholds: usual are [0, 2] to truncate, [0.5, 5] "
-            "to mask or clip, [0.99, 1.01] to mask by the geometric mean"
-        )
-    elif keys.thresholds and not keys.level and _preset(config) == "none":
-        auto = ", which is none with vllm.sync_mode = drain" if keys.preset == "auto" else ""
-        yield (
-            f"{GROUP}.thresholds = {keys.thresholds} have no effect with {GROUP}.preset = {keys.preset}{auto}: choose "
-            f"tis, icepop or seq_mask, or set {GROUP}.level and {GROUP}.mode"
-        )
-    yield from threshold_problems(config)
+    if config.algo.correction.bypass:
+        yield from BypassRules(config).problems()
+    else:
+        yield from islice(ChoiceRules(config).problems(), 1)
+    yield from islice(ThresholdRules(config).problems(), 1)
 
 
-def threshold_problems(config: Config) -> Iterator[str]:
-    """Find thresholds that would drop or bound what agrees: there the ratio is 1."""
-    keys = config.algo.correction
-    given = f"{GROUP}.thresholds = {keys.thresholds}"
-    if not keys.thresholds:
-        return
-    if len(keys.thresholds) != 2:
-        yield f"{given} takes two numbers, low and high, or none"
-        return
-    low, high = keys.thresholds
-    if low >= high:
-        yield f"{given} are the wrong way round, or equal: the lower one comes first"
-    elif low > 1 or high < 1:
-        yield (
-            f"{given} leave out 1, the ratio where engine and actor agree, so that every token would be dropped or "
-            "bounded: use low <= 1 <= high"
-        )
-    elif low > 0 and _mode(config) == "truncate":
-        told = f"{GROUP}.mode = truncate" if keys.mode else f"{GROUP}.preset = {keys.preset}, which truncates"
-        yield (
-            f"{given} has a lower bound that {told} does not apply: use [0, {high:g}], or {GROUP}.level = "
-            f"{keys.level or 'token'} with {GROUP}.mode = clip"
-        )
+class _CorrectionRules(Rules):
+    def __init__(self, config: Config) -> None:
+        self.keys = config.algo.correction
+        given = "level" if self.keys.level else "mode"
+        own = f"algo.correction.{given} = {self.keys.level or self.keys.mode}"
+        thresholds = f"algo.correction.thresholds = {self.keys.thresholds}"
+        super().__init__(config, own=own, thresholds=thresholds, keys=self.keys)
 
 
-def _bypass_problems(config: Config) -> Iterator[str]:
-    keys = config.algo.correction
-    preset = keys.preset if keys.preset in PRESETS else ""
-    others = {"preset": preset, "level": keys.level, "mode": keys.mode, "thresholds": keys.thresholds}
-    weighing = [f"{GROUP}.{name} = {value}" for name, value in others.items() if value]
-    why = f"{GROUP}.bypass = true takes the update's ratio to the engine's log-probs, which leaves none for"
-    if weighing:
-        yield f"{why} {' and '.join(weighing)} to bound: leave one or the other out"
-    if config.actor.old_logprobs == "pass":
-        yield f"{why} actor.old_logprobs = pass to compute: leave one of the two out"
-    if keys.off_policy_delta:
-        yield f"{why} {GROUP}.off_policy_delta = {keys.off_policy_delta:g} to compare with: leave one of the two out"
+class ChoiceRules(_CorrectionRules):
+    """Check that one correction is chosen, and whole."""
+
+    def two_corrections(self) -> Broken:
+        """{own} and algo.correction.preset = {keys.preset} are two corrections: leave one of them out"""
+        return bool(self.keys.level or self.keys.mode) and self.keys.preset != "auto"
+
+    def half_a_correction(self) -> Broken:
+        """{own} says half of a correction: set algo.correction.{missing}, too, or choose a algo.correction.preset"""
+        missing = "mode" if self.keys.level else "level"
+        return {"missing": missing} if bool(self.keys.level) != bool(self.keys.mode) else False
+
+    def no_thresholds(self) -> Broken:
+        """{own} with algo.correction.mode = {keys.mode} needs algo.correction.thresholds: usual are [0, 2] to truncate,
+        [0.5, 5] to mask or clip, [0.99, 1.01] to mask by the geometric mean"""
+        return bool(self.keys.level) and not self.keys.thresholds
+
+    def thresholds_of_nothing(self) -> Broken:
+        """{thresholds} have no effect with algo.correction.preset = {keys.preset}{auto}: choose tis, icepop or
+        seq_mask, or set algo.correction.level and algo.correction.mode"""
+        auto = ", which is none with vllm.sync_mode = drain" if self.keys.preset == "auto" else ""
+        idle = bool(self.keys.thresholds) and not self.keys.level and _preset(self.config) == "none"
+        return {"auto": auto} if idle else False
+
+
+class ThresholdRules(_CorrectionRules):
+    """Find thresholds that would drop or bound tokens on which engine and actor agree: there the ratio is 1."""
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        low, high = self.keys.thresholds or (0.0, 1.0)
+        return low, high
+
+    def two_numbers(self) -> Broken:
+        """{thresholds} takes two numbers, low and high, or none"""
+        return len(self.keys.thresholds) not in (0, 2)
+
+    def order(self) -> Broken:
+        """{thresholds} are the wrong way round, or equal: the lower one comes first"""
+        return self._bounds[0] >= self._bounds[1]
+
+    def without_one(self) -> Broken:
+        """{thresholds} leave out 1, the ratio where engine and actor agree, so that every token would be dropped or
+        bounded: use low <= 1 <= high"""
+        return self._bounds[0] > 1 or self._bounds[1] < 1
+
+    def lower_bound_of_a_truncation(self) -> Broken:
+        """{thresholds} has a lower bound that {truncating} does not apply: use [0, {high:g}], or algo.correction.level
+        = {level} with algo.correction.mode = clip"""
+        keys, (low, high) = self.keys, self._bounds
+        truncating = "mode = truncate" if keys.mode else f"preset = {keys.preset}, which truncates"
+        found = {"truncating": f"algo.correction.{truncating}", "high": high, "level": keys.level or "token"}
+        return found if low > 0 and _mode(self.config) == "truncate" else False
+
+
+class BypassRules(_CorrectionRules):
+    """Find keys that algo.correction.bypass leaves nothing to do."""
+
+    def weights(self) -> Broken:
+        """algo.correction.bypass = true takes the update's ratio to the engine's log-probs, which leaves none for
+        {weighing} to bound: leave one or the other out"""
+        keys = self.keys
+        preset = keys.preset if keys.preset in PRESETS else ""
+        others = {"preset": preset, "level": keys.level, "mode": keys.mode, "thresholds": keys.thresholds}
+        weighing = [f"algo.correction.{name} = {value}" for name, value in others.items() if value]
+        return {"weighing": " and ".join(weighing)} if weighing else False
+
+    def pass_of_the_actor(self) -> Broken:
+        """algo.correction.bypass = true takes the update's ratio to the engine's log-probs, which leaves none for
+        actor.old_logprobs = pass to compute: leave one of the two out"""
+        return self.config.actor.old_logprobs == "pass"
+
+    def mask_of_sequences(self) -> Broken:
+        """algo.correction.bypass = true takes the update's ratio to the engine's log-probs, which leaves none for
+        algo.correction.off_policy_delta = {keys.off_policy_delta:g} to compare with: leave one of the two out"""
+        return self.keys.off_policy_delta != 0
 
 
 def _preset(config: Config) -> str:

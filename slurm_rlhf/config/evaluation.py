@@ -1,4 +1,4 @@
-"""What an evaluation evaluates: data sets as they are written and with all their settings, metrics, what is wrong."""
+"""Describe what an evaluation evaluates: data sets as written and with all settings, their metrics and problems."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.keys import Key, all_keys
+from slurm_rlhf.config.keys import Broken, Key, Rules, all_keys
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_eval import EvalDataSet
 from slurm_rlhf.errors import meant
@@ -66,19 +66,19 @@ def eval_problems(config: Config) -> Iterator[str]:
         yield "eval.dataset and eval.datasets are both set: put the one file into the list, or leave it out"
         return
     if not data_sets(config):
-        yield from _without(config)
+        yield from NoDataRules(config).problems()
         return
-    told = [problem for one in data_sets(config) for problem in _wrong(one, bool(group.datasets))]
+    found = [problem for one in data_sets(config) for problem in DataSetRules(config, one).problems()]
     names = [one.name for one in data_sets(config)]
-    told += [
+    found += [
         f"eval.datasets: two data sets are called {name!r}: give each its own name, by which metrics and reports tell "
         "them apart"
         for name in sorted({name for name in names if names.count(name) > 1})
     ]
-    yield from told
-    if not told:
+    yield from found
+    if not found:
         yield from _best(config)
-    yield from _overlap(config)
+    yield from OverlapRules(config).problems()
 
 
 def _settled(entry: EvalDataSet, config: Config) -> EvalSettings:
@@ -103,70 +103,11 @@ def _settled(entry: EvalDataSet, config: Config) -> EvalSettings:
     )
 
 
-def _without(config: Config) -> Iterator[str]:
-    hint = "name a JSONL file of prompts in eval.dataset, or several in eval.datasets"
-    if config.eval.steps:
-        yield (
-            f"eval.steps = {config.eval.steps} evaluates nothing without eval.dataset: {hint}, or leave eval.steps out"
-        )
-    if config.ckpt.best_metric:
-        yield f"ckpt.best_metric = {config.ckpt.best_metric!r} is of an evaluation, and there is none: {hint}"
-
-
-def _wrong(one: EvalSettings, listed: bool) -> Iterator[str]:
-    """Find what is wrong with one data set; `listed`: it is an entry of eval.datasets."""
-    where = f"eval.datasets, {one.name}: " if listed else "eval."
-    samples, temperature = one.n_samples_per_prompt, one.temperature
-    if not _NAME.fullmatch(one.name):
-        yield f"{where}name is part of metric names: use letters, digits and _ . @ + - in it"
-    if samples < 1:
-        yield f"{where}n_samples_per_prompt must be at least 1, got {samples}"
-    if not 0 <= temperature <= 2:
-        yield f"{where}temperature must be at least 0 and at most 2, got {temperature:g}"
-    if one.max_samples < 0:
-        yield f"{where}max_samples must be at least 0, got {one.max_samples}"
-    if samples > 1 and temperature == 0:
-        yield (
-            f"{where}n_samples_per_prompt = {samples} with temperature 0: greedy responses to a prompt are all the "
-            "same: set a temperature, or n_samples_per_prompt = 1"
-        )
-    for k in one.pass_k:
-        if not 1 <= k <= samples:
-            yield (
-                f"{where}pass_k has {k}, and pass@{k} needs k from 1 to n_samples_per_prompt = {samples}: ask for "
-                "more samples, or leave it out"
-            )
-    try:
-        groups = re.compile(one.answer_pattern).groups
-    except re.error as error:
-        yield f"{where}answer_pattern is not a regular expression: {error}"
-    else:
-        if groups > 1:
-            yield f"{where}answer_pattern has {groups} groups, and one is the answer: write the others as (?:...)"
-    if not one.input_key:
-        yield f"{where}input_key is empty: name the column that holds the prompts"
-
-
 def _best(config: Config) -> Iterator[str]:
     name, valid = config.ckpt.best_metric, metric_names(config)
     if name and name not in valid:
-        told = f"ckpt.best_metric = {name!r} is no metric of this evaluation{meant(name, valid)}"
-        yield f"{told} (valid: {', '.join(valid)})"
-
-
-def _overlap(config: Config) -> Iterator[str]:
-    if not config.eval.overlap:
-        return
-    if config.train.colocate_all:
-        yield (
-            "eval.overlap and train.colocate_all exclude each other: engines sleep while the actor trains. Leave "
-            "eval.overlap out, and evaluations have the GPUs to themselves"
-        )
-    if config.vllm.sync_mode == "inflight":
-        yield (
-            "eval.overlap needs vllm.sync_mode = drain: with inflight the engines sample for training all the time, "
-            "and new weights would come into the middle of an evaluation. Leave eval.overlap out"
-        )
+        unknown = f"ckpt.best_metric = {name!r} is no metric of this evaluation{meant(name, valid)}"
+        yield f"{unknown} (valid: {', '.join(valid)})"
 
 
 FIELDS = tuple(field.name for field in fields(EvalDataSet))
@@ -176,7 +117,7 @@ Check = Callable[[Key, Any], Any]
 
 
 def field_key(key: Key, name: str) -> Key:
-    """Return the key that a field of an entry is like, by the name under which errors tell of it."""
+    """Return the key that a field of an entry is like, by the name that errors give it."""
     if name in ("path", "name"):
         return Key(f"{key.name}: {name}", "str", "")
     like = all_keys().get(f"eval.{name}") or all_keys()[f"data.{name}"]
@@ -209,3 +150,78 @@ def entry_table(entry: EvalDataSet) -> dict[str, Any]:
 def resolved_entry(entry: EvalDataSet, base: Path) -> EvalDataSet:
     """Return the entry with an absolute path, which starts at `base`."""
     return replace(entry, path=os.path.abspath(base / Path(entry.path).expanduser()))
+
+
+class NoDataRules(Rules):
+    """Find keys of an evaluation that has no data set."""
+
+    def steps_without_data(self) -> Broken:
+        """eval.steps = {eval.steps} evaluates nothing without eval.dataset: name a JSONL file of prompts in
+        eval.dataset, or several in eval.datasets, or leave eval.steps out"""
+        return self.config.eval.steps != 0
+
+    def metric_without_data(self) -> Broken:
+        """ckpt.best_metric = {ckpt.best_metric!r} is of an evaluation, and there is none: name a JSONL file of prompts
+        in eval.dataset, or several in eval.datasets"""
+        return self.config.ckpt.best_metric != ""
+
+
+class OverlapRules(Rules):
+    """Find the keys that eval.overlap excludes."""
+
+    def overlap_while_engines_sleep(self) -> Broken:
+        """eval.overlap and train.colocate_all exclude each other: engines sleep while the actor trains. Leave
+        eval.overlap out, and evaluations have the GPUs to themselves"""
+        return self.config.eval.overlap and self.config.train.colocate_all
+
+    def overlap_ahead(self) -> Broken:
+        """eval.overlap needs vllm.sync_mode = drain: with inflight the engines sample for training all the time, and
+        new weights would come into the middle of an evaluation. Leave eval.overlap out"""
+        return self.config.eval.overlap and self.config.vllm.sync_mode == "inflight"
+
+
+class DataSetRules(Rules):
+    """Check one data set."""
+
+    def __init__(self, config: Config, one: EvalSettings) -> None:
+        super().__init__(config, one=one, where=f"eval.datasets, {one.name}: " if config.eval.datasets else "eval.")
+        self.one = one
+
+    def name(self) -> Broken:
+        """{where}name is part of metric names: use letters, digits and _ . @ + - in it"""
+        return not _NAME.fullmatch(self.one.name)
+
+    def samples(self) -> Broken:
+        """{where}n_samples_per_prompt must be at least 1, got {one.n_samples_per_prompt}"""
+        return self.one.n_samples_per_prompt < 1
+
+    def temperature(self) -> Broken:
+        """{where}temperature must be at least 0 and at most 2, got {one.temperature:g}"""
+        return not 0 <= self.one.temperature <= 2
+
+    def rows(self) -> Broken:
+        """{where}max_samples must be at least 0, got {one.max_samples}"""
+        return self.one.max_samples < 0
+
+    def greedy_samples(self) -> Broken:
+        """{where}n_samples_per_prompt = {one.n_samples_per_prompt} with temperature 0: greedy responses to a prompt are
+        all the same: set a temperature, or n_samples_per_prompt = 1"""
+        return self.one.n_samples_per_prompt > 1 and self.one.temperature == 0
+
+    def pass_k(self) -> Broken:
+        """{where}pass_k has {k}, and pass@{k} needs k from 1 to n_samples_per_prompt = {one.n_samples_per_prompt}: ask
+        for more samples, or leave it out"""
+        return [{"k": k} for k in self.one.pass_k if not 1 <= k <= self.one.n_samples_per_prompt]
+
+    def answer_pattern(self) -> Broken:
+        """{where}answer_pattern {problem}"""
+        try:
+            groups = re.compile(self.one.answer_pattern).groups
+        except re.error as error:
+            return {"problem": f"is not a regular expression: {error}"}
+        problem = f"has {groups} groups, and one is the answer: write the others as (?:...)"
+        return {"problem": problem} if groups > 1 else False
+
+    def input_key(self) -> Broken:
+        """{where}input_key is empty: name the column that holds the prompts"""
+        return not self.one.input_key

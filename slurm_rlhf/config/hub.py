@@ -14,7 +14,7 @@ from slurm_rlhf.errors import ModelError
 KEYS = ("actor.model_name_or_path", "critic.model_name_or_path", "reward.model_name_or_path")
 """Keys that take a name."""
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Of a model of the hub. Not the weights in other formats, which are there a second time."""
+"""Files to download of a model, without weights in other formats, which are there a second time."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -26,7 +26,7 @@ def is_hub_name(text: str) -> bool:
 def named(text: str, base: Path) -> str:
     """Return what a key of `KEYS` means: the directory of a cached model, a name, or empty: neither, but a path.
 
-    A path counts first: where `base` has the directory OWNER, a missing OWNER/NAME is a slip of the pen.
+    A path counts first: where `base` has the directory OWNER, a missing OWNER/NAME is a typing error.
     """
     if not is_hub_name(text) or (base / text).exists() or (base / text).parent.exists():
         return ""

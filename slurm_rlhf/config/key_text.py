@@ -20,9 +20,9 @@ from slurm_rlhf.config.schema_eval import EvalDataSet
 class BadValue(ValueError):
     """Report a value that its key does not take: the key, what it takes and what it got."""
 
-    def __init__(self, key: Key, got: object, told: str = "") -> None:
-        """`told` replaces the message."""
-        super().__init__(told or f"{key.name} takes {key.expected}, got {_shown(got)}{_hint(key, got)}")
+    def __init__(self, key: Key, got: object, message: str = "") -> None:
+        """`message` replaces the one made of key and value."""
+        super().__init__(message or f"{key.name} takes {key.expected}, got {_shown(got)}{_hint(key, got)}")
 
 
 def from_toml(key: Key, value: Any) -> Any:
@@ -218,7 +218,7 @@ def toml_value(value: Any) -> str:
     return repr(value)
 
 
-LEFT = 44  # columns of `--key TYPE` before the text starts beside it
+LEFT = 44  # columns of `--key TYPE` before the text starts
 
 
 def key_names(only: Collection[str] = (), width: int = 100) -> str:

@@ -30,8 +30,8 @@ class Key:
     kind: str
     default: Any
     choices: tuple[str, ...] = ()
-    allowed: Range | None = None  # of a number, or of each number of a list
-    words: tuple[str, ...] = ()  # that it takes in place of a number
+    allowed: Range | None = None  # range of a number, or of each number of a list
+    words: tuple[str, ...] = ()  # words that it takes in place of a number
 
     @property
     def group(self) -> str:
@@ -132,36 +132,38 @@ def without_effect(config: Config, names: Iterable[str], why: str) -> Iterator[s
 
 
 Broken = bool | dict[str, Any] | list[dict[str, Any]]
-"""What a rule returns: whether it is broken, or the values that its sentence names in {braces}, once for each time."""
+"""A rule's answer: whether it is broken, or the values that its sentence names in {braces}, once for each time."""
 
 
 class Rules:
-    """A list of rules over keys. A rule is a function of the configuration; its docstring is the sentence for the user.
+    """Rules over keys: each public method is one, and its docstring is the sentence for the user if the rule is broken.
 
-    The sentence may name keys ({train.seed}), the values that the function returns, and those given to `problems`.
+    The sentence may name keys ({train.seed}), `values`, and the values that the method returns.
     """
 
-    def __init__(self) -> None:
-        self._rows: list[tuple[Callable[..., Broken], tuple[str, ...]]] = []
+    def __init__(self, config: Config, **values: Any) -> None:
+        self.config = config
+        self._values = {field.name: getattr(config, field.name) for field in fields(config)} | values
 
-    def add(self, *unused: str) -> Callable[[Callable[..., Broken]], Callable[..., Broken]]:
-        """Add the function below. With names of keys its sentence says why these have no effect, if they were set."""
-
-        def added(function: Callable[..., Broken]) -> Callable[..., Broken]:
-            self._rows.append((function, unused))
-            return function
-
-        return added
-
-    def problems(self, config: Config, **values: Any) -> Iterator[str]:
-        """Find the broken rules, in the order of the list; the functions get `values`, too."""
-        groups = {field.name: getattr(config, field.name) for field in fields(config)}
-        for function, unused in self._rows:
-            found = function(config, **values)
+    def problems(self) -> Iterator[str]:
+        """Find the broken rules, in the order in which they are written."""
+        for name, rule in vars(type(self)).items():
+            found: Broken = False if name.startswith("_") else rule(self)
             for more in found if isinstance(found, list) else [found] if found else []:
-                named = {**groups, **values, **(more if isinstance(more, dict) else {})}
-                sentence = " ".join(str(function.__doc__).split()).format_map(named)
-                yield from without_effect(config, unused, sentence) if unused else [sentence]
+                named = self._values | (more if isinstance(more, dict) else {})
+                sentence = " ".join(rule.__doc__.split()).format_map(named)
+                keys = rule.__dict__.get("unused", ())
+                yield from without_effect(self.config, keys, sentence) if keys else [sentence]
+
+
+def unused(*names: str) -> Callable[[Callable[..., Broken]], Callable[..., Broken]]:
+    """Mark a rule whose sentence says why these keys have no effect, for those of them that were set."""
+
+    def marked(rule: Callable[..., Broken]) -> Callable[..., Broken]:
+        rule.__dict__["unused"] = names
+        return rule
+
+    return marked
 
 
 @cache
@@ -207,7 +209,7 @@ SHORT = {
     "dataset": ["data.prompt_dataset"],
     "epochs": ["train.max_epochs", "train.num_episodes"],
 }
-"""What people write -> the keys they mean, the most likely first."""
+"""Short name that people write -> the keys they mean, the most likely first."""
 
 
 def nearest(name: str) -> list[str]:

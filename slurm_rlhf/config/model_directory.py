@@ -25,10 +25,10 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
             f"`hf download {path}`; a login node does, where it shares its cache (HF_HOME) with the compute nodes"
         )
     if directory.is_file():
-        told = (
+        remedy = (
             _GGUF if directory.suffix == ".gguf" else "name the directory that it is in, with config.json and weights"
         )
-        raise ModelError(f"{key}: {path} is a file, and a model is a directory: {told}")
+        raise ModelError(f"{key}: {path} is a file, and a model is a directory: {remedy}")
     if not directory.is_dir():
         raise ModelError(
             f"{key}: no such directory: {path} (a model of the Hugging Face hub must be downloaded first: "
@@ -161,7 +161,7 @@ def _check_causal(key: str, path: str, config: Mapping[str, Any], head: bool) ->
     names, kind = config.get("architectures") or [], str(config.get("model_type"))
     what = f"{key}: {path} is a {names[0] if names else kind}"
     if config.get("is_encoder_decoder"):
-        raise ModelError(f"{what}, which has an encoder beside its decoder: a decoder-only model is needed")
+        raise ModelError(f"{what}, which has an encoder and a decoder: a decoder-only model is needed")
     if kind in ENCODERS and not any(name.endswith(CAUSAL) for name in names):
         raise ModelError(
             f"{what}, an encoder whose tokens see those that follow: a causal language model is needed, with a class "
@@ -253,7 +253,7 @@ INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 def check_weights(key: str, directory: Path) -> None:
     """Check that the weight files of `directory` are there and whole, by their headers and sizes. Raises ModelError.
 
-    Reads a few kB of each, so that a broken download is told before anything starts.
+    Reads a few kB of each, so that a broken download is found before anything starts.
     """
     try:
         for file in weight_files(directory):

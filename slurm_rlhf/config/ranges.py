@@ -1,4 +1,4 @@
-"""Define ranges of numbers, as the schema writes them beside its keys: `Annotated[int, COUNT]`."""
+"""Define ranges of numbers, as the schema writes them in the types of its keys: `Annotated[int, COUNT]`."""
 
 from __future__ import annotations
 

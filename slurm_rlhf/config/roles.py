@@ -52,7 +52,7 @@ class RoleSpec:
     """Describe one role."""
 
     name: str
-    group: str  # of the configuration: holds num_nodes, and num_gpus_per_node unless the role is made of engines
+    group: str  # group of the configuration with num_nodes, and num_gpus_per_node unless the role is made of engines
     letter: str  # in the grid of `plan`
     worker: str  # "module:name" of what `ranks.rank_process` calls with (config, rank info, client)
     kind: Kind

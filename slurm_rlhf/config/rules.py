@@ -5,20 +5,13 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 
-from slurm_rlhf.config.algorithm_rules import (
-    FILTER,
-    SAMPLING,
-    algorithm_problems,
-    loss_problems,
-)
+from slurm_rlhf.config.algorithm_rules import FilterRules, LossRules, SamplingRules, algorithm_problems
 from slurm_rlhf.config.aliases import INTERVALS
 from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.evaluation import eval_problems
-from slurm_rlhf.config.keys import Broken, Rules, all_keys, changed_keys, get
-from slurm_rlhf.config.roles import ROLES, has_engines, running_roles
+from slurm_rlhf.config.keys import Broken, Rules, all_keys, changed_keys, get, unused
+from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, running_roles
 from slurm_rlhf.config.schema import Config
-
-KEYS, LENGTHS, RELATIONS, PRECISION, HF, COLOCATED = (Rules() for _ in range(6))
 
 
 def rule_problems(config: Config) -> Iterator[str]:
@@ -31,33 +24,32 @@ def rule_problems(config: Config) -> Iterator[str]:
         return
     if not algorithm:
         yield from _batches(config)
-        yield from loss_problems(config)
+        yield from LossRules(config, algorithm_of(config)).problems()
     yield from length_problems(config)
     yield from eval_problems(config)
-    yield from RELATIONS.problems(config)
-    yield from FILTER.problems(config)
-    yield from PRECISION.problems(config)
+    yield from TrainingRules(config).problems()
+    yield from FilterRules(config).problems()
     yield from engine_problems(config)
     if not algorithm:
         yield from colocated(config)
-    yield from SAMPLING.problems(config)
+    yield from SamplingRules(config).problems()
     yield from correction_problems(config)
 
 
 def key_problems(config: Config) -> Iterator[str]:
     """Find keys whose value is wrong by itself, for training and for `slurm-rlhf sft`."""
     yield from out_of_range(config)
-    yield from KEYS.problems(config)
+    yield from KeyRules(config).problems()
 
 
 def length_problems(config: Config) -> Iterator[str]:
     """Check that prompt and response fit together."""
-    yield from LENGTHS.problems(config)
+    yield from LengthRules(config).problems()
 
 
 def engine_problems(config: Config) -> Iterator[str]:
     """Find the keys that the engine excludes."""
-    yield from HF.problems(config)
+    yield from EngineRules(config).problems()
 
 
 def out_of_range(config: Config) -> Iterator[str]:
@@ -72,73 +64,8 @@ def out_of_range(config: Config) -> Iterator[str]:
 
 def unused_note(config: Config) -> str:
     """Name the keys of engines that were set and have no effect, because the actor samples; empty: none."""
-    unused = [] if has_engines(config) else changed_keys(config, "vllm.", "sync.")
-    return f"rollout.engine = hf: the actor's ranks sample, so {', '.join(unused)} have no effect" if unused else ""
-
-
-@KEYS.add()
-def _betas(config: Config) -> Broken:
-    """actor.adam_betas takes two numbers, got {actor.adam_betas}"""
-    return len(config.actor.adam_betas) != 2
-
-
-@KEYS.add()
-def _clip_range_of_the_loss(config: Config) -> Broken:
-    """actor.eps_clip_low_high takes two numbers or none, got {actor.eps_clip_low_high}"""
-    return len(config.actor.eps_clip_low_high) not in (0, 2)
-
-
-@KEYS.add()
-def _clip_range_of_rewards(config: Config) -> Broken:
-    """reward.clip_range takes two numbers, the lower first, got {reward.clip_range}"""
-    clip = config.reward.clip_range
-    return len(clip) != 2 or clip[0] > clip[1]
-
-
-@KEYS.add()
-def _empty_stop(config: Config) -> Broken:
-    """rollout.stop holds an empty string, which would end every response at once: leave it out"""
-    return "" in config.rollout.stop
-
-
-@KEYS.add("ds.initial_scale_power", "ds.loss_scale_window", "ds.min_loss_scale")
-def _loss_scale_is_of_fp16(config: Config) -> Broken:
-    """with ds.param_dtype = {ds.param_dtype}, it is of the loss scale of fp16: leave the key out, or set
-    ds.param_dtype = fp16"""
-    return config.ds.param_dtype != "fp16"
-
-
-@KEYS.add()
-def _gradients_of_fp16(config: Config) -> Broken:
-    """ds.grad_comm_dtype = bf16 would round to 8 bits the gradients that ds.param_dtype = fp16 has computed with 11:
-    use ds.grad_comm_dtype = fp32, or bf16 for both"""
-    return config.ds.param_dtype == "fp16" and config.ds.grad_comm_dtype == "bf16"
-
-
-@KEYS.add()
-def _smallest_loss_scale(config: Config) -> Broken:
-    """ds.min_loss_scale = {ds.min_loss_scale:g} is above the scale to start with, 2 to the power of
-    ds.initial_scale_power = {ds.initial_scale_power}: lower the one or raise the other"""
-    ds = config.ds
-    return ds.param_dtype == "fp16" and ds.min_loss_scale > 2.0**ds.initial_scale_power
-
-
-@KEYS.add()
-def _input_key(config: Config) -> Broken:
-    """data.input_key is empty: name the column that holds the prompts (default: input)"""
-    return not config.data.input_key
-
-
-@KEYS.add()
-def _template(config: Config) -> Broken:
-    """data.input_template needs exactly one {{}} where the prompt goes, got {data.input_template!r}: write {{{{ and
-    }}}} for braces that are meant as they are"""
-    try:
-        parsed = string.Formatter().parse(config.data.input_template)
-        fields = [field for _, field, _, _ in parsed if field is not None]
-    except ValueError:
-        return True
-    return bool(config.data.input_template) and fields != [""]
+    idle = [] if has_engines(config) else changed_keys(config, "vllm.", "sync.")
+    return f"rollout.engine = hf: the actor's ranks sample, so {', '.join(idle)} have no effect" if idle else ""
 
 
 def _frozen(config: Config) -> Iterator[str]:
@@ -174,60 +101,11 @@ def _divisors(whole: int, wanted: int) -> str:
     return " or ".join(str(n) for n in near)
 
 
-@LENGTHS.add()
-def _room_for_a_prompt(config: Config) -> Broken:
-    """data.max_len = {data.max_len} leaves no room for a prompt beside rollout.max_new_tokens =
-    {rollout.max_new_tokens}: raise the one or lower the other"""
-    return config.data.max_len <= config.rollout.max_new_tokens
-
-
-@RELATIONS.add()
-def _self_check_stop(config: Config) -> Broken:
-    """train.self_check_stop = {train.self_check_stop:g} would end a run within the bound that it is a multiple of: use
-    1 or more, or 0 to be warned only"""
-    return 0 < config.train.self_check_stop < 1
-
-
-@RELATIONS.add()
-def _kl_target(config: Config) -> Broken:
-    """algo.kl.target needs a coefficient to start from: set algo.kl.init_coef above 0"""
-    return bool(config.algo.kl.target and not config.algo.kl.init_coef)
-
-
-@RELATIONS.add()
-def _heartbeats(config: Config) -> Broken:
-    """timeout.heartbeat = {timeout.heartbeat:g} must be at least four heartbeats: {least:g} for
-    timeout.heartbeat_interval = {timeout.heartbeat_interval:g}"""
-    least = 4 * config.timeout.heartbeat_interval
-    return {"least": least} if config.timeout.heartbeat < least else False
-
-
-@RELATIONS.add()
-def _ahead_is_not_deterministic(config: Config) -> Broken:
-    """train.full_determinism = true excludes vllm.sync_mode = inflight: between which two tokens the weights change
-    depends on time. Use vllm.sync_mode = drain, or leave full_determinism out"""
-    return config.vllm.sync_mode == "inflight" and config.train.full_determinism
-
-
-@RELATIONS.add("train.async_queue_size", "train.staleness_threshold")
-def _ahead(config: Config) -> Broken:
-    """with vllm.sync_mode = drain, which samples nothing ahead: set vllm.sync_mode = inflight, or leave the key out"""
-    return config.vllm.sync_mode == "drain"
-
-
-@PRECISION.add()
-def _precision_of_engines(config: Config) -> Broken:
-    """vllm.dtype = {vllm.dtype} would round the weights that the actor trains in ds.param_dtype = {ds.param_dtype}, at
-    every update: use {holds}"""
-    holds = list(dict.fromkeys(["auto", config.ds.param_dtype, "fp32"]))
-    return {"holds": " or ".join(holds)} if has_engines(config) and config.vllm.dtype not in holds else False
-
-
 def colocated(config: Config) -> Iterator[str]:
     """Check train.colocate_all: roles of one size, and no option that excludes it."""
     if config.train.colocate_all:
         yield from _colocated_trainers(config)
-    yield from COLOCATED.problems(config)
+    yield from ColocationRules(config).problems()
 
 
 def _colocated_trainers(config: Config) -> Iterator[str]:
@@ -243,98 +121,182 @@ def _colocated_trainers(config: Config) -> Iterator[str]:
             )
 
 
-@COLOCATED.add()
-def _sleep_alone(config: Config) -> Broken:
-    """ds.enable_sleep makes room for engines on the same accelerators: it needs train.colocate_all = true"""
-    return config.ds.enable_sleep and not config.train.colocate_all
-
-
-@COLOCATED.add()
-def _colocated_slots(config: Config) -> Broken:
-    """train.colocate_all needs engines on all of the actor's slots, actor.num_nodes * actor.num_gpus_per_node =
-    {actor.num_nodes} * {actor.num_gpus_per_node} = {slots}, and vllm.num_engines * vllm.tensor_parallel_size is
-    {vllm.num_engines} * {vllm.tensor_parallel_size} = {taken}; engines inside a node: use {fits}"""
-    actor, vllm = config.actor, config.vllm
-    slots, taken = actor.num_nodes * actor.num_gpus_per_node, vllm.num_engines * vllm.tensor_parallel_size
-    if not _turns(config) or (taken == slots and actor.num_gpus_per_node % vllm.tensor_parallel_size == 0):
-        return False
-    widths = [width for width in range(1, actor.num_gpus_per_node + 1) if actor.num_gpus_per_node % width == 0]
-    return {"slots": slots, "taken": taken, "fits": " or ".join(f"{slots // width} x {width}" for width in widths)}
-
-
-@COLOCATED.add()
-def _colocated_nodes(config: Config) -> Broken:
-    """train.colocate_all puts engines on the actor's {actor.num_nodes} nodes, and vllm.num_nodes is {vllm.num_nodes}:
-    set it to 0 or {actor.num_nodes}"""
-    return _turns(config) and config.vllm.num_nodes not in (0, config.actor.num_nodes)
-
-
-@COLOCATED.add()
-def _colocated_ahead(config: Config) -> Broken:
-    """train.colocate_all and vllm.sync_mode = inflight exclude each other: engines sleep while the actor trains, so no
-    response is in flight when weights change. Use vllm.sync_mode = drain"""
-    return _turns(config) and config.vllm.sync_mode == "inflight"
-
-
-@COLOCATED.add()
-def _colocated_nccl(config: Config) -> Broken:
-    """train.colocate_all puts actor and engines on the same GPUs, and NCCL refuses two ranks on one GPU: use
-    sync.backend = auto, ipc, gloo or disk"""
-    return _turns(config) and config.sync.backend == "nccl"
-
-
-@COLOCATED.add()
-def _sleep_needs_shards(config: Config) -> Broken:
-    """ds.enable_sleep needs ds.zero_stage 2 or 3, got {ds.zero_stage}: raise it, or switch it off"""
-    return _turns(config) and config.ds.enable_sleep and config.ds.zero_stage < 2
-
-
 def _turns(config: Config) -> bool:
     """Tell whether engines and trainers take turns on the same accelerators."""
     return config.train.colocate_all and has_engines(config)
 
 
-@HF.add("rollout.hf_max_num_seqs", "rollout.hf_gather")
-def _keys_of_hf(config: Config) -> Broken:
-    """with rollout.engine = vllm, it is of rollout.engine = hf: leave one of the two out"""
-    return has_engines(config)
+class KeyRules(Rules):
+    """Check keys by themselves."""
+
+    def betas(self) -> Broken:
+        """actor.adam_betas takes two numbers, got {actor.adam_betas}"""
+        return len(self.config.actor.adam_betas) != 2
+
+    def clip_range_of_the_loss(self) -> Broken:
+        """actor.eps_clip_low_high takes two numbers or none, got {actor.eps_clip_low_high}"""
+        return len(self.config.actor.eps_clip_low_high) not in (0, 2)
+
+    def clip_range_of_rewards(self) -> Broken:
+        """reward.clip_range takes two numbers, the lower first, got {reward.clip_range}"""
+        clip = self.config.reward.clip_range
+        return len(clip) != 2 or clip[0] > clip[1]
+
+    def empty_stop(self) -> Broken:
+        """rollout.stop holds an empty string, which would end every response at once: leave it out"""
+        return "" in self.config.rollout.stop
+
+    @unused("ds.initial_scale_power", "ds.loss_scale_window", "ds.min_loss_scale")
+    def loss_scale_is_of_fp16(self) -> Broken:
+        """with ds.param_dtype = {ds.param_dtype}, it is of the loss scale of fp16: leave the key out, or set
+        ds.param_dtype = fp16"""
+        return self.config.ds.param_dtype != "fp16"
+
+    def gradients_of_fp16(self) -> Broken:
+        """ds.grad_comm_dtype = bf16 would round to 8 bits the gradients that ds.param_dtype = fp16 has computed with
+        11: use ds.grad_comm_dtype = fp32, or bf16 for both"""
+        return self.config.ds.param_dtype == "fp16" and self.config.ds.grad_comm_dtype == "bf16"
+
+    def smallest_loss_scale(self) -> Broken:
+        """ds.min_loss_scale = {ds.min_loss_scale:g} is above the scale to start with, 2 to the power of
+        ds.initial_scale_power = {ds.initial_scale_power}: lower the one or raise the other"""
+        ds = self.config.ds
+        return ds.param_dtype == "fp16" and ds.min_loss_scale > 2.0**ds.initial_scale_power
+
+    def input_key(self) -> Broken:
+        """data.input_key is empty: name the column that holds the prompts (default: input)"""
+        return not self.config.data.input_key
+
+    def template(self) -> Broken:
+        """data.input_template needs exactly one {{}} where the prompt goes, got {data.input_template!r}: write {{{{ and
+        }}}} for braces that are meant as they are"""
+        try:
+            parsed = string.Formatter().parse(self.config.data.input_template)
+            fields = [field for _, field, _, _ in parsed if field is not None]
+        except ValueError:
+            return True
+        return bool(self.config.data.input_template) and fields != [""]
 
 
-@HF.add()
-def _hf_ahead(config: Config) -> Broken:
-    """vllm.sync_mode = inflight samples while the actor trains, and with rollout.engine = hf the actor's own ranks
-    sample: use vllm.sync_mode = drain, or rollout.engine = vllm"""
-    return config.vllm.sync_mode == "inflight" and not has_engines(config)
+class LengthRules(Rules):
+    """Check that prompt and response fit together."""
+
+    def room_for_a_prompt(self) -> Broken:
+        """data.max_len = {data.max_len} leaves no room for a prompt, because of rollout.max_new_tokens =
+        {rollout.max_new_tokens}: raise the one or lower the other"""
+        return self.config.data.max_len <= self.config.rollout.max_new_tokens
 
 
-@HF.add()
-def _hf_tensor_parallel(config: Config) -> Broken:
-    """vllm.tensor_parallel_size = {vllm.tensor_parallel_size} cuts an engine, and rollout.engine = hf has none: a model
-    that is too large for one GPU is cut by ds.zero_stage = 3. Leave the key out, or use rollout.engine = vllm"""
-    return config.vllm.tensor_parallel_size > 1 and not has_engines(config)
+class TrainingRules(Rules):
+    """Check keys of the training run against each other."""
+
+    def self_check_stop(self) -> Broken:
+        """train.self_check_stop = {train.self_check_stop:g} would end a run within the bound that it is a multiple of:
+        use 1 or more, or 0 to be warned only"""
+        return 0 < self.config.train.self_check_stop < 1
+
+    def kl_target(self) -> Broken:
+        """algo.kl.target needs a coefficient to start from: set algo.kl.init_coef above 0"""
+        return bool(self.config.algo.kl.target and not self.config.algo.kl.init_coef)
+
+    def heartbeats(self) -> Broken:
+        """timeout.heartbeat = {timeout.heartbeat:g} must be at least four heartbeats: {least:g} for
+        timeout.heartbeat_interval = {timeout.heartbeat_interval:g}"""
+        least = 4 * self.config.timeout.heartbeat_interval
+        return {"least": least} if self.config.timeout.heartbeat < least else False
+
+    def ahead_is_not_deterministic(self) -> Broken:
+        """train.full_determinism = true excludes vllm.sync_mode = inflight: between which two tokens the weights change
+        depends on time. Use vllm.sync_mode = drain, or leave full_determinism out"""
+        return self.config.vllm.sync_mode == "inflight" and self.config.train.full_determinism
+
+    @unused("train.async_queue_size", "train.staleness_threshold")
+    def ahead(self) -> Broken:
+        """with vllm.sync_mode = drain, which samples nothing ahead: set vllm.sync_mode = inflight, or leave the key
+        out"""
+        return self.config.vllm.sync_mode == "drain"
 
 
-@HF.add()
-def _hf_precision(config: Config) -> Broken:
-    """vllm.dtype = {vllm.dtype} is the precision of engines, and rollout.engine = hf samples in that of the actor,
-    ds.param_dtype = {ds.param_dtype}: leave the key out"""
-    return config.vllm.dtype != "auto" and not has_engines(config)
+class EngineRules(Rules):
+    """Find the keys that the engine excludes."""
+
+    def precision_of_engines(self) -> Broken:
+        """vllm.dtype = {vllm.dtype} would round the weights that the actor trains in ds.param_dtype = {ds.param_dtype},
+        at every update: use {holds}"""
+        holds = list(dict.fromkeys(["auto", self.config.ds.param_dtype, "fp32"]))
+        rounds = has_engines(self.config) and self.config.vllm.dtype not in holds
+        return {"holds": " or ".join(holds)} if rounds else False
+
+    @unused("rollout.hf_max_num_seqs", "rollout.hf_gather")
+    def keys_of_hf(self) -> Broken:
+        """with rollout.engine = vllm, it is of rollout.engine = hf: leave one of the two out"""
+        return has_engines(self.config)
+
+    def hf_ahead(self) -> Broken:
+        """vllm.sync_mode = inflight samples while the actor trains, and with rollout.engine = hf the actor's own ranks
+        sample: use vllm.sync_mode = drain, or rollout.engine = vllm"""
+        return self.config.vllm.sync_mode == "inflight" and not has_engines(self.config)
+
+    def hf_tensor_parallel(self) -> Broken:
+        """vllm.tensor_parallel_size = {vllm.tensor_parallel_size} cuts an engine, and rollout.engine = hf has none: a
+        model that is too large for one GPU is cut by ds.zero_stage = 3. Leave the key out, or use rollout.engine =
+        vllm"""
+        return self.config.vllm.tensor_parallel_size > 1 and not has_engines(self.config)
+
+    def hf_precision(self) -> Broken:
+        """vllm.dtype = {vllm.dtype} is the precision of engines, and rollout.engine = hf samples in that of the actor,
+        ds.param_dtype = {ds.param_dtype}: leave the key out"""
+        return self.config.vllm.dtype != "auto" and not has_engines(self.config)
+
+    def hf_overlap(self) -> Broken:
+        """eval.overlap has engines evaluate while the actor trains, and rollout.engine = hf has none: leave the key
+        out"""
+        return self.config.eval.overlap and not has_engines(self.config)
+
+    def hf_sleep(self) -> Broken:
+        """ds.enable_sleep makes room for engines, and rollout.engine = hf has none: leave the key out"""
+        return self.config.ds.enable_sleep and not has_engines(self.config)
+
+    def hf_gather(self) -> Broken:
+        """rollout.hf_gather = {rollout.hf_gather} says how parameters are gathered that ds.zero_stage = 3 has cut, and
+        ds.zero_stage = {ds.zero_stage} cuts none: leave the key out"""
+        gathers = self.config.rollout.hf_gather != "auto" and not has_engines(self.config)
+        return gathers and self.config.ds.zero_stage != 3
 
 
-@HF.add()
-def _hf_overlap(config: Config) -> Broken:
-    """eval.overlap has engines evaluate while the actor trains, and rollout.engine = hf has none: leave the key out"""
-    return config.eval.overlap and not has_engines(config)
+class ColocationRules(Rules):
+    """Find the options that train.colocate_all excludes or needs."""
 
+    def sleep_alone(self) -> Broken:
+        """ds.enable_sleep makes room for engines on the same accelerators: it needs train.colocate_all = true"""
+        return self.config.ds.enable_sleep and not self.config.train.colocate_all
 
-@HF.add()
-def _hf_sleep(config: Config) -> Broken:
-    """ds.enable_sleep makes room for engines, and rollout.engine = hf has none: leave the key out"""
-    return config.ds.enable_sleep and not has_engines(config)
+    def colocated_slots(self) -> Broken:
+        """train.colocate_all needs engines on all of the actor's slots, actor.num_nodes * actor.num_gpus_per_node =
+        {actor.num_nodes} * {actor.num_gpus_per_node} = {slots}, and vllm.num_engines * vllm.tensor_parallel_size is
+        {vllm.num_engines} * {vllm.tensor_parallel_size} = {taken}; engines inside a node: use {fits}"""
+        actor, vllm = self.config.actor, self.config.vllm
+        slots, taken = actor.num_nodes * actor.num_gpus_per_node, vllm.num_engines * vllm.tensor_parallel_size
+        if not _turns(self.config) or (taken == slots and actor.num_gpus_per_node % vllm.tensor_parallel_size == 0):
+            return False
+        widths = [width for width in range(1, actor.num_gpus_per_node + 1) if actor.num_gpus_per_node % width == 0]
+        return {"slots": slots, "taken": taken, "fits": " or ".join(f"{slots // width} x {width}" for width in widths)}
 
+    def colocated_nodes(self) -> Broken:
+        """train.colocate_all puts engines on the actor's {actor.num_nodes} nodes, and vllm.num_nodes is
+        {vllm.num_nodes}: set it to 0 or {actor.num_nodes}"""
+        return _turns(self.config) and self.config.vllm.num_nodes not in (0, self.config.actor.num_nodes)
 
-@HF.add()
-def _hf_gather(config: Config) -> Broken:
-    """rollout.hf_gather = {rollout.hf_gather} says how parameters are gathered that ds.zero_stage = 3 has cut, and
-    ds.zero_stage = {ds.zero_stage} cuts none: leave the key out"""
-    return config.rollout.hf_gather != "auto" and config.ds.zero_stage != 3 and not has_engines(config)
+    def colocated_ahead(self) -> Broken:
+        """train.colocate_all and vllm.sync_mode = inflight exclude each other: engines sleep while the actor trains, so
+        no response is in flight when weights change. Use vllm.sync_mode = drain"""
+        return _turns(self.config) and self.config.vllm.sync_mode == "inflight"
+
+    def colocated_nccl(self) -> Broken:
+        """train.colocate_all puts actor and engines on the same GPUs, and NCCL refuses two ranks on one GPU: use
+        sync.backend = auto, ipc, gloo or disk"""
+        return _turns(self.config) and self.config.sync.backend == "nccl"
+
+    def sleep_needs_shards(self) -> Broken:
+        """ds.enable_sleep needs ds.zero_stage 2 or 3, got {ds.zero_stage}: raise it, or switch it off"""
+        return _turns(self.config) and self.config.ds.enable_sleep and self.config.ds.zero_stage < 2

@@ -99,8 +99,8 @@ class Vllm:
     num_nodes: Annotated[int, NOT_NEGATIVE] = 0
     """Nodes the engines are spread over; 0: as few as hold them."""
     gpu_memory_utilization: Annotated[float, Range(0, 1, above=True)] = 0.9
-    """Share of a GPU's memory for weights and KV cache. With train.colocate_all: while the engine is awake, beside what
-    the other roles keep, so about 0.5."""
+    """Share of a GPU's memory for weights and KV cache. With train.colocate_all: while the engine is awake; the other
+    roles keep some, so about 0.5."""
     cpu_kvcache_gib: Annotated[float, POSITIVE] = 1.0
     """KV cache of one engine rank where there is no GPU, in GiB."""
     max_num_seqs: Annotated[int, COUNT] = 256
@@ -196,13 +196,13 @@ class Train:
 @dataclass(slots=True)
 class Ckpt:
     save_steps: Annotated[int | Literal["auto"], NOT_NEGATIVE] = 20
-    """Checkpoint every so many steps; 0: only at the end and when told to stop, so that a node that fails costs all.
+    """Checkpoint every so many steps; 0: only at the end and on a signal to stop, so that a node that fails costs all.
     auto: as often as what saving takes and how often nodes fail make best (Young and Daly), once an hour at least."""
     mtbf_hours: Annotated[float, POSITIVE] = 6000.0
     """For save_steps = auto, mean time between failures of one node; the default is about what Llama 3 saw (419 stops
     in 54 days of 2,048 nodes). Once this run was stopped without having saved, what it has seen itself counts."""
     async_save: bool = False
-    """Copy the state to host memory and write it beside the next steps. Needs 12 bytes more of host memory for each
+    """Copy the state to host memory and write it during the next steps. Needs 12 bytes more of host memory for each
     trained parameter, over the ranks of its role. What a resume finds is the same."""
     max_num: Annotated[int, COUNT] = 3
     """The newest checkpoints that are kept."""

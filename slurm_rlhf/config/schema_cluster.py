@@ -43,7 +43,7 @@ class Slurm:
     exclusive: bool = False
     """Share the nodes with no other job."""
     dependency: str = ""
-    """What the job waits for: singleton (no other job of this name runs), afterany:12, ..."""
+    """Jobs that this one waits for: singleton (no other job of this name runs), afterany:12, ..."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the run: module load, source activate, export."""
     container: str = ""
@@ -51,7 +51,7 @@ class Slurm:
     container_runtime: Literal["apptainer", "singularity", "pyxis"] = "apptainer"
     """apptainer, singularity, or pyxis (srun --container-image)."""
     container_mounts: list[str] = field(default_factory=list)
-    """Directories to show inside beside run_dir and the models: PATH or PATH:PATH_INSIDE."""
+    """Directories to show inside, besides run_dir and the models: PATH or PATH:PATH_INSIDE."""
     container_python: str = "python3"
     """The interpreter inside."""
     chain: bool = False

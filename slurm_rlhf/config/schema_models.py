@@ -131,7 +131,7 @@ class Reward:
     """DAPO's penalty for long responses: over the last so many tokens before rollout.max_new_tokens the reward falls by
     reward.overlong_penalty_factor; 0: none."""
     overlong_penalty_factor: Annotated[float, POSITIVE] = 1.0
-    """What the reward of a response of rollout.max_new_tokens loses."""
+    """Points that the reward of a response of rollout.max_new_tokens loses."""
     stop_properly_penalty_coef: Annotated[float, Range(high=1)] = 1.0
     """The reward of a response that was cut off is multiplied by this; a value below 0 replaces it (ProRL)."""
     length_penalty_coef: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -165,7 +165,8 @@ class Ds:
     enable_sleep: bool = False
     """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
     attn_implementation: str = "sdpa"
-    """Of Hugging Face. sdpa: eager for models that have no sdpa, or cap their attention scores, which it ignores."""
+    """A name of Hugging Face. sdpa: eager for models that have no sdpa, or cap their attention scores, which sdpa
+    ignores."""
 
 
 @dataclass(slots=True)
@@ -179,7 +180,7 @@ class Advantage:
     """GAE's lambda. 1, as in OpenRLHF: the reward reaches every token. At 0.95 a hundredth of it is left 90 tokens from
     the end, and before that the critic's guess decides; less noise, so good for short responses."""
     lambd_critic: Annotated[float, Range(-1, 1)] = -1.0
-    """Lambda of the returns that the critic learns; -1: as algo.advantage.lambd. VAPO takes 1, beside a smaller one
+    """Lambda of the returns that the critic learns; -1: as algo.advantage.lambd. VAPO takes 1, with a smaller one
     for the policy."""
     no_whitening: bool = False
     """Leave advantages as they are instead of giving the batch mean 0 and standard deviation 1."""
@@ -241,7 +242,7 @@ class Algo:
     """Drop prompts whose responses all have the same score (DAPO's dynamic sampling), and sample others for them."""
     dynamic_filtering_range: Annotated[list[float], ANY] = field(default_factory=list)
     """Two numbers: drop groups whose mean score is not between them, too; empty: any. Scores are those that the reward
-    function answers beside its rewards, or the rewards."""
+    function answers with its rewards, or the rewards."""
     dynamic_filtering_max_tries: Annotated[int, COUNT] = 10
     """Times rollout.vllm_generate_batch_size prompts that are sampled for a step at most; then the run ends and says
     what share passed."""

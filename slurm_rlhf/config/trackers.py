@@ -1,4 +1,4 @@
-"""Which trackers there are, what `logger` may ask of them, and which of their variables are not to be shown."""
+"""List the trackers, check what `logger` asks of them, and find variables that must not be shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "mlflow": ("mlflow", "
 """Tracker -> the modules that it needs; its extra in pyproject.toml brings them. TensorBoard is always there."""
 
 NAMES = (TENSORBOARD, *PACKAGES)
-"""What logger.use takes."""
+"""Names that logger.use takes."""
 
 
 def tracker_problems(config: Config) -> Iterator[str]:

@@ -71,7 +71,7 @@ def test_what_is_right_is_not_refused(tmp_path: Path, config: dict[str, Any]) ->
 
 WITHOUT_A_HEAD = [
     ({"architectures": ["PhiMoEForCausalLM"]}, "PhiMoEForCausalLM, which cannot be trained here"),
-    ({"model_type": "t5", "is_encoder_decoder": True}, "is a t5, which has an encoder beside its decoder"),
+    ({"model_type": "t5", "is_encoder_decoder": True}, "is a t5, which has an encoder and a decoder"),
     ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "is a BertForMaskedLM, an encoder whose tokens see"),
     ({"model_type": "modernbert", "architectures": ["ModernBertForSequenceClassification"]}, "an encoder whose tokens"),
 ]

@@ -125,7 +125,7 @@ def test_keys_that_make_no_job_are_named_together(tmp_path: Path, model: Path) -
         check_generate(config)
     for part in (
         f"generate.dataset: no such file: {tmp_path / 'none.jsonl'}",
-        "data.max_len = 32 leaves no room for a prompt beside rollout.max_new_tokens = 32",
+        "data.max_len = 32 leaves no room for a prompt, because of rollout.max_new_tokens = 32",
         "reward.model_name_or_path: responses are not scored by a reward model here",
         "is the directory of a training run",
     ):
