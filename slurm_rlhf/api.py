@@ -38,7 +38,7 @@ def train(
     algorithm: the name of one, a record, or an advantage function (which then needs no critic). Advantages are computed
     in this process. A policy loss runs in the actor's processes: it has to be in a file that train.plugins names.
 
-    A run that is told to stop saves and returns; `status` of the summary is then "stopped", else "finished".
+    A run that gets a signal to stop saves and returns; `status` of the summary is then "stopped", else "finished".
     Ctrl-C saves, and then raises KeyboardInterrupt; the same call goes on.
     Raises SlurmRlhfError: UserError for what the message says how to mend, RunError when the run broke.
     """
@@ -63,7 +63,7 @@ def train(
         config.data.prompt_dataset = str(_write_prompts(config, prompts))
     keep_others_out()
     if train_here(config) == INTERRUPT.exit_code:
-        raise KeyboardInterrupt  # what follows in the caller's script is not for half a run
+        raise KeyboardInterrupt  # the rest of the caller's script expects a whole run
     return Summary.read(RunDirectory(Path(config.run_dir)).summary)
 
 

@@ -86,8 +86,8 @@ def make_run_directory(root: Path, make: Callable[[], None]) -> None:
     try:
         make()
     except OSError as error:
-        told = refusal(error, root) or error.strerror
-        raise DiskError(f"run_dir {root} cannot be made: {told}: give another --run_dir (of eval: --output)") from error
+        why = refusal(error, root) or error.strerror
+        raise DiskError(f"run_dir {root} cannot be made: {why}: give another --run_dir (of eval: --output)") from error
 
 
 @contextmanager
@@ -104,10 +104,10 @@ def run_directory_kept(root: Path) -> Iterator[None]:
             raise
         if not root.is_dir():
             raise DiskError(vanished(root)) from error
-        told = refusal(error, root)
-        if not told:
+        reason = refusal(error, root)
+        if not reason:
             raise
-        raise DiskError(f"run_dir {root}: {told}. {remedy(error, root)}, then start the same again") from error
+        raise DiskError(f"run_dir {root}: {reason}. {remedy(error, root)}, then start the same again") from error
 
 
 def mount_of(path: Path, table: Path = MOUNTS) -> tuple[Path, str]:

@@ -1,4 +1,4 @@
-"""What travels between roles: Prompt -> Trajectory -> Experience.
+"""Define what travels between roles: Prompt -> Trajectory -> Experience.
 
 Arrays are numpy and live on the host: the conductor, which handles all of them, imports no torch.
 Shapes: P prompt tokens, R response tokens, N sequences, T = sum(P + R), A = sum(R) over a batch.
@@ -148,8 +148,8 @@ class SyncReport(Record):
     """Says how a weight update ended at one member."""
 
     broken: str = ""  # why it was cut off, so that a new group may help; empty: it succeeded
-    silent: bool = False  # that is that a member was not heard from, or did not answer
-    nbytes: int = 0  # of the parameters, all ranks together
+    silent: bool = False  # True if it was cut off because a member was silent
+    nbytes: int = 0  # bytes of the parameters, all ranks together
     seconds: float = 0.0
     checksum_s: float = 0.0
 

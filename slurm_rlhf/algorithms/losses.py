@@ -1,4 +1,4 @@
-"""Losses beside the policy's own, and how the losses of tokens become one number.
+"""Compute the losses other than the policy's, and how the losses of tokens become one number.
 
 A loss is a sum over the tokens of one micro-batch, divided by one number for the whole optimizer step, over all
 micro-batches and data-parallel ranks (`loss_weights`): adding the gradients of all of them gives the exact mean, and

@@ -1,4 +1,4 @@
-"""What a policy loss is given and answers, the ratios and metrics that all share, and the guard around a user's."""
+"""Describe what a policy loss takes and returns, with ratios and metrics that all share, and check a user's loss."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def aggregated(
 
 
 def checked_loss(name: str, function: PolicyLoss) -> PolicyLoss:
-    """Guard the policy loss of algorithm `name`: what is wrong with it is told with its file, line and what to do.
+    """Guard the policy loss of algorithm `name`: errors name its file and line and say what to do.
 
     The guarded loss raises ConfigError when `function` raises, or answers anything but (scalar with gradient, metrics).
     """

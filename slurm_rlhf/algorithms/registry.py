@@ -52,10 +52,10 @@ class AdvantageInputs:
     clip_range: Sequence[float]
     gamma: float
     lambd: float
-    lambd_critic: float | None = None  # of the returns that the critic learns; None: as lambd
+    lambd_critic: float | None = None  # lambda of the returns that the critic learns; None: as lambd
     no_std_norm: bool = False  # do not divide by a standard deviation
     components: Mapping[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward, as answered
-    component_weights: Mapping[str, float] = field(default_factory=dict)  # of those to use; empty: all of them, with 1
+    component_weights: Mapping[str, float] = field(default_factory=dict)  # weights of those to use; empty: all, with 1
     lengths: NDArray[np.int64] | None = None  # [N], actions of each response, in the loss or not; None: of action_mask
 
 
@@ -71,7 +71,7 @@ class Algorithm:
     """The value of `algo.advantage.estimator` that chooses it."""
     advantages: AdvantageFunction
     needs_critic: bool = False
-    """A value model is trained beside the policy. Without it no critic is started."""
+    """A value model is trained along with the policy. Without it no critic is started."""
     needs_reference: bool = False
     """The reference model runs in any case. Without it, it runs where algo.kl.init_coef is not 0."""
     min_samples_per_prompt: int = 1
@@ -200,9 +200,9 @@ def changed_plugins(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
     old_names = [Path(name).name for name, digest in before.items() if digest in lost]
     new_names = [Path(name).name for name, digest in now.items() if digest in new]
     changed = [name for name in old_names if name in new_names]
-    told = [f"{name} has changed" for name in changed]
-    told += [f"{name} is gone" for name in old_names if name not in changed]
-    return told + [f"{name} is new" for name in new_names if name not in changed]
+    changes = [f"{name} has changed" for name in changed]
+    changes += [f"{name} is gone" for name in old_names if name not in changed]
+    return changes + [f"{name} is new" for name in new_names if name not in changed]
 
 
 Level = Literal["token", "sequence", "geometric"]

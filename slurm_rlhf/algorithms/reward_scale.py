@@ -95,12 +95,12 @@ def clipped_share(rewards: ArrayLike, clip_range: Sequence[float]) -> float:
 
 
 MUCH = 0.05
-"""Share of clipped rewards above which the user is told."""
+"""Share of clipped rewards above which a warning says so."""
 
 
-def clip_warning(share: float, told: float, clip_range: Sequence[float]) -> str:
-    """Warn of `share` of the rewards clipped, when `told` was the largest share told so far; "" for nothing."""
-    if share <= max(MUCH, told):
+def clip_warning(share: float, warned: float, clip_range: Sequence[float]) -> str:
+    """Warn of `share` of the rewards clipped, where `warned` is the largest share warned of so far; "" for nothing."""
+    if share <= max(MUCH, warned):
         return ""
     low, high = clip_range
     return (

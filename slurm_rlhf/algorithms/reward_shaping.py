@@ -28,7 +28,7 @@ class Shaping:
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """Hold what shaping looks at beside the reward, [N] each."""
+    """Hold what shaping looks at besides the reward, [N] each."""
 
     lengths: ArrayLike  # tokens
     ended: Bool  # False: the engine cut it off, at the length limit or for repetition

@@ -122,18 +122,18 @@ class CheckpointDir:
             sizes = [size_of(entry.path) for entry in resume.entries(self.root)[0]]
             begun = 0 if step is None or sizes else size_of(self._temporary(step))
             needed = max(sizes, default=0)
-            told = refusal(error, self.root, needed)
-            if isinstance(error, RemoteError) and not told:
+            refused = refusal(error, self.root, needed)
+            if isinstance(error, RemoteError) and not refused:
                 raise
             what = "checkpoints could not be pruned" if step is None else f"checkpoint {step} could not be written"
             if not self.root.parent.is_dir():
                 raise CheckpointError(f"{what}: {vanished(self.root.parent)}") from error
-            if told and begun:
-                told += f"; {begun / MIB:.1f} MiB were written before that"
+            if refused and begun:
+                refused += f"; {begun / MIB:.1f} MiB were written before that"
             usable = resume.latest(self.root)
             rest = f"The newest whole checkpoint is {usable}" if usable else "There is no earlier checkpoint"
             raise CheckpointError(
-                f"{what} in {self.root}: {told or error}. {rest}. "
+                f"{what} in {self.root}: {refused or error}. {rest}. "
                 f"{remedy(error, self.root, needed, f'; {len(sizes)} are there')}, then resume"
             ) from error
 
@@ -184,7 +184,7 @@ class WayBack:
 
     directory: CheckpointDir
     first: Path | None  # the checkpoint that it started from; None: it began anew
-    serial: int  # of the newest checkpoint of then
+    serial: int  # number of the newest checkpoint of then
 
     @classmethod
     def of(cls, directory: CheckpointDir, first: Path | None) -> WayBack:

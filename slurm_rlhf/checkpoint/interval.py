@@ -38,12 +38,12 @@ def in_steps(interval_s: float, step_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """What is known of how often a run fails."""
+    """Hold how often a run has failed."""
 
-    stops: int  # of this run, that came before it could save
+    stops: int  # stops of this run before it could save
     observed_s: float  # over all of its sessions
     nodes: int
-    mtbf_hours: float  # of one node
+    mtbf_hours: float  # hours between failures of one node
 
     @property
     def mtbf_s(self) -> float:
@@ -54,10 +54,10 @@ class Failures:
 
     def words(self) -> str:
         """Say where the number comes from."""
-        told = f"{span(self.mtbf_s)} between failures"
+        between = f"{span(self.mtbf_s)} between failures"
         if self.stops:
-            return f"{told}: this run had {self.stops} in {span(self.observed_s)}"
-        return f"{told}: ckpt.mtbf_hours = {self.mtbf_hours:g} over {self.nodes} node{'s' * (self.nodes > 1)}"
+            return f"{between}: this run had {self.stops} in {span(self.observed_s)}"
+        return f"{between}: ckpt.mtbf_hours = {self.mtbf_hours:g} over {self.nodes} node{'s' * (self.nodes > 1)}"
 
 
 def span(seconds: float) -> str:
@@ -72,7 +72,7 @@ def failures(events: Sequence[RunEvent], nodes: int, mtbf_hours: float) -> Failu
     """Read the failures of a run off its events; the last session is the one under way.
 
     A session counts as failed if it had done a step, and an error or a hang ended it, or nothing did: its conductor
-    was killed. One that was told to stop has saved. A restart of the trainers within a session is a failure, too.
+    was killed. One that got a signal to stop has saved. A restart of the trainers within a session is a failure, too.
     """
     stops = sum(event.event == RESTART for event in events)
     sessions = _sessions(events)

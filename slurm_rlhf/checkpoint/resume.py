@@ -109,20 +109,20 @@ def passed_over(root: Path, chosen: Path) -> list[str]:
     """Say what is wrong with the checkpoints under `root` that are newer than `chosen`. Reads their files."""
     found, problems = entries(root)
     serial = read(chosen).serial
-    told = [str(problem) for problem in problems]
+    found_wrong = [str(problem) for problem in problems]
     for entry in found:
         if entry.manifest.serial > serial:
             try:
                 verify(entry.path)
             except CheckpointError as error:
-                told.append(str(error))
-    return told
+                found_wrong.append(str(error))
+    return found_wrong
 
 
 def _advice(path: Path) -> str:
-    """Say where a whole checkpoint is: beside `path`, or under it when it is a run directory."""
+    """Say where a whole checkpoint is: next to `path`, or under it when it is a run directory."""
     for root in (path.parent, path, path / "checkpoints"):
         usable = latest(root)
         if usable is not None and usable != path:
             return f"The newest whole checkpoint there is {usable}"
-    return "There is no other checkpoint beside it; --resume never starts from the beginning"
+    return "There is no other checkpoint next to it; --resume never starts from the beginning"

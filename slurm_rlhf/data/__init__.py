@@ -5,5 +5,5 @@ What lives here: `prompts` (rows of a file; a data set, tokenized once), `order`
 
 May import: the base modules and `config`. No torch and no transformers: the conductor and login nodes import this.
 
-To add a source of prompts: write a function beside `PromptSet.load` that returns a `PromptSet`.
+To add a source of prompts: write a function like `PromptSet.load` that returns a `PromptSet`.
 """

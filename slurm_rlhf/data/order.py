@@ -37,7 +37,7 @@ class PromptOrder:
     episodes: int
     seed: int
     shuffle: bool = True
-    fingerprint: str = ""  # of the PromptSet, so that a run is not resumed on other data
+    fingerprint: str = ""  # hash of the PromptSet, so that a run is not resumed on other data
     place: int = field(default=0, init=False)  # the next one that was never handed out
     again: list[int] = field(default_factory=list, init=False)  # handed out, given back; they come first, in order
     _drawn: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = field(

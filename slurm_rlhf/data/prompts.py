@@ -201,7 +201,7 @@ def _shown(value: object) -> str:
 
 
 Row = dict[str, Any] | DataError
-"""What a row holds, or what is wrong with it."""
+"""The columns of a row, or the error that says what is wrong with it."""
 
 PARQUET = ".parquet"
 

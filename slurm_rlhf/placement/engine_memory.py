@@ -11,7 +11,7 @@ from slurm_rlhf.placement.model_shape import ModelShape
 BLOCK = 16  # tokens of a KV block on GPUs
 VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of it
 GIB = 1 << 30
-CUDA_GRAPHS = GIB  # of the sizes that vLLM captures by default: an estimate
+CUDA_GRAPHS = GIB  # graphs of the sizes that vLLM captures by default: an estimate
 TP_GROUP = GIB // 2  # buffers of a TP group's all-reduces: an estimate
 
 
@@ -80,19 +80,19 @@ def profiled(shape: ModelShape, tp: int, dtype: int, tokens: int, sequences: int
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineMemory:
     """Hold the bytes of one rank of an engine."""
 
     weights: int
-    work: int  # of a step: activations, logits, what TP ranks exchange
+    work: int  # work of a step: activations, logits, buffers between TP ranks
     graphs: int
     kv: int  # left for the KV cache; negative: the weights alone do not fit
     block: int
     blocks: int
-    sequences: float  # of data.max_len that the KV cache holds
+    sequences: float  # sequences of data.max_len that the KV cache holds
 
 
-def engine(config: Config, shape: ModelShape, gpu: int) -> Engine:
+def engine(config: Config, shape: ModelShape, gpu: int) -> EngineMemory:
     """Estimate one rank of an engine that may use its share of a GPU of `gpu` bytes."""
     vllm, tp, tokens = config.vllm, config.vllm.tensor_parallel_size, step_tokens(gpu)
     dtype = 4 if (config.ds.param_dtype if vllm.dtype == "auto" else vllm.dtype) == "fp32" else 2
@@ -105,7 +105,7 @@ def engine(config: Config, shape: ModelShape, gpu: int) -> Engine:
     per_sequence = blocks_of_sequence(
         shape, config.data.max_len, 2 * tokens
     )  # a step may be prepared while another runs
-    return Engine(held, work, graphs, kv, block, blocks, blocks / per_sequence)
+    return EngineMemory(held, work, graphs, kv, block, blocks, blocks / per_sequence)
 
 
 def step_tokens(gpu: int) -> int:

@@ -121,7 +121,7 @@ def _says(text: str, words: tuple[str, ...]) -> bool:
 
 
 GIB = 1 << 30
-_USABLE = 0.985  # of what nvidia-smi shows: what CUDA leaves to processes of an unknown GPU
+_USABLE = 0.985  # share of the memory in nvidia-smi that CUDA leaves to processes of an unknown GPU
 TELL = "--train.gpu=NAME (h100, a100_40gb, ...) or --train.gpu_memory_gb=GB"
 _UNLIKE = 0.02
 

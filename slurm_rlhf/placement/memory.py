@@ -9,7 +9,7 @@ from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement import trainer_memory as tm
-from slurm_rlhf.placement.engine_memory import GIB, Engine, engine, hf_terms
+from slurm_rlhf.placement.engine_memory import GIB, EngineMemory, engine, hf_terms
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
 
 # Estimates, not measured: a context with its libraries, and the buffers of a group's communicators.
@@ -46,7 +46,7 @@ class Row:
     """Describe what one GPU holds at one time."""
 
     name: str  # a role, or the use of a shared GPU
-    ranks: int  # of the role; 0 for a GPU shared by several
+    ranks: int  # ranks of the role; 0 for a GPU shared by several
     terms: tuple[tuple[str, int], ...]  # (what, bytes), largest first
     there: int  # bytes of the GPU; 0 where others share it, and for rows of a part
     role: str  # whose work it is
@@ -79,7 +79,7 @@ class Account:
     """Hold the memory of a run."""
 
     rows: tuple[Row, ...]
-    engine: Engine | None  # None: the actor's ranks sample (rollout.engine = hf)
+    engine: EngineMemory | None  # None: the actor's ranks sample (rollout.engine = hf)
     wanted: int  # sequences that an engine gets at once
 
     def fits(self, role: str = "") -> bool:

@@ -22,7 +22,7 @@ class Family:
     output_bias: bool | tuple[str, bool] = False
     mlp_bias: bool | tuple[str, bool] = False
     qk_norm: str = ""  # "head": over each head's width, "full": over all heads together
-    norms: int = 2  # of a layer, over the hidden state
+    norms: int = 2  # norms of a layer over the hidden state
     float_norms: bool = False  # norms multiply by their weight before they go back to bf16
     tied: bool = False  # where config.json says nothing
     head_dim: int = 0  # where config.json says nothing; 0: hidden_size / num_attention_heads
@@ -81,7 +81,7 @@ class ModelShape:
     width: int  # inner width of a dense MLP
     vocab: int
     tied: bool  # the head is the embedding
-    windows: tuple[int, ...]  # of each layer: tokens that attention looks back; 0: all
+    windows: tuple[int, ...]  # tokens that attention looks back, for each layer; 0: all
     experts: int  # 0: dense
     experts_per_token: int
     expert_width: int

@@ -111,7 +111,7 @@ class _Space:
 
     def _choose_engines(self, block: Block, policy: _Policy) -> _Choice | None:
         ranked = self._ranked(block.tp, policy)
-        most = block.engines  # that one node is asked to hold
+        most = block.engines  # engines on one node
         if block.num_nodes:
             most = -(-block.engines // block.num_nodes)
             if not policy.mixed:

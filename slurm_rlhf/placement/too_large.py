@@ -37,7 +37,7 @@ _FOR_ONE_SEQUENCE: list[tuple[str, object]] = [
     ("vllm.gpu_memory_utilization", RAISE),
     ("vllm.tensor_parallel_size", RAISE),
 ]
-"""What leaves more room for an engine's KV cache."""
+"""Keys that leave more room for an engine's KV cache."""
 
 
 def help_for(config: Config, row: Row, most: int = 2) -> list[str]:
@@ -46,8 +46,8 @@ def help_for(config: Config, row: Row, most: int = 2) -> list[str]:
     One for each of the largest terms comes first; how much is needed is not computed. Empty: no key helps.
     """
     terms = [_FOR_ONE_SEQUENCE] if row.role == ROLLOUT and row.fits else _ways(row)
-    told = [[text for key, how in ways if (text := _said(config, key, how))] for ways in terms]
-    first, others = [texts[0] for texts in told if texts], [text for texts in told for text in texts[1:]]
+    sentences = [[text for key, how in ways if (text := _said(config, key, how))] for ways in terms]
+    first, others = [texts[0] for texts in sentences if texts], [text for texts in sentences for text in texts[1:]]
     return list(dict.fromkeys(first + others))[:most]
 
 

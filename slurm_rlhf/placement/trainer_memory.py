@@ -146,8 +146,8 @@ def forward_terms(config: Config, shape: ModelShape, head: bool, cut: bool) -> d
 class Pass:
     """Describe how a model computes."""
 
-    tokens: int  # of a micro-batch, padding included
-    length: int  # of its longest sequence
+    tokens: int  # tokens of a micro-batch, padding included
+    length: int  # tokens of its longest sequence
     dtype: int  # bytes of an activation: 2 (bf16, fp16) or 4 (fp32)
     checkpointing: bool = False  # keep layer inputs only, and compute the rest again
     attention: str = "sdpa"  # ds.attn_implementation

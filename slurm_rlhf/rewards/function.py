@@ -70,7 +70,7 @@ def taken(function: Callable[..., Any], where: str) -> Taken:
     _refuse_kind(function, where)
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of a builtin or an extension
+    except (TypeError, ValueError):  # a builtin or an extension has none
         return Taken(BY_PLACE, ())
     kinds = inspect.Parameter
     placed = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]

@@ -52,10 +52,10 @@ def joined(parts: Sequence[Rewards]) -> Rewards:
     """
     kinds = {(part.scores is not None, tuple(sorted(part.components))) for part in parts}
     if len(kinds) > 1:
-        told = " and ".join(
+        unlike = " and ".join(
             f"{'scores' if scored else 'no scores'}, components {list(names)}" for scored, names in kinds
         )
-        raise RewardError(f"calls of the reward function answered {told}: answer the same keys in each call")
+        raise RewardError(f"calls of the reward function answered {unlike}: answer the same keys in each call")
     scores = [part.scores for part in parts if part.scores is not None]
     logs: dict[str, list[F32]] = {}
     for part in parts:
@@ -110,30 +110,32 @@ def _named(values: Any, key: str, where: str) -> dict[str, Any]:
     return {str(name): found for name, found in values.items()}
 
 
-def _log_values(values: Any, count: int, told: str) -> F32:
+def _log_values(values: Any, count: int, where: str) -> F32:
     """Read one number per response, or one for all."""
     plain = _plain(values)
     if isinstance(plain, (list, tuple)):
-        return _numbers(plain, count, told, "values")
-    return _numbers([plain], 1, told, "values")
+        return _numbers(plain, count, where, "values")
+    return _numbers([plain], 1, where, "values")
 
 
-def _numbers(values: Any, count: int, told: str, noun: str) -> F32:
+def _numbers(values: Any, count: int, where: str, noun: str) -> F32:
     values = _plain(values)
     if not isinstance(values, (list, tuple)):
-        raise RewardError(f"{told} {_shown(values)}; expected a list, array or tensor of {count} numbers")
+        raise RewardError(f"{where} {_shown(values)}; expected a list, array or tensor of {count} numbers")
     if len(values) != count:
-        raise RewardError(f"{told} {len(values)} {noun} for {count} responses; return one per response, in their order")
-    return np.array([_number(value, index, told) for index, value in enumerate(values)], dtype=np.float32)
+        raise RewardError(
+            f"{where} {len(values)} {noun} for {count} responses; return one per response, in their order"
+        )
+    return np.array([_number(value, index, where) for index, value in enumerate(values)], dtype=np.float32)
 
 
-def _number(value: Any, index: int, told: str) -> float:
+def _number(value: Any, index: int, where: str) -> float:
     value = _plain(value)
     if not isinstance(value, (int, float)):
-        raise RewardError(f"{told} {_shown(value)} at index {index}; expected a number")
+        raise RewardError(f"{where} {_shown(value)} at index {index}; expected a number")
     # In float32, as it will be used: 1e39 is infinite there.
     if not abs(value) <= LARGEST:
-        raise RewardError(f"{told} {_shown(value)} at index {index}; expected a finite number")
+        raise RewardError(f"{where} {_shown(value)} at index {index}; expected a finite number")
     return float(value)
 
 
