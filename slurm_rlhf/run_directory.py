@@ -34,7 +34,6 @@ class RunDirectory:
         self.keys: Final = root / ".control" / "keys.json"
         self.lock: Final = root / ".control" / "lock"
         self.restart_guard: Final = root / ".control" / "restart_guard"
-        self.phase: Final = root / ".control" / "phase"
 
     def role_log(self, role: str, node: str, rank: int | str) -> Path:
         return self.logs / f"{role}.{node}.{rank}.log"

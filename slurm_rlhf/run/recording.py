@@ -22,7 +22,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.events import START, EventLog, WarningEvents
 from slurm_rlhf.observe.jsonl import truncate_after
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.observe.run_status import PhaseFile
 from slurm_rlhf.observe.samples import Sample, SampleLog, choose
 from slurm_rlhf.observe.spans import CallSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
@@ -75,7 +74,6 @@ class Recorder:
         self._samples = SampleLog(directory.samples)
         self._timeline = TimelineLog(directory.timeline)
         self._spans = CallSpans()
-        self._phase = PhaseFile(directory.phase)
         self._layout: dict[str, Any] = {}
         self._handles: Mapping[str, RoleHandle[Any]] = {}
         self._memory: dict[str, dict[str, dict[str, int]]] = {}  # role -> rank -> bytes
@@ -150,7 +148,6 @@ class Recorder:
     def phase(self, name: str) -> None:
         """Note the phase of the conductor that begins; empty: none."""
         self._spans.phase(name)
-        self._phase.tell(name, self.step)
 
     def stepping(self) -> None:
         """Note that the first step begins."""

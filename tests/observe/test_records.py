@@ -20,7 +20,7 @@ from slurm_rlhf.observe.events import (
     read_events,
 )
 from slurm_rlhf.observe.jsonl import append_line, drop_end, read_rows, truncate_after
-from slurm_rlhf.observe.run_status import PhaseFile, Summary, read_phase
+from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.samples import SampleLog, choose, console_text, markdown_text, read_samples
 from slurm_rlhf.observe.spans import KEPT, CallSpans, TimelineLog, joined, thinned
 from slurm_rlhf.wire.messages import Failure
@@ -213,34 +213,6 @@ def test_the_timeline_keeps_the_last_steps_only(tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == list(range(steps[0], 6 * KEPT))
     assert len(steps) >= KEPT
-
-
-def test_the_last_phase_is_read_whole_whatever_stood_there(tmp_path: Path) -> None:
-    path = tmp_path / "phase"
-    path.write_text("x" * 1000)
-    file = PhaseFile(path)
-    for name in ("a much longer phase than the others", "sync", ""):
-        file.tell(name, 7)
-        now = read_phase(path)
-        assert now is not None
-        assert (now.phase, now.step) == (name, 7)
-
-
-def test_a_file_that_is_missing_or_holds_something_else_is_none(tmp_path: Path) -> None:
-    assert read_phase(tmp_path / "phase") is None
-    for text in ("", "{", "[1]", '{"phase": "sync"}'):
-        (tmp_path / "phase").write_text(text)
-        assert read_phase(tmp_path / "phase") is None
-
-
-def test_a_directory_that_is_gone_is_an_error_of_the_first_line_alone(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        PhaseFile(tmp_path / "gone" / "phase").tell("sync", 1)
-    file = PhaseFile(tmp_path / "phase")
-    file.tell("sync", 1)
-    (tmp_path / "phase").unlink()
-    file.tell("update", 2)
-    assert read_phase(tmp_path / "phase") is None
 
 
 def test_engines_that_a_run_does_without_are_known_by_number_and_forgotten_with_its_next_start(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ PHASES: Final = {
     "checkpoint": ("checkpoint",),
     EXPORT: ("export",),
 }
-"""Phase of a fault -> the phases that a run tells (`RunDirectory.phase`)."""
+"""Phase of a fault -> the phases that a run tells (`session.read_phase`)."""
 ANY: Final = "any"
 """The phase of a fault that is not about one."""
 

@@ -16,13 +16,12 @@ from campaign import files
 from campaign.draw import delay_s
 from campaign.faults import ANY, EXPORT, PHASES, START, Fault
 from campaign.injection import SETTLED, Hit, Place, inject
-from campaign.session import CALM_S, POLL_S, Session, Start, newest_step
+from campaign.session import CALM_S, POLL_S, PhaseNow, Session, Start, newest_step
 from campaign.verdicts import Observation, Row, judge, unequal
 from campaign.watch import finished, look_at_rest, watch
 from campaign.workload import write_workload
 from slurm_rlhf.errors import RunError, SlurmRlhfError
 from slurm_rlhf.observe.jsonl import read_rows
-from slurm_rlhf.observe.run_status import PhaseNow
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 

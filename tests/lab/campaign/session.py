@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +22,6 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.events import CHECKPOINT, RESTART, RESUME, read_events
 from slurm_rlhf.observe.events import START as BEGUN
 from slurm_rlhf.observe.jsonl import read_rows
-from slurm_rlhf.observe.run_status import PhaseNow, read_phase
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -33,6 +34,23 @@ TRIES = 20
 """A phase is met so often: a short one may be over before a fault strikes."""
 ORDERLY = (CHECKPOINT, BEGUN, RESUME)
 """Events that are no sign of a fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseNow:
+    """Says in which phase a run is after `step` steps, since the Unix time `since`; empty: between two phases."""
+
+    phase: str
+    step: int
+    since: float
+
+
+def read_phase(run_dir: Path) -> PhaseNow | None:
+    """Read what the plugin of the run's conductor notes; None if there is nothing that can be read."""
+    try:
+        return PhaseNow(**json.loads((run_dir / ".control" / "phase").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def newest_step(run_dir: Path) -> int:
@@ -94,7 +112,7 @@ class Session:
     def __init__(self, start: Start, config: Path, run_dir: Path, *overrides: str) -> None:
         self.directory = RunDirectory(run_dir)
         self._known = len(read_events(self.directory.events))
-        self._old = read_phase(self.directory.phase)
+        self._old = read_phase(self.directory.root)
         self.process = start(["train", str(config), f"--run_dir={run_dir}", *overrides])
         self.members: set[processes.Found] = set()
         """Every process that was seen to belong to it."""
@@ -133,7 +151,7 @@ class Session:
 
     def phase(self) -> PhaseNow | None:
         """Return the phase that this start is in."""
-        now = read_phase(self.directory.phase)
+        now = read_phase(self.directory.root)
         return None if now == self._old else now
 
     def events(self, since: int) -> list[str]:

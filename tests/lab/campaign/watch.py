@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from waiting import scaled
+
 from campaign import processes
 from campaign.faults import BORNE, CONDUCTOR, EITHER, HURTS, Fault
 from campaign.session import POLL_S, Session
@@ -17,7 +19,7 @@ from campaign.verdicts import Observation, innocents, newest_failure, patterns
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE
 from slurm_rlhf.polling import wait_until
 
-SPARE_S = 120.0
+SPARE_S = scaled(120.0)
 """Beyond the limit of a fault: then the run counts as one that did not notice it."""
 BORNE_STEPS = 2
 """A run that does so many steps after a fault goes on undisturbed."""

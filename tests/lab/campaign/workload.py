@@ -7,11 +7,13 @@ from pathlib import Path
 from holds import Holds
 from random_models import make_model
 from sums_task import REWARD, TINY, sums, toml
+from waiting import scaled
 
-PLUGIN = '''"""Algorithms that can be held up: actor rank 1 in its loss, rank 0 in the export; clocks to set."""
+PLUGIN = '''"""Algorithms that can be held up: actor rank 1 in its loss, rank 0 in the export. Clocks, phases."""
 
 import ctypes
 import dataclasses
+import json
 import os
 import socket
 import time
@@ -73,6 +75,25 @@ def slow_export():
     PreTrainedModel.save_pretrained = wait_and_save
 
 
+def note_phases():
+    from slurm_rlhf.run.recording import Recorder
+
+    phase, files = Recorder.phase, []
+
+    def phase_and_note(recorder, name):
+        phase(recorder, name)
+        if not files:
+            place = recorder._directory.root / ".control" / "phase"
+            files.append(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644))
+        # One write of one length, so that a reader on this machine sees a whole line.
+        line = json.dumps({"phase": name, "step": recorder.step, "since": right()})
+        os.pwrite(files[0], line.ljust(128).encode() + b"\\n", 0)
+
+    Recorder.phase = phase_and_note
+
+
+if "RANK" not in os.environ:
+    note_phases()
 for name in ("gae", "group_norm"):
     register_algorithm(dataclasses.replace(find_algorithm(name), name=f"held_{name}", policy_loss=policy_loss))
 '''
@@ -94,13 +115,13 @@ CONFIG = {
     "logger.tensorboard": False,
     "timeout.connect": 60,
     "timeout.heartbeat_interval": 0.5,
-    "timeout.heartbeat": 12,
-    "timeout.hang": 8,
+    "timeout.heartbeat": scaled(12),
+    "timeout.hang": scaled(8),
     "timeout.hang_grace": 4,
     "timeout.shutdown": 4,
 }
 """Five ranks of four roles. A rank that does not come is missed after a minute, silence after 12 s, a hang
-after 8 s: on a machine that is busy with other work less would be taken for a fault that is none."""
+after 8 s on a quick machine, and later on a slow one: less would be taken for a fault that is none."""
 
 
 def write_workload(path: Path) -> Path:
