@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from dispatch_times import Recorder, slowed
 from msgspec.structs import replace
 from ranks import RolloutFleet, config
 from tiny_models import make_tiny
@@ -209,30 +208,6 @@ def test_no_name_of_shared_memory_outlives_the_start(pair: RolloutFleet) -> None
     for engine in (0, 1):
         prefix = segment_prefix(pair.config, EnginePlace(engine, 0, 2, ""))
         assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
-
-
-def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single: RolloutFleet) -> None:
-    """At a fifth of its speed, an engine never has more in hand than it can run, and the other is never without."""
-    recorder = Recorder(single.engines)
-    single.engines.ready = [0, 1]
-    with slowed(single.ranks[0].pid, 5):
-        batch = Dispatcher(recorder, 1, WIDTH, False).run(prompts(200), SAMPLING, 4)
-    single.engines.ready = [0]
-    shares = [sum(t.engine == engine for t in batch) / len(batch) for engine in (0, 1)]
-    last_given = max(at for at, _, _ in recorder.given)
-    last_fast = max(at for at, engine, _ in recorder.returned if engine == 1)
-    first, end = recorder.given[0][0], max(at for at, _, _ in recorder.returned)
-    print(
-        f"shares {shares}, {last_given - first:.2f} s of handing out, then {end - last_given:.2f} s, of which the slow"
-    )
-    print(f"engine alone {end - last_fast:.2f} s")
-    assert len(batch) == 200 * SAMPLING.n
-    assert shares[0] < 0.35, shares  # at equal speed 0.5, in proportion 1/6
-    # What the batch waits for in the end is what the slow engine can have in hand, and never more.
-    assert all(recorder.held(0, at) <= 5 * WIDTH / 4 + SAMPLING.n for at, _, _ in recorder.given)
-    # Until the last prompt is handed out the fast engine has work whenever it is looked at.
-    times = [at for at, engine, _ in recorder.returned if engine == 1 and at < last_given]
-    assert all(recorder.held(1, at) > 0 for at in times)
 
 
 def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:

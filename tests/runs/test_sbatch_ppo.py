@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 from model_configs import SHAPES, make_shape
-from step_time import step_time
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES, colocations
 from slurm_rlhf.placement.engine_memory import GIB
-from slurm_rlhf.placement.gpus import Gpu, find_gpu
 from slurm_rlhf.placement.memory import Models, account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import place
@@ -71,37 +69,6 @@ def test_memory_is_there_on_common_machines(
     assert memory["kv_cache"]["sequences"] >= memory["kv_cache"]["wanted"]
     for row in memory["rows"]:
         assert row["there"] is None or row["needed"] < 0.96 * row["there"], row["name"]
-
-
-def test_the_estimate_of_a_step_is_that_of_a_reading_of_the_code() -> None:
-    """7B on 16 H100 as 8 + 4 + 2 + 2: generation 27 s, forwards 8, update 20, sync 3, a step 58; 14 GPUs idle half."""
-    old = ["--critic.num_gpus_per_node=2", "--ref.num_gpus_per_node=1", "--train.colocate_actor_ref=false"]
-    old += ["--vllm.sync_mode=drain", "--rollout.batch_size=128", "--train.batch_size=64"]
-    time = step_time(load_config(SBATCH / "ppo_7b.toml", old), models("7B"), h100(), PROMPT, RESPONSE)
-    assert time.generation == pytest.approx(27, rel=0.25)
-    assert time.update == pytest.approx(20, rel=0.1)
-    assert time.step == pytest.approx(58, rel=0.1)
-    assert min(time.idle(role) for role in ("actor", "critic", "reference")) > 0.5
-
-
-PROMPT, RESPONSE = 577, 2048  # mean lengths in tokens with which the estimate above comes out
-
-
-def h100() -> Gpu:
-    gpu = find_gpu("h100")
-    assert gpu is not None
-    return gpu
-
-
-@pytest.mark.parametrize("name", NODES)
-def test_no_gpu_idles_for_half_of_a_step(name: str) -> None:
-    config = load_config(SBATCH / f"{name}.toml", [])
-    time = step_time(config, models(MODELS[name]), h100(), PROMPT, RESPONSE)
-    assert max(time.idle(roles) for roles in time.busy) < 0.35
-    assert sum(len(roles.split("+")) for roles in time.busy) == 4  # none was forgotten
-    head = (SBATCH / f"{name}.toml").read_text().partition("run_dir")[0]
-    if not config.train.colocate_all:
-        assert f"takes {time.step:.0f} s on H100" in " ".join(head.replace("# ", "").split())
 
 
 @pytest.mark.parametrize("name", NODES)
