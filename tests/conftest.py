@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from gpu_coverage import Recorder
 from hypothesis import settings
 from waiting import scaled
 
@@ -118,7 +117,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = uuid.uuid4().hex
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    config.pluginmanager.register(Recorder(config), "gpu_coverage")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import gpu_coverage
 import gpu_rollout as child
 import pytest
 import rollout_engine
@@ -26,10 +25,11 @@ from torch.nn import functional
 from slurm_rlhf.cluster.stop import TERM, StopRequested
 from slurm_rlhf.config.algorithm_rules import COLDEST
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.engine import vllm
 from slurm_rlhf.engine.vllm import DeviceMemory, prepare_environment
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.groups.engine_pool import EnginePool, _Start
-from slurm_rlhf.ranks.engine_worker import own_devices
+from slurm_rlhf.ranks.rank_process import import_libraries
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
 from slurm_rlhf.run.colocation import Colocation
@@ -96,10 +96,16 @@ def test_vllms_environment_on_a_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPa
     [(0, 1, "4"), (3, 1, "GPU-d"), (1, 2, "4,5"), (2, 2, "6,GPU-d")],
 )
 def test_an_engine_sees_its_own_gpus_alone(monkeypatch: pytest.MonkeyPatch, rank: int, tp: int, expected: str) -> None:
+    """Before its library is prepared and imported."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-d")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
-    own_devices(rank, tp)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    seen: list[str] = []
+    monkeypatch.setattr(vllm, "prepare_environment", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(vllm, "import_library", lambda: seen.append("imported"))
+    config = Config()
+    config.vllm.tensor_parallel_size = tp
+    import_libraries(config, RankInfo("rollout", rank, 4, rank, "n"))
+    assert seen == [expected, "imported"]
     assert os.environ["HIP_VISIBLE_DEVICES"] == ""
 
 
@@ -263,7 +269,6 @@ def test_pytorchs_dispatcher_takes_the_question() -> None:
 def test_the_stand_ins_are_as_the_installed_vllm(engine_process: EngineProcess) -> None:
     checked = engine_process.run(child.signatures)
     assert checked == ["GPUModelRunner.get_model", "GPUModelRunner.get_model", "Worker.sleep", "Worker.wake_up"]
-    assert "parts" in engine_process.run(child.broken_signature)
     assert engine_process.run(child.asynchronous) == [True, True]
 
 
@@ -273,13 +278,9 @@ def test_the_limits_of_temperatures_are_vllms(engine_process: EngineProcess) -> 
     assert "temperature must be in [0, 2], got 2.1" in told
 
 
-def measured(engine_process: EngineProcess, function: Any, *args: Any) -> Any:
-    return engine_process.run(child.measured, os.environ.get(gpu_coverage.DIRECTORY, ""), function, *args)
-
-
 def test_engine_arguments_on_a_gpu(engine_process: EngineProcess, path: Path) -> None:
     def arguments(**changes: Any) -> Any:
-        return measured(engine_process, _arguments, path, changes)
+        return engine_process.run(child.arguments, path, **changes)
 
     usual = {
         "async_scheduling": None,  # vLLM's rules
@@ -298,19 +299,15 @@ def test_engine_arguments_on_a_gpu(engine_process: EngineProcess, path: Path) ->
     assert "train.colocate_all needs vLLM's sleep mode, which it does not have on cuda" in told
 
 
-def _arguments(path: Path, changes: dict[str, Any]) -> Any:
-    return child.arguments(path, **changes)
-
-
 def test_weights_are_used_as_they_are_loaded(engine_process: EngineProcess) -> None:
     """Neither tied heads nor experts are packed anew, as on CPUs."""
-    assert measured(engine_process, child.unpacked_on_a_gpu) == 0
+    assert engine_process.run(child.unpacked_on_a_gpu) == 0
 
 
 def test_attention_is_imported_before_a_heartbeat_counts(engine_process: EngineProcess) -> None:
     """Where it was not built for this GPU, that is no error."""
     engine_process.run(child.signatures)  # vLLM is there, under the platform of this machine
-    names = measured(engine_process, child.imports)
+    names = engine_process.run(child.imports)
     assert names[0] == "vllm.v1.engine.llm_engine"
     assert "vllm.vllm_flash_attn" in names
 

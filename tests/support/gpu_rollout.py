@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
-import gpu_coverage
 import torch
 from gpu_signatures import check_signature
 from rollout_engine import config
@@ -64,12 +62,6 @@ class Platform:
         return self.sleeps
 
 
-def measured(directory: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` answers; the lines that it reaches count as reached by the tests with stand-ins."""
-    with gpu_coverage.measured(directory):
-        return function(*args)
-
-
 def signatures() -> list[str]:
     """What the stand-ins offer, and what the code uses of vLLM on GPUs alone, is in the installed vLLM; the rest."""
     from vllm.platforms.interface import Platform as Real
@@ -108,19 +100,6 @@ def asynchronous() -> list[bool]:
     from slurm_rlhf.engine._vllm import tp_executor
 
     return [made.supports_async_scheduling() for made in (UniProcExecutor, tp_executor("x", int))]
-
-
-def broken_signature() -> str:
-    """What the check says of a stand-in that takes what vLLM does not."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    def wake_up(self: Any, parts: list[str] | None = None) -> bool: ...
-
-    try:
-        check_signature(LLMEngine.wake_up, wake_up, "LLMEngine.wake_up")
-    except AssertionError as error:
-        return str(error)
-    return "nothing"
 
 
 def _unbound(function: Any) -> Any:
@@ -179,14 +158,7 @@ def arguments(path: Path, sleeps: bool = True, **changes: Any) -> dict[str, Any]
             engine_config(made)
         except ConfigError as error:
             return str(error)
-    wanted = (
-        "async_scheduling",
-        "enforce_eager",
-        "enable_sleep_mode",
-        "kv_cache_memory_bytes",
-        "enable_chunked_prefill",
-    )
-    return {name: getattr(seen[0], name) for name in (*wanted, "gpu_memory_utilization")}
+    return {name: getattr(seen[0], name) for name in WANTED}
 
 
 def unpacked_on_a_gpu() -> int:

@@ -19,7 +19,6 @@ A test that starts ranks calls `FakeCuda(...).install()` first thing in each chi
   `_share_cuda_` and `_new_shared_cuda`.
 
 The bare modes of a library (vLLM's platform, DeepSpeed's accelerator) are not faked here: patch what your code asks.
-`tests/gpu/test_visited_lines.py` holds which files and branches have to be reached by tests/gpu/.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from gpu_coverage import measure_here
 from gpu_cuda import Cuda
 from gpu_ipc import share, shared
 from gpu_nccl import ProcessGroupNCCL
@@ -72,7 +70,6 @@ class FakeCuda:
 
     def install(self) -> FakeCuda:
         """Take the place of CUDA in this process, in all of its threads, until `remove`."""
-        measure_here()
         try:
             self._install(self._undo.enter_context)
         except BaseException:
