@@ -25,14 +25,13 @@ from typing import Any
 
 import learn_peer
 import task
-from learn_curves import Learned, Point, Side, table
-from learn_picture import picture
+from learn_curves import Learned, Point, Side, picture, race
 
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
@@ -58,10 +57,10 @@ def measure(options: argparse.Namespace, files: list[str], keys: list[str]) -> d
             "pip install '.[peer]', or --no-peer for our side alone"
         )
     prepare(config, options.steps, options.every)
-    directory.mkdir(parents=True, exist_ok=True)
+    task.make_new(directory)
     ours, peers = [], []
     for seed in range(1, options.seeds + 1):
-        ours.append(_ours(config, directory, seed))
+        ours.append(train(config, "ours", directory, seed))
         if not options.no_peer:
             peers.append(_peer(config, directory, seed, options.steps, options.every))
     sides = [Side(OURS, ours)]
@@ -85,8 +84,8 @@ def drawn(bench: str, sides: Sequence[Side], title: str, directory: Path) -> dic
 
 def show(result: dict[str, Any]) -> str:
     """Write the results for a reader."""
-    sides = [side_of(each) for each in result["sides"]]
-    return f"{table(sides[0], sides[1] if len(sides) > 1 else None)}\npicture: {result['picture']}"
+    ours, *peers = map(side_of, result["sides"])
+    return f"{race(ours, peers[0] if peers else None)}\npicture: {result['picture']}"
 
 
 def side_of(found: dict[str, Any]) -> Side:
@@ -112,18 +111,24 @@ def prepare(config: Config, steps: int, every: int) -> None:
             f"divide train.batch_size = {config.train.batch_size}"
         )
     config.rollout.batch_size = config.train.batch_size // group
-    config.train.max_steps, config.train.max_epochs = steps, 1
-    config.eval.steps = every
-    config.actor.lr_min_ratio = 0.0
+    config.train.max_epochs, config.actor.lr_min_ratio = 1, 0.0
+    as_compared(config, steps, every)
+
+
+def as_compared(config: Config, steps: int, every: int) -> None:
+    """Set what all runs of a comparison have in common. Raises ConfigError, as `check` does."""
+    config.train.max_steps, config.eval.steps = steps, every
     config.resume = "never"
     config.logger.progress, config.logger.tensorboard = "plain", False
     check(config)
 
 
-def _ours(config: Config, directory: Path, seed: int) -> Learned:
+def train(config: Config, name: str, directory: Path, seed: int) -> Learned:
+    """Run to the end, or as far as it goes, and read the curve. Raises RunError where it fails without one."""
     mine = deepcopy(config)
-    mine.train.seed, mine.run_dir = seed, str(directory / f"ours_{seed}_{time.time_ns()}")
-    file = directory / f"ours_{seed}.toml"
+    place = RunDirectory(directory / f"{name}_{seed}")
+    mine.train.seed, mine.run_dir = seed, str(place.root)
+    file, log = (directory / f"{name}_{seed}.{end}" for end in ("toml", "log"))
     file.write_text(dump_toml(mine), encoding="utf-8")
     first: list[float] = []
 
@@ -132,14 +137,25 @@ def _ours(config: Config, directory: Path, seed: int) -> Learned:
             first.append(time.monotonic())
 
     began = time.monotonic()
-    task.run_process([*task.TRAIN, str(file)], directory / f"ours_{seed}.log", read)
-    run_dir = RunDirectory(Path(mine.run_dir))
-    rows = [json.loads(line) for line in run_dir.metrics.read_text(encoding="utf-8").splitlines()]
-    before = float(json.loads(run_dir.summary.read_text(encoding="utf-8"))["eval_before"])
-    layout = json.loads(run_dir.layout.read_text(encoding="utf-8"))
-    used = processes(mine, RankMap.from_json(layout["ranks"]), len(os.sched_getaffinity(0)))
-    points = points_of(rows, before, mine.train.batch_size)
+    try:
+        task.run_process([*task.TRAIN, str(file)], log, read)
+    except RunError:
+        summary = _summary(place) if place.summary.exists() else {}
+        if "error" not in summary or summary.get("eval_after") is None:
+            raise
+        print(f"{place.root.name} ended early, and counts as far as it went: {summary['error']}")
+    rows = [json.loads(line) for line in place.metrics.read_text(encoding="utf-8").splitlines()]
+    layout = RankMap.from_json(json.loads(place.layout.read_text(encoding="utf-8"))["ranks"])
+    points = points_of(
+        rows, _summary(place)["eval_before"], mine.rollout.batch_size * mine.rollout.n_samples_per_prompt
+    )
+    print(f"{name}, seed {seed}: {points[0].accuracy:.3f} before, {points[-1].accuracy:.3f} after")
+    used = processes(mine, layout, len(os.sched_getaffinity(0)))
     return Learned(seed, points, first[0] - began - rows[0]["time/step"], used)
+
+
+def _summary(place: RunDirectory) -> dict[str, Any]:
+    return dict(json.loads(place.summary.read_text(encoding="utf-8")))
 
 
 def processes(config: Config, ranks: RankMap, cpus: int) -> str:
@@ -163,7 +179,6 @@ def points_of(rows: Sequence[dict[str, Any]], before: float, per_step: int) -> l
 
 def _peer(config: Config, directory: Path, seed: int, steps: int, every: int) -> Learned:
     output, spec, file = (directory / f"peer_{seed}.{end}" for end in ("jsonl", "json", "toml"))
-    output.unlink(missing_ok=True)
     file.write_text(dump_toml(config), encoding="utf-8")
     threads = len(os.sched_getaffinity(0))
     learn_peer.PeerRun(str(file), str(output), seed, steps, every, threads, time.monotonic()).write(spec)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cli.main import guarded
-from slurm_rlhf.errors import RunError
+from slurm_rlhf.errors import ConfigError, RunError
 
 TRAIN = [sys.executable, "-m", "slurm_rlhf.cli", "train"]
 LIMIT_S = 3600.0
@@ -28,6 +28,13 @@ def parser(about: str | None, **defaults: int | str) -> argparse.ArgumentParser:
         made.add_argument(f"--{name}", type=type(value), default=value, help=f"[{value}]")
     made.add_argument("--json", action="store_true", help="print one JSON object")
     return made
+
+
+def make_new(directory: Path) -> None:
+    """Make the directory of a comparison. Raises ConfigError where it holds something: runs with other settings."""
+    if directory.exists() and any(directory.iterdir()):
+        raise ConfigError(f"--out={directory} holds something already: give a new directory")
+    directory.mkdir(parents=True, exist_ok=True)
 
 
 def layers(words: list[str]) -> tuple[list[str], list[str]]:

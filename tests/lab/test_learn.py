@@ -12,8 +12,7 @@ import learn
 import pytest
 import task
 from learn import points_of, prepare, processes, show, side_of
-from learn_curves import Learned, Point, Side, levels, table
-from learn_picture import picture
+from learn_curves import Learned, Point, Side, levels, picture, race
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
@@ -57,13 +56,13 @@ def test_seconds_to_an_accuracy_are_those_of_its_first_crossing() -> None:
 
 
 def test_the_table_has_both_races() -> None:
-    lines = table(OURS, PEER).splitlines()
+    lines = race(OURS, PEER).splitlines()
     assert lines[1].split() == ["100", "samples", "0.800", "0.600"]
-    race = next(line for line in lines if line.split()[0] == "0.800")
+    reached = next(line for line in lines if line.split()[0] == "0.800")
     # 3 s against 18, and with a start-up of 15 and 10: 18 against 28
-    assert race.split() == ["0.800", "3.0", "18.0", "0.17", "18.0", "and", "28.0,", "0.64"]
-    assert "never" in table(PEER, OURS)
-    assert "TRL" not in table(OURS, None)
+    assert reached.split() == ["0.800", "3.0", "18.0", "0.17", "18.0", "and", "28.0,", "0.64"]
+    assert "never" in race(PEER, OURS)
+    assert "TRL" not in race(OURS, None)
 
 
 def test_the_table_says_what_each_side_computed_with() -> None:
@@ -71,7 +70,7 @@ def test_the_table_says_what_each_side_computed_with() -> None:
     used = processes(Config(), ranks, cpus=64)
     assert used == "actor 2 x 1"
     runs = [replace(OURS.runs[0], processes=used)]
-    assert "processes x threads: ours actor 2 x 1" in table(Side("ours", runs), PEER).splitlines()
+    assert "processes x threads: ours actor 2 x 1" in race(Side("ours", runs), PEER).splitlines()
 
 
 def test_the_picture_has_a_line_for_each_run_and_each_mean() -> None:
