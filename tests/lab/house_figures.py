@@ -1,8 +1,7 @@
-"""Print the figures of the house: lines of code, the code that a training step runs through, what a step takes.
+"""Print the figures of the house: the code that a training step runs through, and what a step takes.
 
-    .venv/bin/python tests/lab/house_figures.py [--only lines,quickstart,executed] [--steps 12]
+    .venv/bin/python tests/lab/house_figures.py [--only quickstart,executed] [--steps 12]
 
-lines: code of the package and of the tests, by folder; comments, docstrings and blank lines do not count.
 quickstart: a run of sbatch/quickstart.toml with `--steps` steps: seconds until its first step begins, seconds of a step
 (median of those after the second), and the conductor's CPU time for a response in these steps.
 executed: the same run under coverage: files and lines of the package that each process runs in one step. It makes no
@@ -14,8 +13,6 @@ The quickstart's inputs are made first, unless runs/quickstart_input has them.
 from __future__ import annotations
 
 import argparse
-import ast
-import io
 import json
 import os
 import statistics
@@ -23,8 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import tokenize
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,8 +32,6 @@ INPUT = ROOT / "runs" / "quickstart_input"
 PROGRAM = str(ROOT / ".venv" / "bin" / "slurm-rlhf")
 WARM = 2
 """Steps that are not measured."""
-SPACE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-OWNERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 TRACER = """
 import json, os, sys, threading, time
 
@@ -73,31 +67,6 @@ measured.start()
 threading.Thread(target=watch, daemon=True).start()
 """
 """A sitecustomize.py: coverage from the start of Python on, in a context of its own for one step."""
-
-
-def code_lines(source: str) -> int:
-    """Count the lines that hold code."""
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in SPACE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, OWNERS) and ast.get_docstring(node, clean=False) is not None:
-            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return len(lines)
-
-
-def print_lines() -> None:
-    """Count files and lines by folder."""
-    for top in (PACKAGE, ROOT / "tests"):
-        files, lines = Counter[str](), Counter[str]()
-        for path in top.rglob("*.py"):
-            parts = path.relative_to(top).parts
-            room = parts[0] if len(parts) > 1 else "."
-            files[room] += 1
-            lines[room] += code_lines(path.read_text(encoding="utf-8"))
-        rooms = ", ".join(f"{room} {files[room]}/{lines[room]}" for room, _ in lines.most_common())
-        print(f"{top.name}: {lines.total()} lines of code in {files.total()} files ({rooms})")
 
 
 def make_input() -> None:
@@ -177,15 +146,12 @@ def kind_of(argv: list[str]) -> str:
 def main() -> None:
     """Print the figures that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="lines,quickstart,executed", help="what to print, with commas between")
+    parser.add_argument("--only", default="quickstart,executed", help="what to print, with commas between")
     parser.add_argument("--steps", type=int, default=12, help="steps of the run that is timed")
     options = parser.parse_args()
     chosen = options.only.split(",")
-    if "lines" in chosen:
-        print_lines()
     with tempfile.TemporaryDirectory(prefix="house-figures-") as name:
-        if {"quickstart", "executed"} & set(chosen):
-            make_input()
+        make_input()
         if "quickstart" in chosen:
             print_quickstart(Path(name), options.steps)
         if "executed" in chosen:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
-from campaign.draw import delay_s, draw, runnable
-from campaign.faults import ANY, BORNE, NEEDS, PHASES, SLURM, Fault, all_faults, named
-from campaign.files import DISKS
+from campaign.draw import delay_s, draw
+from campaign.faults import ANY, BORNE, PHASES, SLURM, all_faults
 from campaign.injection import INJECT, function_of
+from fault_campaign import main
 
-LOCAL, ELSEWHERE = runnable(all_faults(), DISKS)
+LOCAL = [fault for fault in all_faults() if fault.needs != "slurm"]
 
 
 def test_there_are_enough_and_each_has_its_own_name() -> None:
     names = Counter(fault.name for fault in all_faults())
     assert [name for name, count in names.items() if count > 1] == []
     assert len(LOCAL) >= 60
-    assert {fault.needs for fault in ELSEWHERE} == {"slurm"}
 
 
 def test_every_role_and_phase_has_a_kill_and_a_stop() -> None:
@@ -73,15 +73,14 @@ def test_the_first_and_the_last_rank_of_each_role_are_killed_among_one_and_three
     assert kinds[0] == kinds[1]
 
 
-def test_there_is_no_more_than_all() -> None:
-    assert len(draw(LOCAL, 10_000, 0)) == len(LOCAL)
-    assert draw([], 3, 0) == []
-
-
-def test_names_choose() -> None:
-    assert {fault.kind for fault in named(all_faults(), "SIGKILL: .* in sync")} == {"SIGKILL"}
-
-
-def test_a_need_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ValueError, match="no such need"):
-        runnable([Fault("SIGKILL", "conductor", "train", needs="magic")], NEEDS)
+def test_list_draws_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--list", "--faults=7", "--seed=3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "(needs " not in line]) == 7
+    assert any("needs Slurm: bash tests/run.sh -m campaign" in line for line in lines)
+    assert main(["--only=earthquake"]) == 2
+    assert "no fault that this machine can run has such a name (--list)" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -38,7 +38,7 @@ def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path, each: int) -> None:
     faults = draw(known, len(known), SEED)
     out, steps = slurm.shared / f"campaign{each}", max(FEWEST_STEPS, STEPS_EACH * len(faults))
     leader = Leader(out, OnSlurm(slurm, SEED), SEED, steps, layout(out, each))
-    rows = carried_out(leader.run(faults), SEED, tmp_path).rows
+    rows = carried_out(leader.run(faults), SEED, tmp_path)
     assert [f"{row.fault}: {'; '.join(row.problems)}" for row in rows if not row.good] == []
     assert [row.fault for row in rows if not row.compared] == []  # the calm run was longer
     assert len(rows) == len(known)
@@ -50,7 +50,7 @@ def test_a_spare_node_that_dies_while_it_takes_over_is_replaced_by_the_next(slur
     """Nobody on it has said hello: it is known by the silence of all of its ranks while the other node is heard."""
     (fault,) = (one for one in named(list(SLURM), "one after the other") if one.each == 1)
     leader = Leader(slurm.shared / "spares", OnSlurm(slurm, SEED), SEED, FEWEST_STEPS, SPARES)
-    (row,) = carried_out(leader.run([fault]), SEED, tmp_path).rows
+    (row,) = carried_out(leader.run([fault]), SEED, tmp_path)
     assert row.good, row.problems
     assert row.outcome == RECOVERED
     assert row.equal

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from campaign.faults import NEEDS, Fault
+from campaign.faults import Fault
+from campaign.files import can_mount
 
 
-def runnable(faults: Sequence[Fault], has: Collection[str]) -> tuple[list[Fault], list[Fault]]:
-    """Part the faults into those that a machine which `has` words of `NEEDS` can run, and the others."""
-    unknown = {fault.needs for fault in faults} - {"", *NEEDS}
-    if unknown:
-        raise ValueError(f"no such need: {sorted(unknown)}")
-    return [one for one in faults if not one.needs or one.needs in has], [
-        one for one in faults if one.needs and one.needs not in has
-    ]
+def runnable(faults: Sequence[Fault]) -> list[Fault]:
+    """Choose the faults that this machine can run."""
+    here = {"", "root"} if can_mount() else {""}
+    return [fault for fault in faults if fault.needs in here]
 
 
 def draw(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
@@ -25,26 +22,21 @@ def draw(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
     Each one drawn has the most of kind, target and phase that were not drawn yet, and then those that were drawn least:
     a small number covers them all before a second of the same kind comes.
     """
-    dice = random.Random(seed)
-    left = list(faults)
-    drawn: list[Fault] = []
-    dice.shuffle(left)
-    seen: Counter[tuple[str, str]] = Counter()
+    left, drawn, seen = list(faults), list[Fault](), Counter[tuple[str, str]]()
+    random.Random(seed).shuffle(left)
+
+    def parts(fault: Fault) -> list[tuple[str, str]]:
+        return [("kind", fault.kind), ("target", fault.target), ("phase", fault.phase)]
 
     def known(fault: Fault) -> tuple[int, int]:
-        counts = [seen[part] for part in _parts(fault)]
+        counts = [seen[part] for part in parts(fault)]
         return sum(count > 0 for count in counts), sum(counts)
 
     while left and len(drawn) < count:
-        best = min(left, key=known)
-        left.remove(best)
-        drawn.append(best)
-        seen.update(_parts(best))
+        drawn.append(min(left, key=known))
+        left.remove(drawn[-1])
+        seen.update(parts(drawn[-1]))
     return drawn
-
-
-def _parts(fault: Fault) -> list[tuple[str, str]]:
-    return [("kind", fault.kind), ("target", fault.target), ("phase", fault.phase)]
 
 
 def delay_s(fault: Fault, seed: int, longest_s: float) -> float:

@@ -60,7 +60,6 @@ class Fault:
 
 NEEDS: Final = {
     "root": "needs root, to mount a small disk",
-    "quota": "needs root and btrfs-progs, to mount a disk with a quota",
     "slurm": "needs Slurm: bash tests/run.sh -m campaign",
 }
 """What a machine may lack -> what is said of the faults that it therefore does not run."""
@@ -148,7 +147,6 @@ def others() -> Iterator[Fault]:
         yield Fault(
             "full disk", "run directory", phase, says="error: .*No space left on device", needs="root", apart=True
         )
-        yield Fault("quota", "run directory", phase, says="error: .*Disk quota exceeded", needs="quota", apart=True)
     yield Fault("file size limit", "actor rank 0", "checkpoint", says="error: .*File too large")
     yield Fault("file size limit", CONDUCTOR, "checkpoint", says="error: .*File too large")
 

@@ -8,69 +8,24 @@ import resource
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Final
 
-from small_disk import small_disk, unmount
+from small_disk import small_disk
 
 from slurm_rlhf.errors import RunError
 
 DISK = 96 << 20
-"""Bytes of the small disk, or of the quota on a large one: enough for a few checkpoints of the tiny run."""
-LARGE = 512 << 20
-"""Bytes of the disk with a quota, as its file says; it takes as much as is written."""
+"""Bytes of the small disk: enough for a few checkpoints of the tiny run."""
 LITTLE = 16 << 10
 """Bytes that a process may write to a file under a limit."""
 FILLER = "filler"
 
 
-@contextmanager
-def quota_disk(path: Path) -> Iterator[Path]:
-    """Mount a btrfs at `path` for the block, and yield a directory on it that has a quota of `DISK` bytes.
-
-    The quota holds for root, too. Only root may, where btrfs-progs are installed.
-    """
-    path.mkdir(parents=True)
-    image, home = path.with_name(f"{path.name}.img"), path / "quota"
-    with image.open("wb") as file:
-        file.truncate(LARGE)
-    try:
-        _run("mkfs.btrfs", "--quiet", str(image))
-        _run("mount", "-o", "loop", str(image), str(path))
-        try:
-            _run("btrfs", "subvolume", "create", str(home))
-            _run("btrfs", "quota", "enable", str(path))
-            _run("btrfs", "qgroup", "limit", str(DISK), str(home))
-            yield home
-        finally:
-            unmount(path)
-    finally:
-        image.unlink()
-
-
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, stdin=subprocess.DEVNULL, capture_output=True)
-
-
-DISKS: Final[dict[str, Callable[[Path], AbstractContextManager[Path]]]] = {
-    "root": partial(small_disk, size=str(DISK)),
-    "quota": quota_disk,
-}
-"""What a fault needs -> the disk that it is for. `fill` leaves nothing free on it."""
-
-
-def disks_here() -> set[str]:
-    """Return which of `DISKS` this process may mount."""
-    return {need for need, disk in DISKS.items() if _mounts(disk)}
-
-
-def _mounts(disk: Callable[[Path], AbstractContextManager[Path]]) -> bool:
+def can_mount() -> bool:
+    """Tell whether this process may mount a small disk."""
     with tempfile.TemporaryDirectory(prefix="campaign-") as place:
         try:
-            with disk(Path(place) / "disk"):
+            with small_disk(Path(place) / "disk", str(DISK)):
                 return True
         except (OSError, subprocess.CalledProcessError):
             return False

@@ -173,7 +173,6 @@ INJECT: dict[str, Callable[[Fault, Place], Hit]] = {
     "newest checkpoint": _damaged,
     "file size limit": _limited,
     "full disk": _filled,
-    "quota": _filled,
     "deleted": _deleted,
     "renamed": _renamed,
     "switch": _switched,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holds import Holds
+from small_disk import small_disk
 
 from campaign import files
 from campaign.draw import delay_s
@@ -304,14 +305,14 @@ class Leader:
         name = "".join(char if char.isalnum() else "-" for char in fault.name)
         with ExitStack() as stack:
             home = self._out / "apart" / name
-            if disk := files.DISKS.get(fault.needs):
-                home = stack.enter_context(disk(home))
+            if fault.needs == "root":
+                home = stack.enter_context(small_disk(home, str(files.DISK)))
             options = []
             if fault.phase == EXPORT:
                 options.append(f"--train.max_steps={EXPORT_STEPS}")
                 self._model = self._model or exported(self._left_alone("calm-export", EXPORT_STEPS))
                 self._holds.hold(EXPORT)
-            if disk:
+            if fault.needs == "root":
                 options.append("--ckpt.max_num=100")  # a disk that a run makes room on is not full
             session = self._start(home / "run", *options)
             try:

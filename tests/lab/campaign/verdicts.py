@@ -17,7 +17,6 @@ RESUMED: Final = "ended cleanly, resumed by the same command"
 ENDED: Final = "ended cleanly"
 UNDISTURBED: Final = "went on undisturbed"
 FAILED: Final = "failed"
-OUTCOMES: Final = (UNDISTURBED, RECOVERED, REQUEUED, RESUMED, ENDED, FAILED)
 UNTIMED: Final = ("time/", "perf/")
 """Beginnings of metrics that a clock measures."""
 _RANK, _TORCHRUN = re.compile(r"\b(\w+) rank (\d+)\b"), re.compile(r"\btorchrun of (\w+)\b")
