@@ -2,7 +2,7 @@
 
     python tests/lab/fault_campaign.py --faults=60 --seed=0
 
-Processes of each role are killed and stopped in each phase, checkpoints damaged, the disk or a quota filled, the
+Processes of each role are killed and stopped in each phase, checkpoints damaged, the disk filled, the
 control port attacked, the reward function and collectives held up, the clock set. For each fault campaign.json
 says how soon it was noticed, whether the culprit was named, how the run went on, whether its metrics are
 those of an undisturbed run, and what was left behind. Faults of a cluster: bash tests/run.sh -m campaign.
@@ -14,7 +14,7 @@ import argparse
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -28,11 +28,6 @@ from campaign.faults import NEEDS, all_faults, named
 from campaign.leader import Leader, ThisMachine
 from campaign.result import carried_out
 from campaign.session import Command
-from campaign.storm import Storm
-from campaign.verdicts import Row
-
-EVERY_S = 10.0
-"""Seconds between the kills of a storm."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -46,9 +41,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=60, help="how many; each kind, target and phase comes once first")
     parser.add_argument("--seed", type=int, default=0, help="seed of faults and of their moments")
     parser.add_argument("--only", default="", help="a regular expression: faults with such names, as --list shows them")
-    parser.add_argument(
-        "--storm", type=int, default=0, metavar="STEPS", help="one run of so many steps, hit every 10 s"
-    )
     parser.add_argument("--out", type=Path, default=Path("campaign"), help="a new directory for the runs and the table")
     parser.add_argument("--list", action="store_true", help="show the faults that would be drawn, and start nothing")
     return parser
@@ -78,9 +70,7 @@ def _campaign(options: argparse.Namespace) -> int:
     def start(words: Sequence[str]) -> Command:
         return Command(words, out / f"output.{next(number)}.log")
 
-    rows: Iterator[Row] = Leader(out, ThisMachine(start, options.seed), options.seed).run(drawn)
-    if options.storm:
-        rows = map(Storm.run, [Storm(out, start, options.seed, options.storm, EVERY_S)])
+    rows = Leader(out, ThisMachine(start, options.seed), options.seed).run(drawn)
     return 0 if all(row.good for row in carried_out(rows, options.seed, out)) else 1
 
 

@@ -12,7 +12,6 @@ from campaign.draw import draw, runnable
 from campaign.faults import Fault, all_faults
 from campaign.leader import Leader, ThisMachine
 from campaign.result import carried_out
-from campaign.storm import Storm
 from campaign.verdicts import FAILED, Row
 from campaign.warm import WarmStart
 from waiting import scaled
@@ -58,14 +57,3 @@ def test_sixty_faults(tmp_path: Path, seed: int) -> None:
     assert wrong(rows) == []
     assert len(rows) == 60
     assert not [row for row in rows if row.outcome == FAILED or row.left]
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(3600)
-def test_two_hundred_steps_with_a_kill_every_ten_seconds(tmp_path: Path) -> None:
-    storm = Storm(tmp_path, WarmStart(tmp_path), 0, 200, 10.0)
-    row = storm.run()
-    print(row, storm.struck)
-    assert row.problems == []
-    assert (row.equal, row.compared) == (True, 200)
-    assert len(storm.struck) >= 4

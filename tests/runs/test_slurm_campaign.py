@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from campaign.cluster import FEWEST_STEPS, STEPS_EACH, OnSlurm
 from campaign.cluster_faults import SPARES, layout
-from campaign.cluster_storm import cluster_storm
 from campaign.draw import draw
 from campaign.faults import EACH, SLURM, named
 from campaign.leader import Leader
@@ -22,8 +20,6 @@ from waiting import scaled
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SEED = 0
-PACE_S = 0.3
-"""By which each reward of the storm takes longer: 200 steps of the tiny run would be over after a few faults."""
 
 
 @pytest.mark.campaign
@@ -57,19 +53,3 @@ def test_a_spare_node_that_dies_while_it_takes_over_is_replaced_by_the_next(slur
     # Rank 0, on a node that lives, may have said hello by then; rank 1 cannot.
     missing = r"(0 of 2 ranks said hello within 55 s; missing: 0, 1|1 of 2 ranks said hello within 55 s; missing: 1);"
     assert re.search(rf"rank 1 on \w+ is lost before its hello: actor: {missing}", row.said)
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(1800)
-def test_a_storm_of_two_hundred_steps(slurm: Cluster) -> None:
-    """A fault every 10 s that the run steps: of ranks, srun, conductor, nodes, networks, slurmd and slurmctld."""
-    began = time.monotonic()
-    storm = cluster_storm(slurm, SEED, 200, 10.0, PACE_S)
-    row = storm.run()
-    print(row, f"{len(storm.struck)} faults in {time.monotonic() - began:.0f} s")
-    assert row.problems == []
-    assert row.detected_s is not None
-    assert "faults that hurt were noticed, median " in row.said
-    assert row.equal
-    assert row.compared == 200
-    assert len(storm.struck) >= 8

@@ -4,6 +4,6 @@ Pure: `faults` (the table of faults), `draw` (an order of them from a seed), `ve
 `result` (campaign.json and the summary).
 Real: `workload` (the tiny run), `processes` (who belongs to a run), `session` (one start of it), `injection` and
 `files` (doing it), `watch` (what the run makes of it), `leader` (session by session: one start of the run recovers from
-the last fault and meets the next one), `storm` (a long run that is killed again and again), `warm` (runs that start
-quickly), `cluster`, `cluster_faults`, `cluster_storm` (the same on a Slurm).
+the last fault and meets the next one), `warm` (runs that start quickly), `cluster`, `cluster_faults` (the same on a
+Slurm).
 """
