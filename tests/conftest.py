@@ -30,7 +30,7 @@ MARK = "SLURM_RLHF_TEST_SESSION"
 
 GRACE = 20.0  # seconds after a test's own time limit: for code that signals do not reach, such as a blocked C call
 SETTLE = scaled(10.0)  # seconds that processes have to leave after the last test
-ABSENT = ("needs a GPU", "needs several GPUs", "needs a network", "needs mounts")
+ABSENT = ("needs a GPU", "needs several GPUs")
 """Beginnings of the only reasons for which a test may be skipped under CI: what its machines do not have."""
 
 NOT_FAST = ("slurm", "mpi", "engine", "slow", "full", "campaign", "gpu")

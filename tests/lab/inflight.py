@@ -22,6 +22,10 @@ import numpy as np
 import task
 from numpy.typing import NDArray
 
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
+from sums_task import toml
+
 from slurm_rlhf.bench.compare import EOS, ModelSize, fast_tokenizer, write_qwen2
 
 DEFAULTS = {
@@ -94,38 +98,18 @@ def show(result: dict[str, Any]) -> str:
 
 def _config(options: dict[str, Any]) -> str:
     """Write the configuration of both modes: REINFORCE with a baseline, so that actor and engines are all there is."""
-    return f"""
-[data]
-prompt_dataset = "prompts.jsonl"
-max_len = {options["longest"] + 4}
-shuffle = false
-[actor]
-model_name_or_path = "model"
-learning_rate = 0.0
-[reward]
-remote_url = "reward.py"
-[rollout]
-batch_size = {options["prompts"]}
-n_samples_per_prompt = {options["samples"]}
-max_new_tokens = {options["longest"]}
-[algo.advantage]
-estimator = "rloo"
-[algo.kl]
-init_coef = 0.0
-[ds]
-param_dtype = "fp32"
-[vllm]
-num_engines = {options["engines"]}
-max_num_seqs = {options["width"]}
-[train]
-batch_size = {options["prompts"] * options["samples"]}
-max_steps = {options["steps"]}
-max_tokens_per_gpu = {max(options["longest"] + 4, 4096)}
-threads_per_rank = {options["threads"]}
-[logger]
-tensorboard = false
-progress = "none"
-"""
+    whole = options["longest"] + 4
+    keys = {
+        **{"data.prompt_dataset": "prompts.jsonl", "data.max_len": whole, "data.shuffle": False},
+        **{"actor.model_name_or_path": "model", "actor.learning_rate": 0.0, "reward.remote_url": "reward.py"},
+        **{"rollout.batch_size": options["prompts"], "rollout.n_samples_per_prompt": options["samples"]},
+        **{"rollout.max_new_tokens": options["longest"], "algo.advantage.estimator": "rloo", "algo.kl.init_coef": 0.0},
+        **{"ds.param_dtype": "fp32", "vllm.num_engines": options["engines"], "vllm.max_num_seqs": options["width"]},
+        **{"train.batch_size": options["prompts"] * options["samples"], "train.max_steps": options["steps"]},
+        **{"train.max_tokens_per_gpu": max(whole, 4096), "train.threads_per_rank": options["threads"]},
+        **{"logger.tensorboard": False, "logger.progress": "none"},
+    }
+    return toml(keys)
 
 
 def _measure(path: Path, mode: str, number: int, options: dict[str, Any]) -> dict[str, float]:

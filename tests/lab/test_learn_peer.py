@@ -12,7 +12,6 @@ from learn_peer import Curve, Judge, PeerRun, accuracy, prompt_set
 from tiny_models import make_tiny
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RewardError
 
 QUICKSTART = Path(__file__).parents[2] / "sbatch" / "quickstart_reward.py"
 
@@ -72,15 +71,6 @@ def test_a_reward_function_gets_what_the_names_in_its_signature_ask_for(
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("told")]
     assert lines[0] == f"told 8 {[*first, second]}"
     assert lines[1] == f"told 7 {[*first, ('46', [6, 8, 1], ids[1], 'stop', ROWS[1], '46')]}"
-
-
-def test_an_answer_that_is_no_reward_is_told_as_in_a_run(config: Config, tmp_path: Path) -> None:
-    reward_file(
-        config, tmp_path, "def reward_func(queries, prompts, labels):\n    return [float('nan')] * len(queries)\n"
-    )
-    prompts = list(prompt_set(config, config.eval.dataset))
-    with pytest.raises(RewardError, match=r"reward\.py: reward_func returned"):
-        Judge(config, eos=1)(prompts, ["2", "3"], [[4], [5]], training=True)
 
 
 def test_an_evaluation_is_the_mean_of_the_greedy_answers_scores(config: Config, tmp_path: Path, model: Path) -> None:

@@ -14,7 +14,6 @@ from process_samples import (
     more,
     size,
     slope_per_100,
-    step_seconds,
     table,
 )
 from slurm_cluster import OVER, Cluster, said
@@ -42,7 +41,6 @@ def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
     """Every process after its warm-up, and the run directory."""
     found = history.whole(warm)
     print(f"\n{table(found)}")
-    print(f"time/step: {step_seconds(run_dir, warm // 2):.3f} -> {step_seconds(run_dir, steps - 25):.3f} s")
     assert len(metrics(run_dir)) == steps
     roles = {name.rpartition(" ")[0] for name in found}
     assert {"conductor", "rank of actor", "rank of rollout"} <= roles  # under Slurm ranks are started by no torchrun
@@ -87,8 +85,7 @@ def samples(rss: list[float], threads: list[int] | None = None) -> list[Sample]:
     """Samples after every tenth step, memory in MB."""
     counts = threads or [5] * len(rss)
     return [
-        Sample(10 * i, int(mb * MB), 9, count, 3, 0.1 * i)
-        for i, (mb, count) in enumerate(zip(rss, counts, strict=True))
+        Sample(10 * i, int(mb * MB), 9, count, 0.1 * i) for i, (mb, count) in enumerate(zip(rss, counts, strict=True))
     ]
 
 

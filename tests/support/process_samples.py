@@ -1,8 +1,7 @@
-"""What the processes of a run hold while it goes on: memory, open files, threads and sockets, by role and rank."""
+"""What the processes of a run hold while it goes on: memory, open files and threads, by role and rank."""
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 import time
@@ -11,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from training_runs import is_worker, metrics
+from training_runs import is_worker
 
 MB = 1_000_000
-COUNTED = ("files", "threads", "sockets")
+COUNTED = ("files", "threads")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,6 @@ class Sample:
     rss: int  # bytes
     files: int  # open descriptors, sockets and pipes included
     threads: int
-    sockets: int
     cpu_s: float
 
 
@@ -48,7 +46,6 @@ class History:
                         process.memory_info().rss,
                         process.num_fds(),
                         process.num_threads(),
-                        sockets(pid),
                         times.user + times.system,
                     )
             except (psutil.Error, OSError):
@@ -112,12 +109,6 @@ def cpu_per_100(samples: Sequence[Sample]) -> tuple[float, float]:
     return tuple(100.0 * (h[-1].cpu_s - h[0].cpu_s) / (h[-1].step - h[0].step) for h in halves)  # type: ignore[return-value]
 
 
-def sockets(pid: int) -> int:
-    """Open sockets of a process, those of another network namespace included. Raises OSError when it is gone."""
-    links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd") if os.path.islink(entry.path)]
-    return sum(link.startswith("socket:") for link in links)
-
-
 def processes(run_dir: Path) -> Iterator[tuple[str, int]]:
     """Name and process id of all whose command line names the run: conductor, torchruns, ranks, srun and wrappers."""
     for process in psutil.process_iter():
@@ -164,8 +155,3 @@ def table(samples: Mapping[str, Sequence[Sample]]) -> str:
         before, after = cpu_per_100(seen)
         lines.append(f"{name}: {memory}; {opened}; {before:.2f} -> {after:.2f} CPU s/100 steps")
     return "\n".join(lines)
-
-
-def step_seconds(run_dir: Path, at: int, window: int = 25) -> float:
-    """The median seconds of the steps around `at`."""
-    return statistics.median(row["time/step"] for row in metrics(run_dir)[max(at - window, 0) : at + window])

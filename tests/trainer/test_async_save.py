@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from waiting import HANG_S
-from warm_runs import WarmRun
 
 from slurm_rlhf.trainer.async_save import AsyncSave
 from slurm_rlhf.trainer.optimizer_state import Fragment
@@ -51,13 +47,3 @@ def test_what_goes_wrong_is_told_and_the_next_one_works() -> None:
         failed.written.result(HANG_S)
     saves.begin([fragment(2.0)], CPU, seen.extend).written.result(HANG_S)
     assert len(seen) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
-def test_killed_at_random_moments_the_last_whole_one_loads(tmp_path: Path, kills: int) -> None:
-    program = Path(__file__).parents[1] / "support" / "killed_saver.py"
-    saver = WarmRun([sys.executable, "-u", str(program), str(tmp_path), str(kills)], dict(os.environ))
-    output, _ = saver.communicate(100 if kills == 10 else 800)
-    assert saver.returncode == 0, output
-    assert output.count("killed after") == kills
