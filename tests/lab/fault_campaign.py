@@ -14,8 +14,6 @@ import argparse
 import re
 import signal
 import sys
-from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 
 from slurm_rlhf.cli.main import guarded
@@ -23,11 +21,12 @@ from slurm_rlhf.errors import ConfigError
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+import warm_runs
 from campaign.draw import draw, runnable
 from campaign.faults import NEEDS, all_faults, named
 from campaign.leader import Leader, ThisMachine
 from campaign.result import carried_out
-from campaign.session import Command
+from campaign.warm import WarmStart
 
 
 def main(words: list[str] | None = None) -> int:
@@ -65,13 +64,11 @@ def _campaign(options: argparse.Namespace) -> int:
     out.mkdir(parents=True, exist_ok=True)
     # As Ctrl-C: what is running is ended first, and small disks are unmounted.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    number = count()
-
-    def start(words: Sequence[str]) -> Command:
-        return Command(words, out / f"output.{next(number)}.log")
-
-    rows = Leader(out, ThisMachine(start, options.seed), options.seed).run(drawn)
-    return 0 if all(row.good for row in carried_out(rows, options.seed, out)) else 1
+    rows = Leader(out, ThisMachine(WarmStart(out), options.seed), options.seed).run(drawn)
+    try:
+        return 0 if all(row.good for row in carried_out(rows, options.seed, out)) else 1
+    finally:
+        warm_runs.end()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 from holds import LOCK, Holds
 from intruders import attack
 
@@ -184,7 +185,7 @@ def victim(session: Session, target: str) -> int:
     """Return the process that a target means. Raises RunError where it does not come within some seconds."""
     if target == CONDUCTOR:
         return session.process.pid
-    found: list[processes.Found | None] = [None]
+    found: list[psutil.Process | None] = [None]
 
     def there() -> bool:
         root = session.directory.root

@@ -6,74 +6,43 @@ import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
+
+import psutil
 
 PROC = Path("/proc")
 SHARED_MEMORY = "/dev/shm/"
 _MAPPED = re.compile(r"(/dev/shm/\S+)(?: \(deleted\))?$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Describe a process; `began`: its start in clock ticks since boot, which tells it from a later one of its pid."""
-
-    pid: int
-    parent: int
-    began: int
-    state: str
-
-    @property
-    def alive(self) -> bool:
-        return self.state not in ("Z", "X")
-
-
-def look(pid: int) -> Found | None:
-    """Describe a process; None where there is none."""
-    try:
-        text = (PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return Found(pid, int(fields[1]), int(fields[19]), fields[0])
-
-
-def everyone() -> Iterator[Found]:
-    """Yield all processes of this machine."""
-    for entry in PROC.iterdir():
-        if entry.name.isdigit() and (found := look(int(entry.name))) is not None:
-            yield found
-
-
-def tree(root: int) -> set[Found]:
+def tree(root: int) -> set[psutil.Process]:
     """Return a process and all that it and its children started, as long as their parents live."""
-    known = list(everyone())
-    children: dict[int, list[Found]] = {}
-    for one in known:
-        children.setdefault(one.parent, []).append(one)
-    found, left = set(), [one for one in known if one.pid == root]
-    while left:
-        one = left.pop()
-        if one not in found:
-            found.add(one)
-            left += children.get(one.pid, [])
-    return found
+    try:
+        process = psutil.Process(root)
+        return {process, *process.children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
 
 
-def still_there(those: Collection[Found]) -> list[Found]:
+def still_there(those: Collection[psutil.Process]) -> list[psutil.Process]:
     """Return those that live, and are no later processes with the same number."""
-    now = [look(one.pid) for one in those]
-    return [new for old, new in zip(those, now, strict=True) if new and new.began == old.began and new.alive]
+    return [one for one in those if _lives(one)]
 
 
-def command_line(pid: int) -> str:
+def _lives(one: psutil.Process) -> bool:
+    try:
+        return one.is_running() and one.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def command_line(one: psutil.Process) -> str:
     """Return the command of a process, shortened; empty where it is gone."""
     try:
-        words = (PROC / str(pid) / "cmdline").read_bytes()
-    except OSError:
+        return " ".join(one.cmdline())[:160]
+    except psutil.Error:
         return ""
-    return words.replace(b"\0", b" ").decode(errors="replace").strip()[:160]
 
 
 def output_of(pid: int) -> str:
@@ -84,39 +53,39 @@ def output_of(pid: int) -> str:
         return ""
 
 
-def writers(run_dir: Path) -> dict[str, list[Found]]:
+def writers(run_dir: Path) -> dict[str, list[psutil.Process]]:
     """List the processes whose output goes to a log of the run, by the log's name: `actor.node.0.log`.
 
     torchrun and what it has started but is not a rank yet write to `actor.node.torchrun.log`.
     """
     logs = str(run_dir.resolve() / "logs")
-    found: dict[str, list[Found]] = {}
-    for one in everyone():
-        if one.alive and (place := output_of(one.pid)) and os.path.dirname(place) == logs:
+    found: dict[str, list[psutil.Process]] = {}
+    for one in psutil.process_iter():
+        if os.path.dirname(place := output_of(one.pid)) == logs:
             found.setdefault(os.path.basename(place), []).append(one)
     return found
 
 
-def rank(run_dir: Path, role: str, number: int, node: str = ".*") -> Found | None:
+def rank(run_dir: Path, role: str, number: int, node: str = ".*") -> psutil.Process | None:
     """Find a rank by its log, on any node or the one given; None: it is not there yet, or not any more."""
     return _first(writers(run_dir), rf"{role}\.{node}\.{number}\.log")
 
 
-def torchrun(run_dir: Path, role: str) -> Found | None:
+def torchrun(run_dir: Path, role: str) -> psutil.Process | None:
     """Find the torchrun of a role."""
     return _first(writers(run_dir), rf"{role}\..*\.torchrun\.log")
 
 
-def _first(known: dict[str, list[Found]], name: str) -> Found | None:
+def _first(known: dict[str, list[psutil.Process]], name: str) -> psutil.Process | None:
     """Return the process that started the others with the same log."""
     for log, ones in known.items():
         if re.fullmatch(name, log):
             pids = {one.pid for one in ones}
-            return next((one for one in ones if one.parent not in pids), None)
+            return next((one for one in still_there(ones) if one.ppid() not in pids), None)
     return None
 
 
-def shared_memory(those: Collection[Found]) -> set[str]:
+def shared_memory(those: Collection[psutil.Process]) -> set[str]:
     """List the files in /dev/shm that processes have open or mapped."""
     found: set[str] = set()
     for one in those:

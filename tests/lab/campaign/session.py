@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import psutil
 from waiting import HANG_S
 
 from campaign import processes
@@ -78,34 +77,6 @@ Start = Callable[[Sequence[str]], Started]
 """Start `slurm-rlhf` with these words, in a session of its own."""
 
 
-class Command:
-    """A `slurm-rlhf` of this environment, on CPUs."""
-
-    def __init__(self, words: Sequence[str], output: Path) -> None:
-        """`output`: the file for what it prints."""
-        self._output = output
-        program = "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"
-        with output.open("wb") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            )
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def output(self) -> str:
-        return self._output.read_text(encoding="utf-8", errors="replace")
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
 class Session:
     """A start of the run in `run_dir`."""
 
@@ -114,7 +85,7 @@ class Session:
         self._known = len(read_events(self.directory.events))
         self._old = read_phase(self.directory.root)
         self.process = start(["train", str(config), f"--run_dir={run_dir}", *overrides])
-        self.members: set[processes.Found] = set()
+        self.members: set[psutil.Process] = set()
         """Every process that was seen to belong to it."""
         self.shared_memory: set[str] = set()
         self._looked = 0.0

@@ -128,7 +128,7 @@ def look_at_rest(session: Session, seen: Observation) -> None:
     wait_until(lambda: not processes.still_there(session.members), LEAVE_S, 0.05)
     left = processes.still_there(session.members)
     left += [one for ones in processes.writers(session.directory.root).values() for one in ones if one not in left]
-    seen.orphans = [f"process {one.pid} {processes.command_line(one.pid)}" for one in left]
+    seen.orphans = [f"process {one.pid} {processes.command_line(one)}" for one in left]
     seen.shared_memory = [name for name in sorted(session.shared_memory) if Path(name).exists()]
     if session.directory.root.is_dir():
         seen.locks = [f"lock {path}" for path in processes.held_locks(session.directory.root)]
