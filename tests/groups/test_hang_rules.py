@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 import slurm_rlhf
-from slurm_rlhf.groups.hang_rules import _WAITERS, _WAITS, Sighting, Standing, judge, standing
+from slurm_rlhf.groups import hang_rules
+from slurm_rlhf.groups.hang_rules import Sighting, Standing, judge, standing
 from slurm_rlhf.observe.stacks import MAIN, Frame, ThreadStack
 
 SITE = "/env/lib/python3.11/site-packages"
 COLLECTIVE = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
 BARRIER = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 4800, "barrier")
-TRAIN = Frame("/home/me/slurm_rlhf/trainer/train_engine.py", 58, "accumulate")
+TRAIN = Frame("/home/me/slurm_rlhf/trainer/policy.py", 58, "accumulate")
 PLUGIN = Frame("/home/me/plugin.py", 21, "policy_loss")
 IDLE = Frame("/home/me/slurm_rlhf/wire/client.py", 101, "receive")
 SYNC = Frame("/home/me/slurm_rlhf/weights/receiver.py", 80, "update")
@@ -38,13 +39,18 @@ def behind(*ranks: Sighting, width: int = 1) -> list[str]:
     return [seen.name for seen in judge(ranks, (), width).behind]
 
 
+@pytest.mark.parametrize("path", [part for part in (*dict(hang_rules._WAITS), *hang_rules._WAITERS) if "rlhf" in part])
+def test_the_files_in_which_a_rank_waits_are_there(path: str) -> None:
+    assert (Path(slurm_rlhf.__file__).parent.parent / path.strip("/")).exists()
+
+
 def test_the_rank_that_is_not_in_the_collective_is_behind() -> None:
     ranks = [rank(0, COLLECTIVE, TRAIN), rank(1, PLUGIN, TRAIN), rank(2, COLLECTIVE, TRAIN), IDLE_ENGINE]
     verdict = judge(ranks, ())
     assert [seen.name for seen in verdict.behind] == ["actor rank 1"]
     assert verdict.words == (
         "behind is actor rank 1 on n1 (pid 101, in train_step for 31 s): it is in policy_loss (me/plugin.py:21). "
-        "actor ranks 0, 2 wait in all_reduce, called from accumulate (trainer/train_engine.py:58)"
+        "actor ranks 0, 2 wait in all_reduce, called from accumulate (trainer/policy.py:58)"
     )
 
 
@@ -130,9 +136,3 @@ def test_where_a_main_thread_stands(frames: tuple[Frame, ...], line: str, kind: 
 def test_the_call_that_is_no_librarys_is_named_beside_the_innermost() -> None:
     inner = Frame(f"{SITE}/torch/_ops.py", 1279, "__call__")
     assert standing(rank(0, inner, STEP)) == Standing("busy", inner, STEP)
-
-
-def test_the_files_of_this_package_in_which_a_rank_waits_are_there() -> None:
-    own = [path for path in (*_WAITERS, *(part for part, _ in _WAITS)) if path.startswith("/slurm_rlhf/")]
-    assert len(own) == 5
-    assert [path for path in own if not Path(f"{Path(slurm_rlhf.__file__).parents[1]}{path}").exists()] == []
