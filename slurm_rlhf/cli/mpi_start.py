@@ -139,7 +139,7 @@ def _process(fields: dict[str, Any]) -> Process:
 def run_conductor(start: str, channel: int) -> int:
     """Run the conductor in the child of rank 0; `channel` is the socket that leads to rank 0.
 
-    `start`: what rank 0 has found out, as JSON: files and overrides, rank map, address. Raises as `conductor.run`.
+    `start`: what rank 0 has found out, as JSON: files and overrides, rank map, address. Raises as `conductor.lead_run`.
     """
     files, overrides, rank_map, address = json.loads(start)
     config = load_config(files, overrides)

@@ -19,7 +19,7 @@ K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Subset:
     """Sums up the responses that belong together."""
 
     name: str
@@ -30,7 +30,7 @@ class Part:
     response_tokens: float  # mean
 
 
-def part_of(name: str, responses: Sequence[ScoredResponse], seed: int, figure: str) -> Part:
+def subset_of(name: str, responses: Sequence[ScoredResponse], seed: int, figure: str) -> Subset:
     """Sum up `responses`, at least one; `seed` and `figure` choose the draws of intervals that are drawn."""
     sums: dict[int, float] = {}
     counts: dict[int, int] = {}
@@ -40,7 +40,7 @@ def part_of(name: str, responses: Sequence[ScoredResponse], seed: int, figure: s
     totals, each = np.array(list(sums.values())), np.array(list(counts.values()), np.float64)
     binary = all(one.score in (0.0, 1.0) for one in responses)
     mean = wilson(totals, each) if binary else bootstrap(totals, each, seed, figure)
-    return Part(
+    return Subset(
         name,
         len(sums),
         len(responses),
@@ -50,20 +50,20 @@ def part_of(name: str, responses: Sequence[ScoredResponse], seed: int, figure: s
     )
 
 
-def by_source(responses: Sequence[ScoredResponse], seed: int, figure: str) -> list[Part]:
+def by_source(responses: Sequence[ScoredResponse], seed: int, figure: str) -> list[Subset]:
     """Divide responses by the source of their prompt, by name; empty where no prompt has one."""
     groups = _groups(responses, lambda one: one.source)
     if set(groups) <= {""}:
         return []
-    return [part_of(source, groups[source], seed, f"{figure}/{source}") for source in sorted(groups)]
+    return [subset_of(source, groups[source], seed, f"{figure}/{source}") for source in sorted(groups)]
 
 
 def by_length(
     responses: Sequence[ScoredResponse], tokens: Callable[[ScoredResponse], int], seed: int, figure: str
-) -> list[Part]:
+) -> list[Subset]:
     """Divide responses by a number of tokens, the shortest first; each part goes up to twice the length before."""
     groups = _groups(responses, lambda one: tokens(one).bit_length())
-    return [part_of(_span(bits), groups[bits], seed, f"{figure}/{_span(bits)}") for bits in sorted(groups)]
+    return [subset_of(_span(bits), groups[bits], seed, f"{figure}/{_span(bits)}") for bits in sorted(groups)]
 
 
 def _span(bits: int) -> str:
@@ -87,7 +87,7 @@ _SHOWN = 2000  # characters of a prompt, and of a response
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedPrompt:
     """Shows a prompt with no correct response, and its first response."""
 
     index: int
@@ -109,15 +109,15 @@ class DataSetReport:
     path: str
     samples: int  # responses to each prompt
     temperature: float  # 0: greedy
-    whole: Part
+    whole: Subset
     pass_at: dict[int, Estimate]  # k -> pass@k
     majority: Estimate | None  # of the vote of all samples; None: one sample
-    sources: list[Part]
-    prompt_lengths: list[Part]  # in tokens
-    response_lengths: list[Part]
+    sources: list[Subset]
+    prompt_lengths: list[Subset]  # in tokens
+    response_lengths: list[Subset]
     errors: int  # prompts without a response; they count as wrong
     failed: int  # prompts with no correct response
-    failures: list[Failure]
+    failures: list[FailedPrompt]
 
     def metrics(self) -> dict[str, float]:
         """Return its figures by name, as metrics.jsonl and TensorBoard have them."""
@@ -158,7 +158,7 @@ def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed:
         path=settings.path,
         samples=samples,
         temperature=settings.temperature,
-        whole=part_of(name, responses, seed, f"{name}/mean"),
+        whole=subset_of(name, responses, seed, f"{name}/mean"),
         pass_at={k: each(f"pass@{k}", [pass_at_k(samples, count, k) for count in correct]) for k in settings.pass_k},
         majority=each("majority", votes) if samples > 1 else None,
         sources=by_source(responses, seed, f"{name}/source"),
@@ -182,8 +182,8 @@ def spread(found: Sequence[T], most: int) -> list[T]:
     return [found[place * len(found) // most] for place in range(most)]
 
 
-def _failure(one: ScoredResponse) -> Failure:
-    return Failure(
+def _failure(one: ScoredResponse) -> FailedPrompt:
+    return FailedPrompt(
         one.index,
         one.source,
         cut(one.prompt, _SHOWN),

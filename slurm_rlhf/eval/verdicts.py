@@ -1,6 +1,6 @@
 """Decides what the self-check has found, by pure functions: the table of bounds, the verdicts, their texts.
 
-A verdict is a figure beside its bound. One that failed ends the run with `Verdict.error`; a share of a batch above its
+A result is a figure and its bound. One that failed ends the run with `CheckResult.error`; a share of a batch above its
 limit is a warning. `self_check` measures the figures.
 """
 
@@ -119,7 +119,7 @@ ALL_THE_SAME = "train.self_check = false leaves the self-check out"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckResult:
     """Holds one figure of a check beside its bound."""
 
     check: str  # a key of WORDS
@@ -144,7 +144,9 @@ class Verdict:
         )
 
 
-def compare(check: str, ours: F32, theirs: F32, mask: Bool, param_dtype: str, engines: I32 | None = None) -> Verdict:
+def compare(
+    check: str, ours: F32, theirs: F32, mask: Bool, param_dtype: str, engines: I32 | None = None
+) -> CheckResult:
     """Compare two columns of log-probs [A] over the policy's own tokens, `mask`.
 
     `engines` [A]: which engine sampled each token; the error then names the engine that is furthest off.
@@ -152,7 +154,8 @@ def compare(check: str, ours: F32, theirs: F32, mask: Bool, param_dtype: str, en
     bound = bounds(param_dtype)[check]
     apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
     found = f"{_beyond(apart[mask], bound)}{_worst(apart, mask, engines, bound)}"
-    return Verdict(check, _figure(apart[mask], bound), bound, f"{bound.statistic} of {int(mask.sum())} tokens{found}")
+    detail = f"{bound.statistic} of {int(mask.sum())} tokens{found}"
+    return CheckResult(check, _figure(apart[mask], bound), bound, detail)
 
 
 def _figure(apart: np.ndarray, bound: Bound) -> float:
@@ -178,7 +181,7 @@ def _worst(apart: np.ndarray, mask: Bool, engines: I32 | None, bound: Bound) -> 
     return f"; engine {worst}: {of_engine[worst]:.3g}, the others at most {others:.3g}"
 
 
-def first_ratio(ratio: float, approx_kl: float, param_dtype: str) -> Verdict:
+def first_ratio(ratio: float, approx_kl: float, param_dtype: str) -> CheckResult:
     """Judge the first optimizer step after the old log-probs: there the ratio must be 1, token by token.
 
     `ratio` and `approx_kl` (k3, half the mean square of a small log-ratio) are means over the step's tokens. The mean
@@ -189,13 +192,13 @@ def first_ratio(ratio: float, approx_kl: float, param_dtype: str) -> Verdict:
     off = abs(ratio - 1.0)
     detail = f"mean ratio {ratio:.6g}, root mean square of the log-ratio {spread:.3g}"
     if off <= row["ratio"].limit:
-        return Verdict("ratio", spread, row["log_ratio"], detail)
-    return Verdict("ratio", off, row["ratio"], detail)
+        return CheckResult("ratio", spread, row["log_ratio"], detail)
+    return CheckResult("ratio", off, row["ratio"], detail)
 
 
-def drift(mean: float, param_dtype: str) -> Verdict:
+def drift(mean: float, param_dtype: str) -> CheckResult:
     """Judge engine against actor in a later step; `mean` is over the tokens that the actor's own version sampled."""
-    return Verdict("engine", mean, Bound(bounds(param_dtype)["engine"].limit, "mean"), "mean of the step's tokens")
+    return CheckResult("engine", mean, Bound(bounds(param_dtype)["engine"].limit, "mean"), "mean of the step's tokens")
 
 
 def fitting(text: str, engine: str) -> str:
@@ -313,14 +316,14 @@ def not_finite(rewards: F32) -> str:
 # --- one line for each group of checks --------------------------------------------------------------------------------
 
 
-def agreement_line(title: str, verdicts: Sequence[Verdict], names: dict[str, str]) -> str:
+def agreement_line(title: str, verdicts: Sequence[CheckResult], names: dict[str, str]) -> str:
     """Write `self-check, TITLE: NAME 3e-07, NAME 0 nats (largest; at most 0.0001)`."""
     figures = ", ".join(f"{names[verdict.check]} {verdict.figure:.2g}" for verdict in verdicts)
     bound = verdicts[0].bound
     return f"self-check, {title}: {figures} nats ({bound.statistic}; at most {bound.limit:g})"
 
 
-def ratio_line(verdict: Verdict) -> str:
+def ratio_line(verdict: CheckResult) -> str:
     """Write `self-check, first update: mean ratio 1, ...; at most 0.0001 off`."""
     return f"self-check, first update: {verdict.detail}; at most {verdict.bound.limit:g} off"
 

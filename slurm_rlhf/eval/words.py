@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slurm_rlhf.eval.estimators import Estimate
-from slurm_rlhf.eval.report import DataSetReport, Part, overall
+from slurm_rlhf.eval.report import DataSetReport, Subset, overall
 
 SHOWN = 3
 """Failures of each data set on the terminal; eval.json has more."""
@@ -60,7 +60,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _parts(title: str, parts: Sequence[Part]) -> str:
+def _parts(title: str, parts: Sequence[Subset]) -> str:
     rows = [[title, "prompts", "responses", "mean score (95 %)", "cut off", "tokens"]]
     for part in parts:
         rows.append(

@@ -1,4 +1,4 @@
-"""The desk of a job: hands rows to engines, and makes the lines of the output of what comes back."""
+"""Hands the rows of a job to engines, and makes the lines of the output from their answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slurm_rlhf.algorithms.registry import load_plugins
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import request_seed
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
-from slurm_rlhf.generate.output import Answer
-from slurm_rlhf.generate.progress import Progress
+from slurm_rlhf.generate.output import OutputLine
+from slurm_rlhf.generate.progress import JobProgress
 from slurm_rlhf.generate.prompts import BadRow
 from slurm_rlhf.groups.fleet import Answered, Fleet
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
@@ -77,7 +77,7 @@ VERSION = 0
 
 
 @dataclass(slots=True)
-class Desk:
+class PendingRows:
     """Knows the prompts that are left, and what of them is in the output already."""
 
     prompts: dict[int, Prompt]  # row -> prompt
@@ -96,7 +96,7 @@ class Desk:
         self.queue = RowQueue.of(sorted(self.prompts))
 
     @classmethod
-    def of(cls, rows: Iterable[Prompt | BadRow], **settings: object) -> Desk:
+    def of(cls, rows: Iterable[Prompt | BadRow], **settings: object) -> PendingRows:
         """Make it of the rows that are not complete yet."""
         prompts, bad = {}, []
         for row in rows:
@@ -106,12 +106,12 @@ class Desk:
                 prompts[row.index] = row
         return cls(prompts, bad, **settings)  # type: ignore[arg-type]
 
-    def refuse_bad_rows(self) -> list[Answer]:
+    def refuse_bad_rows(self) -> list[OutputLine]:
         """Make the lines of the rows that no engine is asked for."""
         return [line for row in self.bad for line in self._errors(row.index, row.text, row.why)]
 
-    def _errors(self, row: int, text: str | None, why: str) -> list[Answer]:
-        return [Answer(row, sample, text, error=why) for sample in self._missing(row)]
+    def _errors(self, row: int, text: str | None, why: str) -> list[OutputLine]:
+        return [OutputLine(row, sample, text, error=why) for sample in self._missing(row)]
 
     def _missing(self, row: int) -> list[int]:
         return [sample for sample in range(self._how(row).n) if (row, sample) not in self.written]
@@ -132,10 +132,10 @@ class Desk:
             packed = PackedPrompts.pack([PromptTokens(0, row, prompt.token_ids)])
             fleet.ask(engine, row, GenerateBatch(packed, self._how(row), self.seed, VERSION, self._streams))
 
-    def take(self, fleet: Fleet, answered: Sequence[Answered], progress: Progress) -> list[Answer]:
+    def take(self, fleet: Fleet, answered: Sequence[Answered], progress: JobProgress) -> list[OutputLine]:
         """Make the lines of what engines have answered; each is made once. Raises RewardError."""
         now = time.monotonic()
-        lines: list[Answer] = []
+        lines: list[OutputLine] = []
         found: list[Trajectory] = []
         for news in answered:
             error = news.call.exception()
@@ -153,7 +153,7 @@ class Desk:
                 self.prompts.pop(row, None)
         return lines
 
-    def _failed(self, fleet: Fleet, news: Answered, error: BaseException) -> list[Answer]:
+    def _failed(self, fleet: Fleet, news: Answered, error: BaseException) -> list[OutputLine]:
         """Let others try a row, or give it up; an engine that was silent for too long is given up as well."""
         if isinstance(error, RemoteError):
             hopeless, broken = self.queue.fail(news.engine, news.row)
@@ -164,7 +164,7 @@ class Desk:
             fleet.give_up(news.engine, f"{error} (timeout.generate)")
         return []  # of an engine that is gone: its rows are taken back when that is told
 
-    def _lines(self, found: list[Trajectory]) -> list[Answer]:
+    def _lines(self, found: list[Trajectory]) -> list[OutputLine]:
         found.sort(key=lambda trajectory: (trajectory.prompt, trajectory.sample))
         prompts = [self.prompts[trajectory.prompt] for trajectory in found]
         scores = self.scores(prompts, found)
@@ -173,8 +173,8 @@ class Desk:
             for prompt, trajectory, score in zip(prompts, found, scores, strict=True)
         ]
 
-    def _line(self, prompt: Prompt, trajectory: Trajectory, score: float | None, error: str) -> Answer:
-        return Answer(
+    def _line(self, prompt: Prompt, trajectory: Trajectory, score: float | None, error: str) -> OutputLine:
+        return OutputLine(
             row=prompt.index,
             sample=trajectory.sample,
             prompt=prompt.text,

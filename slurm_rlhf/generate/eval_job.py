@@ -21,12 +21,12 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import UserError
 from slurm_rlhf.eval.responses import ScoredResponse, answer_of
 from slurm_rlhf.eval.sets import EvalSet, Evaluated, answered, keep, read_eval_sets, source_of
-from slurm_rlhf.generate.answers import Desk, Scores
+from slurm_rlhf.generate.answers import PendingRows, Scores
 from slurm_rlhf.generate.identity import Identity, claim, directory_fingerprint, file_fingerprint
-from slurm_rlhf.generate.job import Opened, run
+from slurm_rlhf.generate.job import Opened, answer_rows
 from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generate.output import OUTPUT, OutputFile, whole_lines
-from slurm_rlhf.generate.progress import Progress
+from slurm_rlhf.generate.progress import JobProgress
 from slurm_rlhf.generate.start import engine_config
 from slurm_rlhf.nodes.engine_launcher import EngineLauncher
 from slurm_rlhf.placement.rank_map import RankMap
@@ -122,7 +122,7 @@ class EvalJob:
     def run(self, ranks: RankMap, launcher: EngineLauncher) -> int:
         """Answer what is not answered yet; returns the exit code. Raises SlurmRlhfError."""
         made = engine_config(self.config, self.source.model, ranks, self.root)
-        return run(made, self.root, ranks, launcher, partial(self._open, ranks, time.monotonic()))
+        return answer_rows(made, self.root, ranks, launcher, partial(self._open, ranks, time.monotonic()))
 
     def report(self) -> Evaluated:
         """Sum up the output, which is complete, into eval.json and eval.jsonl. Raises DataError, OSError."""
@@ -139,26 +139,26 @@ class EvalJob:
         claim(directory.root, self._identity(model), "--output")
         output = OutputFile(directory.root / OUTPUT)
         own = rows.sampling(self.config)
-        left = [prompt for prompt in rows.prompts() if not output.tally.complete(prompt.index, own[prompt.index].n)]
-        desk = Desk.of(
+        left = [prompt for prompt in rows.prompts() if not output.counts.complete(prompt.index, own[prompt.index].n)]
+        pending = PendingRows.of(
             left,
             sampling=sampling_of(self.config),
             seed=self.config.train.seed,
             width=self.config.vllm.max_num_seqs,
             scores=scores,
             logprobs=False,
-            written=output.tally.done,
+            written=output.counts.done,
             own=own,
         )
         groups = {group.engine: group for group in ranks.tp_groups}
         total = sum(how.n for how in own.values())
-        progress = Progress(total, groups, began, len(output.tally.done))
+        progress = JobProgress(total, groups, began, len(output.counts.done))
         done = f"; {progress.before} are there from before" if progress.before else ""
         named = ", ".join(f"{one.settings.name} ({len(one.prompts)} prompts)" for one in self.sets)
         for told in answered(self.sets):
             print(told)
         print(f"evaluation directory {directory.root}: {total} responses, {named}{done}", flush=True)
-        return output, desk, progress
+        return output, pending, progress
 
     def _identity(self, model: Path) -> Identity:
         """Describe what the responses are to and from, for `claim`; what only the report uses is not in it."""

@@ -12,7 +12,7 @@ from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.generate.output import OUTPUT
-from slurm_rlhf.generate.shards import Shard
+from slurm_rlhf.generate.shards import RowShard
 from slurm_rlhf.run_directory import write_atomically
 
 FILE = "generation.json"
@@ -36,7 +36,7 @@ Identity = dict[str, Any]
 """Key of the configuration, or what a file holds -> its value."""
 
 
-def identity_of(config: Config, model: Path, shard: Shard, rows: int) -> Identity:
+def identity_of(config: Config, model: Path, shard: RowShard, rows: int) -> Identity:
     """Describe the output that `config` asks for, with the weights in the directory `model`.
 
     `rows`: of the file, all shards together.

@@ -18,10 +18,10 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.disk import make_run_directory, run_directory_kept
 from slurm_rlhf.errors import RemoteError, RoleDied, printable
-from slurm_rlhf.generate.answers import Desk
+from slurm_rlhf.generate.answers import PendingRows
 from slurm_rlhf.generate.merge import merge
 from slurm_rlhf.generate.output import MERGED, OutputFile
-from slurm_rlhf.generate.progress import Progress
+from slurm_rlhf.generate.progress import JobProgress
 from slurm_rlhf.groups.fleet import Answered, Fleet, Gone, Ready
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.run_lock import exclusive, log_error, logging_to, refuse_restart, refuse_short_time
@@ -35,7 +35,7 @@ WAIT_S = 0.2
 
 
 @dataclass(slots=True)
-class Job:
+class GenerateJob:
     """Answers the rows of one output. `config` is that of the engines (`engine_config`)."""
 
     config: Config
@@ -43,16 +43,16 @@ class Job:
     ranks: RankMap
     launcher: EngineLauncher
     output: OutputFile
-    desk: Desk
-    progress: Progress
+    pending: PendingRows
+    progress: JobProgress
     fleet: Fleet | None = field(default=None, init=False)
 
     def run(self, stop: Stop) -> None:
         """Answer every row. Raises StopRequested, RunError when no engine is left, RewardError, OSError."""
-        refused = self.desk.refuse_bad_rows()
+        refused = self.pending.refuse_bad_rows()
         self.output.append(refused)
         self.progress.refused = len(refused)
-        if not self.desk.queue.unfinished:
+        if not self.pending.queue.unfinished:
             return
         self.fleet = Fleet(self.config, self.directory, self.ranks, self.launcher)
         try:
@@ -60,12 +60,12 @@ class Job:
                 cpus = len(os.sched_getaffinity(0))
                 self.fleet.start(role_environment(self.config, self.ranks, cpus)[ROLLOUT])
                 self.tell(f"starting {len(self.fleet.groups)} engines")
-                while self.desk.queue.unfinished:
+                while self.pending.queue.unfinished:
                     self._turn(self.fleet)
         finally:
             stop.ignore_signals()
             self.fleet.stop()
-            self.tell(self.progress.line(self.output.tally, len(self.fleet.ready), time.monotonic()))
+            self.tell(self.progress.line(self.output.counts, len(self.fleet.ready), time.monotonic()))
 
     def _turn(self, fleet: Fleet) -> None:
         """Take what has come, write it down, and hand out what there is room for."""
@@ -77,17 +77,17 @@ class Job:
                 self.progress.works(time.monotonic())
             else:
                 self._lose(fleet, news)
-        self.output.append(self.desk.take(fleet, answered, self.progress))
+        self.output.append(self.pending.take(fleet, answered, self.progress))
         now = time.monotonic()
         self.output.sync(now)
         for engine in fleet.ready:
-            self.desk.feed(fleet, engine, now)
+            self.pending.feed(fleet, engine, now)
         if fleet.ready and self.progress.due(now):
-            self.tell(self.progress.line(self.output.tally, len(fleet.ready), now))
+            self.tell(self.progress.line(self.output.counts, len(fleet.ready), now))
             self._write_summary("running")
 
     def _lose(self, fleet: Fleet, news: Gone) -> None:
-        rows = self.desk.queue.lose(news.engine)
+        rows = self.pending.queue.lose(news.engine)
         group = fleet.groups[news.engine]
         rest = len(fleet.groups) - len(fleet.gone)
         self.tell(
@@ -101,13 +101,13 @@ class Job:
             if isinstance(error, RemoteError) and error.user_error:
                 raise error
         raise RoleDied(
-            f"no engine is left; the last one: {news.why}\nThe {len(self.output.tally.done)} responses so far are in "
+            f"no engine is left; the last one: {news.why}\nThe {len(self.output.counts.done)} responses so far are in "
             f"{self.output.path}; the same command goes on from there."
         )
 
     def _write_summary(self, status: str, **more: Any) -> None:
         lost = {engine: gone.why for engine, gone in self.fleet.gone.items()} if self.fleet else {}
-        summary = self.progress.summary(status, self.output.tally, lost, time.monotonic(), **more)
+        summary = self.progress.summary(status, self.output.counts, lost, time.monotonic(), **more)
         write_summary(self.directory.summary, summary)
 
     def tell(self, line: str) -> None:
@@ -121,13 +121,13 @@ class Job:
         if status == "finished" and self.config.generate.ordered and not (self.directory.root / MERGED).exists():
             merge(self.directory.root, None)
         self._write_summary(status, **more)
-        self.tell(f"{status}: {len(self.output.tally.done)} of {self.progress.total} responses in {self.output.path}")
+        self.tell(f"{status}: {len(self.output.counts.done)} of {self.progress.total} responses in {self.output.path}")
 
 
-Opened = tuple[OutputFile, Desk, Progress]
+Opened = tuple[OutputFile, PendingRows, JobProgress]
 
 
-def run(
+def answer_rows(
     config: Config, root: Path, ranks: RankMap, launcher: EngineLauncher, opened: Callable[[RunDirectory], Opened]
 ) -> int:
     """Answer the rows that are left with engines of `config`, in `root`; returns the exit code.
@@ -142,9 +142,9 @@ def run(
     with exclusive(directory), logging_to(directory.role_log("conductor", node_name(), 0)):
         Session.here(os.environ).write(directory.root)
         with run_directory_kept(directory.root):
-            output, desk, progress = opened(directory)
+            output, pending, progress = opened(directory)
             directory.config.write_text(dump_toml(config), encoding="utf-8")
-        job = Job(config, directory, ranks, launcher, output, desk, progress)
+        job = GenerateJob(config, directory, ranks, launcher, output, pending, progress)
         try:
             with Stop(directory.root, end, config.slurm.signal_lead_s) as stop:
                 try:
@@ -155,7 +155,7 @@ def run(
                 except StopRequested as stopped:
                     output.sync(time.monotonic(), 0.0)
                     job.finish("stopped")
-                    moved = len(output.tally.done) > progress.before
+                    moved = len(output.counts.done) > progress.before
                     if stopped.reason.requeue:
                         refuse_restart(directory.restart_guard, moved, config.slurm.signal_lead_s)
                         arranged = continuation.go_on()  # last: Slurm may end this process before it returns

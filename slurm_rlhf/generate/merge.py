@@ -10,7 +10,7 @@ from pathlib import Path
 from slurm_rlhf.errors import ConfigError, DataError, shortened
 from slurm_rlhf.generate.identity import FILE, ROWS, SHARD, read_identity
 from slurm_rlhf.generate.output import MERGED, OUTPUT, whole_lines
-from slurm_rlhf.generate.shards import Shard, known_count
+from slurm_rlhf.generate.shards import RowShard, known_count
 
 SAMPLES = "rollout.n_samples_per_prompt"
 
@@ -34,7 +34,7 @@ def merge(root: Path, out: Path | None, partial: bool = False) -> Merged:
     if out.exists():
         raise ConfigError(f"{out} is there already, and is not overwritten: remove it, or name another file (--output)")
     count = known_count(root)
-    directories = [Shard(index, count).directory(root) for index in range(count)]
+    directories = [RowShard(index, count).directory(root) for index in range(count)]
     begun = [directory for directory in directories if (directory / FILE).exists()]
     if not begun:
         raise ConfigError(f"{root} holds no output of `slurm-rlhf generate` ({FILE}): give its run_dir")

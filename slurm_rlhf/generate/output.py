@@ -19,7 +19,7 @@ SYNC_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class OutputLine:
     """Holds what a line of the output says of one sample of one row."""
 
     row: int  # of the file, from 0
@@ -37,7 +37,7 @@ class Answer:
     logprobs: Sequence[float] | None = None
 
 
-def line_of(answer: Answer) -> bytes:
+def line_of(answer: OutputLine) -> bytes:
     """Write a line of the output, with its end."""
     row = asdict(answer)
     error, logged = row.pop("error"), {name: row.pop(name) for name in ("token_ids", "logprobs")}
@@ -50,7 +50,7 @@ def line_of(answer: Answer) -> bytes:
 
 
 @dataclass(slots=True)
-class Tally:
+class OutputCounts:
     """Counts what an output holds."""
 
     samples: Counter[int] = field(default_factory=Counter)  # row -> lines
@@ -118,18 +118,18 @@ class OutputFile:
     def __init__(self, path: Path) -> None:
         """Open `path`, cut a torn last line off, and count what is there. Raises OSError, DataError."""
         self.path = path
-        self.tally = Tally()
+        self.counts = OutputCounts()
         self._unsynced = False
         self._synced_at = 0.0
         end = 0
         if path.exists():
             for _, end, line in whole_lines(path):  # noqa: B007 `end` of the last one counts
-                self.tally.add(line)
+                self.counts.add(line)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         os.ftruncate(self._descriptor, end)
         self._end = end
 
-    def append(self, answers: Sequence[Answer]) -> None:
+    def append(self, answers: Sequence[OutputLine]) -> None:
         """Write lines behind the others. Raises OSError, and leaves the file as it was then."""
         if not answers:
             return
@@ -145,7 +145,7 @@ class OutputFile:
         self._end += len(data)
         self._unsynced = True
         for line in data.splitlines():
-            self.tally.add(json.loads(line))
+            self.counts.add(json.loads(line))
 
     def sync(self, now: float, least_s: float = SYNC_S) -> None:
         """Force what was written to the disk, unless that was done less than `least_s` seconds ago. Raises OSError."""

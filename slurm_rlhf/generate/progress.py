@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurm_rlhf.generate.output import Tally
+from slurm_rlhf.generate.output import OutputCounts
 from slurm_rlhf.observe.progress import duration
 from slurm_rlhf.placement.rank_map import TpGroup
 from slurm_rlhf.records import EngineLoad
@@ -15,7 +15,7 @@ _SHOWN = 8  # engines in a line
 
 
 @dataclass(slots=True)
-class Progress:
+class JobProgress:
     """Counts what this start of a job does."""
 
     total: int  # responses of all rows of this job
@@ -49,9 +49,9 @@ class Progress:
             return None
         return (self.total - done) * (now - self.since) / new
 
-    def line(self, tally: Tally, ready: int, now: float) -> str:
+    def line(self, counts: OutputCounts, ready: int, now: float) -> str:
         """Write `120 of 500 responses (24 %), 2 engines, 830 tokens/s (0: 410, 1: 420), 3 min left`."""
-        done = len(tally.done)
+        done = len(counts.done)
         parts = [f"{done} of {self.total} responses ({done / max(self.total, 1):.0%})".replace("%", " %")]
         parts.append(f"{ready} of {len(self.groups)} engines")
         rates = {engine: load.tokens_per_s for engine, load in sorted(self.loads.items())}
@@ -59,14 +59,16 @@ class Progress:
             shown = ", ".join(f"{engine}: {rate:.0f}" for engine, rate in list(rates.items())[:_SHOWN])
             more = ", ..." if len(rates) > _SHOWN else ""
             parts.append(f"{sum(rates.values()):.0f} tokens/s ({shown}{more})")
-        if tally.errors:
-            parts.append(f"{tally.errors} errors")
+        if counts.errors:
+            parts.append(f"{counts.errors} errors")
         left = self.left_s(done, now)
         if left is not None and done < self.total:
             parts.append(f"{duration(left)} left")
         return ", ".join(parts)
 
-    def summary(self, status: str, tally: Tally, lost: dict[int, str], now: float, **more: Any) -> dict[str, Any]:
+    def summary(
+        self, status: str, counts: OutputCounts, lost: dict[int, str], now: float, **more: Any
+    ) -> dict[str, Any]:
         """Describe the job so far; figures of engines are of this start."""
         engines = [
             {
@@ -83,13 +85,13 @@ class Progress:
         tokens = sum(load.tokens for load in self.loads.values())
         return {
             "status": status,
-            "responses": len(tally.done),
+            "responses": len(counts.done),
             "total_responses": self.total,
             "before": self.before,
-            "errors": tally.errors,
-            "tokens": tally.tokens,
-            "finish_reasons": dict(tally.finish_reasons),
-            "score": tally.score_sum / tally.scored if tally.scored else None,
+            "errors": counts.errors,
+            "tokens": counts.tokens,
+            "finish_reasons": dict(counts.finish_reasons),
+            "score": counts.score_sum / counts.scored if counts.scored else None,
             "wall_s": round(now - self.began, 3),
             "tokens_per_s": round(tokens / max(now - (self.since or self.began), 1e-9), 1) if tokens else 0.0,
             "engines": engines,

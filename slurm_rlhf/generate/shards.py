@@ -16,7 +16,7 @@ ID, COUNT, LAST = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class RowShard:
     """Says which part of the rows a job has."""
 
     index: int = 0
@@ -31,7 +31,7 @@ class Shard:
         return root / f"shard_{self.index:05d}" if self.count > 1 else root
 
 
-def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> Shard:
+def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> RowShard:
     """Find the part of this process: that of its task in a job array, or all.
 
     `wanted`: generate.num_shards. The first start of a task writes down the number of parts in `root`, so that a few
@@ -44,7 +44,7 @@ def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> Shard:
                 f"run_dir {root}: the rows are divided into {count} parts, and this is not a task of a job array: "
                 f"submit it with --array=0-{count - 1}, or give another run_dir"
             )
-        return Shard()
+        return RowShard()
     index, tasks = int(environ[ID]), int(environ.get(COUNT) or 1)
     known = _known(root)
     count = known or wanted or tasks
@@ -66,7 +66,7 @@ def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> Shard:
             f"{ID} = {index}, and the rows in {root} are divided into {count} parts, numbered from 0 ({SPLIT}): use "
             f"tasks of --array=0-{count - 1}"
         )
-    return Shard(index, count)
+    return RowShard(index, count)
 
 
 def known_count(root: Path) -> int:

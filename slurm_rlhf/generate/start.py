@@ -14,14 +14,14 @@ from slurm_rlhf.config.check import check_generate
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.generate.answers import Desk, Scores
+from slurm_rlhf.generate.answers import PendingRows, Scores
 from slurm_rlhf.generate.identity import claim, identity_of
-from slurm_rlhf.generate.job import Opened, run
+from slurm_rlhf.generate.job import Opened, answer_rows
 from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generate.output import OUTPUT, OutputFile
-from slurm_rlhf.generate.progress import Progress
+from slurm_rlhf.generate.progress import JobProgress
 from slurm_rlhf.generate.prompts import PromptRows
-from slurm_rlhf.generate.shards import Shard, shard_here
+from slurm_rlhf.generate.shards import RowShard, shard_here
 from slurm_rlhf.nodes.engine_launcher import EngineLauncher
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import CPU, Node, Topology
@@ -64,7 +64,7 @@ def engines_everywhere(topology: Topology, tp: int, per_node: int = 0) -> RankMa
     return RankMap(topology, {ROLLOUT: shares})
 
 
-def prepare(config: Config, environ: Mapping[str, str]) -> tuple[Shard, Source]:
+def prepare(config: Config, environ: Mapping[str, str]) -> tuple[RowShard, Source]:
     """Check what can be known before anything is written. Raises UserError."""
     check_generate(config)
     root = Path(config.run_dir)
@@ -89,16 +89,16 @@ def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) 
     return made
 
 
-def generate(config: Config, shard: Shard, source: Source, ranks: RankMap, launcher: EngineLauncher) -> int:
+def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, launcher: EngineLauncher) -> int:
     """Answer the rows of `shard` that are not answered yet; returns the exit code. Raises SlurmRlhfError."""
     began = time.monotonic()
     root = shard.directory(Path(config.run_dir))
     made = engine_config(config, source.model, ranks, root)
-    return run(made, root, ranks, launcher, partial(_open, config, shard, source, ranks, began))
+    return answer_rows(made, root, ranks, launcher, partial(_open, config, shard, source, ranks, began))
 
 
 def _open(
-    config: Config, shard: Shard, source: Source, ranks: RankMap, began: float, directory: RunDirectory
+    config: Config, shard: RowShard, source: Source, ranks: RankMap, began: float, directory: RunDirectory
 ) -> Opened:
     """Open the output of a directory that this process has to itself, and find out what is left to do."""
     scores = Scores.of(config, directory.reward_log)
@@ -108,19 +108,19 @@ def _open(
     output = OutputFile(directory.root / OUTPUT)
     n = config.rollout.n_samples_per_prompt
     own = shard.rows(len(rows))
-    left = [row for row in own if not output.tally.complete(row, n)]
-    desk = Desk.of(
+    left = [row for row in own if not output.counts.complete(row, n)]
+    pending = PendingRows.of(
         rows.prompts(left),
         sampling=sampling_of(config),
         seed=config.train.seed,
         width=config.vllm.max_num_seqs,
         scores=scores,
         logprobs=config.generate.logprobs,
-        written=output.tally.done,
+        written=output.counts.done,
     )
     groups = {group.engine: group for group in ranks.tp_groups}
-    progress = Progress(len(own) * n, groups, began, len(output.tally.done))
+    progress = JobProgress(len(own) * n, groups, began, len(output.counts.done))
     part = f", part {shard.index} of {shard.count}" if shard.count > 1 else ""
     done = f"; {progress.before} are there from before" if progress.before else ""
     print(f"run directory {directory.root}: {progress.total} responses to {len(own)} rows{part}{done}", flush=True)
-    return output, desk, progress
+    return output, pending, progress

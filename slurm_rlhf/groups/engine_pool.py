@@ -29,7 +29,7 @@ _STARTED_S = 0.02
 
 
 @dataclass(slots=True)
-class _Start:
+class _EngineStart:
     """Is one start of an engine: the `life` that `EngineRecovery` counts, and how far it is."""
 
     life: int
@@ -61,7 +61,7 @@ class EnginePool:
         self._timeout_s = timeout_s
         self._all_at_once = all_at_once
         self._note = note
-        self._starts: dict[int, _Start] = {}
+        self._starts: dict[int, _EngineStart] = {}
         self._failure: BaseException | None = None  # what kept an engine from starting
         self._connected: list[tuple[int, int]] = []  # (engine, life) in the present sync group
         self._parameters: list[ParameterSpec] = []
@@ -105,7 +105,7 @@ class EnginePool:
         return [engine for engine, start in self._starts.items() if not start.done and start.life == self._life(engine)]
 
     @property
-    def started(self) -> dict[int, _Start]:
+    def started(self) -> dict[int, _EngineStart]:
         """Return the starts that engines have answered."""
         return {engine: start for engine, start in self._starts.items() if start.done}
 
@@ -214,7 +214,7 @@ class EnginePool:
         life = self._life(engine)
         if life is None:
             return
-        start = self._starts[engine] = _Start(life)
+        start = self._starts[engine] = _EngineStart(life)
         call = self._handle.call(engine, EngineCalls.start, StartRequest(0))
         call.add_done_callback(partial(self._finish, engine, start))
 
@@ -229,7 +229,7 @@ class EnginePool:
             f"(timeout.connect); engines without all of their ranks: {len(absent)}. Their log files say why"
         )
 
-    def _finish(self, engine: int, start: _Start, call: Future[Any]) -> None:
+    def _finish(self, engine: int, start: _EngineStart, call: Future[Any]) -> None:
         error = call.exception()
         if error is None:
             log.info("engine %d has started", engine)

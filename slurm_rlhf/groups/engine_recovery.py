@@ -118,7 +118,7 @@ class EngineRecovery:
         return {loss.node for loss in self._losses if self._states[loss.engine].node != loss.node}
 
     @property
-    def bereft(self) -> bool:
+    def without_engines(self) -> bool:
         """Tell whether the run waits because all engines were lost: that is no hang."""
         return bool(self._losses) and not self._handle.ready
 

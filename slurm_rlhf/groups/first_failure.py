@@ -13,7 +13,7 @@ from slurm_rlhf.wire.roster import Peer
 
 
 @dataclass(frozen=True, slots=True)
-class Casualty:
+class FailedRole:
     """Says which role broke a run."""
 
     role: str

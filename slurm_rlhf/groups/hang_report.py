@@ -17,7 +17,7 @@ from typing import Any
 
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.errors import SlurmRlhfError
-from slurm_rlhf.groups.hang_rules import Sighting, Verdict, standing
+from slurm_rlhf.groups.hang_rules import HangVerdict, Sighting, rank_state
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.nodes.node_look import NodeView, ProcessView
 from slurm_rlhf.observe.log_tail import read_end
@@ -139,7 +139,7 @@ def _view(path: Path, node: str, scene: Scene) -> NodeView | None:
         return None
 
 
-def write_scene(scene: Scene, verdict: Verdict, paragraph: str, directory: Path) -> None:
+def write_scene(scene: Scene, verdict: HangVerdict, paragraph: str, directory: Path) -> None:
     """Write report.txt, stacks.txt, messages.txt and nodes.txt into `directory`, which exists."""
     rows = [_row(seen, verdict) for seen in scene.ranks]
     notes = "".join(f"note: {note}\n" for note in scene.notes)
@@ -161,8 +161,8 @@ def take_flights(logs: Path, since: float, directory: Path) -> int:
     return len(fresh)
 
 
-def _row(seen: Sighting, verdict: Verdict) -> str:
-    place = standing(seen)
+def _row(seen: Sighting, verdict: HangVerdict) -> str:
+    place = rank_state(seen)
     mark = "->" if seen in verdict.behind else "  "
     call = f"{seen.call} for {seen.call_s:.0f} s" if seen.call else "no call"
     at = f"{place.at.function} ({place.at.file}:{place.at.line})" if place.at else "?"

@@ -62,7 +62,7 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankState:
     """Says where a rank stands."""
 
     kind: Kind
@@ -71,7 +71,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HangVerdict:
     """Names who is behind: ranks, or the conductor; and says what the others wait in."""
 
     behind: tuple[Sighting, ...]
@@ -83,20 +83,20 @@ class Verdict:
         return not self.behind or any(each.threads or each.process for each in self.behind)
 
 
-def standing(seen: Sighting, line_of: Callable[[str, int], str] = linecache.getline) -> Standing:
+def rank_state(seen: Sighting, line_of: Callable[[str, int], str] = linecache.getline) -> RankState:
     """Classify a rank by its main thread; `line_of`: the text of a line of a file."""
     if not seen.threads:
-        return Standing("unknown")
+        return RankState("unknown")
     held = next((thread for thread in seen.threads if thread.holds_lock), None)
     frames = (held or seen.threads[0]).frames
     if not frames:
-        return Standing("unknown")
+        return RankState("unknown")
     by = next((frame for frame in frames if not _library(frame)), None)
     if seen.source == "lock" or (held is not None and seen.silent_s > 0):
-        return Standing("locked", frames[0], by)
+        return RankState("locked", frames[0], by)
     inner = next((frame for frame in frames if not _standard(frame)), frames[0])
     kind = _kind(inner, line_of)
-    return Standing(kind, frames[0] if kind == "busy" else inner, by)
+    return RankState(kind, frames[0] if kind == "busy" else inner, by)
 
 
 def _kind(inner: Frame, line_of: Callable[[str, int], str]) -> Kind:
@@ -117,7 +117,7 @@ def _library(frame: Frame) -> bool:
     return _standard(frame) or any(part in frame.file for part in _INSTALLED)
 
 
-def judge(ranks: Sequence[Sighting], conductor: Sequence[ThreadStack], width: int = 1) -> Verdict:
+def judge(ranks: Sequence[Sighting], conductor: Sequence[ThreadStack], width: int = 1) -> HangVerdict:
     """Name who is behind.
 
     `ranks`: all of the run; `conductor`: its threads, the main thread first; `width`: ranks of an engine. In this
@@ -125,23 +125,23 @@ def judge(ranks: Sequence[Sighting], conductor: Sequence[ThreadStack], width: in
     collective; ranks in another collective than most; ranks that are not heard; ranks that compute; and where no call
     is in flight, the conductor, with the user's reward function.
     """
-    places = {seen.name: standing(seen) for seen in ranks}
+    places = {seen.name: rank_state(seen) for seen in ranks}
     called = [seen for seen in ranks if seen.call or _engine_called(seen, ranks, width)]
     if behind := next((found for found in _candidates(ranks, called, places) if found), None):
         return _verdict(behind, places, called)
     if not called:
-        return Verdict((), _of_conductor(conductor))
+        return HangVerdict((), _of_conductor(conductor))
     if stuck := _those(called, places, "collective", "device", "sync"):
         where = shortened(sorted({seen.node for seen in stuck}), 8)
         told = _waiting(stuck, places)
-        return Verdict(tuple(stuck), f"no rank is behind: {told}. Look at the network between its nodes ({where})")
-    return Verdict(
+        return HangVerdict(tuple(stuck), f"no rank is behind: {told}. Look at the network between its nodes ({where})")
+    return HangVerdict(
         tuple(called), f"{_names(called)} did not answer, and nobody computes: the call or its answer is lost"
     )
 
 
 def _candidates(
-    ranks: Sequence[Sighting], called: Sequence[Sighting], places: Mapping[str, Standing]
+    ranks: Sequence[Sighting], called: Sequence[Sighting], places: Mapping[str, RankState]
 ) -> Iterator[list[Sighting]]:
     """Yield who may be behind, beginning with the strongest evidence."""
     yield _those(ranks, places, "locked")
@@ -159,7 +159,7 @@ def _candidates(
     yield _those(called, places, "busy")
 
 
-def _those(among: Sequence[Sighting], places: Mapping[str, Standing], *kinds: Kind) -> list[Sighting]:
+def _those(among: Sequence[Sighting], places: Mapping[str, RankState], *kinds: Kind) -> list[Sighting]:
     return [seen for seen in among if places[seen.name].kind in kinds]
 
 
@@ -169,7 +169,7 @@ def _engine_called(seen: Sighting, ranks: Sequence[Sighting], width: int) -> boo
     return width > 1 and any(other.rank == leader and other.role == seen.role and other.call for other in ranks)
 
 
-def _minority(stuck: Sequence[Sighting], places: Mapping[str, Standing]) -> list[Sighting]:
+def _minority(stuck: Sequence[Sighting], places: Mapping[str, RankState]) -> list[Sighting]:
     """Return the ranks that stand in another collective than most of the role, or at another line of the program."""
     kinds = [(_function(places[seen.name].at), str(places[seen.name].by)) for seen in stuck]
     ((most, count), *others) = Counter(kinds).most_common()
@@ -178,18 +178,18 @@ def _minority(stuck: Sequence[Sighting], places: Mapping[str, Standing]) -> list
     return [seen for seen, kind in zip(stuck, kinds, strict=True) if kind != most]
 
 
-def _verdict(behind: list[Sighting], places: Mapping[str, Standing], called: Sequence[Sighting]) -> Verdict:
+def _verdict(behind: list[Sighting], places: Mapping[str, RankState], called: Sequence[Sighting]) -> HangVerdict:
     told = "; ".join(_behind(seen, places[seen.name]) for seen in behind[:3])
     if len(behind) > 3:
         told += f"; and {len(behind) - 3} more"
     others = [seen for seen in called if seen not in behind]
     waiting = _waiting([s for s in others if places[s.name].kind in _WAITING], places)
-    return Verdict(
+    return HangVerdict(
         tuple(behind), f"behind {'is' if len(behind) == 1 else 'are'} {told}{f'. {waiting}' * bool(waiting)}"
     )
 
 
-def _behind(seen: Sighting, place: Standing) -> str:
+def _behind(seen: Sighting, place: RankState) -> str:
     call = f", in {seen.call} for {seen.call_s:.0f} s" if seen.call else ""
     who = f"{seen.name} on {seen.node} (pid {seen.pid}{call})"
     state = f"; its process is {seen.process}" if seen.process and not seen.process.startswith(("S", "R")) else ""
@@ -203,7 +203,7 @@ def _behind(seen: Sighting, place: Standing) -> str:
     return f"{who}: it is in {_at(place)}{state}"
 
 
-def _waiting(ranks: Sequence[Sighting], places: Mapping[str, Standing]) -> str:
+def _waiting(ranks: Sequence[Sighting], places: Mapping[str, RankState]) -> str:
     """Say who waits in what, by role."""
     groups: dict[tuple[str, str], list[Sighting]] = {}
     for seen in ranks:
@@ -211,7 +211,7 @@ def _waiting(ranks: Sequence[Sighting], places: Mapping[str, Standing]) -> str:
     return "; ".join(f"{_names(group)} wait{'s' * (len(group) == 1)} {words}" for (_, words), group in groups.items())
 
 
-def _wait_words(place: Standing) -> str:
+def _wait_words(place: RankState) -> str:
     if place.kind == "follows":
         return "for the other ranks of its engine"
     for_device = "for its device in " if place.kind == "device" else "in "
@@ -228,7 +228,7 @@ def _names(ranks: Sequence[Sighting]) -> str:
     )
 
 
-def _at(place: Standing) -> str:
+def _at(place: RankState) -> str:
     at, by = place.at, place.by
     called = f", called from {_where(by)}" if by is not None and by != at else ""
     return f"{_where(at)}{called}"
@@ -254,5 +254,5 @@ def _of_conductor(threads: Sequence[ThreadStack]) -> str:
             )
     main = threads[0].frames if threads else ()
     own = next((frame for frame in main if not _library(frame)), None)
-    place = Standing("busy", main[0] if main else None, own)
+    place = RankState("busy", main[0] if main else None, own)
     return f"behind is the conductor, in {_at(place)}; no call to a rank is in flight"

@@ -21,7 +21,7 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RestartPlace:
     """Says where an engine starts again; `node` None: nowhere, for the reason `why`."""
 
     node: str | None
@@ -36,7 +36,7 @@ def next_place(
     home_gone: bool,
     most: int,
     unfit: Mapping[str, str] | None = None,
-) -> Place:
+) -> RestartPlace:
     """Choose where `engine`, which has just been lost on `home`, starts again.
 
     `losses`: all of the run, in their order, this one included. `spares`: nodes without ranks. `home_gone`: nothing is
@@ -45,16 +45,16 @@ def next_place(
     """
     died = sum(loss.engine == engine for loss in losses)
     if died > most:
-        return Place(None, f"it died {died} times (train.max_engine_restarts = {most})")
+        return RestartPlace(None, f"it died {died} times (train.max_engine_restarts = {most})")
     bad = {node for node in {loss.node for loss in losses} if incidents(losses, node) > most}
     good = [node for node in spares if node not in {*bad, *(unfit or {})}]
     if home not in bad and not (home_gone and good):
-        return Place(home)
+        return RestartPlace(home)
     if good:
-        return Place(good[0])
+        return RestartPlace(good[0])
     why = f"its node {home} lost engines {incidents(losses, home)} times (train.max_engine_restarts = {most})"
     passed = {node: said for node, said in (unfit or {}).items() if node in spares}
-    return Place(None, f"{why}; {passed_over(passed)}" if passed else why)
+    return RestartPlace(None, f"{why}; {passed_over(passed)}" if passed else why)
 
 
 def incidents(losses: Sequence[Loss], node: str) -> int:

@@ -17,7 +17,7 @@ from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Standstills
 from slurm_rlhf.groups.engine_recovery import EngineRecovery
 from slurm_rlhf.groups.first_failure import (
-    Casualty,
+    FailedRole,
     conductor_stood_still,
     heard_nodes,
     names_of,
@@ -78,7 +78,7 @@ class Supervisor:
         self._watching = False
         self.failure: Exception | None = None
         """What broke the run; None: nothing has."""
-        self.casualty: Casualty | None = None
+        self.failed_role: FailedRole | None = None
         """Of `failure`, where it is that of a role."""
         self._failure_lock = threading.Lock()
         self.roles: dict[str, RoleHandle[Any]] = {}
@@ -137,7 +137,9 @@ class Supervisor:
                 raise
             who = ", ".join(f"rank {share.ranks[0]} on {share.node}" for share in dead)
             what = f"{who} {'is lost before its' if len(dead) == 1 else 'are lost before their'} hello: {error}"
-            self._fail(Casualty(role, tuple(share.node for share in dead), silent=True), what, self._logs.of_srun(role))
+            self._fail(
+                FailedRole(role, tuple(share.node for share in dead), silent=True), what, self._logs.of_srun(role)
+            )
             raise self.failure or error from error
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
@@ -155,7 +157,7 @@ class Supervisor:
             for role in roles:
                 self.server.dismiss(role, "its role is started again")
             with self._failure_lock:
-                self.failure = self.casualty = None
+                self.failure = self.failed_role = None
             for role in self._ranks.roles:
                 self.server.revive(role)
 
@@ -182,19 +184,19 @@ class Supervisor:
         return self.failure is not None or self._leaving.is_set()
 
     @property
-    def bereft(self) -> bool:
+    def without_engines(self) -> bool:
         """Tell whether the run waits for engines that are being started again, because all were lost."""
-        return self.recovery is not None and self.recovery.bereft
+        return self.recovery is not None and self.recovery.without_engines
 
     def here(self, role: str) -> set[int]:
         """List the ranks of `role` that have said hello and are not lost."""
         return {peer.rank for peer in self.server.peers(role) if not peer.lost}
 
-    def fail(self, error: Exception, casualty: Casualty | None = None) -> None:
+    def fail(self, error: Exception, failed_role: FailedRole | None = None) -> None:
         """Break the run by an error that no call of the loop sees: every pending and every later call raises it."""
         with self._failure_lock:
             if self.failure is None:
-                self.failure, self.casualty = error, casualty
+                self.failure, self.failed_role = error, failed_role
         for name in self._ranks.roles:
             self.server.fail_role(name, self.failure)
 
@@ -281,7 +283,7 @@ class Supervisor:
     def _watch_starts(self, known: list[RoleRanks], stopped: list[tuple[str, int]], now: float) -> None:
         """Give up a role whose torchrun stands still while its ranks start. Afterwards they do without it."""
         for role, why in self._standstills.longer_than(self._config.timeout.heartbeat, stopped, known, now):
-            self._fail(Casualty(role), why, self._logs.of_role(role))
+            self._fail(FailedRole(role), why, self._logs.of_role(role))
 
     def _watch_engines(self) -> None:
         engines = self._launcher.engines
@@ -296,7 +298,7 @@ class Supervisor:
 
     def _fail_of(self, engine: int, how: str) -> None:
         group = next(group for group in self._ranks.tp_groups if group.engine == engine)
-        self._fail(Casualty(ROLLOUT, (group.node,)), how, self._logs.of_ranks(ROLLOUT, group.node, group.ranks))
+        self._fail(FailedRole(ROLLOUT, (group.node,)), how, self._logs.of_ranks(ROLLOUT, group.node, group.ranks))
 
     def _judge(self, waited_s: float, known: list[RoleRanks]) -> None:
         """Name the process groups that ended by themselves, the first first, unless that was because a node is dead.
@@ -313,7 +315,7 @@ class Supervisor:
             if dead or waited_s < self._patience_s:
                 return
         end, what = self._deaths.verdict(known, self._named)
-        self._fail(Casualty(end.role, tuple(names_of(end.node))), what, self._logs.of_end(end))
+        self._fail(FailedRole(end.role, tuple(names_of(end.node))), what, self._logs.of_end(end))
 
     def _on_dead_nodes(self) -> list[Peer]:
         """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
@@ -322,7 +324,7 @@ class Supervisor:
 
     def silent_nodes(self) -> set[str]:
         """List the nodes of which no rank is heard any more, or ever was."""
-        dead = self.casualty.nodes if self.casualty is not None and self.casualty.silent else ()
+        dead = self.failed_role.nodes if self.failed_role is not None and self.failed_role.silent else ()
         return silent_nodes(self._peers(), self._silent(), dead)
 
     def _heard_nodes(self) -> set[str]:
@@ -361,8 +363,8 @@ class Supervisor:
         if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, what, silent=True):
             return
         if not self._leaving.is_set():
-            casualty = Casualty(peer.role, (peer.host,), silent=True)
-            self._fail(casualty, what, self._logs.of_peer(peer), hang=peer.silent)
+            failed_role = FailedRole(peer.role, (peer.host,), silent=True)
+            self._fail(failed_role, what, self._logs.of_peer(peer), hang=peer.silent)
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         """Act on the event of a rank: it cannot go on, or it got SIGTERM."""
@@ -379,11 +381,11 @@ class Supervisor:
         engine = self._engine_of(peer)
         return f"rank {peer.rank}" if engine is None else f"rank {peer.rank} of engine {engine}"
 
-    def _fail(self, casualty: Casualty, what: str, logs: list[Path], hang: bool = False) -> None:
+    def _fail(self, failed_role: FailedRole, what: str, logs: list[Path], hang: bool = False) -> None:
         """Break the run: `what` happened to a role, as the newest of `logs` may explain."""
         if self.failure is None:
             away = conductor_stood_still(self.server.loop.clock.absence_s, self._config.timeout)
-            told = away or f"role {casualty.role} died: {what}"
+            told = away or f"role {failed_role.role} died: {what}"
             error = RoleDied(f"{told}.\n{self._logs.quote(logs)}", hang=hang)
             log.error("%s", error)
-            self.fail(error, casualty)
+            self.fail(error, failed_role)

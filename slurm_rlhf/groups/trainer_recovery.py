@@ -17,7 +17,7 @@ from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, shortened
-from slurm_rlhf.groups.first_failure import Casualty
+from slurm_rlhf.groups.first_failure import FailedRole
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.nodes.launcher import Launcher
@@ -35,7 +35,7 @@ _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RunFailure:
     """Describes what broke the run once."""
 
     step: int  # that was under way
@@ -47,13 +47,13 @@ class Failure:
         """Return the first line of the text."""
         return self.text.partition("\n")[0]
 
-    def repeats(self, other: Failure) -> bool:
+    def repeats(self, other: RunFailure) -> bool:
         """Tell whether this is the same failure in the same step, by the words alone; numbers change."""
         same = _CHANGING.sub("#", self.text) == _CHANGING.sub("#", other.text)
         return self.step == other.step and same and not _FROM_OUTSIDE.search(self.head)
 
 
-def refusal(failures: Sequence[Failure], most: int) -> str:
+def refusal(failures: Sequence[RunFailure], most: int) -> str:
     """Say why the run ends after the last of `failures` and is not restarted; empty: it is."""
     if len(failures) > most:
         listed = "".join(f"\n  {number}. step {one.step}: {one.head}" for number, one in enumerate(failures, 1))
@@ -63,7 +63,7 @@ def refusal(failures: Sequence[Failure], most: int) -> str:
     return ""
 
 
-def offenders(failures: Sequence[Failure]) -> set[str]:
+def offenders(failures: Sequence[RunFailure]) -> set[str]:
     """List the nodes on which ranks died `TWICE` or more, where it is known which node it was."""
     counted = Counter(failure.nodes[0] for failure in failures if len(failure.nodes) == 1)
     return {node for node, count in counted.items() if count >= TWICE}
@@ -103,7 +103,7 @@ class TrainerRecovery:
     allocation: Callable[[], Topology]  # nodes and slots of the whole allocation
     here: str  # the node of this process
     fits: Fits  # the GPUs' memory
-    failures: list[Failure] = field(default_factory=list, init=False)
+    failures: list[RunFailure] = field(default_factory=list, init=False)
     left_out: set[str] = field(default_factory=set, init=False)
 
     def plan(self, error: RunError, step: int, ranks: RankMap) -> Plan:
@@ -113,7 +113,7 @@ class TrainerRecovery:
         most = self.config.train.max_restarts
         if broken is None or not most or self.stop.reason is not None:
             raise cause from (None if cause is error else error)
-        self.failures.append(Failure(step, str(cause), broken.nodes))
+        self.failures.append(RunFailure(step, str(cause), broken.nodes))
         try:
             if self.launcher.fixed:
                 raise PlacementError(self.launcher.fixed)
@@ -138,21 +138,21 @@ class TrainerRecovery:
             return known
         return error
 
-    def _broken(self, cause: BaseException) -> Casualty | None:
+    def _broken(self, cause: BaseException) -> FailedRole | None:
         """Say whose end `cause` was, if a restart can mend it."""
         if isinstance(cause, StopRequested):  # a hang, with train.on_hang = restart
             roles = self.watchdog.culprits()
             known = bool(roles) and all(role in ROLES for role in roles)
-            return Casualty(ROLLOUT if ROLLOUT in roles else roles[0]) if known else None
+            return FailedRole(ROLLOUT if ROLLOUT in roles else roles[0]) if known else None
         found = None
         if isinstance(cause, RoleDied):
-            found = self.supervisor.casualty
+            found = self.supervisor.failed_role
         elif isinstance(cause, RemoteError) and not cause.user_error and cause.role:
-            found = Casualty(cause.role, (cause.node,))
+            found = FailedRole(cause.role, (cause.node,))
         alone = self.supervisor.recovery is not None  # then an engine that ends the run is one that cannot be helped
         return None if found is None or (alone and ROLES[found.role].kind == "engine") else found
 
-    def _moved(self, ranks: RankMap, broken: Casualty) -> Replacement:
+    def _moved(self, ranks: RankMap, broken: FailedRole) -> Replacement:
         """Say where the ranks go: elsewhere if nodes are gone, or have killed ranks twice. Raises PlacementError."""
         as_it_is = Replacement(ranks)
         if len(ranks.used_nodes) == 1:
@@ -190,7 +190,7 @@ class TrainerRecovery:
                     ranks = with_engine_on(ranks, group.role, group.engine, node)
         return ranks
 
-    def _roles(self, ranks: RankMap, moved: RankMap, broken: Casualty) -> tuple[str, ...]:
+    def _roles(self, ranks: RankMap, moved: RankMap, broken: FailedRole) -> tuple[str, ...]:
         """List what starts again: the engines, too, where they hang, share their devices, or have to move alive."""
         before, after = (_places(each) for each in (ranks, moved))
         stay = [engine for engine, (node, _) in before.items() if node not in self.left_out]

@@ -22,7 +22,7 @@ from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
 from slurm_rlhf.groups.hang_report import Scene, ask_ranks, look_from_outside, take_flights, write_scene
-from slurm_rlhf.groups.hang_rules import Verdict, judge
+from slurm_rlhf.groups.hang_rules import HangVerdict, judge
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.observe.late_stacks import LateStacks
 from slurm_rlhf.observe.stacks import MAIN
@@ -51,7 +51,7 @@ class Hang:
 
     step: int
     phase: str
-    verdict: Verdict
+    verdict: HangVerdict
     where: Path
     attempt: int  # of this step, 1 for the first
 
@@ -93,7 +93,7 @@ class Watchdog:
         self._act_at = 0.0
         self._asked_to_stop = False
         self._silent: set[str] = set()  # ranks that were not heard from for half of their limit
-        self._silence: tuple[Scene, Verdict] | None = None  # taken then, where such a rank's process is alive
+        self._silence: tuple[Scene, HangVerdict] | None = None  # taken then, where such a rank's process is alive
         self._lock = threading.Lock()  # of what is learned
         self._reporting = threading.Lock()  # held while a hang is looked at
         self._late = LateStacks()
@@ -144,7 +144,7 @@ class Watchdog:
             return StopRequested(reason, saved=False)
         return hang.error()
 
-    def _lost(self, verdict: Verdict) -> bool:
+    def _lost(self, verdict: HangVerdict) -> bool:
         """Tell whether a rank that is behind is one that was given up since."""
         server = self._supervisor.server
         lost = {(peer.role, peer.rank) for role in self._supervisor.roles for peer in server.peers(role) if peer.lost}
@@ -173,7 +173,7 @@ class Watchdog:
         flights = self._supervisor.server.flights()
         with self._lock:
             self._clock.tick()
-            if self._supervisor.bereft:  # starts have deadlines of their own
+            if self._supervisor.without_engines:  # starts have deadlines of their own
                 self._moved = self._clock.now()
             waited, phase, moved = self._learn(), self._phase, self._moved
             budget = self._budgets.of(phase, self._ceiling(flights), once=phase == START)
@@ -218,12 +218,12 @@ class Watchdog:
             self._silence = None
         self._silent = silent
 
-    def _ask(self) -> tuple[Scene, Verdict]:
+    def _ask(self) -> tuple[Scene, HangVerdict]:
         self._late.stop()  # the answers take their time
         scene = ask_ranks(self._supervisor, self._directory, self._config.timeout)
         return scene, self._judge(scene)
 
-    def _judge(self, scene: Scene) -> Verdict:
+    def _judge(self, scene: Scene) -> HangVerdict:
         return judge(scene.ranks, scene.conductor, self._config.vllm.tensor_parallel_size)
 
     def _find(self, budget: Budget, waited: float, moved: float) -> None:
@@ -233,7 +233,7 @@ class Watchdog:
             self._report(scene, verdict, budget, waited)
 
     def _report(
-        self, scene: Scene, verdict: Verdict, budget: Budget, waited: float = 0.0, silent: bool = False
+        self, scene: Scene, verdict: HangVerdict, budget: Budget, waited: float = 0.0, silent: bool = False
     ) -> None:
         """Write and tell what was found; `silent`: a rank was given up, so that nobody can be asked any more."""
         where, attempt = self._place()

@@ -4,5 +4,5 @@
 what happens in one. `run_state` saves and loads; `self_check`, `gpu_account` and `reporting` tell the user. No torch:
 tensors are the ranks'.
 
-To add something to each step: its call in `wire/calls.py`, its line in `Step.run` or in what that calls.
+To add something to each step: its call in `wire/calls.py`, its line in `TrainingStep.run` or in what that calls.
 """

@@ -38,11 +38,13 @@ from slurm_rlhf.run_directory import RunDirectory
 
 
 def run_here(config: Config, ranks: RankMap, launcher: Launcher) -> int:
-    """Run the conductor on this machine, with the scheduler's way to go on later; return and raise as `run`."""
-    return run(config, ranks, launcher, node_name(), continuation_of(config.slurm, Path(config.run_dir), os.environ))
+    """Run the conductor on this machine, with the scheduler's way to go on later; return and raise as `lead_run`."""
+    return lead_run(
+        config, ranks, launcher, node_name(), continuation_of(config.slurm, Path(config.run_dir), os.environ)
+    )
 
 
-def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuation: Continuation) -> int:
+def lead_run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuation: Continuation) -> int:
     """Train, from the newest checkpoint if there is one. Returns the exit code.
 
     A run that is told to stop saves first; `continuation` then makes it go on where the scheduler allows. Raises

@@ -1,7 +1,7 @@
 """Fill the columns that an update needs: log-probs and values by the roles, advantages and weights here.
 
-`Step.collect` calls these in turn. `fill_advantages` and `fill_correction` are pure functions of the experience and the
-configuration.
+`TrainingStep.collect` calls these in turn. `fill_advantages` and `fill_correction` are pure functions of the
+experience and the configuration.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience
     """Fill the columns of log-probs and values, all roles at once.
 
     With algo.correction.bypass the engine's log-probs are the old ones, and the actor computes none; nor does it where
-    they are of the update's own pass (`config.correction`), after which `Step.update` fills the column.
+    they are of the update's own pass (`config.correction`), after which `TrainingStep.update` fills the column.
     """
     if config.algo.correction.bypass:
         engine = experience.columns["rollout_logprobs"]

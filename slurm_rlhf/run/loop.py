@@ -15,7 +15,7 @@ from slurm_rlhf.records import Experience
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_state import RunCheckpoints, RunState
-from slurm_rlhf.run.step import Metrics, Step
+from slurm_rlhf.run.step import Metrics, TrainingStep
 from slurm_rlhf.sampling.batches import EpisodesOver
 from slurm_rlhf.wire.calls import ActorCalls, DirectoryRequest
 
@@ -24,7 +24,7 @@ from slurm_rlhf.wire.calls import ActorCalls, DirectoryRequest
 class TrainingLoop:
     """Goes from `state.step` to the last step, once every role is started."""
 
-    step: Step
+    step: TrainingStep
     evaluation: Evaluation | None
     state: RunState
     checkpoints: RunCheckpoints

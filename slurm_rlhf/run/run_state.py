@@ -18,7 +18,7 @@ from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.observe.metrics import finite
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.saves import Best, PendingSave, SaveCadence, better, resumed, written
-from slurm_rlhf.run.step import Step
+from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.wire.calls import DirectoryRequest, TrainerCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather
 
@@ -65,7 +65,7 @@ class RunCheckpoints:
     keep: int  # the newest so many
     roles: Mapping[str, RoleHandle[Any]]
     state: RunState
-    step: Step
+    step: TrainingStep
     saved: Callable[[int, float, float], None]
     """Told the step of each checkpoint, the seconds until it was on disk, and those that it kept the run waiting."""
     cadence: SaveCadence

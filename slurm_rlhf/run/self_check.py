@@ -27,7 +27,7 @@ from slurm_rlhf.eval.verdicts import (
     FEW_NOT_FINITE,
     PROMPT_SHARES,
     REWARD_SHARES,
-    Verdict,
+    CheckResult,
     agreement_line,
     compare,
     drift,
@@ -95,7 +95,7 @@ class SelfCheck:
     def before_update(
         self, step: int, trajectories: list[Trajectory], exp: Experience, metrics: dict[str, float], version: int
     ) -> None:
-        """Check what `Step.collect` made of `trajectories`; the actor has policy `version`."""
+        """Check what `TrainingStep.collect` made of `trajectories`; the actor has policy `version`."""
         self._warn_of_clipping(step, metrics)
         if not self.config.train.self_check:
             return
@@ -124,7 +124,7 @@ class SelfCheck:
             self._insist(verdict)
 
     def after_update(self, step: int, exp: Experience, metrics: dict[str, float]) -> None:
-        """Check the metrics of `Step.update`; `exp` has the old log-probs. Warns of skipped steps in any case."""
+        """Check the metrics of an update; `exp` has the old log-probs. Warns of skipped steps in any case."""
         # In fp16 that is how the loss scale is found.
         if self.config.ds.param_dtype != "fp16" and (skipped := skip_warning(metrics)):
             self.note(f"warning: step {step}: {skipped}")
@@ -187,18 +187,18 @@ class SelfCheck:
         for warning in warnings(shares, names):
             self.note(warning)
 
-    def _line(self, title: str, verdicts: list[Verdict], names: dict[str, str]) -> None:
+    def _line(self, title: str, verdicts: list[CheckResult], names: dict[str, str]) -> None:
         self.figures |= {verdict.check: verdict.figure for verdict in verdicts}
         self.note(agreement_line(title, verdicts, names))
 
-    def _insist(self, verdict: Verdict) -> None:
+    def _insist(self, verdict: CheckResult) -> None:
         if not verdict.passed:
             raise SelfCheckError(self._fitting(verdict.error()))
 
     def _fitting(self, text: str) -> str:
         return fitting(text, self.config.rollout.engine)
 
-    def _watch(self, step: int, verdict: Verdict) -> None:
+    def _watch(self, step: int, verdict: CheckResult) -> None:
         """Warn of a figure beyond its bound, again when it has doubled; end the run at a multiple of it."""
         if verdict.passed:
             return
@@ -212,7 +212,7 @@ class SelfCheck:
             self._warned[verdict.check] = verdict.figure
             self.note(f"warning: step {step}: {self._fitting(verdict.describe())}")
 
-    def _told_apart(self, verdict: Verdict, exp: Experience, fresh: Bool) -> Verdict:
+    def _told_apart(self, verdict: CheckResult, exp: Experience, fresh: Bool) -> CheckResult:
         """Have the actor compute the whole batch again, so that the error says which of the two is off."""
         dtype, engine = self.config.ds.param_dtype, exp.columns["rollout_logprobs"]
         first, again = exp.columns["logprobs"], self._with_pass(exp).columns["logprobs"]
@@ -220,7 +220,7 @@ class SelfCheck:
         told = f"; computed again, the actor's are {own:.3g} from its first and {to_engine:.3g} from the engine's"
         return replace(verdict, detail=verdict.detail + told)
 
-    def _repeated(self, exp: Experience) -> list[Verdict]:
+    def _repeated(self, exp: Experience) -> list[CheckResult]:
         """Have the actor compute some sequences of the batch twice, in eval mode, and alone."""
         chosen = few(exp, self.actor.world)
         budget = self.config.train.max_tokens_per_gpu
@@ -239,7 +239,7 @@ class SelfCheck:
         ]
         return [*verdicts, max(beside, key=lambda verdict: (not verdict.passed, verdict.figure))]
 
-    def _agreement(self, trajectories: list[Trajectory], exp: Experience, version: int) -> list[Verdict]:
+    def _agreement(self, trajectories: list[Trajectory], exp: Experience, version: int) -> list[CheckResult]:
         """Compare engines and actor on tokens of the actor's version, and, before the first update, the reference."""
         columns, dtype = exp.columns, self.config.ds.param_dtype
         fresh = exp.action_mask & (ages(trajectories, version) == 0)

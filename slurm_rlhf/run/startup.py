@@ -34,7 +34,7 @@ from slurm_rlhf.run.run_inputs import Inputs
 from slurm_rlhf.run.run_state import RunCheckpoints, RunState
 from slurm_rlhf.run.saves import SaveCadence
 from slurm_rlhf.run.self_check import SelfCheck
-from slurm_rlhf.run.step import Step
+from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.actor_sampler import ActorSampler
@@ -164,7 +164,7 @@ class Startup:
         known = failures(read_events(self.directory.events), len(self.ranks.topology.nodes), ckpt.mtbf_hours)
         return SaveCadence(ckpt.save_steps, known, self.reporting.note, last=step)
 
-    def _evaluation(self, step: Step) -> Evaluation | None:
+    def _evaluation(self, step: TrainingStep) -> Evaluation | None:
         config, sets = self.config, self.inputs.evaluation
         if not sets:
             return None
@@ -258,7 +258,7 @@ class Startup:
             self.reporting.answered,
         )
 
-    def _step(self, sampler: Sampler, pool: EnginePool | None, colocation: Colocation | None) -> Step:
+    def _step(self, sampler: Sampler, pool: EnginePool | None, colocation: Colocation | None) -> TrainingStep:
         config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
         scale, told = reward_scale(config)
         if told:
@@ -266,7 +266,7 @@ class Startup:
         source = inputs.reward or ModelRewards(roles[REWARD], config.train.forward_tokens)
         recovery = self.supervisor.recovery  # an engine that has died may go on on another node
         node = sampling_nodes(self.ranks).__getitem__ if recovery is None else recovery.node
-        return Step(
+        return TrainingStep(
             config=config,
             algorithm=algorithm_of(config),
             roles=roles,

@@ -1,6 +1,6 @@
 """One training step: prompts, rollout, rewards, log-probs and values, advantages, update, sync.
 
-`Step.run` has them in this order for every kind of run. Roles compute the tensors; here is what follows what.
+`TrainingStep.run` has them in this order for every kind of run. Roles compute the tensors; here is what follows what.
 
 - drain: engines finish a batch before they get new weights.
 - inflight (vllm.sync_mode): a stream of groups is sampled while the actor trains (`group_stream`), batches are made of
@@ -10,8 +10,8 @@
   an update is the first part of the next generation, and not the last of the step: between the two, a checkpoint or an
   evaluation's reward model may need the accelerators, and engines that had the weights by then would lose them again.
 
-`Step._transfer` is the one place that gives engines the weights of an update. Sources: Schulman et al., Proximal Policy
-Optimization (2017); Ouyang et al., Training language models to follow instructions (2022).
+`TrainingStep._transfer` is the one place that gives engines the weights of an update. Sources: Schulman et al.,
+Proximal Policy Optimization (2017); Ouyang et al., Training language models to follow instructions (2022).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Beside(Protocol):
 
 
 @dataclass(slots=True)
-class Step:
+class TrainingStep:
     """Does the steps of a run, one after the other."""
 
     config: Config

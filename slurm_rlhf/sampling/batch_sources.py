@@ -18,8 +18,8 @@ from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.sampling.batches import (
     Batch,
     Batches,
-    Group,
-    Tally,
+    FilterCounts,
+    PromptGroup,
     assemble_batch,
     episodes_over,
     prompts_at_once,
@@ -27,7 +27,7 @@ from slurm_rlhf.sampling.batches import (
 )
 from slurm_rlhf.sampling.dispatch import Dispatcher, Sampler
 from slurm_rlhf.sampling.engine_feed import EngineFeed
-from slurm_rlhf.sampling.group_rules import Standing, first_passing
+from slurm_rlhf.sampling.group_rules import GroupState, first_passing
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
 
 Awake = Callable[[int], AbstractContextManager[None]]
@@ -96,22 +96,26 @@ class Rounds:
         What passed beyond them would be stale in the next step: its prompts come first there.
         """
         rule, batch = self.rule, self.rule.batch
-        tally, groups, loads = Tally(self.config.algo.dynamic_filtering_range), list[Group](), dict[int, EngineLoad]()
+        counts, groups, loads = (
+            FilterCounts(self.config.algo.dynamic_filtering_range),
+            list[PromptGroup](),
+            dict[int, EngineLoad](),
+        )
         with self.awake(step - 1):
             while (chosen := first_passing([group.verdict for group in groups], batch)) is None:
-                if tally.judged >= rule.most:
-                    raise tally.filtered_away(step, tally.passed, batch, rule.tries)
+                if counts.judged >= rule.most:
+                    raise counts.filtered_away(step, counts.passed, batch, rule.tries)
                 count = rule.at_once
                 if groups:
-                    count = refill(batch - tally.passed, tally.passed, tally.judged, rule.at_once)
-                found = self._round(step, min(count, rule.most - tally.judged), tally, loads)
+                    count = refill(batch - counts.passed, counts.passed, counts.judged, rule.at_once)
+                found = self._round(step, min(count, rule.most - counts.judged), counts, loads)
                 if not found:
-                    raise episodes_over(step, tally.passed, batch)
+                    raise episodes_over(step, counts.passed, batch)
                 groups += found
         self.order.give_back([group.place for group in groups[chosen[-1] + 1 :]])
-        return assemble_batch(step, [groups[index] for index in chosen], loads, self.order.state_dict(), tally)
+        return assemble_batch(step, [groups[index] for index in chosen], loads, self.order.state_dict(), counts)
 
-    def _round(self, step: int, count: int, tally: Tally, loads: dict[int, EngineLoad]) -> list[Group]:
+    def _round(self, step: int, count: int, counts: FilterCounts, loads: dict[int, EngineLoad]) -> list[PromptGroup]:
         """Sample and judge the groups of the next `count` places; fewer at an episode's end: no prompt comes twice."""
         places = self.order.take(count)
         behind = [place for place in places if self.order.episode_of(place) != self.order.episode_of(places[0])]
@@ -121,7 +125,9 @@ class Rounds:
         if not places:
             return []
         how = sampling_of(self.config)
-        groups = [Group(place, self.prompts[self.order.position(place)], Standing(step - 1)) for place in places]
+        groups = [
+            PromptGroup(place, self.prompts[self.order.position(place)], GroupState(step - 1)) for place in places
+        ]
         # The batch that the first place is in seeds them: a prompt that comes again has other responses.
         batch = places[0] // self.order.batch_size
         responses = self.dispatcher.run([group.prompt for group in groups], how, step - 1, batch)
@@ -131,7 +137,7 @@ class Rounds:
         for engine, load in self.dispatcher.loads.items():
             loads.setdefault(engine, EngineLoad()).add(load)
         owners = [group.prompt for group in groups for _ in range(how.n)]
-        tally.judge(groups, self.reward(owners, responses, step), how.n)
+        counts.judge(groups, self.reward(owners, responses, step), how.n)
         return groups
 
 
@@ -179,7 +185,7 @@ def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
         sampling_of(config),
         EngineFeed(engines.rollout, engines.run_seed, engines.max_num_seqs, engines.answered),
         parts.reward if filtered else None,
-        Tally(config.algo.dynamic_filtering_range) if filtered else None,
+        FilterCounts(config.algo.dynamic_filtering_range) if filtered else None,
         None if ahead or engines.pool is None else engines.pool.admit,
         engines.rescue,
     )

@@ -19,7 +19,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.values import Rewards, joined
-from slurm_rlhf.sampling.group_rules import Standing
+from slurm_rlhf.sampling.group_rules import GroupState
 
 
 class EpisodesOver(Exception):
@@ -66,12 +66,12 @@ class Batches(Protocol):
 
 
 @dataclass(slots=True)
-class Group:
+class PromptGroup:
     """Holds a prompt on its way, and the responses that are there."""
 
     place: int  # in the prompt order
     prompt: Prompt
-    standing: Standing
+    state: GroupState
     engine: int = -1  # that samples it
     begun: float = field(default_factory=time.monotonic)
     ended: float = 0.0  # when its last response came
@@ -81,14 +81,14 @@ class Group:
 
 
 @dataclass(slots=True)
-class Tally:
+class FilterCounts:
     """Counts the groups that dynamic sampling has judged since the last batch."""
 
     bounds: list[float]  # algo.dynamic_filtering_range
     judged: int = 0
     passed: int = 0
 
-    def judge(self, groups: Sequence[Group], rewards: Rewards, samples: int) -> None:
+    def judge(self, groups: Sequence[PromptGroup], rewards: Rewards, samples: int) -> None:
         """Give each group its rewards, `samples` each, and its verdict."""
         for index, group in enumerate(groups):
             group.rewards = rewards.part(index * samples, (index + 1) * samples)
@@ -145,11 +145,15 @@ def episodes_over(step: int, kept: int, batch: int) -> EpisodesOver:
 
 
 def assemble_batch(
-    step: int, groups: Sequence[Group], loads: dict[int, EngineLoad], order: dict[str, Any], tally: Tally | None
+    step: int,
+    groups: Sequence[PromptGroup],
+    loads: dict[int, EngineLoad],
+    order: dict[str, Any],
+    counts: FilterCounts | None,
 ) -> Batch:
     """Make the batch of `step` of its groups."""
     rewards = [group.rewards for group in groups if group.rewards is not None]
-    judged, metrics = tally.take() if tally is not None else (0, {})
+    judged, metrics = counts.take() if counts is not None else (0, {})
     return Batch(
         step=step,
         prompts=[group.prompt for group in groups],

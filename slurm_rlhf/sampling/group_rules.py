@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Standing:
+class GroupState:
     """Says where a group stands; lists of them are in the order in which they were begun."""
 
     version: int  # of the policy in the engines when it was begun
@@ -63,7 +63,7 @@ def room(groups: int, version: int, step: int, size: int, batch: int, last: int,
     return min(within_bound, within_share) - groups
 
 
-def choose(groups: Sequence[Standing], step: int, size: int, batch: int) -> list[int] | None:
+def choose(groups: Sequence[GroupState], step: int, size: int, batch: int) -> list[int] | None:
     """Return the indices of the groups that step `step` trains on; None: some must be waited for."""
     chosen = [index for index, group in enumerate(groups) if group.finished][:batch]
     if len(chosen) < batch:

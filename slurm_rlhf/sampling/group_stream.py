@@ -23,9 +23,9 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.records import Prompt, Sampling
 from slurm_rlhf.rewards.model import Scoring, in_background
 from slurm_rlhf.rewards.values import Rewards
-from slurm_rlhf.sampling.batches import Batch, Group, Tally, assemble_batch, episodes_over
+from slurm_rlhf.sampling.batches import Batch, FilterCounts, PromptGroup, assemble_batch, episodes_over
 from slurm_rlhf.sampling.engine_feed import EngineFeed
-from slurm_rlhf.sampling.group_rules import Standing, choose, first_passing, on_policy_room, room
+from slurm_rlhf.sampling.group_rules import GroupState, choose, first_passing, on_policy_room, room
 from slurm_rlhf.wire.calls import GenerateAnswer
 
 LATE_S = 0.2
@@ -65,16 +65,16 @@ class GroupStream:
     sampling: Sampling
     feed: EngineFeed
     reward: Scoring | None = None  # of dynamic sampling; None: every group is trained on
-    tally: Tally | None = None
+    counts: FilterCounts | None = None
     admit: Callable[[int], Any] | None = None  # brings in engines that start late, in the middle of a batch
     rescue: Callable[[], Any] | None = None  # brings in an engine where none is left
-    _groups: list[Group] = field(default_factory=list, init=False)  # since the last batch, by their begin
-    _open: dict[int, Group] = field(default_factory=dict, init=False)  # place -> group in flight
-    _orphans: list[Group] = field(default_factory=list, init=False)  # in flight, on an engine that was lost
+    _groups: list[PromptGroup] = field(default_factory=list, init=False)  # since the last batch, by their begin
+    _open: dict[int, PromptGroup] = field(default_factory=dict, init=False)  # place -> group in flight
+    _orphans: list[PromptGroup] = field(default_factory=list, init=False)  # in flight, on an engine that was lost
     _held_back: list[tuple[int, Prompt]] = field(default_factory=list, init=False)  # their prompts are in flight
-    _finished: list[Group] = field(default_factory=list, init=False)  # and not judged
-    _judging: list[Group] = field(default_factory=list, init=False)
-    _next: list[Group] | None = field(default=None, init=False)  # the batch that could be taken now
+    _finished: list[PromptGroup] = field(default_factory=list, init=False)  # and not judged
+    _judging: list[PromptGroup] = field(default_factory=list, init=False)
+    _next: list[PromptGroup] | None = field(default=None, init=False)  # the batch that could be taken now
     _changed: bool = field(default=True, init=False)  # since `_next` was looked for
     _version: int = field(default=0, init=False)  # in the engines, at least
     _step: int = field(default=1, init=False)  # the next to be trained
@@ -190,7 +190,7 @@ class GroupStream:
             raise self._end()
 
     def _room(self) -> int:
-        rule, filtered = self.rule, self.tally is not None
+        rule, filtered = self.rule, self.counts is not None
         dropped = sum(group.verdict is False for group in self._groups)
         if rule.size is None:
             passed = sum(group.verdict is True for group in self._groups)
@@ -208,12 +208,12 @@ class GroupStream:
         if (found := self._next_prompt()) is None:
             return False
         place, prompt = found
-        self._groups.append(group := Group(place, prompt, Standing(self._version)))
+        self._groups.append(group := PromptGroup(place, prompt, GroupState(self._version)))
         self._open[place] = group
         self._ask(group, engine)
         return True
 
-    def _ask(self, group: Group, engine: int) -> None:
+    def _ask(self, group: PromptGroup, engine: int) -> None:
         """Ask an engine for the responses of a group; those that are there already are kept."""
         group.engine = engine
         arrived = partial(self._arrived, self.feed.stream)
@@ -253,8 +253,8 @@ class GroupStream:
             if len(group.trajectories) == self.sampling.n:
                 del self._open[place]
                 group.ended = time.monotonic()
-                if self.tally is None:
-                    group.verdict = group.standing.finished = self._changed = True
+                if self.counts is None:
+                    group.verdict = group.state.finished = self._changed = True
                 else:
                     self._finished.append(group)
 
@@ -275,29 +275,29 @@ class GroupStream:
         call = in_background(self.reward, owners, responses, self._step)
         call.add_done_callback(lambda call: self._inbox.put(partial(self._judged, groups, call)))
 
-    def _judged(self, groups: list[Group], call: Future[Rewards]) -> None:
+    def _judged(self, groups: list[PromptGroup], call: Future[Rewards]) -> None:
         self._judging, self._changed = [], True
-        assert self.tally is not None
-        self.tally.judge(groups, call.result(), self.sampling.n)
+        assert self.counts is not None
+        self.counts.judge(groups, call.result(), self.sampling.n)
         for group in groups:
-            group.standing.finished = group.verdict is True
+            group.state.finished = group.verdict is True
 
-    def _choose(self) -> list[Group] | None:
+    def _choose(self) -> list[PromptGroup] | None:
         """Return the groups of the next batch, if it is complete; looked for where a group has come to its end."""
         if self._changed:
             self._next, self._changed = self._look(), False
         return self._next
 
-    def _look(self) -> list[Group] | None:
+    def _look(self) -> list[PromptGroup] | None:
         if self.rule.size is None:
             # Not beside the user's function: an evaluation might call it a second time.
             chosen = None if self._judging else first_passing([g.verdict for g in self._groups], self.rule.batch)
             return None if chosen is None else [self._groups[index] for index in chosen]
         alive = [group for group in self._groups if group.verdict is not False]
-        chosen = choose([group.standing for group in alive], self._step, self.rule.size, self.rule.batch)
+        chosen = choose([group.state for group in alive], self._step, self.rule.size, self.rule.batch)
         return None if chosen is None else [alive[index] for index in chosen]
 
-    def _deliver(self, chosen: list[Group]) -> None:
+    def _deliver(self, chosen: list[PromptGroup]) -> None:
         """Answer the step that waits, and go over to the next."""
         taken = {group.place for group in chosen}
         held_back = [place for place, _ in self._held_back]
@@ -312,12 +312,12 @@ class GroupStream:
             self._groups = [g for g in self._groups if g.verdict is not False and g.place not in taken]
             owed = [*held_back, *(group.place for group in self._groups)]
         state = self.order.state_dict(owed)
-        self._ready.put(assemble_batch(self._step, chosen, self.feed.take_loads(), state, self.tally))
+        self._ready.put(assemble_batch(self._step, chosen, self.feed.take_loads(), state, self.counts))
         self._step, self._wanted, self._changed = self._step + 1, False, True
 
     def _end(self) -> BaseException:
         """Say why the batch that is waited for cannot become full."""
         rule, kept = self.rule, sum(group.verdict is True for group in self._groups)
-        if self.tally is not None and len(self._groups) - kept * (rule.size is not None) >= rule.most:
-            return self.tally.filtered_away(self._step, kept, rule.batch, rule.tries)
+        if self.counts is not None and len(self._groups) - kept * (rule.size is not None) >= rule.most:
+            return self.counts.filtered_away(self._step, kept, rule.batch, rule.tries)
         return episodes_over(self._step, kept, rule.batch)

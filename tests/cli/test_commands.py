@@ -227,7 +227,7 @@ def test_train_checks_before_it_starts(file: Path, capsys: pytest.CaptureFixture
 
 def test_train_hands_over_to_the_conductor(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("slurm_rlhf.run.conductor.run", lambda *arguments: seen.extend(arguments) or 0)
+    monkeypatch.setattr("slurm_rlhf.run.conductor.lead_run", lambda *arguments: seen.extend(arguments) or 0)
     assert main(["train", str(file), "--actor.num_gpus_per_node=2"]) == 0
     config, ranks, _, node, _ = seen
     assert config.actor.num_gpus_per_node == ranks.world("actor") == 2

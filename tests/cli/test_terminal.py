@@ -20,7 +20,7 @@ from slurm_rlhf.cli.watch import show
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.generate.job import Job
+from slurm_rlhf.generate.job import GenerateJob
 from slurm_rlhf.nodes.report import WARNING, Check, Finding, Report
 from slurm_rlhf.parity import processes
 from slurm_rlhf.parity.processes import Options
@@ -50,7 +50,7 @@ def failing(error: BaseException) -> Callable[[], int]:
         lambda root: show(iter([[WILD]])),
         lambda root: show_examination(EXAMINED, as_json=False),
         lambda root: tell(EXAMINED),
-        lambda root: Job.tell(SimpleNamespace(config=Config()), WILD),  # type: ignore[arg-type]
+        lambda root: GenerateJob.tell(SimpleNamespace(config=Config()), WILD),  # type: ignore[arg-type]
         lambda root: SftRecord.say(
             SimpleNamespace(_world=SimpleNamespace(rank=0), _paths=SimpleNamespace(root=root / "none")),  # type: ignore[arg-type]
             WILD,

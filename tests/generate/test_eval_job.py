@@ -14,7 +14,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.eval.sets import read_eval_sets
-from slurm_rlhf.generate.answers import Desk, Scores
+from slurm_rlhf.generate.answers import PendingRows, Scores
 from slurm_rlhf.generate.eval_job import EvalJob, EvalRows
 
 SETS = """datasets = [
@@ -60,12 +60,12 @@ def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> Non
     rows = EvalRows(read_eval_sets(config, Tokenizer.load(file.parent / "model")))
     own = rows.sampling(config)
     settings = {"seed": 1, "width": 1000, "scores": Scores(None), "logprobs": False, "written": {(0, 0), (24, 0)}}
-    desk = Desk.of(rows.prompts(), sampling=own[0], own=own, **settings)
-    desk.feed(Engines(), 0, 0.0)  # type: ignore[arg-type]
+    pending = PendingRows.of(rows.prompts(), sampling=own[0], own=own, **settings)
+    pending.feed(Engines(), 0, 0.0)  # type: ignore[arg-type]
     assert asked == [(row, 1 if row < 24 else 2, 0.0 if row < 24 else 1.0) for row in range(48)]
-    assert desk._missing(0) == []
-    assert desk._missing(24) == [1]
-    assert desk._missing(25) == [0, 1]
+    assert pending._missing(0) == []
+    assert pending._missing(24) == [1]
+    assert pending._missing(25) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ import pytest
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.generate.identity import FILE, claim
 from slurm_rlhf.generate.merge import merge
-from slurm_rlhf.generate.output import MERGED, OUTPUT, Answer, OutputFile, line_of
-from slurm_rlhf.generate.shards import COUNT, ID, LAST, Shard, shard_here
+from slurm_rlhf.generate.output import MERGED, OUTPUT, OutputFile, OutputLine, line_of
+from slurm_rlhf.generate.shards import COUNT, ID, LAST, RowShard, shard_here
 
 pytestmark = pytest.mark.slow
 
 
-def answer(row: int, sample: int = 0, text: str = "four") -> Answer:
-    return Answer(row, sample, "2+2=", text, "stop", 4, 2, 1.0, 7, 0)
+def answer(row: int, sample: int = 0, text: str = "four") -> OutputLine:
+    return OutputLine(row, sample, "2+2=", text, "stop", 4, 2, 1.0, 7, 0)
 
 
 def rows(path: Path) -> list[tuple[int, int]]:
@@ -36,7 +36,7 @@ def test_a_torn_last_line_is_cut_wherever_the_kill_came(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         output = OutputFile(path)
         done = whole[:size].count(b"\n")
-        assert output.tally.done == {(row, 0) for row in range(done)}
+        assert output.counts.done == {(row, 0) for row in range(done)}
         output.append([answer(row) for row in range(done, 3)])
         output.close()
         assert rows(path) == [(0, 0), (1, 0), (2, 0)]
@@ -77,13 +77,13 @@ def test_killed_at_random_moments_the_writer_loses_and_doubles_nothing(tmp_path:
 WRITER = """
 import sys, time
 from pathlib import Path
-from slurm_rlhf.generate.output import Answer, OutputFile
+from slurm_rlhf.generate.output import OutputLine, OutputFile
 output, total = OutputFile(Path(sys.argv[1])), int(sys.argv[2])
 print("there", flush=True)
-done = len(output.tally.done)
+done = len(output.counts.done)
 step = 97
 for row in range(done, total, step):
-    output.append([Answer(each, 0, "2+2=", "four" * (each % 50)) for each in range(row, min(row + step, total))])
+    output.append([OutputLine(each, 0, "2+2=", "four" * (each % 50)) for each in range(row, min(row + step, total))])
     output.sync(time.monotonic(), 0.05)
 output.close()
 """
@@ -130,7 +130,7 @@ def test_tasks_of_an_array_divide_the_rows_for_good(tmp_path: Path) -> None:
     shards = [shard_here(tmp_path, 0, task(number, 3)) for number in range(3)]
     assert sorted(row for shard in shards for row in shard.rows(10)) == list(range(10))
     again = shard_here(tmp_path, 0, task(2, 1, 2))  # --array=2
-    assert again == Shard(2, 3)
+    assert again == RowShard(2, 3)
     with pytest.raises(ConfigError, match="are divided into 3 parts, numbered from 0"):
         shard_here(tmp_path, 0, task(3, 4))
     with pytest.raises(ConfigError, match=r"divided into 3 parts, and this is not a task .* --array=0-2"):
@@ -139,11 +139,11 @@ def test_tasks_of_an_array_divide_the_rows_for_good(tmp_path: Path) -> None:
         shard_here(tmp_path, 5, task(0, 3))
     with pytest.raises(ConfigError, match="--array has tasks up to 10, and the rows are divided into 10 parts"):
         shard_here(tmp_path / "other", 0, task(1, 10, 10))  # --array=1-10
-    assert shard_here(tmp_path / "alone", 0, {}) == Shard()
+    assert shard_here(tmp_path / "alone", 0, {}) == RowShard()
 
 
 def write_shard(root: Path, index: int, keys: list[tuple[int, int]], **changed: object) -> None:
-    directory = Shard(index, 2).directory(root)
+    directory = RowShard(index, 2).directory(root)
     directory.mkdir(parents=True, exist_ok=True)
     claim(directory, {"rows": 4, "rollout.n_samples_per_prompt": 2, "shard": f"{index} of 2", **changed})
     output = OutputFile(directory / OUTPUT)
@@ -172,8 +172,8 @@ def test_shards_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     write_shard(tmp_path, 1, [(0, 0)], **{"train.seed": 2})
     with pytest.raises(ConfigError, match=r"do not belong together: train\.seed is 1 and 2"):
         merge(tmp_path, None)
-    os.unlink(Shard(1, 2).directory(tmp_path) / FILE)
-    os.unlink(Shard(1, 2).directory(tmp_path) / OUTPUT)
+    os.unlink(RowShard(1, 2).directory(tmp_path) / FILE)
+    os.unlink(RowShard(1, 2).directory(tmp_path) / OUTPUT)
     write_shard(tmp_path, 1, [(0, 0)], **{"train.seed": 1})
     with pytest.raises(DataError, match="row 0, sample 0 is there twice"):
         merge(tmp_path, None)

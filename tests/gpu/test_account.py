@@ -27,7 +27,7 @@ from slurm_rlhf.run.gpu_account import GpuAccount, StepFlops, slots_of
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
-from slurm_rlhf.run.step import Step
+from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.batch_sources import OnDemand
@@ -285,7 +285,7 @@ class Pool:
         return {}
 
 
-class Steps(Step):
+class Steps(TrainingStep):
     """Steps whose roles compute nothing, but are asked."""
 
     def collect(self, batch: Batch, version: int) -> Any:

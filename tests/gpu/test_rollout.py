@@ -28,13 +28,14 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine import vllm
 from slurm_rlhf.engine.vllm import DeviceMemory, prepare_environment
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.groups.engine_pool import EnginePool, _Start
+from slurm_rlhf.groups.engine_pool import EnginePool, _EngineStart
+from slurm_rlhf.ranks.engine_worker import own_devices
 from slurm_rlhf.ranks.rank_process import import_libraries
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.colocation import log as colocation_log
-from slurm_rlhf.run.step import Step
+from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.trainer import _torch
 from slurm_rlhf.trainer.distributed import device_bytes
 from slurm_rlhf.wire.calls import EngineCalls
@@ -147,7 +148,7 @@ class Engines:
     """Engines that share their accelerators with trainers, up to where they generate: that is the test's."""
 
     told: list[str]
-    step: Step
+    step: TrainingStep
     colocation: Colocation
 
     def generate(self, version: int) -> list[Trajectory]:
@@ -159,7 +160,7 @@ def colocated(told: list[str], offload: bool, generate: Callable[..., Any]) -> E
     colocation = Colocation(roles, handle, offload)  # type: ignore[arg-type]
     supervisor = SimpleNamespace(recovery=None)
     pool = EnginePool(supervisor, handle, Weights(told), 1.0, all_at_once=True)  # type: ignore[arg-type]
-    pool._starts = {engine: _Start(0, done=True) for engine in range(handle.world)}
+    pool._starts = {engine: _EngineStart(0, done=True) for engine in range(handle.world)}
     dispatcher = SimpleNamespace(run=generate)
     return Engines(
         told, make_step(Config(), roles, colocation=colocation, pool=pool, dispatcher=dispatcher), colocation

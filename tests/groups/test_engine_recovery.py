@@ -236,7 +236,7 @@ def test_where_all_engines_die_the_pool_has_none_until_one_is_back(bench: Bench)
     for processes in bench.processes.values():
         os.kill(processes[0].pid, signal.SIGKILL)
     until(lambda: bench.handle.ready == [])
-    assert bench.supervisor.bereft
+    assert bench.supervisor.without_engines
     assert bench.pool.update(2) == {}
     until(lambda: bool(bench.pool.rescue()))
-    assert not bench.supervisor.bereft
+    assert not bench.supervisor.without_engines

@@ -8,7 +8,7 @@ import pytest
 
 import slurm_rlhf
 from slurm_rlhf.groups import hang_rules
-from slurm_rlhf.groups.hang_rules import Sighting, Standing, judge, standing
+from slurm_rlhf.groups.hang_rules import RankState, Sighting, judge, rank_state
 from slurm_rlhf.observe.stacks import MAIN, Frame, ThreadStack
 
 SITE = "/env/lib/python3.11/site-packages"
@@ -130,9 +130,9 @@ def test_a_call_that_never_arrived_is_said_to_be_lost() -> None:
 )
 def test_where_a_main_thread_stands(frames: tuple[Frame, ...], line: str, kind: str) -> None:
     seen = rank(0, *frames)
-    assert standing(seen, lambda file, number: line).kind == kind
+    assert rank_state(seen, lambda file, number: line).kind == kind
 
 
 def test_the_call_that_is_no_librarys_is_named_beside_the_innermost() -> None:
     inner = Frame(f"{SITE}/torch/_ops.py", 1279, "__call__")
-    assert standing(rank(0, inner, STEP)) == Standing("busy", inner, STEP)
+    assert rank_state(rank(0, inner, STEP)) == RankState("busy", inner, STEP)

@@ -189,8 +189,8 @@ def test_a_rank_that_was_killed_is_named_without_a_look_for_dead_nodes(
         processes.end("actor", rank, "ended: Exited with exit code 1")
     until(lambda: supervisor.failure, "verdict")
     assert "role actor died: rank 1 on n2 (pid 7) was killed by SIGKILL" in str(supervisor.failure)
-    assert supervisor.casualty is not None
-    assert supervisor.casualty.nodes == ("n2",)
+    assert supervisor.failed_role is not None
+    assert supervisor.failed_role.nodes == ("n2",)
 
 
 def test_sigterm_means_preemption_where_all_ranks_of_a_role_got_it(supervisor: Supervisor) -> None:

@@ -11,8 +11,8 @@ import pytest
 from slurm_rlhf.cluster.stop import TERM, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.first_failure import Casualty
-from slurm_rlhf.groups.trainer_recovery import Failure, Plan, TrainerRecovery, offenders, refusal
+from slurm_rlhf.groups.first_failure import FailedRole
+from slurm_rlhf.groups.trainer_recovery import Plan, RunFailure, TrainerRecovery, offenders, refusal
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import Topology
@@ -24,7 +24,7 @@ CRASHED = (
 
 
 def test_as_many_restarts_as_the_key_says_and_then_all_failures_are_listed() -> None:
-    failures = [Failure(step, KILLED.format(step)) for step in (2, 2, 9)]
+    failures = [RunFailure(step, KILLED.format(step)) for step in (2, 2, 9)]
     assert refusal(failures[:1], 1) == ""
     assert refusal(failures, 3) == ""
     assert refusal(failures, 2).splitlines() == [
@@ -38,31 +38,31 @@ def test_as_many_restarts_as_the_key_says_and_then_all_failures_are_listed() -> 
 @pytest.mark.parametrize(
     ("first", "second", "repeats"),
     [
-        (Failure(3, CRASHED.format(17, "5")), Failure(3, CRASHED.format(99, "5")), True),
-        (Failure(3, CRASHED.format(17, "5")), Failure(4, CRASHED.format(99, "5")), False),
-        (Failure(3, CRASHED.format(17, "5")), Failure(3, KILLED.format(99)), False),
-        (Failure(3, CRASHED.format(17, "a")), Failure(3, CRASHED.format(99, "b")), False),
+        (RunFailure(3, CRASHED.format(17, "5")), RunFailure(3, CRASHED.format(99, "5")), True),
+        (RunFailure(3, CRASHED.format(17, "5")), RunFailure(4, CRASHED.format(99, "5")), False),
+        (RunFailure(3, CRASHED.format(17, "5")), RunFailure(3, KILLED.format(99)), False),
+        (RunFailure(3, CRASHED.format(17, "a")), RunFailure(3, CRASHED.format(99, "b")), False),
         # A kill from outside is no fault of the step.
-        (Failure(3, KILLED.format(17)), Failure(3, KILLED.format(99)), False),
+        (RunFailure(3, KILLED.format(17)), RunFailure(3, KILLED.format(99)), False),
         (
-            Failure(3, "role actor died: rank 0 on n1 is lost: x"),
-            Failure(3, "role actor died: rank 0 on n1 is lost: x"),
+            RunFailure(3, "role actor died: rank 0 on n1 is lost: x"),
+            RunFailure(3, "role actor died: rank 0 on n1 is lost: x"),
             False,
         ),
     ],
 )
 def test_the_same_failure_of_the_program_in_the_same_step_is_met_once_more_and_no_more(
-    first: Failure, second: Failure, repeats: bool
+    first: RunFailure, second: RunFailure, repeats: bool
 ) -> None:
     assert second.repeats(first) == repeats
     assert bool(refusal([first, second], 9)) == repeats
-    assert refusal([first, Failure(8, "x"), second], 9) == ""
+    assert refusal([first, RunFailure(8, "x"), second], 9) == ""
 
 
 def test_a_node_on_which_ranks_die_twice_is_an_offender() -> None:
-    once = Failure(1, "x", ("n1",))
-    assert offenders([once, Failure(1, "x", ("n2",)), Failure(2, "x", ("n1", "n2"))]) == set()
-    assert offenders([once, Failure(1, "x", ("n2",)), once]) == {"n1"}
+    once = RunFailure(1, "x", ("n1",))
+    assert offenders([once, RunFailure(1, "x", ("n2",)), RunFailure(2, "x", ("n1", "n2"))]) == set()
+    assert offenders([once, RunFailure(1, "x", ("n2",)), once]) == {"n1"}
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Parts:
     """What a plan asks: who died, which nodes are silent, what hangs."""
 
     config: Config = field(default_factory=Config)
-    casualty: Casualty | None = None
+    failed_role: FailedRole | None = None
     silent: set[str] = field(default_factory=set)
     behind: BaseException | None = None
     culprits: list[str] = field(default_factory=list)
@@ -93,14 +93,14 @@ class Parts:
 
     def recovery(self) -> TrainerRecovery:
         def blame(error: RunError) -> None:
-            if self.casualty is not None and isinstance(error, CallTimeout):
+            if self.failed_role is not None and isinstance(error, CallTimeout):
                 raise RoleDied("role actor died: the true cause")
 
         deserted = {"n4"} if self.moved else set()
         homes = {group.engine: group.node for group in self.ranks.tp_groups} | self.moved
         supervisor: Any = SimpleNamespace(
             blame=blame,
-            casualty=self.casualty,
+            failed_role=self.failed_role,
             silent_nodes=lambda: set(self.silent),
             recovery=SimpleNamespace(node=homes.get, deserted=deserted) if self.engines_alone else None,
         )
@@ -123,12 +123,12 @@ class Parts:
 
 
 DIED = RoleDied("role actor died: rank 1 on n2 (pid 7) was killed by SIGKILL")
-ACTOR = Casualty("actor", ("n2",))
-LOST = Casualty("actor", ("n2",), silent=True)
+ACTOR = FailedRole("actor", ("n2",))
+LOST = FailedRole("actor", ("n2",), silent=True)
 
 
 def test_the_trainers_start_again_where_they_were_and_the_engines_stay() -> None:
-    parts = Parts(casualty=ACTOR)
+    parts = Parts(failed_role=ACTOR)
     plan = parts.plan(DIED)
     assert (plan.roles, plan.keeps_engines, plan.left_out) == (("actor", "critic"), True, ())
     assert plan.ranks == parts.ranks
@@ -140,7 +140,7 @@ def test_the_trainers_start_again_where_they_were_and_the_engines_stay() -> None
 
 @pytest.mark.parametrize("role", ["actor", "rollout"])
 def test_engines_that_share_the_devices_start_again_with_the_trainers_whoever_died(role: str) -> None:
-    parts = Parts(casualty=Casualty(role, ("n2",)), engines_alone=False)
+    parts = Parts(failed_role=FailedRole(role, ("n2",)), engines_alone=False)
     parts.config.train.colocate_all = True
     plan = parts.recovery().plan(DIED, 5, parts.ranks)
     assert set(plan.roles) == {"actor", "critic", "rollout"}
@@ -150,18 +150,18 @@ def test_engines_that_share_the_devices_start_again_with_the_trainers_whoever_di
 @pytest.mark.parametrize(
     ("parts", "error", "said"),
     [
-        (Parts(casualty=Casualty("rollout", ("n4",))), RoleDied("role rollout died"), ""),
+        (Parts(failed_role=FailedRole("rollout", ("n4",))), RoleDied("role rollout died"), ""),
         (Parts(), RemoteError("reward.py returned NaN", user_error=True, role="actor"), ""),
         (Parts(), RemoteError("generate failed", role="rollout"), ""),
         (Parts(), RunError("control server"), ""),
-        (Parts(casualty=ACTOR, stopped=TERM), DIED, ""),
+        (Parts(failed_role=ACTOR, stopped=TERM), DIED, ""),
         (
-            Parts(casualty=ACTOR, fixed="under MPI no role can"),
+            Parts(failed_role=ACTOR, fixed="under MPI no role can"),
             DIED,
             "not restarted in this job: under MPI no role can",
         ),
         (
-            Parts(casualty=Casualty("rollout", ("n4",)), engines_alone=False, fixed="under MPI no role can"),
+            Parts(failed_role=FailedRole("rollout", ("n4",)), engines_alone=False, fixed="under MPI no role can"),
             RoleDied("role rollout died"),
             "not restarted in this job: under MPI no role can",
         ),
@@ -175,7 +175,7 @@ def test_what_no_restart_mends_ends_the_run_as_it_did(parts: Parts, error: RunEr
 
 
 def test_zero_restarts_is_the_end_without_a_word() -> None:
-    parts = Parts(casualty=ACTOR)
+    parts = Parts(failed_role=ACTOR)
     parts.config.train.max_restarts = 0
     with pytest.raises(RoleDied):
         parts.plan(DIED)
@@ -183,7 +183,7 @@ def test_zero_restarts_is_the_end_without_a_word() -> None:
 
 
 def test_restarts_end_when_they_are_used_up() -> None:
-    parts = Parts(casualty=ACTOR)
+    parts = Parts(failed_role=ACTOR)
     recovery, ranks = parts.recovery(), parts.ranks
     assert [recovery.plan(DIED, step, ranks).number for step in (1, 4, 4)] == [1, 2, 3]
     with pytest.raises(RoleDied):
@@ -193,7 +193,7 @@ def test_restarts_end_when_they_are_used_up() -> None:
 
 
 def test_a_node_that_is_gone_is_left_out_and_a_spare_takes_its_ranks() -> None:
-    parts = Parts(casualty=LOST, silent={"n2"}, spares=1)
+    parts = Parts(failed_role=LOST, silent={"n2"}, spares=1)
     plan = parts.plan(DIED)
     assert [share.node for share in plan.ranks.roles["actor"]] == ["n1", "n5"]
     assert plan.ranks.roles["critic"] == parts.ranks.roles["critic"]
@@ -203,11 +203,11 @@ def test_a_node_that_is_gone_is_left_out_and_a_spare_takes_its_ranks() -> None:
 
 
 def test_a_spare_that_preflight_found_bad_takes_over_nothing_and_the_reason_is_told() -> None:
-    parts = Parts(casualty=LOST, silent={"n2"}, spares=2, unfit={"n5": "/dev/shm is full"})
+    parts = Parts(failed_role=LOST, silent={"n2"}, spares=2, unfit={"n5": "/dev/shm is full"})
     plan = parts.plan(DIED)
     assert [share.node for share in plan.ranks.roles["actor"]] == ["n1", "n6"]
     assert parts.notes == ["left out from now on: n2; n6 takes over; n5 is free and not taken: /dev/shm is full"]
-    alone = Parts(casualty=LOST, silent={"n2"}, spares=1, unfit={"n5": "/dev/shm is full"})
+    alone = Parts(failed_role=LOST, silent={"n2"}, spares=1, unfit={"n5": "/dev/shm is full"})
     assert alone.plan(DIED).ranks.used_nodes == ["n1", "n3", "n4"]
     assert alone.notes[0] == (
         "left out from now on: n2; the run goes on with 3 nodes; n5 is free and not taken: /dev/shm is full"
@@ -215,7 +215,7 @@ def test_a_spare_that_preflight_found_bad_takes_over_nothing_and_the_reason_is_t
 
 
 def test_without_a_spare_the_run_goes_on_with_smaller_roles_and_says_which() -> None:
-    parts = Parts(casualty=LOST, silent={"n2"})
+    parts = Parts(failed_role=LOST, silent={"n2"})
     recovery, before = parts.recovery(), parts.ranks
     plan = recovery.plan(DIED, 5, before)
     assert (plan.config.actor.num_nodes, parts.config.actor.num_nodes) == (1, 2)
@@ -231,7 +231,7 @@ def test_without_a_spare_the_run_goes_on_with_smaller_roles_and_says_which() -> 
 
 
 def test_without_a_spare_and_a_smaller_layout_the_run_ends_and_says_what_is_missing() -> None:
-    parts = Parts(casualty=Casualty("critic", ("n3",), silent=True), silent={"n2", "n3"})
+    parts = Parts(failed_role=FailedRole("critic", ("n3",), silent=True), silent={"n2", "n3"})
     with pytest.raises(RoleDied):
         parts.plan(DIED)
     (told,) = parts.notes
@@ -243,7 +243,7 @@ def test_without_a_spare_and_a_smaller_layout_the_run_ends_and_says_what_is_miss
 
 def test_engines_that_have_moved_stay_where_they_are_and_the_nodes_they_left_are_not_taken() -> None:
     """The engine has left n4, which is gone, for the first of two spares; then the node of an actor's rank goes."""
-    parts = Parts(casualty=LOST, silent={"n2"}, spares=2, moved={0: "n5"})
+    parts = Parts(failed_role=LOST, silent={"n2"}, spares=2, moved={0: "n5"})
     plan = parts.plan(DIED)
     assert [share.node for share in plan.ranks.roles["actor"]] == ["n1", "n6"]
     assert [share.node for share in plan.ranks.roles["rollout"]] == ["n5"]
@@ -251,13 +251,13 @@ def test_engines_that_have_moved_stay_where_they_are_and_the_nodes_they_left_are
 
 
 def test_a_node_that_kills_ranks_twice_is_left_out_where_another_is_free() -> None:
-    parts = Parts(casualty=ACTOR, spares=1)
+    parts = Parts(failed_role=ACTOR, spares=1)
     recovery = parts.recovery()
     first = recovery.plan(DIED, 2, parts.ranks)
     assert first.ranks == parts.ranks
     second = recovery.plan(DIED, 3, first.ranks)
     assert [share.node for share in second.ranks.roles["actor"]] == ["n1", "n5"]
-    lonely = Parts(casualty=ACTOR)
+    lonely = Parts(failed_role=ACTOR)
     recovery = lonely.recovery()
     assert [recovery.plan(DIED, step, lonely.ranks).ranks == lonely.ranks for step in (2, 3)] == [True, True]
 

@@ -22,7 +22,7 @@ from campaign.verdicts import (
     unequal,
 )
 
-from slurm_rlhf.groups.trainer_recovery import Failure, refusal
+from slurm_rlhf.groups.trainer_recovery import RunFailure, refusal
 
 KILL = Fault("SIGKILL", "actor rank 1", "train", says=r"role actor died: rank 1\b", limit_s=10)
 CALM = Fault("clock jump +1 h", "all of the run", "any", does=BORNE)
@@ -155,7 +155,10 @@ def test_of_two_nodes_that_were_hit_both_have_to_be_named() -> None:
 
 
 def test_of_a_list_of_failures_the_newest_is_this_faults() -> None:
-    failures = [Failure(3, "role reference died: rank 0 was killed"), Failure(9, "role actor died: rank 1 was killed")]
+    failures = [
+        RunFailure(3, "role reference died: rank 0 was killed"),
+        RunFailure(9, "role actor died: rank 1 was killed"),
+    ]
     told = f"error: {refusal(failures, 1)}\n  the run directory is there"
     fault = Fault("SIGKILL", "actor rank 1", "generate", says="role actor died")
     assert innocents(fault, told) == ["reference rank 0"]

@@ -157,7 +157,7 @@ def test_a_run_whose_directory_refuses_ends_with_one_error(
     monkeypatch.setattr(conductor.Conductor, "run", work)
     ranks = SimpleNamespace(worlds={"actor": 1})
     continuation = SimpleNamespace(end_time=lambda: None)
-    code = guarded(lambda: conductor.run(config, ranks, None, "n1", continuation))  # type: ignore[arg-type]
+    code = guarded(lambda: conductor.lead_run(config, ranks, None, "n1", continuation))  # type: ignore[arg-type]
     if what == "is read-only":
         subprocess.run(["umount", str(full_soon)], check=True)
     out, err = capsys.readouterr()

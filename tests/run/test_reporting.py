@@ -20,7 +20,7 @@ from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
-from slurm_rlhf.run.conductor import Conductor, run
+from slurm_rlhf.run.conductor import Conductor, lead_run
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_inputs import Inputs
 from slurm_rlhf.run.run_state import RunState
@@ -166,7 +166,7 @@ def test_a_run_that_broke_says_last_from_where_it_goes_on(
     config = Config(run_dir=str(tmp_path), resume=resume)
     config.logger.progress, config.logger.tensorboard = "plain", False
     with pytest.raises(RoleDied, match=r"role actor died$"):
-        run(config, ONE, LocalLauncher(tmp_path, ONE), "n1", Continuation())
+        lead_run(config, ONE, LocalLauncher(tmp_path, ONE), "n1", Continuation())
     last, word = capsys.readouterr().out.splitlines()[-1], "the same command" if resume == "auto" else "--resume=auto"
     goes_on = f"{word} goes on from the newest checkpoint, {tmp_path}/checkpoints/step_000005"
     assert last == (goes_on if saved else f"there is no checkpoint yet: {word} begins anew")
@@ -195,7 +195,7 @@ def test_what_the_scheduler_arranged_is_said_last_and_the_exit_code_tells_whethe
     config = Config(run_dir=str(tmp_path))
     config.logger.progress, config.logger.tensorboard = "plain", False
     launcher = LocalLauncher(tmp_path, ONE)
-    assert run(config, ONE, launcher, "n1", Requeues()) == code
+    assert lead_run(config, ONE, launcher, "n1", Requeues()) == code
     *_, stopped, last = capsys.readouterr().out.splitlines()
     assert stopped == f"stopped by {reason.what}; there is no checkpoint yet"
     assert last == "job 7 is requeued"

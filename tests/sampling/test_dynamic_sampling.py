@@ -18,8 +18,8 @@ from slurm_rlhf.errors import FilteredAway, RewardError
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.values import Rewards, joined
 from slurm_rlhf.sampling.batch_sources import OnDemand, Parts, Rounds, make_batches
-from slurm_rlhf.sampling.batches import Batch, EpisodesOver, Group, Tally
-from slurm_rlhf.sampling.group_rules import Standing
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, PromptGroup
+from slurm_rlhf.sampling.group_rules import GroupState
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
 
 EVEN = set(range(0, 40, 2))
@@ -236,11 +236,11 @@ def test_groups_are_kept_by_their_mean_score_within_the_range_of_the_configurati
 def test_a_group_is_judged_by_its_scores_and_without_them_by_its_rewards(
     tmp_path: Path, rewards: list[float], scores: list[float] | None, verdicts: list[bool]
 ) -> None:
-    groups = [Group(place, prompt, Standing(0)) for place, prompt in enumerate(prompt_set(tmp_path, 2).prompts)]
-    tally, found = Tally([]), None if scores is None else np.array(scores, dtype=np.float32)
-    tally.judge(groups, Rewards(np.array(rewards, dtype=np.float32), found), 2)
+    groups = [PromptGroup(place, prompt, GroupState(0)) for place, prompt in enumerate(prompt_set(tmp_path, 2).prompts)]
+    counts, found = FilterCounts([]), None if scores is None else np.array(scores, dtype=np.float32)
+    counts.judge(groups, Rewards(np.array(rewards, dtype=np.float32), found), 2)
     assert [group.verdict for group in groups] == verdicts
-    assert (tally.judged, tally.passed) == (2, 1)
+    assert (counts.judged, counts.passed) == (2, 1)
 
 
 def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> None:
@@ -262,12 +262,12 @@ def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> N
     config.vllm.sync_mode = "inflight"
     stream = made()
     assert isinstance(stream, GroupStream)
-    assert stream.tally is None
+    assert stream.counts is None
     config.algo.dynamic_filtering_enable, config.algo.dynamic_filtering_range = True, [0.2, 0.9]
-    assert made().tally == Tally([0.2, 0.9])
+    assert made().counts == FilterCounts([0.2, 0.9])
     config.vllm.sync_mode = "drain"
     assert made().stream.rule.size is None
-    assert made().stream.tally == Tally([0.2, 0.9])
+    assert made().stream.counts == FilterCounts([0.2, 0.9])
     config.train.full_determinism = True
     assert isinstance(made()._sample.__self__, Rounds)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.sampling.group_rules import Standing, choose, deadline, first_passing, on_policy_room, room
+from slurm_rlhf.sampling.group_rules import GroupState, choose, deadline, first_passing, on_policy_room, room
 
 
 class Run:
@@ -17,7 +17,7 @@ class Run:
     def __init__(self, size: int, batch: int, last: int, ahead: int, data: st.DataObject, drops: bool = False) -> None:
         self.size, self.batch, self.last, self.ahead, self.data, self.drops = size, batch, last, ahead, data, drops
         self.version, self.step, self.next = 0, 1, 0
-        self.waiting: list[tuple[int, Standing]] = []
+        self.waiting: list[tuple[int, GroupState]] = []
         self.trained: list[tuple[int, int]] = []  # place, step
         self.oldest = 0
         self.most_stale = 0  # groups of a batch that an older policy began
@@ -26,7 +26,7 @@ class Run:
         while room(len(self.waiting), self.version, self.step, self.size, self.batch, self.last, self.ahead) > 0:
             if choose([row[1] for row in self.waiting], self.step, self.size, self.batch) is not None:
                 return
-            self.waiting.append((self.next, Standing(self.version)))
+            self.waiting.append((self.next, GroupState(self.version)))
             self.next += 1
 
     def finish(self, straggler: bool) -> None:
@@ -96,20 +96,20 @@ def test_neither_is_any_where_groups_are_dropped(size: int, batch: int, ahead: i
 def test_a_straggler_goes_into_a_later_batch_until_its_deadline() -> None:
     """The bound is 2: a group begun under version 0 may be trained on in step 3 at the latest."""
     assert deadline(0, 2) == 3
-    groups = [Standing(0), *(Standing(0, finished=True) for _ in range(5))]
+    groups = [GroupState(0), *(GroupState(0, finished=True) for _ in range(5))]
     assert choose(groups, 1, 2, 2) == [1, 2]
     assert choose([groups[0], *groups[3:]], 2, 2, 2) == [1, 2]
-    assert choose([groups[0], groups[5], Standing(1, finished=True)], 3, 2, 2) is None  # now the batch waits for it
+    assert choose([groups[0], groups[5], GroupState(1, finished=True)], 3, 2, 2) is None  # now the batch waits for it
     groups[0].finished = True
-    assert choose([groups[0], groups[5], Standing(1, finished=True)], 3, 2, 2) == [0, 1]
+    assert choose([groups[0], groups[5], GroupState(1, finished=True)], 3, 2, 2) == [0, 1]
 
 
 def test_a_batch_leaves_room_for_those_that_the_next_steps_must_take() -> None:
     """Three of one deadline, of which the next step can take two, so one must be in this batch."""
-    must = [Standing(0), Standing(0), Standing(0)]
-    assert choose([*must, Standing(1, finished=True), Standing(1, finished=True)], 2, 2, 2) is None
+    must = [GroupState(0), GroupState(0), GroupState(0)]
+    assert choose([*must, GroupState(1, finished=True), GroupState(1, finished=True)], 2, 2, 2) is None
     must[2].finished = True
-    assert choose([*must, Standing(1, finished=True), Standing(1, finished=True)], 2, 2, 2) == [2, 3]
+    assert choose([*must, GroupState(1, finished=True), GroupState(1, finished=True)], 2, 2, 2) == [2, 3]
 
 
 @pytest.mark.parametrize(

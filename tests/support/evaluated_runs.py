@@ -24,7 +24,7 @@ from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
-from slurm_rlhf.run.step import Step
+from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.batch_sources import OnDemand
@@ -65,7 +65,7 @@ class Role:
         return [None]
 
 
-class Steps(Step):
+class Steps(TrainingStep):
     """Steps whose roles have nothing to compute."""
 
     def collect(self, batch: Batch, version: int) -> Any:

@@ -18,7 +18,7 @@ from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
-from slurm_rlhf.sampling.batches import Batch, Tally
+from slurm_rlhf.sampling.batches import Batch, FilterCounts
 from slurm_rlhf.sampling.engine_feed import EngineFeed
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
 from slurm_rlhf.wire.calls import EngineCalls, GenerateAnswer, GenerateBatch, Sampled
@@ -167,9 +167,9 @@ class Streamed:
         self.engines = Engines()
         self.order = order or order_of(prompts, BATCH)
         feed = EngineFeed(cast("Any", self.engines), run_seed=1, max_num_seqs=64)
-        tally = Tally([]) if judge else None
+        counts = FilterCounts([]) if judge else None
         scoring = cast("Scoring | None", judge)
-        self.stream = GroupStream(rule, prompt_set(path, prompts), self.order, SAMPLING, feed, scoring, tally)
+        self.stream = GroupStream(rule, prompt_set(path, prompts), self.order, SAMPLING, feed, scoring, counts)
 
     @contextmanager
     def taking(self, step: int) -> Iterator[list[Batch | Exception]]:

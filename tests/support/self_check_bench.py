@@ -100,7 +100,7 @@ class Bench:
         return found
 
     def train(self, number: int) -> dict[str, float]:
-        """Do what `Step.run` does; answer the metrics of the update. Raises SelfCheckError."""
+        """Do what `TrainingStep.run` does; answer the metrics of the update. Raises SelfCheckError."""
         found = self.trajectories(number - 1)
         exp = pack(found, [float(t.prompt % 3) for t in found])
         at = np.flatnonzero(exp.action_mask)[:: len(exp.action_mask) // 6][: self.spoilt.get(number, 0)]

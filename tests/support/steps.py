@@ -20,20 +20,22 @@ from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_state import RunCheckpoints, RunState
 from slurm_rlhf.run.saves import SaveCadence
-from slurm_rlhf.run.step import Step
+from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run_directory import RunDirectory
 
 
-def make_step(config: Config, roles: Mapping[str, Any], kind: type[Step] = Step, **parts: Any) -> Step:
+def make_step(
+    config: Config, roles: Mapping[str, Any], kind: type[TrainingStep] = TrainingStep, **parts: Any
+) -> TrainingStep:
     """Build a step with `parts`; what is not among them is None, and must not be used."""
-    missing = {field.name: None for field in fields(Step) if field.init}
+    missing = {field.name: None for field in fields(TrainingStep) if field.init}
     given = {"config": config, "algorithm": algorithm_of(config), "roles": roles, "phases": Phases()}
     made: Any = {**missing, **given, **parts}
     return kind(**made)
 
 
 def make_loop(
-    step: Step,
+    step: TrainingStep,
     directory: RunDirectory,
     reporting: Reporting,
     resume: bool,
@@ -58,7 +60,7 @@ def make_loop(
 
 
 def _evaluation(
-    step: Step, directory: RunDirectory, prompts: PromptSet | None, beside: Sample | None
+    step: TrainingStep, directory: RunDirectory, prompts: PromptSet | None, beside: Sample | None
 ) -> Evaluation | None:
     if prompts is None:
         return None
