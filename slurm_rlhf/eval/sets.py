@@ -214,7 +214,7 @@ def answered(evaluation: list[EvalSet]) -> list[str]:
     """Warn of data sets whose prompts hold their answers; the self-check warns of those that are trained on."""
     shares = {one.settings.name: one.prompts.answered / len(one.prompts) for one in evaluation}
     return [
-        f"evaluation {name}: {told}"
+        f"evaluation {name}: {message}"
         for name, share in shares.items()
-        for told in share_warnings({"prompts_answered": share}, ("prompts_answered",))
+        for message in share_warnings({"prompts_answered": share}, ("prompts_answered",))
     ]

@@ -26,45 +26,27 @@ class Bound:
     statistic: Statistic
 
 
-BOUNDS: dict[str, dict[str, Bound]] = {
-    # Rounding alone: 2e-6 on small models. What is wrong shows in thousandths and more.
-    "fp32": {
-        "again": Bound(1e-4, "largest"),
-        "eval": Bound(1e-4, "largest"),
-        "alone": Bound(1e-4, "largest"),
-        "engine": Bound(1e-4, "largest"),
-        "reference": Bound(1e-4, "largest"),
-        "ratio": Bound(1e-4, "mean"),
-        "log_ratio": Bound(1e-4, "mean"),
-    },
-    # Eight bits: single tokens may be tenths apart, so it is the mean that counts. The same pass twice differs only
-    # where a kernel adds up in no fixed order.
-    "bf16": {
-        "again": Bound(1e-2, "mean"),
-        "eval": Bound(1e-2, "mean"),
-        "alone": Bound(2e-2, "mean"),
-        "engine": Bound(2e-2, "mean"),
-        "reference": Bound(2e-2, "mean"),
-        "ratio": Bound(2e-2, "mean"),
-        "log_ratio": Bound(4e-2, "mean"),
-    },
-    # Eleven bits, so an eighth of the rounding; a fourth of the bounds.
-    "fp16": {
-        "again": Bound(2.5e-3, "mean"),
-        "eval": Bound(2.5e-3, "mean"),
-        "alone": Bound(5e-3, "mean"),
-        "engine": Bound(5e-3, "mean"),
-        "reference": Bound(5e-3, "mean"),
-        "ratio": Bound(5e-3, "mean"),
-        "log_ratio": Bound(1e-2, "mean"),
-    },
+_HALF_PRECISION = {
+    "again": 1e-2,
+    "eval": 1e-2,
+    "alone": 2e-2,
+    "engine": 2e-2,
+    "reference": 2e-2,
+    "ratio": 2e-2,
+    "log_ratio": 4e-2,
 }
-"""ds.param_dtype -> check -> bound. Whatever is compared at that precision takes it from here."""
+"""Check -> limit in bf16."""
 
-
-def bounds(param_dtype: str) -> dict[str, Bound]:
-    """Look up the row of a precision."""
-    return BOUNDS[param_dtype]
+BOUNDS: dict[str, dict[str, Bound]] = {
+    # Rounding alone: 2e-6 on small models. A fault shows in thousandths and more.
+    "fp32": {check: Bound(1e-4, "mean" if "ratio" in check else "largest") for check in _HALF_PRECISION},
+    # Eight bits: single tokens may be tenths apart, so the mean counts. The same pass twice differs only where a kernel
+    # adds up in no fixed order.
+    "bf16": {check: Bound(limit, "mean") for check, limit in _HALF_PRECISION.items()},
+    # Eleven bits, so an eighth of the rounding; a fourth of the bounds.
+    "fp16": {check: Bound(limit / 4, "mean") for check, limit in _HALF_PRECISION.items()},
+}
+"""ds.param_dtype -> check -> bound. All comparisons at that precision take it from here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +133,7 @@ def compare(
 
     `engines` [A]: which engine sampled each token; the error then names the engine that is furthest off.
     """
-    bound = bounds(param_dtype)[check]
+    bound = BOUNDS[param_dtype][check]
     apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
     found = f"{_beyond(apart[mask], bound)}{_worst(apart, mask, engines, bound)}"
     detail = f"{bound.statistic} of {int(mask.sum())} tokens{found}"
@@ -187,7 +169,7 @@ def first_ratio(ratio: float, approx_kl: float, param_dtype: str) -> CheckResult
     `ratio` and `approx_kl` (k3, half the mean square of a small log-ratio) are means over the step's tokens. The mean
     ratio alone would miss noise, which has as much above one as below it.
     """
-    row = bounds(param_dtype)
+    row = BOUNDS[param_dtype]
     spread = math.sqrt(2.0 * max(approx_kl, 0.0)) if math.isfinite(approx_kl) else math.nan
     off = abs(ratio - 1.0)
     detail = f"mean ratio {ratio:.6g}, root mean square of the log-ratio {spread:.3g}"
@@ -198,7 +180,7 @@ def first_ratio(ratio: float, approx_kl: float, param_dtype: str) -> CheckResult
 
 def drift(mean: float, param_dtype: str) -> CheckResult:
     """Judge engine against actor in a later step; `mean` is over the tokens that the actor's own version sampled."""
-    return CheckResult("engine", mean, Bound(bounds(param_dtype)["engine"].limit, "mean"), "mean of the step's tokens")
+    return CheckResult("engine", mean, Bound(BOUNDS[param_dtype]["engine"].limit, "mean"), "mean of the step's tokens")
 
 
 def fitting(text: str, engine: str) -> str:

@@ -155,8 +155,8 @@ class EvalJob:
         progress = JobProgress(total, groups, began, len(output.counts.done))
         done = f"; {progress.before} are there from before" if progress.before else ""
         named = ", ".join(f"{one.settings.name} ({len(one.prompts)} prompts)" for one in self.sets)
-        for told in answered(self.sets):
-            print(told)
+        for message in answered(self.sets):
+            print(message)
         print(f"evaluation directory {directory.root}: {total} responses, {named}{done}", flush=True)
         return output, pending, progress
 

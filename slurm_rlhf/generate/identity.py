@@ -1,4 +1,4 @@
-"""What makes an output what it is: model, rows and sampling. A job with another one does not go on with it."""
+"""Describes what an output was made with: model, rows and sampling. A job with other ones does not continue it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slurm_rlhf.generate.shards import RowShard
 from slurm_rlhf.run_directory import write_atomically
 
 FILE = "generation.json"
-"""In the directory of the output."""
+"""Name of the description, in the directory of the output."""
 SAMPLING = (
     "rollout.n_samples_per_prompt",
     "rollout.max_new_tokens",
@@ -84,10 +84,10 @@ def claim(directory: Path, identity: Identity, option: str = "run_dir") -> bool:
         if before.get(key) != identity.get(key)
     ]
     if unlike:
-        told = "\n  ".join(unlike)
+        differences = "\n  ".join(unlike)
         raise ConfigError(
             f"{directory / OUTPUT} was made with other settings, and rows of two kinds do not belong in one file:\n"
-            f"  {told}\nGive this job another {option}, or the settings that the file was begun with"
+            f"  {differences}\nGive this job another {option}, or the settings that the file was begun with"
         )
     return True
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.cluster.resources import node_name
-from slurm_rlhf.cluster.stop import NOT_ARRANGED, Stop, StopRequested
+from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.disk import make_run_directory, run_directory_kept
+from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import RemoteError, RoleDied, printable
 from slurm_rlhf.generate.answers import PendingRows
 from slurm_rlhf.generate.merge import merge
@@ -24,7 +23,7 @@ from slurm_rlhf.generate.output import MERGED, OutputFile
 from slurm_rlhf.generate.progress import JobProgress
 from slurm_rlhf.groups.fleet import Answered, Fleet, Gone, Ready
 from slurm_rlhf.groups.role_environment import role_environment
-from slurm_rlhf.groups.run_lock import exclusive, log_error, logging_to, refuse_restart, refuse_short_time
+from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.nodes.engine_launcher import EngineLauncher
 from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe.run_status import write_summary
@@ -46,6 +45,23 @@ class GenerateJob:
     pending: PendingRows
     progress: JobProgress
     fleet: Fleet | None = field(default=None, init=False)
+
+    def work(self, stop: Stop) -> None:
+        """Answer every row, and write the summary. Raises as `run`."""
+        self.run(stop)
+        self.output.sync(time.monotonic(), 0.0)
+        self.finish("finished")
+
+    def stopped(self, request: StopRequested) -> bool:
+        """Write the summary of a job that stops; answer whether this start has written any row."""
+        self.output.sync(time.monotonic(), 0.0)
+        self.finish("stopped")
+        return len(self.output.counts.done) > self.progress.before
+
+    def failed(self, error: BaseException) -> None:
+        """Write the summary of a job that fails."""
+        with contextlib.suppress(OSError):  # the disk does not take the summary: `error` says so already
+            self.finish("failed", str(error))
 
     def run(self, stop: Stop) -> None:
         """Answer every row. Raises StopRequested, RunError when no engine is left, RewardError, OSError."""
@@ -136,40 +152,14 @@ def answer_rows(
     and every row that was answered is in the output.
     """
     directory, continuation = RunDirectory(root), continuation_of(config.slurm, root, os.environ)
-    end = continuation.end_time()
-    refuse_short_time(end, config.slurm.signal_lead_s)
-    make_run_directory(directory.root, directory.make)
-    with exclusive(directory), logging_to(directory.role_log("conductor", node_name(), 0)):
-        Session.here(os.environ).write(directory.root)
+    end, lead_s = continuation.end_time(), config.slurm.signal_lead_s
+    with occupied(directory, node_name(), end, lead_s):
         with run_directory_kept(directory.root):
             output, pending, progress = opened(directory)
             directory.config.write_text(dump_toml(config), encoding="utf-8")
         job = GenerateJob(config, directory, ranks, launcher, output, pending, progress)
         try:
-            with Stop(directory.root, end, config.slurm.signal_lead_s) as stop:
-                try:
-                    with run_directory_kept(directory.root):
-                        job.run(stop)
-                        output.sync(time.monotonic(), 0.0)
-                        job.finish("finished")
-                except StopRequested as stopped:
-                    output.sync(time.monotonic(), 0.0)
-                    job.finish("stopped")
-                    moved = len(output.counts.done) > progress.before
-                    if stopped.reason.requeue:
-                        refuse_restart(directory.restart_guard, moved, config.slurm.signal_lead_s)
-                        arranged = continuation.go_on()  # last: Slurm may end this process before it returns
-                        job.tell(arranged.told)
-                        return stopped.reason.exit_code if arranged.holds else NOT_ARRANGED
-                    return stopped.reason.exit_code
-        except BaseException as error:
-            log_error(error)
-            with contextlib.suppress(OSError):  # of a disk that cannot take the summary: `error` says so already
-                job.finish("failed", str(error))
-            raise
+            return lead(job, directory, end, lead_s, continuation)
         finally:
             with contextlib.suppress(OSError):
                 output.close()
-        if called_off := continuation.finished():
-            job.tell(called_off)
-        return 0

@@ -33,7 +33,7 @@ def merge(root: Path, out: Path | None, partial: bool = False) -> Merged:
     out = out or root / MERGED
     if out.exists():
         raise ConfigError(f"{out} is there already, and is not overwritten: remove it, or name another file (--output)")
-    count = known_count(root)
+    count = known_count(root) or 1
     directories = [RowShard(index, count).directory(root) for index in range(count)]
     begun = [directory for directory in directories if (directory / FILE).exists()]
     if not begun:

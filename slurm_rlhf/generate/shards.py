@@ -38,7 +38,7 @@ def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> RowShard:
     tasks that are submitted again (--array=3,7) have the parts they had. Raises ConfigError.
     """
     if ID not in environ:
-        count = _known(root) or wanted
+        count = known_count(root) or wanted
         if count > 1:
             raise ConfigError(
                 f"run_dir {root}: the rows are divided into {count} parts, and this is not a task of a job array: "
@@ -46,7 +46,7 @@ def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> RowShard:
             )
         return RowShard()
     index, tasks = int(environ[ID]), int(environ.get(COUNT) or 1)
-    known = _known(root)
+    known = known_count(root)
     count = known or wanted or tasks
     if known is None:
         last = int(environ.get(LAST) or index)
@@ -69,12 +69,8 @@ def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> RowShard:
     return RowShard(index, count)
 
 
-def known_count(root: Path) -> int:
-    """Return into how many parts the rows of a job are divided; 1: they are not."""
-    return _known(root) or 1
-
-
-def _known(root: Path) -> int | None:
+def known_count(root: Path) -> int | None:
+    """Return into how many parts the rows of a job are divided; None: no task has written it down."""
     try:
         return int(json.loads((root / SPLIT).read_text(encoding="utf-8"))["count"])
     except FileNotFoundError:
@@ -94,4 +90,4 @@ def _settle(root: Path, count: int) -> int:
         pass
     finally:
         temporary.unlink()
-    return _known(root) or count
+    return known_count(root) or count

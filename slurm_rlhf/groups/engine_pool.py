@@ -1,4 +1,4 @@
-"""The engines of a run: when each starts, and takes part."""
+"""Starts the engines of a run, and lets each take part once it has the weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STARTED_S = 0.02
 
 @dataclass(slots=True)
 class _EngineStart:
-    """Is one start of an engine: the `life` that `EngineRecovery` counts, and how far it is."""
+    """Describes one start of an engine: its number, which `EngineRecovery` counts, and whether it is done."""
 
     life: int
     done: bool = False
@@ -41,8 +41,8 @@ class EnginePool:
 
     With `all_at_once` the run waits for all of them, so that which engine gets which prompt does not depend on time.
     Otherwise it begins with the first one, and the others join when they are ready, in the middle of a batch, too; one
-    that never comes is told of with `note`, and done without. An engine that was lost and started again joins in the
-    same way.
+    that never starts is reported with `note`, and the run goes on without it. An engine that was lost and started again
+    joins in the same way.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class EnginePool:
         self._all_at_once = all_at_once
         self._note = note
         self._starts: dict[int, _EngineStart] = {}
-        self._failure: BaseException | None = None  # what kept an engine from starting
+        self._failure: BaseException | None = None  # error that kept an engine from starting
         self._connected: list[tuple[int, int]] = []  # (engine, life) in the present sync group
         self._parameters: list[ParameterSpec] = []
-        self._version = 0  # of the actor's policy
+        self._version = 0  # version of the actor's policy
         self._closed = False
         handle.ready = []
 
@@ -74,9 +74,9 @@ class EnginePool:
         threading.Thread(target=self._start_each, name="engines", daemon=True).start()
 
     def wait(self, parameters: list[ParameterSpec]) -> list[int]:
-        """Wait until the first engine has started, or all; answer which have.
+        """Wait until the first engine has started, or all; return those that have.
 
-        `parameters`: what the actor is going to send. Raises what kept an engine from starting.
+        `parameters`: those that the actor is going to send. Raises the error that kept an engine from starting.
         """
         self._parameters = parameters
         while True:
@@ -91,7 +91,7 @@ class EnginePool:
         return self._recovery.left if self._recovery else self._handle.world
 
     def close(self) -> None:
-        """Start no engine any more: another pool takes over."""
+        """Start no further engine, because another pool takes over."""
         self._closed = True
 
     @property
@@ -101,7 +101,7 @@ class EnginePool:
 
     @property
     def begun(self) -> list[int]:
-        """List the engines that were told to start, and have not answered."""
+        """List the engines that were asked to start, and have not answered."""
         return [engine for engine, start in self._starts.items() if not start.done and start.life == self._life(engine)]
 
     @property
@@ -135,7 +135,7 @@ class EnginePool:
         return new
 
     def rescue(self) -> list[int]:
-        """Where no engine is left, admit those that have started again; answer which. Raises what ended the run."""
+        """Admit engines that have started again, if none is left; return which. Raises the error that ended the run."""
         if self._handle.ready:
             return []
         if self._supervisor.failure is not None:
@@ -145,7 +145,7 @@ class EnginePool:
     def update(self, version: int) -> dict[str, float]:
         """Give every engine that has started the actor's weights, as `WeightSync.update` does.
 
-        Engines that are lost meanwhile are done without. Where none is left, `rescue` is what waits for one.
+        The run goes on without engines that are lost meanwhile. If none is left, `rescue` waits for one.
         """
         self._version = version
         while arrived := self._arrived():
@@ -187,7 +187,7 @@ class EnginePool:
         return [engine for engine, start in starts if start.done and start.life == self._life(engine)]
 
     def _absent(self) -> list[int]:
-        """List the engines that were not told to start since their processes were started."""
+        """List the engines that were not asked to start since their processes started."""
         lives = ((engine, self._life(engine)) for engine in range(self._handle.world))
         return [e for e, life in lives if life is not None and (e not in self._starts or self._starts[e].life != life)]
 
@@ -238,7 +238,7 @@ class EnginePool:
                 self._recovery.arm()
             return
         if self._closed or self._handle.goes_on_without(engine, error):
-            return  # it is started once more
+            return  # the recovery starts it again
         if start.life and self._recovery and self._recovery.lost(engine, f"it did not start: {error}", start.life):
             return
         self._failure = error

@@ -1,7 +1,7 @@
-"""Engines that die while a run goes on: what is left of one is ended, and it is started again, here or on a spare node.
+"""Starts engines again that die while a run goes on, on their node or on a spare one, once the old processes are gone.
 
-Whoever used a lost engine does without it: `Dispatcher` and `GroupStream` hand its unfinished prompts to the others,
-`EnginePool` forms the weight transfer group anew. An engine that was started again joins like one that comes late.
+The users of a lost engine go on without it: `Dispatcher` and `GroupStream` hand its unfinished prompts to the others,
+`EnginePool` forms the weight transfer group anew. An engine that was started again joins like one that starts late.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Timeout
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied
-from slurm_rlhf.groups.restart_rules import Loss, next_place
 from slurm_rlhf.nodes.engine_launcher import EngineLauncher
 from slurm_rlhf.observe.events import ENGINE_JOINED, ENGINE_LOST
+from slurm_rlhf.placement.replacement import passed_over
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.handles import EngineHandle
 from slurm_rlhf.wire.roster import Peer
@@ -26,31 +26,89 @@ from slurm_rlhf.wire.server import ControlServer
 
 log = logging.getLogger(__name__)
 
+INCIDENT_S = 60.0
+"""Engines of a node that are lost within this time are one loss of the node."""
 _BROKEN = (": OutOfMemoryError: ", "CUDA error")
-"""In the words of an engine whose process lives and can do nothing more."""
+"""Words in the error of an engine whose process lives, but cannot work any more."""
 
 Status = Literal["up", "lost", "ending", "out"]
 Tell = Callable[[str, str, int], None]
-"""(what is said, kind of event, engine)."""
+"""Gets the text, the kind of the event, and the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Says that an engine was lost on a node, at `at` seconds of some clock."""
+
+    engine: int
+    node: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPlace:
+    """Says where an engine starts again; `node` None: nowhere, for the reason `why`."""
+
+    node: str | None
+    why: str = ""
+
+
+def next_place(
+    engine: int,
+    home: str,
+    losses: Sequence[Loss],
+    spares: Collection[str],
+    home_gone: bool,
+    most: int,
+    unfit: Mapping[str, str] | None = None,
+) -> RestartPlace:
+    """Choose where `engine`, which has just been lost on `home`, starts again.
+
+    `losses`: all losses of the run so far, in their order. `spares`: nodes without ranks. `home_gone`: nothing is
+    heard from that node. `most`: train.max_engine_restarts, the starts that an engine gets after its first; a node that
+    was lost more often gets no further engine. `unfit`: spares that get none either, and why.
+    """
+    died = sum(loss.engine == engine for loss in losses)
+    if died > most:
+        return RestartPlace(None, f"it died {died} times (train.max_engine_restarts = {most})")
+    bad = {node for node in {loss.node for loss in losses} if incidents(losses, node) > most}
+    good = [node for node in spares if node not in {*bad, *(unfit or {})}]
+    if home not in bad and not (home_gone and good):
+        return RestartPlace(home)
+    if good:
+        return RestartPlace(good[0])
+    why = f"its node {home} lost engines {incidents(losses, home)} times (train.max_engine_restarts = {most})"
+    passed = {node: said for node, said in (unfit or {}).items() if node in spares}
+    return RestartPlace(None, f"{why}; {passed_over(passed)}" if passed else why)
+
+
+def incidents(losses: Sequence[Loss], node: str) -> int:
+    """Count how often a node lost engines; several within a minute are one time."""
+    count, last = 0, -INCIDENT_S
+    for loss in losses:
+        if loss.node == node:
+            count += loss.at - last >= INCIDENT_S or count == 0
+            last = loss.at
+    return count
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """Describes an engine: up (or on its way there), lost, being ended, or left out for good."""
+    """Describes an engine: up (or starting), lost, being ended, or left out for good."""
 
     node: str
     status: Status = "up"
-    life: int = 0  # further starts so far
-    began: float = 0.0  # the present start
+    life: int = 0  # number of starts after the first
+    began: float = 0.0  # time of the present start
     lost_at: float = 0.0
-    why: str = ""  # it is lost or out
-    silent: bool = False  # it was lost because nothing was heard of it
+    why: str = ""  # reason why it is lost or left out
+    silent: bool = False  # True: it is lost because nothing was heard of it
 
 
 class EngineRecovery:
-    """Knows which engines are up. `look` is for the supervisor's thread, all else for any.
+    """Knows which engines are up. Only the supervisor's thread calls `look`; any thread may call the rest.
 
-    Until `arm` is called a death is nobody's but the run's: engines that cannot start at all end it at once.
+    Until `arm` is called, an engine that dies ends the run: engines that cannot start at all end it at once.
     """
 
     def __init__(
@@ -64,7 +122,7 @@ class EngineRecovery:
         fail: Callable[[Exception], None],
         failed: Callable[[], bool],
     ) -> None:
-        """`homes`: engine -> node. `most`: train.max_engine_restarts. `fail` ends the run; `failed`: it is ending."""
+        """`homes`: engine -> node. `most`: train.max_engine_restarts. `fail` ends the run; `failed`: it ends."""
         self._handle = handle
         self._server = server
         self._launcher = launcher
@@ -78,11 +136,11 @@ class EngineRecovery:
         self._lock = threading.RLock()
         self._armed = False
         self.tell: Tell = lambda text, kind, engine: log.warning("%s", text)
-        """Tells the user of an engine that is lost, left out or back."""
+        """Reports to the user that an engine is lost, left out or back."""
         self.renew(handle)
 
     def renew(self, handle: EngineHandle) -> None:
-        """Go on with another handle of the same engines: their trainers have started again."""
+        """Go on with another handle of the same engines, because their trainers have started again."""
         self._handle = handle
         handle.goes_on_without = self.goes_on_without
         handle.give_up = self.lost
@@ -100,11 +158,11 @@ class EngineRecovery:
         return self._armed and not self._failed()
 
     def arm(self) -> None:
-        """Go on without engines that die from now on: one has started."""
+        """Go on without engines that die from now on, because one has started."""
         self._armed = True
 
     def life(self, engine: int) -> int | None:
-        """Return which start of an engine is up or on its way, 0 for the first; None: none is."""
+        """Return the number of the start by which an engine is up or starting, 0 for the first; None: it is neither."""
         state = self._states[engine]
         return state.life if state.status == "up" else None
 
@@ -114,12 +172,12 @@ class EngineRecovery:
 
     @property
     def deserted(self) -> set[str]:
-        """List the nodes that lost engines and that those have left: nothing is to start there."""
+        """List the nodes that engines were lost on and have left: nothing should start there."""
         return {loss.node for loss in self._losses if self._states[loss.engine].node != loss.node}
 
     @property
     def without_engines(self) -> bool:
-        """Tell whether the run waits because all engines were lost: that is no hang."""
+        """Tell whether the run waits because all engines were lost, which is no hang."""
         return bool(self._losses) and not self._handle.ready
 
     @property
@@ -129,11 +187,11 @@ class EngineRecovery:
 
     def goes_on_without(self, engine: int, error: BaseException) -> bool:
         """Tell whether the run goes on without an engine whose call has failed by `error`."""
-        broken = isinstance(error, RemoteError) and ": EngineBroken: " in str(error)  # its processes end, which is told
+        broken = isinstance(error, RemoteError) and ": EngineBroken: " in str(error)  # its end is reported later
         if not self.armed:
             return broken
         if broken or isinstance(error, RoleDied):
-            # Whoever failed the call knows; until it is told here, nobody is to call the engine again.
+            # The end of its processes is reported later; until then nobody should call the engine again.
             if broken or self._peers_lost(engine):
                 self._handle.ready = [other for other in self._handle.ready if other != engine]
             return True
@@ -142,7 +200,7 @@ class EngineRecovery:
         return False
 
     def lost(self, engine: int, why: str, life: int | None = None, silent: bool = False) -> bool:
-        """Count an engine as lost, unless it is already, or is in another life; False: the run ends instead.
+        """Count an engine as lost, unless it is lost already or has started again; False: the run ends instead.
 
         `silent`: nothing was heard of it, so that its node may be gone.
         """
@@ -192,7 +250,7 @@ class EngineRecovery:
                         self.lost(engine, f"it did not say hello within {self._timeout.connect:g} s (timeout.connect)")
 
     def close(self) -> None:
-        """End engines that are on their way: the run ends, and they would have to be waited for."""
+        """End engines that are starting: the run ends, and would have to wait for them."""
         for engine, state in list(self._states.items()):
             if state.status in ("lost", "ending") or (state.life and not self._here(engine)):
                 self._launcher.end(engine)
@@ -220,8 +278,8 @@ class EngineRecovery:
     def _leave_out(self, engine: int, why: str) -> None:
         state = self._states[engine]
         self._put(engine, status="out", why=why)
-        told = f"engine {engine} on {state.node} is left out: {why}; {self.left} of {len(self._states)} are left"
-        self.tell(told, ENGINE_LOST, engine)
+        words = f"engine {engine} on {state.node} is left out: {why}; {self.left} of {len(self._states)} are left"
+        self.tell(words, ENGINE_LOST, engine)
         if not self.left:
             self._fail(
                 RoleDied(
@@ -241,7 +299,7 @@ class EngineRecovery:
         return [peer for peer in self._server.peers(ROLLOUT) if peer.rank in self._ranks(engine)]
 
     def _peers_lost(self, engine: int) -> bool:
-        """Tell whether no process of an engine can be called."""
+        """Tell whether all processes of an engine are lost."""
         return all(peer.lost for peer in self._peers(engine))
 
     def _here(self, engine: int) -> bool:
@@ -249,6 +307,6 @@ class EngineRecovery:
         return {peer.rank for peer in self._peers(engine) if not peer.lost} == set(self._ranks(engine))
 
     def _node_gone(self, state: EngineState) -> bool:
-        """Tell whether an engine fell silent, and with it all that the run has on its node."""
+        """Tell whether an engine is silent, and with it all processes of the run on its node."""
         silent = self._server.silent(self._timeout.heartbeat / 2)
         return state.silent and all(peer.lost or peer in silent for peer in self._server.peers_on(state.node))

@@ -1,4 +1,4 @@
-"""The engines of a job: which are coming, ready or gone, and the calls to those that are ready."""
+"""Starts the engines of a job, knows which are starting, ready or gone, and calls those that are ready."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Gone:
 
     engine: int
     why: str
-    error: BaseException | None = None  # what its start raised
+    error: BaseException | None = None  # error of its start
 
 
 News = Answered | Ready | Gone
@@ -60,9 +60,9 @@ News = Answered | Ready | Gone
 
 @dataclass(slots=True)
 class Fleet:
-    """Starts the engines and tells what happens to them. One that ends, hangs or does not start ends no other.
+    """Starts the engines and reports what happens to them. One that ends, hangs or does not start ends no other.
 
-    Used by one thread; what threads of the control plane learn comes to it through `news`.
+    Used by one thread; what other threads learn comes to it through `_news`.
     """
 
     config: Config
@@ -73,7 +73,7 @@ class Fleet:
     gone: dict[int, Gone] = field(default_factory=dict, init=False)
     groups: dict[int, TpGroup] = field(default_factory=dict, init=False)
     _news: SimpleQueue[News] = field(default_factory=SimpleQueue, init=False)
-    _called: set[int] = field(default_factory=set, init=False)  # to start
+    _called: set[int] = field(default_factory=set, init=False)  # engines that were asked to start
     _since: float = field(default=0.0, init=False)
     _server: ControlServer = field(init=False)
     _handle: EngineHandle = field(init=False)
@@ -116,7 +116,7 @@ class Fleet:
         call.add_done_callback(lambda done: self._news.put(Answered(engine, row, done)))
 
     def wait(self, seconds: float) -> list[News]:
-        """Wait for news, at most so long, and return all there is; of a lost engine nothing comes after `Gone`."""
+        """Wait for news, at most `seconds`, and return all there is; nothing follows on the `Gone` of an engine."""
         self._look()
         found: list[News] = []
         try:
@@ -128,18 +128,18 @@ class Fleet:
         return [each for each in found if self._take(each)]
 
     def _take(self, news: News) -> bool:
-        """Keep `ready` and `gone` up to date; False for news that no longer matter."""
+        """Keep `ready` and `gone` up to date; return False for news that no longer matter."""
         if news.engine in self.gone:
             return False
         if isinstance(news, Answered) and ": EngineBroken: " in str(news.call.exception()):
-            return False  # its rows go to others when it is gone, which it says itself
+            return False  # it ends by itself; its rows go to others then
         if isinstance(news, Ready):
             self.ready.append(news.engine)
         if isinstance(news, Gone):
             self.gone[news.engine] = news
             if news.engine in self.ready:
                 self.ready.remove(news.engine)
-            # One that hangs, or whose other ranks wait for it: they hold the memory of its devices.
+            # It may hang, or its other ranks wait for it and hold the memory of its devices.
             self.launcher.end(news.engine)
             log.error("engine %d is lost: %s", news.engine, news.why)
         return True
@@ -208,7 +208,7 @@ class Fleet:
         self.directory.keys.unlink(missing_ok=True)
 
     def _all_leave(self, seconds: float) -> bool:
-        """Ask all ranks of the engines that are ready to end; True when nobody else is left to be ended by force."""
+        """Ask all ranks of the engines that are ready to end; return True if nothing is left to be ended by force."""
         calls = [self._handle.shut_down(rank) for engine in self.ready for rank in self.groups[engine].ranks]
         _, left = wait(calls, seconds)
         return not left and not self.coming and not self.gone

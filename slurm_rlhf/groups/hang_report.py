@@ -1,7 +1,7 @@
 """Collects what is known of every rank and node while nothing moves, and writes it into a directory.
 
-Everything has a deadline, and nothing waits for a rank that hangs: what does not answer is looked at through its log
-and from outside.
+Everything has a deadline, and nothing waits for a rank that hangs: a rank that does not answer is examined through its
+log and from outside.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from slurm_rlhf.wire.messages import Said
 from slurm_rlhf.wire.pending_calls import Flight
 from slurm_rlhf.wire.roster import Peer
 
-_SLACK_S = 5.0  # between a heartbeat that is missing and the time of the log
+_SLACK_S = 5.0  # most seconds between a missing heartbeat and the time of the log
 
 
 @dataclass(slots=True)
-class Scene:
-    """Holds what was found."""
+class Findings:
+    """Holds what was found out about a hang."""
 
     ranks: list[Sighting]
     conductor: list[ThreadStack]
     said: list[Said]
-    loads: dict[str, str] = field(default_factory=dict)  # by node
-    notes: list[str] = field(default_factory=list)  # what could not be done, and why
+    loads: dict[str, str] = field(default_factory=dict)  # node -> load
+    notes: list[str] = field(default_factory=list)  # steps that failed, with the reason
     when: float = field(default_factory=time.time)
 
 
-def ask_ranks(supervisor: Supervisor, directory: RunDirectory, timeout: Timeout) -> Scene:
+def ask_ranks(supervisor: Supervisor, directory: RunDirectory, timeout: Timeout) -> Findings:
     """Ask every rank for its stacks, and read the log of those that do not answer. Takes STACKS_S at most."""
     server = supervisor.server
     flights: dict[Peer, Flight] = {}
@@ -53,7 +53,7 @@ def ask_ranks(supervisor: Supervisor, directory: RunDirectory, timeout: Timeout)
         flights.setdefault(flight.peer, flight)
     peers = [(handle, peer) for role, handle in supervisor.roles.items() for peer in server.peers(role)]
     asked = [(peer, _ask(handle, peer)) for handle, peer in peers]
-    scene = Scene([], own_stacks(), server.said())
+    hang = Findings([], own_stacks(), server.said())
     _wait(supervisor, asked, late_s(timeout.heartbeat) + 2 * timeout.heartbeat_interval)
     for peer, answer in asked:
         seen = Sighting(peer.role, peer.rank, peer.host, peer.pid, silent_s=server.quiet(peer))
@@ -61,12 +61,12 @@ def ask_ranks(supervisor: Supervisor, directory: RunDirectory, timeout: Timeout)
             seen = replace(seen, call=flights[peer].method, call_s=flights[peer].seconds)
         if answer.done() and answer.exception() is None:
             found = answer.result()
-            scene.loads[peer.host] = found.node
+            hang.loads[peer.host] = found.node
             seen = replace(seen, threads=tuple(read_stacks(found.threads)), source="itself")
         elif threads := _late(directory.role_log(peer.role, peer.host, peer.rank), seen.silent_s):
             seen = replace(seen, threads=tuple(threads), source="lock")
-        scene.ranks.append(seen)
-    return scene
+        hang.ranks.append(seen)
+    return hang
 
 
 def _ask(handle: RoleHandle[Any], peer: Peer) -> Future[StacksAnswer]:
@@ -98,25 +98,25 @@ def _late(path: Path, silent_s: float) -> list[ThreadStack]:
         return []
 
 
-def look_from_outside(scene: Scene, supervisor: Supervisor, directory: Path) -> None:
+def look_from_outside(hang: Findings, supervisor: Supervisor, directory: Path) -> None:
     """Let the nodes look at the processes, and add what they see. Takes little more than LOOK_S."""
     pids: dict[str, list[int]] = defaultdict(list)
-    for seen in scene.ranks:
+    for seen in hang.ranks:
         pids[seen.node].append(seen.pid)
     try:
         supervisor.look(pids, directory, timeouts.LOOK_S)
     except (OSError, SlurmRlhfError) as error:
-        scene.notes.append(f"the nodes could not be looked at: {error}")
-    views = [view for node in pids if (view := _view(directory / f"{node}.json", node, scene)) is not None]
+        hang.notes.append(f"the nodes could not be looked at: {error}")
+    views = [view for node in pids if (view := _view(directory / f"{node}.json", node, hang)) is not None]
     by_pid = {(view.node, process.pid): process for view in views for process in view.processes}
-    scene.loads.update({view.node: view.load for view in views})
+    hang.loads.update({view.node: view.load for view in views})
     reasons = {(process.no_spy, view.node) for view in views for process in view.processes if process.no_spy}
     for why in sorted({reason for reason, _ in reasons}):
         nodes = ", ".join(sorted(node for reason, node in reasons if reason == why))
-        scene.notes.append(f"{why}, on {nodes}: stacks are the ranks' own, and of ranks that cannot answer their log's")
-    for index, seen in enumerate(scene.ranks):
+        hang.notes.append(f"{why}, on {nodes}: stacks are the ranks' own, and of ranks that cannot answer their log's")
+    for index, seen in enumerate(hang.ranks):
         if process := by_pid.get((seen.node, seen.pid)):
-            scene.ranks[index] = _with_view(seen, process)
+            hang.ranks[index] = _with_view(seen, process)
             if process.spy:
                 (directory / f"{seen.role}.{seen.rank}.py-spy.txt").write_text(process.spy, encoding="utf-8")
 
@@ -127,30 +127,30 @@ def _with_view(seen: Sighting, process: ProcessView) -> Sighting:
     return replace(seen, process=process.state, threads=tuple(read_spy(process.spy)), source="py-spy")
 
 
-def _view(path: Path, node: str, scene: Scene) -> NodeView | None:
+def _view(path: Path, node: str, hang: Findings) -> NodeView | None:
     try:
         view = NodeView.read(path)
         path.unlink()
         return view
     except (OSError, ValueError, KeyError, TypeError):
-        scene.notes.append(
+        hang.notes.append(
             f"{node} was not looked at from outside: nothing came back from it within {timeouts.LOOK_S:g} s"
         )
         return None
 
 
-def write_scene(scene: Scene, verdict: HangVerdict, paragraph: str, directory: Path) -> None:
+def write_findings(hang: Findings, verdict: HangVerdict, paragraph: str, directory: Path) -> None:
     """Write report.txt, stacks.txt, messages.txt and nodes.txt into `directory`, which exists."""
-    rows = [_row(seen, verdict) for seen in scene.ranks]
-    notes = "".join(f"note: {note}\n" for note in scene.notes)
+    rows = [_row(seen, verdict) for seen in hang.ranks]
+    notes = "".join(f"note: {note}\n" for note in hang.notes)
     table = "\n".join(rows)
     (directory / "report.txt").write_text(f"{paragraph}\n\n{table}\n\n{notes}", encoding="utf-8")
-    stacks = [f"# {_title(seen)}\n{written(seen.threads) or '(no stack)'}\n" for seen in scene.ranks]
-    own = f"# conductor\n{written(scene.conductor)}\n"
+    stacks = [f"# {_title(seen)}\n{written(seen.threads) or '(no stack)'}\n" for seen in hang.ranks]
+    own = f"# conductor\n{written(hang.conductor)}\n"
     (directory / "stacks.txt").write_text("\n".join([*stacks, own]), encoding="utf-8")
-    messages = [f"{_clock(each.when)} {each.peer.role} rank {each.peer.rank}: {each.what}" for each in scene.said]
+    messages = [f"{_clock(each.when)} {each.peer.role} rank {each.peer.rank}: {each.what}" for each in hang.said]
     (directory / "messages.txt").write_text("\n".join(messages) + "\n", encoding="utf-8")
-    (directory / "nodes.txt").write_text(_lines(scene.loads), encoding="utf-8")
+    (directory / "nodes.txt").write_text(_lines(hang.loads), encoding="utf-8")
 
 
 def take_flights(logs: Path, since: float, directory: Path) -> int:

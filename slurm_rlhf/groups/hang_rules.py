@@ -1,4 +1,4 @@
-"""Who is behind when nothing moves, by pure functions over the stacks of all ranks and the calls in flight."""
+"""Names the ranks that hold up a run when nothing moves: pure functions of the stacks and the calls in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurm_rlhf.errors import shortened
 from slurm_rlhf.observe.stacks import Frame, ThreadStack
 
 Source = Literal["itself", "lock", "py-spy", ""]
-"""Where a stack comes from: the rank; its log, while something held the interpreter's lock; py-spy; nowhere."""
+"""Source of a stack: the rank; its log, while something held the interpreter's lock; py-spy; none."""
 
 Kind = Literal["collective", "device", "sync", "idle", "follows", "busy", "locked", "unknown"]
 
@@ -33,7 +33,7 @@ _WAITS: tuple[tuple[str, Kind], ...] = (
 """Part of a file's path -> what a thread waits for whose innermost call is there."""
 _WORK_LINES = (".wait(",)
 _DEVICE_LINES = ("synchronize(", ".item()", ".cpu()", ".tolist()")
-"""What a line has where a thread waits for its device: with NCCL, that is where it waits for a collective."""
+"""Parts of lines in which a thread waits for its device: with NCCL it waits for collectives there."""
 _WAITERS = ("/torch/", "/deepspeed/", "/vllm/", "/slurm_rlhf/trainer/")
 _WAITING = ("collective", "device", "sync", "follows")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
@@ -49,12 +49,12 @@ class Sighting:
     rank: int
     node: str
     pid: int
-    call: str = ""  # in flight; empty: none
-    call_s: float = 0.0  # how long
+    call: str = ""  # call in flight; empty: none
+    call_s: float = 0.0  # seconds since the call began
     silent_s: float = 0.0
     threads: tuple[ThreadStack, ...] = ()  # the main thread first; empty: unknown
     source: Source = ""
-    process: str = ""  # what the node says of it: "T (stopped)"
+    process: str = ""  # state of the process by its node: "T (stopped)"
 
     @property
     def name(self) -> str:
@@ -63,23 +63,23 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Says where a rank stands."""
+    """Says what a rank does."""
 
     kind: Kind
-    at: Frame | None = None  # the innermost call that says it
-    by: Frame | None = None  # the innermost call that is not a library's
+    at: Frame | None = None  # innermost call that shows it
+    by: Frame | None = None  # innermost call outside of libraries
 
 
 @dataclass(frozen=True, slots=True)
 class HangVerdict:
-    """Names who is behind: ranks, or the conductor; and says what the others wait in."""
+    """Names the ranks that hold up the run (none: the conductor does), and says what the others wait for."""
 
     behind: tuple[Sighting, ...]
     words: str
 
     @property
     def alive(self) -> bool:
-        """Tell whether the process of one that is behind has been seen."""
+        """Tell whether one of their processes was seen."""
         return not self.behind or any(each.threads or each.process for each in self.behind)
 
 
@@ -118,12 +118,12 @@ def _library(frame: Frame) -> bool:
 
 
 def judge(ranks: Sequence[Sighting], conductor: Sequence[ThreadStack], width: int = 1) -> HangVerdict:
-    """Name who is behind.
+    """Name the ranks that hold up the run.
 
-    `ranks`: all of the run; `conductor`: its threads, the main thread first; `width`: ranks of an engine. In this
-    order: ranks that hold their interpreter's lock; ranks that compute while others of their role stand in a
-    collective; ranks in another collective than most; ranks that are not heard; ranks that compute; and where no call
-    is in flight, the conductor, with the user's reward function.
+    `ranks`: all ranks of the run; `conductor`: its threads, the main thread first; `width`: ranks of an engine. In this
+    order: ranks that hold their interpreter's lock; ranks that compute while others of their role wait in a
+    collective; ranks in another collective than most; ranks that are silent; ranks that compute; and if no call is in
+    flight, the conductor, with the user's reward function.
     """
     places = {seen.name: rank_state(seen) for seen in ranks}
     called = [seen for seen in ranks if seen.call or _engine_called(seen, ranks, width)]
@@ -133,8 +133,8 @@ def judge(ranks: Sequence[Sighting], conductor: Sequence[ThreadStack], width: in
         return HangVerdict((), _of_conductor(conductor))
     if stuck := _those(called, places, "collective", "device", "sync"):
         where = shortened(sorted({seen.node for seen in stuck}), 8)
-        told = _waiting(stuck, places)
-        return HangVerdict(tuple(stuck), f"no rank is behind: {told}. Look at the network between its nodes ({where})")
+        waits = _waiting(stuck, places)
+        return HangVerdict(tuple(stuck), f"no rank is behind: {waits}. Look at the network between its nodes ({where})")
     return HangVerdict(
         tuple(called), f"{_names(called)} did not answer, and nobody computes: the call or its answer is lost"
     )
@@ -143,7 +143,7 @@ def judge(ranks: Sequence[Sighting], conductor: Sequence[ThreadStack], width: in
 def _candidates(
     ranks: Sequence[Sighting], called: Sequence[Sighting], places: Mapping[str, RankState]
 ) -> Iterator[list[Sighting]]:
-    """Yield who may be behind, beginning with the strongest evidence."""
+    """Yield groups of ranks that may hold up the run, beginning with the strongest evidence."""
     yield _those(ranks, places, "locked")
     for role in dict.fromkeys(seen.role for seen in called):
         own = [seen for seen in called if seen.role == role]
@@ -164,13 +164,13 @@ def _those(among: Sequence[Sighting], places: Mapping[str, RankState], *kinds: K
 
 
 def _engine_called(seen: Sighting, ranks: Sequence[Sighting], width: int) -> bool:
-    """Tell whether a call is in flight to the engine of a rank; its leader takes them all."""
+    """Tell whether a call is in flight to the engine of a rank; the leader of an engine takes all calls."""
     leader = seen.rank - seen.rank % width
     return width > 1 and any(other.rank == leader and other.role == seen.role and other.call for other in ranks)
 
 
 def _minority(stuck: Sequence[Sighting], places: Mapping[str, RankState]) -> list[Sighting]:
-    """Return the ranks that stand in another collective than most of the role, or at another line of the program."""
+    """Return the ranks that wait in another collective than most of the role, or at another line of the program."""
     kinds = [(_function(places[seen.name].at), str(places[seen.name].by)) for seen in stuck]
     ((most, count), *others) = Counter(kinds).most_common()
     if not others or others[0][1] == count:
@@ -179,13 +179,13 @@ def _minority(stuck: Sequence[Sighting], places: Mapping[str, RankState]) -> lis
 
 
 def _verdict(behind: list[Sighting], places: Mapping[str, RankState], called: Sequence[Sighting]) -> HangVerdict:
-    told = "; ".join(_behind(seen, places[seen.name]) for seen in behind[:3])
+    words = "; ".join(_behind(seen, places[seen.name]) for seen in behind[:3])
     if len(behind) > 3:
-        told += f"; and {len(behind) - 3} more"
+        words += f"; and {len(behind) - 3} more"
     others = [seen for seen in called if seen not in behind]
     waiting = _waiting([s for s in others if places[s.name].kind in _WAITING], places)
     return HangVerdict(
-        tuple(behind), f"behind {'is' if len(behind) == 1 else 'are'} {told}{f'. {waiting}' * bool(waiting)}"
+        tuple(behind), f"behind {'is' if len(behind) == 1 else 'are'} {words}{f'. {waiting}' * bool(waiting)}"
     )
 
 
@@ -204,7 +204,7 @@ def _behind(seen: Sighting, place: RankState) -> str:
 
 
 def _waiting(ranks: Sequence[Sighting], places: Mapping[str, RankState]) -> str:
-    """Say who waits in what, by role."""
+    """Say which ranks wait, and in which call, by role."""
     groups: dict[tuple[str, str], list[Sighting]] = {}
     for seen in ranks:
         groups.setdefault((seen.role, _wait_words(places[seen.name])), []).append(seen)

@@ -1,4 +1,4 @@
-"""Have a run directory to oneself, and a log in it."""
+"""Keeps a run directory for one process, and leads its run to its end, to a stop, or to a continuation later."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import contextlib
 import fcntl
 import logging
 import math
+import os
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
+from slurm_rlhf.cluster.processes import Session
+from slurm_rlhf.cluster.stop import NOT_ARRANGED, Continuation, Stop, StopRequested
+from slurm_rlhf.disk import make_run_directory, run_directory_kept
 from slurm_rlhf.errors import ConfigError, RemoteError
 from slurm_rlhf.nodes.needs import WITHOUT_LOCKS
 from slurm_rlhf.run_directory import RunDirectory
@@ -19,6 +24,63 @@ log = logging.getLogger(__name__)
 
 MOST_RESTARTS = 5
 """Allocations in a row that may end before a single step: the job would otherwise requeue itself for ever."""
+
+
+@contextlib.contextmanager
+def occupied(directory: RunDirectory, node: str, end: float | None, lead_s: float) -> Iterator[None]:
+    """Make the directory, keep it for this process on `node`, and write the log there.
+
+    `end`: when the allocation ends, in seconds since the epoch. `lead_s`: slurm.signal_lead_s. Raises ConfigError where
+    the time is too short, or another run uses the directory.
+    """
+    refuse_short_time(end, lead_s)
+    make_run_directory(directory.root, directory.make)
+    with exclusive(directory), logging_to(directory.role_log("conductor", node, 0)):
+        Session.here(os.environ).write(directory.root)
+        yield
+
+
+class Leader(Protocol):
+    """Leads the work in a run directory: the conductor of a training run, or a job of `slurm-rlhf generate`."""
+
+    def work(self, stop: Stop) -> None:
+        """Do all of it."""
+
+    def stopped(self, request: StopRequested) -> bool:
+        """Tell that `work` has ended by a stop; answer whether this allocation got anything done."""
+
+    def failed(self, error: BaseException) -> None:
+        """Tell that `error` ended it; whoever catches the error prints its message."""
+
+    def tell(self, line: str) -> None:
+        """Tell the user something."""
+
+
+def lead(leader: Leader, directory: RunDirectory, end: float | None, lead_s: float, continuation: Continuation) -> int:
+    """Let `leader` do its work in an occupied directory; return the exit code. Raises what the work raises.
+
+    After a stop that was asked for, `continuation` makes the run go on where the scheduler allows.
+    """
+    try:
+        with Stop(directory.root, end, lead_s) as stop:
+            try:
+                with run_directory_kept(directory.root):
+                    leader.work(stop)
+            except StopRequested as request:
+                moved, reason = leader.stopped(request), request.reason
+                if not reason.requeue:
+                    return reason.exit_code
+                refuse_restart(directory.restart_guard, moved, lead_s)
+                arranged = continuation.go_on()  # last: Slurm may end this process before it returns
+                leader.tell(arranged.told)
+                return reason.exit_code if arranged.holds else NOT_ARRANGED
+    except BaseException as error:
+        log_error(error)
+        leader.failed(error)
+        raise
+    if called_off := continuation.finished():
+        leader.tell(called_off)
+    return 0
 
 
 @contextlib.contextmanager

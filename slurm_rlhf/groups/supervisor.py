@@ -14,16 +14,18 @@ from slurm_rlhf.cluster.processes import raise_descriptors, running
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Standstills
-from slurm_rlhf.groups.engine_recovery import EngineRecovery
-from slurm_rlhf.groups.first_failure import (
+from slurm_rlhf.groups.deaths import (
+    Deaths,
     FailedRole,
+    RoleRanks,
+    Standstills,
     conductor_stood_still,
     heard_nodes,
     names_of,
     silent_nodes,
     unheard,
 )
+from slurm_rlhf.groups.engine_recovery import EngineRecovery
 from slurm_rlhf.groups.start_logs import StartLogs
 from slurm_rlhf.nodes.engine_launcher import EngineEnds, Environment
 from slurm_rlhf.nodes.launcher import Launcher
@@ -41,7 +43,7 @@ from slurm_rlhf.wire.server import ControlServer
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-SILENT_BEATS = 3  # so many missed heartbeats are no accident
+SILENT_BEATS = 3  # number of missed heartbeats that is no accident
 LOOPBACK = "127.0.0.1"
 
 
@@ -77,13 +79,13 @@ class Supervisor:
         self._looking = threading.Lock()  # held while ends are looked for, and while roles are ended on purpose
         self._watching = False
         self.failure: Exception | None = None
-        """What broke the run; None: nothing has."""
+        """Error that broke the run; None: it is not broken."""
         self.failed_role: FailedRole | None = None
-        """Of `failure`, where it is that of a role."""
+        """Role whose failure `failure` is; None: that is not a role's."""
         self._failure_lock = threading.Lock()
         self.roles: dict[str, RoleHandle[Any]] = {}
         self.recovery: EngineRecovery | None = None
-        """Starts engines again that died; None: with the first one that dies the run ends."""
+        """Starts engines again that died; None: the run ends with the first engine that dies."""
 
     def start(self, environment: Mapping[str, Environment]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
@@ -96,7 +98,7 @@ class Supervisor:
     def start_again(self, roles: Collection[str], ranks: RankMap, environment: Mapping[str, Environment]) -> None:
         """Start `roles` again, which `end` has ended, as `ranks` has them. All roles get new handles.
 
-        What still calls through an old one has failed. Raises as `start`.
+        Calls through the old handles have failed. Raises as `start`.
         """
         self._ranks = ranks
         self._start(roles, environment)
@@ -145,7 +147,7 @@ class Supervisor:
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         """End the processes of `roles` by force, so that they can start again as `ranks` has them.
 
-        What broke the run is forgotten, and the other roles can be called again.
+        The failure is forgotten, and the other roles can be called again.
         """
         with self._looking:
             here = self._launcher.address == LOOPBACK
@@ -193,7 +195,7 @@ class Supervisor:
         return {peer.rank for peer in self.server.peers(role) if not peer.lost}
 
     def fail(self, error: Exception, failed_role: FailedRole | None = None) -> None:
-        """Break the run by an error that no call of the loop sees: every pending and every later call raises it."""
+        """Break the run by an error that does not come from a call: every pending and every later call raises it."""
         with self._failure_lock:
             if self.failure is None:
                 self.failure, self.failed_role = error, failed_role
@@ -201,7 +203,7 @@ class Supervisor:
             self.server.fail_role(name, self.failure)
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
-        """Let each node write what it sees of its processes into `directory`, as `Launcher.look` does."""
+        """Let each node write what it knows of its processes into `directory`, as `Launcher.look` does."""
         self._launcher.look(pids, directory, within_s)
 
     @property
@@ -215,7 +217,7 @@ class Supervisor:
         return LOOPBACK if self._launcher.address == LOOPBACK else self._ranks.roles["actor"][0].node
 
     def blame(self, error: RunError) -> None:
-        """Raise why the run really broke, if that is another reason than `error`.
+        """Raise the error that really broke the run, if that is not `error`.
 
         When a rank ends, its calls fail, other ranks report it, and its launcher sees it. Only the launcher knows who
         was first, and the last lines of its log. When a node dies, the collectives of other ranks fail within a second,
@@ -231,7 +233,7 @@ class Supervisor:
     def _explained(self, error: RunError, waited_s: float) -> bool:
         """Tell whether it is known why the run broke, or nothing more will be known after `waited_s`."""
         if self.failure is not None or self._deaths.ends:
-            return self.failure is not None  # ends are judged by the thread that has seen them
+            return self.failure is not None  # the thread that has seen the ends judges them
         silent = self._silent()
         self._give_up(silent, str(error))
         return not silent and waited_s > self._patience_s
@@ -256,12 +258,12 @@ class Supervisor:
         return not late and all(call.exception() is None for call in done)
 
     def _watch(self) -> None:
-        # Not before all is over: a launcher may start a process anew here, and its life may hang on this thread's.
+        # Until all is over: a launcher may start a process from this thread, and the process ends with the thread.
         while not self._gone.wait(POLL_S):
             try:
                 with self._looking:
                     self._look_around()
-            except OSError as error:  # what the disk did not answer this time the next look sees
+            except OSError as error:  # the disk may answer when the next look asks it
                 log.info("a look at the processes is repeated: %s", error)
 
     def _look_around(self) -> None:
@@ -281,7 +283,7 @@ class Supervisor:
         return [RoleRanks(role, self._ranks.world(role), self.server.peers(role), here) for role in roles]
 
     def _watch_starts(self, known: list[RoleRanks], stopped: list[tuple[str, int]], now: float) -> None:
-        """Give up a role whose torchrun stands still while its ranks start. Afterwards they do without it."""
+        """Give up a role whose torchrun is stopped while its ranks start. Afterwards they do not need it."""
         for role, why in self._standstills.longer_than(self._config.timeout.heartbeat, stopped, known, now):
             self._fail(FailedRole(role), why, self._logs.of_role(role))
 
@@ -301,7 +303,7 @@ class Supervisor:
         self._fail(FailedRole(ROLLOUT, (group.node,)), how, self._logs.of_ranks(ROLLOUT, group.node, group.ranks))
 
     def _judge(self, waited_s: float, known: list[RoleRanks]) -> None:
-        """Name the process groups that ended by themselves, the first first, unless that was because a node is dead.
+        """Name the process groups that ended by themselves, in their order, unless a dead node is the cause.
 
         NCCL ends the processes whose peers are gone, and srun then says so of them, and nothing of the dead node.
         """
@@ -385,7 +387,7 @@ class Supervisor:
         """Break the run: `what` happened to a role, as the newest of `logs` may explain."""
         if self.failure is None:
             away = conductor_stood_still(self.server.loop.clock.absence_s, self._config.timeout)
-            told = away or f"role {failed_role.role} died: {what}"
-            error = RoleDied(f"{told}.\n{self._logs.quote(logs)}", hang=hang)
+            message = away or f"role {failed_role.role} died: {what}"
+            error = RoleDied(f"{message}.\n{self._logs.quote(logs)}", hang=hang)
             log.error("%s", error)
             self.fail(error, failed_role)

@@ -1,8 +1,8 @@
-"""What follows when a trainer dies: all roles but the engines start again in the same job, from the newest checkpoint.
+"""Restarts a run when a trainer dies: all roles but the engines start again in the same job, from a checkpoint.
 
 `TrainerRecovery.plan` decides, by the pure functions below and `placement.replacement`; the conductor does it. Engines
-that live stay as they are and get the weights of the new actor. What ends a run all the same: a stop that was asked
-for, a user's error, a failure of the program's own that comes twice in the same step, and train.max_restarts.
+that live stay as they are and get the weights of the new actor. The run ends all the same by a stop that was asked for,
+by a user's error, by a failure of the program itself that comes twice in the same step, and after train.max_restarts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, shortened
-from slurm_rlhf.groups.first_failure import FailedRole
+from slurm_rlhf.groups.deaths import FailedRole
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.nodes.launcher import Launcher
@@ -29,7 +29,7 @@ from slurm_rlhf.placement.topology import Topology
 TWICE = 2
 """Failures of ranks on one node after which another node is taken, if there is one."""
 
-# Not the program's own: what is killed once more in the same step may have been killed by the same chance.
+# These do not come from the program: a process that is killed twice in the same step may be killed by chance.
 _FROM_OUTSIDE = re.compile(r"killed by SIG(KILL|TERM)\b|ended: (Killed|Terminated)\b|\bis lost: ")
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 
@@ -38,9 +38,9 @@ _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 class RunFailure:
     """Describes what broke the run once."""
 
-    step: int  # that was under way
-    text: str  # of the error
-    nodes: tuple[str, ...] = ()  # where the role died; several: on one of them
+    step: int  # step in which it happened
+    text: str  # message of the error
+    nodes: tuple[str, ...] = ()  # nodes where the role may have died
 
     @property
     def head(self) -> str:
@@ -71,21 +71,21 @@ def offenders(failures: Sequence[RunFailure]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Says what starts again."""
+    """Says which roles start again, and where."""
 
     why: str
     roles: tuple[str, ...]
     ranks: RankMap
-    config: Config  # from now on
-    number: int  # of this restart
-    left_out: tuple[str, ...] = ()  # nodes, since the start of the run
+    config: Config  # configuration from now on
+    number: int  # number of this restart, from 1
+    left_out: tuple[str, ...] = ()  # nodes that were left out since the start of the run
 
     @property
     def keeps_engines(self) -> bool:
         return ROLLOUT in self.ranks.roles and ROLLOUT not in self.roles
 
     def words(self, most: int) -> str:
-        """Say what is done; `most`: restarts that there may be."""
+        """Describe the restart; `most`: number of restarts that are allowed."""
         engines = "; the engines go on" if self.keeps_engines else ""
         return f"restart {self.number} of {most} in this job: {', '.join(self.roles)} start again{engines}"
 
@@ -100,9 +100,9 @@ class TrainerRecovery:
     launcher: Launcher
     stop: Stop
     note: Callable[[str], None]
-    allocation: Callable[[], Topology]  # nodes and slots of the whole allocation
-    here: str  # the node of this process
-    fits: Fits  # the GPUs' memory
+    allocation: Callable[[], Topology]  # returns nodes and slots of the whole allocation
+    here: str  # node of this process
+    fits: Fits  # tells whether a configuration fits the memory of the GPUs
     failures: list[RunFailure] = field(default_factory=list, init=False)
     left_out: set[str] = field(default_factory=set, init=False)
 
@@ -129,7 +129,7 @@ class TrainerRecovery:
         return Plan(str(cause), roles, moved.ranks, self.config, number, tuple(self.left_out))
 
     def _cause(self, error: RunError) -> BaseException:
-        """Return why the run really broke."""
+        """Return the error that really broke the run."""
         if (hung := self.watchdog.behind(error)) is not None:
             return hung
         try:
@@ -139,7 +139,7 @@ class TrainerRecovery:
         return error
 
     def _broken(self, cause: BaseException) -> FailedRole | None:
-        """Say whose end `cause` was, if a restart can mend it."""
+        """Return the role that failed with `cause`, if a restart can help."""
         if isinstance(cause, StopRequested):  # a hang, with train.on_hang = restart
             roles = self.watchdog.culprits()
             known = bool(roles) and all(role in ROLES for role in roles)
@@ -149,11 +149,11 @@ class TrainerRecovery:
             found = self.supervisor.failed_role
         elif isinstance(cause, RemoteError) and not cause.user_error and cause.role:
             found = FailedRole(cause.role, (cause.node,))
-        alone = self.supervisor.recovery is not None  # then an engine that ends the run is one that cannot be helped
+        alone = self.supervisor.recovery is not None  # then an engine that ends the run cannot be restarted
         return None if found is None or (alone and ROLES[found.role].kind == "engine") else found
 
     def _moved(self, ranks: RankMap, broken: FailedRole) -> Replacement:
-        """Say where the ranks go: elsewhere if nodes are gone, or have killed ranks twice. Raises PlacementError."""
+        """Place the ranks anew if nodes are gone, or ranks died on them twice. Raises PlacementError."""
         as_it_is = Replacement(ranks)
         if len(ranks.used_nodes) == 1:
             return as_it_is
@@ -167,7 +167,7 @@ class TrainerRecovery:
             moved = replaced(ranks, bad | deserted, self.allocation(), self.config, self.fits, self.launcher.unfit)
         except PlacementError as error:
             if not gone:
-                return as_it_is  # there is nothing better, and its nodes answer
+                return as_it_is  # no other node is free, and these answer
             does = "does" if len(gone) == 1 else "do"
             raise PlacementError(f"{shortened(sorted(gone))} {does} not answer any more, and {error}") from None
         if moved.change and not gone:
@@ -191,7 +191,7 @@ class TrainerRecovery:
         return ranks
 
     def _roles(self, ranks: RankMap, moved: RankMap, broken: FailedRole) -> tuple[str, ...]:
-        """List what starts again: the engines, too, where they hang, share their devices, or have to move alive."""
+        """List the roles that start again; engines are among them if they hang, share devices, or have to move."""
         before, after = (_places(each) for each in (ranks, moved))
         stay = [engine for engine, (node, _) in before.items() if node not in self.left_out]
         moves = before.keys() != after.keys() or any(before[engine] != after[engine] for engine in stay)

@@ -1,4 +1,4 @@
-"""Finds out that nothing moves, tells who is behind, and ends the run as `train.on_hang` says.
+"""Finds out that nothing moves, names the ranks that cause it, and ends the run as `train.on_hang` says.
 
 A run moves while its ranks answer calls and its phases change. How long nothing may move is learned for each phase from
 the earlier steps. A wait that is longer is reported: `hang-<step>/` and one paragraph. If nothing moves for
@@ -21,7 +21,7 @@ from slurm_rlhf.cluster.stop import Reason, Stop, StopRequested
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
-from slurm_rlhf.groups.hang_report import Scene, ask_ranks, look_from_outside, take_flights, write_scene
+from slurm_rlhf.groups.hang_report import Findings, ask_ranks, look_from_outside, take_flights, write_findings
 from slurm_rlhf.groups.hang_rules import HangVerdict, judge
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.observe.late_stacks import LateStacks
@@ -36,11 +36,11 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 CEILING = 0.9
-"""Share of a call's deadline that is the most a budget can be: the stacks are taken before the call is given up."""
+"""Largest budget, as a share of a call's deadline: the stacks are taken before the call is given up."""
 START = "start"
 """The phase before the first step."""
 MOST_RESTARTS = 3
-"""Hangs of the same step: one that hangs each time would otherwise be started again for ever."""
+"""Most restarts for hangs of the same step: a step that always hangs would otherwise be restarted for ever."""
 _REWARDING = (MAIN, "groups")
 """Names of the threads that call the user's reward function."""
 
@@ -53,7 +53,7 @@ class Hang:
     phase: str
     verdict: HangVerdict
     where: Path
-    attempt: int  # of this step, 1 for the first
+    attempt: int  # count of hangs of this step, 1 for the first
 
     def error(self) -> RunHung:
         return RunHung(
@@ -62,7 +62,7 @@ class Hang:
 
 
 class Watchdog:
-    """Watches one run. `phase`, `ended` and `behind` are for the main thread; its own thread does the rest."""
+    """Watches one run. The main thread calls `phase`, `ended` and `behind`; a thread of its own does the rest."""
 
     def __init__(
         self,
@@ -86,15 +86,15 @@ class Watchdog:
         self._phase = START
         self._clock = ListeningClock(timeouts.WATCHDOG_ROUND_S)  # a suspended run hangs nowhere
         self._moved = self._clock.now()
-        self._moves = 0  # of the ranks, as of then
+        self._moves = 0  # count of the ranks' moves at that time
         self._hang: Hang | None = None
-        self._stuck_since: float | None = None  # when something moved last, before the hang
-        self._stuck_phase = ""  # of then: an error leads out of it
+        self._stuck_since: float | None = None  # time of the last move before the hang
+        self._stuck_phase = ""  # phase of the hang; an error leaves it
         self._act_at = 0.0
         self._asked_to_stop = False
         self._silent: set[str] = set()  # ranks that were not heard from for half of their limit
-        self._silence: tuple[Scene, HangVerdict] | None = None  # taken then, where such a rank's process is alive
-        self._lock = threading.Lock()  # of what is learned
+        self._silence: tuple[Findings, HangVerdict] | None = None  # stacks taken then, if its process lives
+        self._lock = threading.Lock()  # protects the budgets and the phase
         self._reporting = threading.Lock()  # held while a hang is looked at
         self._late = LateStacks()
         self._leaving = threading.Event()
@@ -114,7 +114,7 @@ class Watchdog:
             self._phase, self._moved = START, self._clock.now()
 
     def culprits(self) -> list[str]:
-        """List the roles that are behind the hang that was reported, the conductor by its name; empty: nobody is."""
+        """List the roles that cause the reported hang, the conductor by its name; empty: none does."""
         return [] if self._hang is None else sorted({seen.role for seen in self._hang.verdict.behind})
 
     def phase(self, name: str) -> None:
@@ -131,7 +131,7 @@ class Watchdog:
             self._budgets.passed(name)
 
     def behind(self, error: RunError) -> BaseException | None:
-        """Return what ends the run in place of `error`, if a hang was found that is behind it."""
+        """Return the error that ends the run in place of `error`, if a hang has caused that."""
         with self._reporting:
             if self._hang is None and self._silence is not None and isinstance(error, RoleDied):
                 self._report(*self._silence, Budget(self._config.timeout.heartbeat, None), silent=True)
@@ -139,13 +139,13 @@ class Watchdog:
         if hang is None or not isinstance(error, CallTimeout | RoleDied | RunHung):
             return None
         if isinstance(error, RoleDied) and not (hang.verdict.alive and self._lost(hang.verdict)):
-            return None  # its process or its node is gone
+            return None  # the process or its node is gone
         if reason := self._restart(hang):
             return StopRequested(reason, saved=False)
         return hang.error()
 
     def _lost(self, verdict: HangVerdict) -> bool:
-        """Tell whether a rank that is behind is one that was given up since."""
+        """Tell whether a rank that causes the hang was given up since."""
         server = self._supervisor.server
         lost = {(peer.role, peer.rank) for role in self._supervisor.roles for peer in server.peers(role) if peer.lost}
         return any((seen.role, seen.rank) in lost for seen in verdict.behind)
@@ -199,48 +199,48 @@ class Watchdog:
 
     def _goes_on(self, moved: float) -> None:
         if self._asked_to_stop:
-            # It saves, and gets on with that.
+            # The run saves, and makes progress.
             self._stuck_since, self._act_at = moved, time.monotonic() + self._saving_s
         elif self._hang is not None:
             self._note(f"the run goes on: step {self._hang.step} moves again")
             self._hang = None
 
     def _watch_silence(self) -> None:
-        """Take the stacks while a rank is silent, and before it is lost: afterwards its role cannot be asked."""
+        """Take the stacks while a rank is silent and not yet lost: afterwards its role cannot be asked."""
         silent = {str(peer) for peer in self._supervisor.server.silent(self._config.timeout.heartbeat / 2)}
         if silent - self._silent and self._hang is None:
             with self._reporting:
                 self._stuck_phase = self._phase
-                scene, verdict = self._ask()
+                found, verdict = self._ask()
                 held = any(seen.source == "lock" for seen in verdict.behind)
-                self._silence = (scene, verdict) if held else None
+                self._silence = (found, verdict) if held else None
         elif not silent and self._silence is not None and not self._lost(self._silence[1]):
             self._silence = None
         self._silent = silent
 
-    def _ask(self) -> tuple[Scene, HangVerdict]:
+    def _ask(self) -> tuple[Findings, HangVerdict]:
         self._late.stop()  # the answers take their time
-        scene = ask_ranks(self._supervisor, self._directory, self._config.timeout)
-        return scene, self._judge(scene)
+        found = ask_ranks(self._supervisor, self._directory, self._config.timeout)
+        return found, self._judge(found)
 
-    def _judge(self, scene: Scene) -> HangVerdict:
-        return judge(scene.ranks, scene.conductor, self._config.vllm.tensor_parallel_size)
+    def _judge(self, found: Findings) -> HangVerdict:
+        return judge(found.ranks, found.conductor, self._config.vllm.tensor_parallel_size)
 
     def _find(self, budget: Budget, waited: float, moved: float) -> None:
         with self._reporting:
             self._stuck_since, self._stuck_phase = moved, self._phase
-            scene, verdict = self._ask()
-            self._report(scene, verdict, budget, waited)
+            found, verdict = self._ask()
+            self._report(found, verdict, budget, waited)
 
     def _report(
-        self, scene: Scene, verdict: HangVerdict, budget: Budget, waited: float = 0.0, silent: bool = False
+        self, found: Findings, verdict: HangVerdict, budget: Budget, waited: float = 0.0, silent: bool = False
     ) -> None:
-        """Write and tell what was found; `silent`: a rank was given up, so that nobody can be asked any more."""
+        """Write and note the findings; `silent`: a rank was given up, so that no rank can be asked any more."""
         where, attempt = self._place()
         with contextlib.suppress(OSError):
             where.mkdir(parents=True)
-            look_from_outside(scene, self._supervisor, where)
-            verdict = verdict if silent else self._judge(scene)
+            look_from_outside(found, self._supervisor, where)
+            verdict = verdict if silent else self._judge(found)
         hang = Hang(self._step(), self._stuck_phase, verdict, where, attempt)
         grace_s = max(self._config.timeout.hang_grace, budget.ends_s - waited)
         cause = "a rank has sent no heartbeat" if silent else f"nothing has moved for {waited:.0f} s ({budget.words()})"
@@ -249,14 +249,14 @@ class Watchdog:
             f"last messages and the load of the nodes are in {where}/. {self._next(hang, silent, grace_s)}"
         )
         with contextlib.suppress(OSError):
-            take_flights(self._directory.logs, scene.when, where)
-            write_scene(scene, verdict, paragraph, where)
+            take_flights(self._directory.logs, found.when, where)
+            write_findings(found, verdict, paragraph, where)
         self._hang = hang
         self._act_at = time.monotonic() + grace_s
         self._note_hang(paragraph)
 
     def _place(self) -> tuple[Path, int]:
-        """Name the directory of the next report, and say which one of its step it is."""
+        """Return the directory of the next report, and its number among those of the step."""
         for number in count(1):
             path = self._directory.hang(self._step(), number)
             if not os.path.exists(path):  # unlike Path.exists, false where the disk fails
@@ -282,7 +282,7 @@ class Watchdog:
         assert self._hang is not None
         hang = self._hang
         if not hang.verdict.alive:
-            return  # a process or a node that is gone: its heartbeats tell
+            return  # a process or a node is gone: missing heartbeats end the run
         stuck = any(ROLES[flight.peer.role].saves for flight in flights)
         if not stuck and not self._asked_to_stop and self._stop.can_drop:
             self._asked_to_stop = True

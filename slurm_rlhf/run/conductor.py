@@ -11,15 +11,13 @@ from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
 from slurm_rlhf.cluster.gpu_memory import fits_gpus
-from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.cluster.resources import current_topology, node_name
-from slurm_rlhf.cluster.stop import NOT_ARRANGED, Continuation, Stop, StopRequested
+from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.disk import make_run_directory, run_directory_kept
 from slurm_rlhf.errors import CheckpointError, ConfigError, DiskError, RunError
-from slurm_rlhf.groups.run_lock import exclusive, log_error, logging_to, refuse_restart, refuse_short_time
+from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.groups.watchdog import Watchdog
@@ -28,10 +26,9 @@ from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe import events
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.run.earlier_run import changed_keys, refuse_other_model, unreadable_elsewhere
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting
-from slurm_rlhf.run.run_inputs import Inputs
+from slurm_rlhf.run.run_inputs import Inputs, changed_keys, refuse_other_model, unreadable_elsewhere
 from slurm_rlhf.run.run_state import MODEL, UNEVALUATED, RunState
 from slurm_rlhf.run.startup import Startup
 from slurm_rlhf.run_directory import RunDirectory
@@ -51,40 +48,12 @@ def lead_run(config: Config, ranks: RankMap, launcher: Launcher, node: str, cont
     UserError and RunError with a message that is fit for the terminal; the traceback is in the conductor's log.
     Whatever happens, no process of the run is left when this returns.
     """
-    directory, end = RunDirectory(Path(config.run_dir)), continuation.end_time()
-    refuse_short_time(end, config.slurm.signal_lead_s)
-    make_run_directory(directory.root, directory.make)
-    reporting = Reporting(config, directory, ranks.worlds)
-    logged = logging_to(directory.role_log("conductor", node, 0))
-    with exclusive(directory), logged, reporting.recorder.listening():
-        Session.here(os.environ).write(directory.root)
-        try:
-            with Stop(directory.root, end, config.slurm.signal_lead_s) as stop:
-                try:
-                    with run_directory_kept(directory.root):
-                        Conductor(config, directory, ranks, launcher, reporting, stop, node).run()
-                except StopRequested as stopped:
-                    newest = None if stopped.saved else CheckpointDir(directory.root).resolve("auto")
-                    reporting.stopped(stopped.reason.what, stopped.saved, newest, stopped.reason.requeue)
-                    if stopped.reason.requeue:
-                        refuse_restart(directory.restart_guard, reporting.moved, config.slurm.signal_lead_s)
-                        # Last: Slurm may end this process before it returns.
-                        arranged = continuation.go_on()
-                        reporting.note(arranged.told)
-                        return stopped.reason.exit_code if arranged.holds else NOT_ARRANGED
-                    return stopped.reason.exit_code
-        except BaseException as error:
-            log_error(error)
-            try:
-                reporting.failed(error)
-            except OSError:  # of a disk that cannot take the summary: `error` says so already
-                reporting.note(f"{directory.summary} cannot be written, and tells nothing of this end")
-            if isinstance(error, RunError | DiskError) and directory.root.is_dir():
-                reporting.note(way_on(directory.root, config.resume))
-            raise
-        if called_off := continuation.finished():
-            reporting.note(called_off)
-        return 0
+    directory, lead_s, end = RunDirectory(Path(config.run_dir)), config.slurm.signal_lead_s, continuation.end_time()
+    with occupied(directory, node, end, lead_s):
+        reporting = Reporting(config, directory, ranks.worlds)
+        with reporting.recorder.listening():
+            conductor = Conductor(config, directory, ranks, launcher, reporting, node)
+            return lead(conductor, directory, end, lead_s, continuation)
 
 
 @dataclass(slots=True)
@@ -96,10 +65,34 @@ class Conductor:
     ranks: RankMap
     launcher: Launcher
     reporting: Reporting
-    stop: Stop
-    node: str  # of this process
+    node: str  # where this process runs
+    stop: Stop = field(init=False)
     state: RunState = field(init=False)
     started: float = field(default_factory=time.monotonic)
+
+    def work(self, stop: Stop) -> None:
+        """Train to the end, or until `stop` is asked for."""
+        self.stop = stop
+        self.run()
+
+    def stopped(self, request: StopRequested) -> bool:
+        """Tell that the run stops; answer whether it did a step."""
+        newest = None if request.saved else CheckpointDir(self.directory.root).resolve("auto")
+        self.reporting.stopped(request.reason.what, request.saved, newest, request.reason.requeue)
+        return self.reporting.moved
+
+    def failed(self, error: BaseException) -> None:
+        """Tell that `error` ends the run, and how the user can go on."""
+        try:
+            self.reporting.failed(error)
+        except OSError:  # the disk does not take the summary: `error` says so already
+            self.tell(f"{self.directory.summary} cannot be written, and tells nothing of this end")
+        if isinstance(error, RunError | DiskError) and self.directory.root.is_dir():
+            self.tell(way_on(self.directory.root, self.config.resume))
+
+    def tell(self, line: str) -> None:
+        """Tell the user something."""
+        self.reporting.note(line)
 
     def run(self) -> None:
         """Train to the end. All that a user can have wrong is looked at before the first process starts."""
@@ -192,7 +185,7 @@ class Conductor:
         if plan.config is not self.config:
             self.config = plan.config
             self._write_config()
-        return partial(startup.again, self.state, checkpoint, spent_s, roles, plan.ranks, plan.config)
+        return partial(startup.again, self.state, checkpoint, spent_s, roles, plan)
 
     def _write_config(self) -> None:
         """Write down what the ranks read when they start."""

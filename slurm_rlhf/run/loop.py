@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,8 @@ class TrainingLoop:
 
     def _do_step(self) -> None:
         started, number, version = time.monotonic(), self.state.step + 1, self.state.policy_version
-        beside = _Overlap(self) if self.checkpoints.unevaluated is not None else None
-        batch, experience, metrics = self.step.run(number, version, self._evaluate_before, beside)
+        overlap = self._begin_overlap if self.checkpoints.unevaluated is not None else None
+        batch, experience, metrics = self.step.run(number, version, self._evaluate_before, overlap)
         tokens = int(metrics["response_tokens"])
         self._count(number, version + 1, batch.judged or len(batch.prompts), tokens, metrics)
         self.reporting.samples(batch, experience)
@@ -201,13 +202,29 @@ class TrainingLoop:
             and self.state.step < self.step.total_steps
         )
 
-    def evaluate_beside(self) -> None:
-        """Take the end of the evaluation beside a step: it is of the step before, whose line is there already."""
+    def _begin_overlap(self) -> Callable[[], None]:
+        """Begin the evaluation of the step before, and return what takes its end."""
+        assert self.evaluation is not None
+        self.evaluation.begin(self.state.policy_version)
+        return self._finish_overlap
+
+    def _finish_overlap(self) -> None:
+        """Take the end of the evaluation of the step before, whose line is there already.
+
+        Where the reward fails, the present step is finished and saved all the same, without the evaluation.
+        """
         assert self.evaluation is not None
         assert self.checkpoints.unevaluated is not None
-        with self.step.phases("eval"):
-            found = self.evaluation.finish(self.state.step)
         metrics = dict(self.checkpoints.unevaluated)
+        try:
+            with self.step.phases("eval"):
+                found = self.evaluation.finish(self.state.step)
+        except (RewardError, RemoteError) as error:
+            if not _of_reward(error):
+                raise
+            self.failed = error
+            self.checkpoints.evaluated()
+            return
         self._evaluated(found, metrics)
         self.checkpoints.evaluated()
         self.reporting.evaluated(self.state.step, metrics, found.metrics, str(found))
@@ -221,27 +238,6 @@ class TrainingLoop:
             self.reporting.step_again(self.state.step, self.step.total_steps, metrics)
             if self.checkpoints.candidate:
                 self.checkpoints.save()
-
-
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    """Implements `Beside`: the evaluation of the step before."""
-
-    loop: TrainingLoop
-
-    def begin(self) -> None:
-        assert self.loop.evaluation is not None
-        self.loop.evaluation.begin(self.loop.state.policy_version)
-
-    def finish(self) -> None:
-        """Where the reward fails, the step is done all the same and saved, without the evaluation."""
-        try:
-            self.loop.evaluate_beside()
-        except (RewardError, RemoteError) as error:
-            if not _of_reward(error):
-                raise
-            self.loop.failed = error
-            self.loop.checkpoints.evaluated()
 
 
 def _of_reward(error: BaseException) -> bool:

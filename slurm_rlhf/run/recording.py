@@ -137,8 +137,8 @@ class Recorder:
             if isinstance(handle, EngineHandle):
                 ready, width = handle.ready, handle.width
             for number in ready:
-                told = partial(self._measured, role, number * width)
-                handle.call(number, RankCalls.memory).add_done_callback(told)
+                message = partial(self._measured, role, number * width)
+                handle.call(number, RankCalls.memory).add_done_callback(message)
 
     def _measured(self, role: str, rank: int, answer: Future[MemoryReport]) -> None:
         if answer.exception() is None:

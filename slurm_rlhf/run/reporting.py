@@ -167,12 +167,12 @@ class Reporting:
         self._metrics.drop_end(step)
         self.step(step, total, metrics)
 
-    def evaluated(self, step: int, line: dict[str, float], found: dict[str, float], told: str) -> None:
+    def evaluated(self, step: int, line: dict[str, float], found: dict[str, float], message: str) -> None:
         """Write `line` in place of that of a step that is evaluated late; `found`: what is new in it."""
         self._metrics.drop_end(step)
         self._metrics.append(step, line)
         self._trackers.metrics(step, found)
-        self.note(f"evaluation of step {step}: {told}")
+        self.note(f"evaluation of step {step}: {message}")
 
     def finished(self) -> None:
         """Tell that all steps are done and everything is written."""
@@ -180,18 +180,17 @@ class Reporting:
         self._progress.end()
         self._write("finished")
         self._trackers.close(failed=False)
-        assert self._state is not None
-        self.recorder.event(events.FINISH, f"{self._state.step} steps in {self._state.wall_s:.0f} s")
-        self.recorder.end()
         state = self._state
         assert state is not None
+        self.recorder.event(events.FINISH, f"{state.step} steps in {state.wall_s:.0f} s")
+        self.recorder.end()
         if state.eval_before is not None and state.eval_after is not None:
             self.note(f"evaluation, mean score: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
         if (best := self.best) is not None:
             place = CheckpointDir(self._directory.root).of(best.step)
             self.note(f"best checkpoint by {best.metric}: {best.value:.4f} at step {best.step}, {place}")
-        if told := self._gpu_words():
-            self.note(told)
+        if message := self._gpu_words():
+            self.note(message)
         self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
 
     def _gpu_words(self) -> str:

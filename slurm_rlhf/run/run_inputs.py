@@ -1,20 +1,36 @@
-"""What a run reads from the user's files."""
+"""Reads the inputs of a run, and compares them with those of the run that wrote the checkpoint it goes on from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import textwrap
+import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from slurm_rlhf.algorithms.registry import KEY as ESTIMATOR
 from slurm_rlhf.config.check import warnings
+from slurm_rlhf.config.key_text import dump_toml, toml_value
+from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
-from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.run.earlier_run import model_contents
+from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
 from slurm_rlhf.run.self_check import PromptFindings
+from slurm_rlhf.user_files import is_of_script
+
+_MODEL = "actor.model_name_or_path"
+_OF_A_START = ("run_dir", "resume")
+"""Keys that say where a run is, and not what it does."""
+_PIECES = 256
+_PIECE = 1 << 14
+"""Pieces of a file of weights that are compared, at even distances, and the bytes of each: training changes all of
+them, and to read all of a large model takes minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +49,8 @@ class Inputs:
     @classmethod
     def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
         """Read everything that a user can have wrong; `note` tells the user. Raises UserError."""
-        for told in warnings(config):
-            note(f"warning: {told}")
+        for message in warnings(config):
+            note(f"warning: {message}")
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
         longest = config.data.max_len - config.rollout.max_new_tokens
         prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)
@@ -43,8 +59,8 @@ class Inputs:
         for name, found in (("data.prompt_dataset", prompts), *sets):
             if found.dropped:
                 note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
-        for told in answered(evaluation):
-            note(told)
+        for message in answered(evaluation):
+            note(message)
         per_episode = max(len(prompts) // config.rollout.batch_size, 1)
         order = PromptOrder(
             len(prompts),
@@ -61,3 +77,60 @@ class Inputs:
         path = config.actor.model_name_or_path
         model = {path: model_contents(Path(path))}
         return cls(prompts, evaluation, order, reward, total, findings, tokenizer, model)
+
+
+def changed_keys(earlier: Path, config: Config) -> list[str]:
+    """List the keys that differ from the run that wrote the file `earlier`, as `key was -> is`; none without a file."""
+    try:
+        before = _flat(tomllib.loads(earlier.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return []
+    now = _flat(tomllib.loads(dump_toml(config)))
+    return [
+        f"{name} {toml_value(before[name])} -> {toml_value(value)}"
+        for name, value in now.items()
+        if name in before and before[name] != value and name not in _OF_A_START
+    ]
+
+
+def unreadable_elsewhere(config: Config) -> str:
+    """Say, as a comment above a configuration, that `slurm-rlhf train` cannot go on from it; empty where it can."""
+    values = {key: get(config, key) for key in (ESTIMATOR, REGISTERED)}
+    message = [f"{key} = {toml_value(value)}" for key, value in values.items() if is_of_script(key, value)]
+    text = (
+        f"`slurm-rlhf train` cannot read this file: {' and '.join(message)} is known to the Python script alone that "
+        "started this run. To go on, run that script again. For a file that can be read, put the function into a "
+        "Python file that registers it, and name that file in train.plugins: slurm-rlhf docs algorithms"
+    )
+    return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ") + "\n" if message else ""
+
+
+def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise ConfigError where the actor's model, its path -> its `model_contents`, has other contents than `before`."""
+    if before and set(before.values()) != set(now.values()):
+        raise ConfigError(
+            f"{_MODEL} is {''.join(now)}, which holds another model than {''.join(before)} did when this run started: "
+            "its checkpoint would be trained against another reference. Give the model that it started from, or "
+            "another --run_dir for a new run"
+        )
+
+
+def model_contents(model: Path) -> str:
+    """Return a hash of config.json and, of each file of weights, its name, its size and `_PIECES` pieces."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted([model / "config.json", *model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(size // _PIECES, _PIECE)):
+                file.seek(place)
+                found.update(file.read(_PIECE))
+    return found.hexdigest()
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Name the values of nested tables by dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found

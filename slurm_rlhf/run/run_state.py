@@ -180,9 +180,9 @@ class RunCheckpoints:
         self.unevaluated = state.get(UNEVALUATED)
         found = state.get(BEST)
         there = found is not None and self.directory.of(found["step"]).is_dir()
-        self.best, told = resumed(found, step.config.ckpt.best_metric, there)
-        if told:
-            note(f"warning: {told}")
+        self.best, message = resumed(found, step.config.ckpt.best_metric, there)
+        if message:
+            note(f"warning: {message}")
         if self.gpus is not None:
             self.gpus.load_state_dict(state.get(GPUS, {}))
         self.cadence.load_state_dict(state.get(CADENCE, {}), self.state.step)

@@ -40,7 +40,7 @@ from slurm_rlhf.eval.verdicts import (
     warnings,
 )
 from slurm_rlhf.records import F32, Bool, Experience, Trajectory
-from slurm_rlhf.run.step_metrics import skip_warning
+from slurm_rlhf.run.update import skip_warning
 from slurm_rlhf.wire.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
@@ -168,13 +168,13 @@ class SelfCheck:
         tokens = int(lost) + int(exp.action_mask.sum())
         if not lost:
             return
-        told = self._fitting(engine_not_finite(lost, tokens))
+        message = self._fitting(engine_not_finite(lost, tokens))
         stop = 1.0 if not self._begun else self.config.train.self_check_stop
         if stop and lost > stop * FEW_NOT_FINITE * tokens:
-            raise SelfCheckError(f"self-check failed (engine): step {step}: {told}. {ALL_THE_SAME}.")
+            raise SelfCheckError(f"self-check failed (engine): step {step}: {message}. {ALL_THE_SAME}.")
         if not lost / tokens < 2 * self._warned.get("not_finite", 0.0):
             self._warned["not_finite"] = lost / tokens
-            self.note(f"warning: step {step}: {told}")
+            self.note(f"warning: step {step}: {message}")
 
     def _with_pass(self, exp: Experience) -> Experience:
         """Compute the log-probs that are not computed before the update; the step goes on with `exp` as it is."""
@@ -217,8 +217,8 @@ class SelfCheck:
         dtype, engine = self.config.ds.param_dtype, exp.columns["rollout_logprobs"]
         first, again = exp.columns["logprobs"], self._with_pass(exp).columns["logprobs"]
         own, to_engine = (compare("engine", again, other, fresh, dtype).figure for other in (first, engine))
-        told = f"; computed again, the actor's are {own:.3g} from its first and {to_engine:.3g} from the engine's"
-        return replace(verdict, detail=verdict.detail + told)
+        message = f"; computed again, the actor's are {own:.3g} from its first and {to_engine:.3g} from the engine's"
+        return replace(verdict, detail=verdict.detail + message)
 
     def _repeated(self, exp: Experience) -> list[CheckResult]:
         """Have the actor compute some sequences of the batch twice, in eval mode, and alone."""

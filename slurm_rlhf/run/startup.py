@@ -20,6 +20,7 @@ from slurm_rlhf.eval.sets import Evaluation
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.supervisor import Supervisor
+from slurm_rlhf.groups.trainer_recovery import Plan
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.observe.events import read_events
 from slurm_rlhf.observe.timing import Phases
@@ -91,20 +92,13 @@ class Startup:
         return True
 
     def again(
-        self,
-        state: RunState,
-        checkpoint: Path | None,
-        spent_s: float,
-        roles: Collection[str],
-        ranks: RankMap,
-        config: Config,
+        self, state: RunState, checkpoint: Path | None, spent_s: float, roles: Collection[str], plan: Plan
     ) -> TrainingLoop:
-        """Start `roles` again as `run` does, where `ranks` has them, beside those that live.
+        """Start `roles` again as `run` does, with the ranks and the configuration of `plan`; the others go on.
 
-        `spent_s`: how long the run has taken before. `config`: of now; roles may be smaller. What the run has read from
-        the user's files stays.
+        `spent_s`: how long the run has taken before. The inputs that were read from the user's files stay.
         """
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks = config, ranks = plan.config, plan.ranks
         state.wall_s, self.clock, self._checkpoints = spent_s, time.monotonic(), None
         if self.reporting.gpus is not None:
             self._gpu_sums = self.reporting.gpus.state_dict()
@@ -260,9 +254,9 @@ class Startup:
 
     def _step(self, sampler: Sampler, pool: EnginePool | None, colocation: Colocation | None) -> TrainingStep:
         config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
-        scale, told = reward_scale(config)
-        if told:
-            note(told)
+        scale, message = reward_scale(config)
+        if message:
+            note(message)
         source = inputs.reward or ModelRewards(roles[REWARD], config.train.forward_tokens)
         recovery = self.supervisor.recovery  # an engine that has died may go on on another node
         node = sampling_nodes(self.ranks).__getitem__ if recovery is None else recovery.node

@@ -21,19 +21,18 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec.structs import replace
 
-from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches
+from slurm_rlhf.algorithms.batching import Shard, assemble
 from slurm_rlhf.algorithms.correction import mask_not_finite
 from slurm_rlhf.algorithms.policy_distance import KLController, ages, staleness
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.correction import before_update, of_the_update
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
+from slurm_rlhf.config.roles import REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
@@ -48,37 +47,22 @@ from slurm_rlhf.run.experience import (
     counting,
     fill_advantages,
     fill_correction,
-    fill_loss_weights,
     fill_passes,
     loss_mask,
     one_at_a_time,
 )
 from slurm_rlhf.run.self_check import SelfCheck
-from slurm_rlhf.run.step_metrics import (
-    EngineMetrics,
-    Trained,
-    agreement_metrics,
-    first_pass,
-    sample_metrics,
-    update_metrics,
-)
+from slurm_rlhf.run.step_metrics import EngineMetrics, agreement_metrics, sample_metrics
+from slurm_rlhf.run.update import Trained, first_pass, train, update_metrics
 from slurm_rlhf.sampling.batch_sources import Parts, make_batches
 from slurm_rlhf.sampling.batches import Batch, Batches, EpisodesOver, sampling_of
 from slurm_rlhf.sampling.dispatch import Sampler
-from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch, TrainerCalls
-from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
+from slurm_rlhf.wire.handles import RoleHandle
 
 Metrics = dict[str, float]
 
-
-class Beside(Protocol):
-    """Uses the engines while the others train: from the last response of a batch until the next weights."""
-
-    def begin(self) -> None:
-        """Start; returns at once."""
-
-    def finish(self) -> None:
-        """Wait until the engines are idle again."""
+Overlap = Callable[[], Callable[[], None]]
+"""Begins to use the engines, and returns at once a function that waits until they are idle again."""
 
 
 @dataclass(slots=True)
@@ -115,19 +99,20 @@ class TrainingStep:
         return of_the_update(self.config)
 
     def run(
-        self, number: int, version: int, checked: Callable[[], None], beside: Beside | None = None
+        self, number: int, version: int, checked: Callable[[], None], overlap: Overlap | None = None
     ) -> tuple[Batch, Experience, Metrics]:
         """Do step `number`: train the actor's policy `version`, which becomes `version + 1`.
 
-        `beside` has the engines from the last response on, with policy `version`. `checked` is called when the batch
+        `overlap` uses the engines after the last response, with policy `version`. `checked` is called when the batch
         has passed the self-check. A stop drops everything before the update, and raises StopRequested; from there on
         the step is finished.
         """
+        finish: Callable[[], None] | None = None
         with self.stop.droppable():
             with self.phases("rollout"):
                 batch = self.batches.take(number)
-            if beside is not None:
-                beside.begin()
+            if overlap is not None:
+                finish = overlap()
             experience, metrics = self.collect(batch, version)
             with self.phases("self_check"):
                 self.self_check.before_update(number, batch.trajectories, experience, metrics, version)
@@ -135,8 +120,8 @@ class TrainingStep:
         metrics |= self.engine_metrics.step(number, batch.loads)
         metrics = self.update(number, batch.trajectories, experience, metrics, version)
         self.self_check.after_update(number, experience, metrics)
-        if beside is not None:
-            beside.finish()
+        if finish is not None:
+            finish()
         self.sync(version + 1)
         return batch, experience, metrics | batch.metrics | self._synced
 
@@ -255,7 +240,7 @@ class TrainingStep:
         """Train actor and critic on what `collect` answered; add the metrics of the training."""
         with self.phases("update"):
             in_loss = replace(experience, action_mask=loss_mask(self.config, experience))
-            steps = self._train(number, in_loss)
+            steps = train(self.config, self.algorithm, self.roles, in_loss, number, self.kl.coef)
             trained = update_metrics(steps)
         if not before_update(self.config):
             trained |= self._compare_pass(trajectories, experience, steps, version)
@@ -264,43 +249,3 @@ class TrainingStep:
         if self.scale is not None:
             self.scale = self.scale.with_batch(experience.rewards)
         return metrics | trained
-
-    def _train(self, number: int, experience: Experience) -> list[Trained]:
-        """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
-        train = self.config.train
-        frozen = (ACTOR,) if number <= self.config.critic.freezing_steps else ()
-        trained = [role for role in (ACTOR, CRITIC) if role in self.roles and role not in frozen]
-        pending: list[_OptimizerStep] = []
-        for epoch in range(train.max_epochs):
-            for rows in mini_batches(len(experience), train.batch_size, train.seed * 1_000_003 + number, epoch):
-                batch = experience.select(rows)
-                # Every micro-batch on every rank divides by numbers of the whole optimizer step: an exact mean.
-                tokens = float(batch.action_mask.sum())
-                weighed = fill_loss_weights(self.config, self.algorithm, batch, self.kl.coef)
-                for role in trained:
-                    request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
-                    handle, budget = self.roles[role], train.max_tokens_per_gpu
-                    parts, calls = send_shards(handle, TrainerCalls.train_step, request, batch, budget)
-                    one_at_a_time(self.config, calls)
-                    pending.append(_OptimizerStep(role, tokens, rows, batch, parts, calls))
-        return [each.trained() for each in pending]
-
-
-@dataclass(frozen=True, slots=True)
-class _OptimizerStep:
-    """Holds the calls of an optimizer step on its way."""
-
-    role: str
-    tokens: float
-    rows: list[int]  # of the whole batch: what this step trains on
-    batch: Experience  # they
-    parts: list[Shard]  # of `batch`, by rank
-    calls: list[Future[TrainAnswer]]
-
-    def trained(self) -> Trained:
-        """Wait for the ranks."""
-        answers = gather(self.calls)
-        metrics, passed = [answer.metrics for answer in answers], None
-        if columns := [answer.logprobs for answer in answers if answer.logprobs is not None]:
-            passed = assemble(self.batch, self.parts, columns)
-        return Trained(self.role, self.tokens, metrics, self.rows, passed)

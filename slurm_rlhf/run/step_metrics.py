@@ -1,9 +1,8 @@
-"""Metrics of a step: of what was sampled, of what training answered, and of what the engines did."""
+"""Metrics of a step: the samples and their rewards, engines against actor, and the work of each engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
@@ -13,7 +12,7 @@ from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.eval.verdicts import constant_share
 from slurm_rlhf.observe.events import WARNING
-from slurm_rlhf.records import F32, REPETITION, STOP, EngineLoad, Experience, Trajectory
+from slurm_rlhf.records import REPETITION, STOP, EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.values import Rewards
 
 SHARE = 0.5
@@ -56,24 +55,6 @@ class Stragglers:
         fresh = {e: peers for e, peers in low.items() if self._streaks[e] >= STEPS and e not in self.named}
         self.named |= set(fresh)
         return fresh, back
-
-
-PER_STEP = ("lr", "grad_norm", "loss_scale", "skipped_steps")
-"""Answers that are one number for the whole optimizer step on every rank, and not a sum over a rank's tokens."""
-
-ADDED = ("nll_loss",)
-"""Answers whose sum over the ranks is the number of the whole optimizer step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """Holds what one optimizer step of a role answered."""
-
-    role: str
-    tokens: float  # of all ranks
-    answers: list[dict[str, float]]  # of each rank
-    rows: list[int] = field(default_factory=list)  # of the batch: what it trained on
-    logprobs: F32 | None = None  # of these rows, from before the step, where the actor computed none before the update
 
 
 def sample_metrics(
@@ -119,63 +100,6 @@ def agreement_metrics(
     if (stale := drift[mask & (age > 0)]).size:
         metrics["stale_logprob_diff"] = float(stale.mean())
     return metrics
-
-
-def update_metrics(steps: list[Trained]) -> dict[str, float]:
-    """Average over optimizer steps and their tokens; `first_ratio` and `first_approx_kl` are of the actor's first step.
-
-    In that step the actor still has the weights of the old log-probs.
-    Steps that were skipped are counted; they have no `grad_norm`, and what is not finite in them is left out.
-    """
-    found: dict[str, list[float]] = {}
-    usable = [step for step in steps if not _spoiled(step)]
-    for step in steps:
-        for name in step.answers[0]:
-            if name not in PER_STEP and step not in usable:
-                continue
-            if name in PER_STEP:
-                found.setdefault(f"{step.role}_{name}", []).append(step.answers[0][name])
-            elif name in ADDED:
-                found.setdefault(name, []).append(sum(answer[name] for answer in step.answers))
-            else:
-                found.setdefault(name, []).append(_per_token(step, name))
-    first = next((step for step in usable if step.role == "actor"), None)
-    metrics = {
-        name: float(np.sum(values) if name.endswith("_skipped_steps") else np.mean(values))
-        for name, values in found.items()
-    }
-    for name in ("ratio", "approx_kl"):
-        if first and name in first.answers[0]:  # a loss of the user's may have other metrics
-            metrics[f"first_{name}"] = _per_token(first, name)
-    return metrics
-
-
-def first_pass(steps: list[Trained]) -> tuple[list[int], F32] | None:
-    """Find the actor's first step whose own pass is known and was of use: its rows of the batch, their log-probs."""
-    known = ((step.rows, step.logprobs) for step in steps if step.logprobs is not None and not _spoiled(step))
-    return next(known, None)
-
-
-def _spoiled(step: Trained) -> bool:
-    """Tell whether a step was skipped because its loss was not finite: its other numbers are of no use either."""
-    answers = [value for answer in step.answers for value in answer.values()]
-    return step.answers[0].get("skipped_steps", 0.0) > 0 and not np.isfinite(answers).all()
-
-
-def skip_warning(metrics: dict[str, float]) -> str:
-    """Tell of optimizer steps that were skipped because loss or gradient was not finite; empty: none was."""
-    skipped = {role: int(metrics.get(f"{role}_skipped_steps", 0)) for role in ("actor", "critic")}
-    told = " and ".join(f"{count} of the {role}" for role, count in skipped.items() if count)
-    return (
-        f"optimizer steps skipped, because loss or gradient was not finite: {told}. After train.max_skipped_steps in a "
-        "row the run ends. Usually: a learning rate that is too high, or rewards out of range (reward.clip_range)"
-        if told
-        else ""
-    )
-
-
-def _per_token(step: Trained, name: str) -> float:
-    return sum(answer[name] for answer in step.answers) / max(step.tokens, 1.0)
 
 
 class EngineMetrics:

@@ -22,16 +22,16 @@ Wanted = tuple[int, int]
 
 @dataclass(slots=True)
 class ActorSampler:
-    """Implements `Sampler` with the ranks of the actor, who may have to take every step together.
+    """Implements `Sampler` with the ranks of the actor, which may have to take every step together.
 
-    Each rank gets as many batches, in the same order, so that none waits for a step that another never takes; the
-    batches may be of unlike size, and empty. Which rank gets what depends on the prompts alone.
+    Each rank gets equally many batches in the same order, so that none waits for a step that another never takes.
+    Batches may have different sizes, and be empty. Which rank gets which prompts depends on the prompts alone.
     """
 
     actor: RoleHandle[ActorCalls]
     run_seed: int
-    max_num_seqs: int  # responses that a rank works on at once
-    told: Answered = nobody
+    max_num_seqs: int  # number of responses that a rank works on at once
+    answered: Answered = nobody
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)
 
     def run(
@@ -64,7 +64,7 @@ class ActorSampler:
 
     def _tell(self, call: Future[GenerateAnswer]) -> None:
         if not call.cancelled() and call.exception() is None:
-            self.told(len(call.result().found), call.result().load.tokens)
+            self.answered(len(call.result().found), call.result().load.tokens)
 
     def _batch(
         self, wanted: list[Wanted], prompts: list[Prompt], sampling: Sampling, numbers: tuple[int, int], last: bool
@@ -74,7 +74,7 @@ class ActorSampler:
         return ResponseBatch(PackedPrompts.pack(rows), samples, sampling, self.run_seed, *numbers, last)
 
     def _named(self, error: RemoteError | CallTimeout) -> RunError:
-        """Say which rank the others wait for, as far as heartbeats tell."""
+        """Name the rank that the others wait for, as far as heartbeats show it."""
         phases = self.actor.phases()
         late = behind(phases)
         if not late or (isinstance(error, RemoteError) and error.user_error):
@@ -98,7 +98,7 @@ def deal(lengths: list[int], samples: int, ranks: int, most: int) -> list[list[l
 
 
 def _dealt(wanted: list[Wanted], ranks: int) -> list[list[Wanted]]:
-    """Give each rank every so-manieth prompt with all its samples; where that is uneven, one is cut between two."""
+    """Give rank r each prompt r, r + ranks, ... with its samples; if shares are uneven, two ranks divide a prompt."""
     number = {position: number for number, position in enumerate(dict.fromkeys(position for position, _ in wanted))}
     ordered = sorted(wanted, key=lambda one: (number[one[0]] % ranks, number[one[0]]))
     bounds = [len(wanted) * rank // ranks for rank in range(ranks + 1)]

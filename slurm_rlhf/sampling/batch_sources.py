@@ -1,4 +1,4 @@
-"""Where the batches of a run come from: one when its step asks, rounds with a filter, or a stream of groups."""
+"""Makes the batches of a run: one when its step asks, by rounds with a filter, or from a stream of groups."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Awakened:
 class Rounds:
     """Samples filtered batches in rounds, for `OnDemand`: train.full_determinism, and rollout.engine = hf.
 
-    The size of a round depends on what passed in those before it and never on time, and so does which engine gets what,
+    The size of a round, and which engine gets which prompt, depend on the groups that passed before and never on time,
     so the metrics are equal bit for bit. The price: engines wait for the last response of a round.
     """
 
@@ -93,14 +93,11 @@ class Rounds:
     def sample(self, step: int) -> Batch:
         """Sample until `rollout.batch_size` groups pass; the first of them in the order of the prompts are the batch.
 
-        What passed beyond them would be stale in the next step: its prompts come first there.
+        Further groups that passed would be stale in the next step: their prompts come first there.
         """
         rule, batch = self.rule, self.rule.batch
-        counts, groups, loads = (
-            FilterCounts(self.config.algo.dynamic_filtering_range),
-            list[PromptGroup](),
-            dict[int, EngineLoad](),
-        )
+        counts, groups = FilterCounts(self.config.algo.dynamic_filtering_range), list[PromptGroup]()
+        loads: dict[int, EngineLoad] = {}
         with self.awake(step - 1):
             while (chosen := first_passing([group.verdict for group in groups], batch)) is None:
                 if counts.judged >= rule.most:
@@ -125,9 +122,8 @@ class Rounds:
         if not places:
             return []
         how = sampling_of(self.config)
-        groups = [
-            PromptGroup(place, self.prompts[self.order.position(place)], GroupState(step - 1)) for place in places
-        ]
+        prompts = [self.prompts[self.order.position(place)] for place in places]
+        groups = [PromptGroup(*each, GroupState(step - 1)) for each in zip(places, prompts, strict=True)]
         # The batch that the first place is in seeds them: a prompt that comes again has other responses.
         batch = places[0] // self.order.batch_size
         responses = self.dispatcher.run([group.prompt for group in groups], how, step - 1, batch)
@@ -143,19 +139,19 @@ class Rounds:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Holds what batches are made with."""
+    """Holds the parts that make batches."""
 
     config: Config
     prompts: PromptSet
     order: PromptOrder
-    last: int  # step of the run
+    last: int  # last step of the run
     dispatcher: Sampler
     reward: Scoring
     awake: Awake
 
 
 def rule_of(config: Config, last: int) -> Rule:
-    """Say how many groups there may be in a run of `last` steps."""
+    """Return the limits on groups in a run of `last` steps."""
     batch, train = config.rollout.batch_size, config.train
     return Rule(
         batch=batch,
@@ -168,7 +164,7 @@ def rule_of(config: Config, last: int) -> Rule:
 
 
 def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
-    """Choose by vllm.sync_mode, algo.dynamic_filtering_enable and train.full_determinism; `sample`: without any."""
+    """Choose the source by vllm.sync_mode, dynamic filtering and full_determinism; `sample` is the plain one."""
     config, ahead = parts.config, parts.config.vllm.sync_mode == "inflight"
     filtered = config.algo.dynamic_filtering_enable
     if not ahead and not filtered:

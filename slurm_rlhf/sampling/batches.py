@@ -1,7 +1,7 @@
-"""Batches and the groups they are made of: the records, and how finished groups become a batch.
+"""Defines batches and the groups that they are made of, and makes a batch of finished groups.
 
-A group is a prompt with its n responses. Who makes batches of them: `batch_sources` when a step asks, `group_stream`
-while the actor trains.
+A group is a prompt with its n responses. `batch_sources` makes batches when a step asks, `group_stream` while the actor
+trains.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Batch:
     step: int
     prompts: list[Prompt]
     trajectories: list[Trajectory]  # `Sampling.n` for each prompt, in (prompt, sample) order
-    loads: dict[int, EngineLoad]  # of each engine since the batch before
-    seconds: float  # from the first request to the last response
+    loads: dict[int, EngineLoad]  # engine -> its work since the batch before
+    seconds: float  # time from the first request to the last response
     order: dict[str, Any]  # state of the prompt order once a step has trained on this batch
-    rewards: Rewards | None = None  # where they are known already: dynamic sampling asks for them
-    scored: Rewards | None = None  # once the step has its rewards
+    rewards: Rewards | None = None  # rewards by dynamic sampling; None: not known yet
+    scored: Rewards | None = None  # rewards of the step, once they are there
     metrics: dict[str, float] = field(default_factory=dict)
     judged: int = 0  # groups that dynamic sampling looked at since the batch before; 0: it is off
 
@@ -53,31 +53,31 @@ class Batches(Protocol):
         ...
 
     def updated(self, version: int) -> None:
-        """Note that all engines have policy `version`. Returns at once."""
+        """Note that all engines have policy `version`; return at once."""
         ...
 
     def alone(self) -> AbstractContextManager[None]:
-        """Keep groups from being begun, so that the engines can be asked for something else."""
+        """Begin no groups meanwhile, so that the engines can do other work."""
         ...
 
     def close(self) -> None:
-        """Begin no further group. What is in flight is dropped with the engines; it can be sampled again."""
+        """Begin no further group. Groups in flight are dropped with the engines; they can be sampled again."""
         ...
 
 
 @dataclass(slots=True)
 class PromptGroup:
-    """Holds a prompt on its way, and the responses that are there."""
+    """Holds a prompt and the responses that have come."""
 
-    place: int  # in the prompt order
+    place: int  # place in the prompt order
     prompt: Prompt
     state: GroupState
-    engine: int = -1  # that samples it
+    engine: int = -1  # engine that samples it
     begun: float = field(default_factory=time.monotonic)
-    ended: float = 0.0  # when its last response came
+    ended: float = 0.0  # time of its last response
     trajectories: list[Trajectory] = field(default_factory=list)
     rewards: Rewards | None = None
-    verdict: bool | None = None  # True: it may be trained on; None: that is not known yet
+    verdict: bool | None = None  # True: it may be trained on; None: not known yet
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ def assemble_batch(
     order: dict[str, Any],
     counts: FilterCounts | None,
 ) -> Batch:
-    """Make the batch of `step` of its groups."""
+    """Make the batch of `step` from its groups."""
     rewards = [group.rewards for group in groups if group.rewards is not None]
     judged, metrics = counts.take() if counts is not None else (0, {})
     return Batch(

@@ -1,6 +1,6 @@
 """Hands prompts to engines as they become free, and waits for all of their responses.
 
-The sizes of what an engine gets, holds and answers with are pure functions; all of them count responses.
+Pure functions choose how many responses an engine is asked for at once, may owe, and sends in one answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Answered = Callable[[int, int], None]
 
 
 def nobody(responses: int, tokens: int) -> None:
-    """Tell nobody."""
+    """Ignore the answer."""
 
 
 class Sampler(Protocol):
@@ -36,7 +36,7 @@ class Sampler(Protocol):
 
     run_seed: int
     loads: dict[int, EngineLoad]
-    """What each engine (rank of the actor) did in the last `run`."""
+    """Work of each engine (or rank of the actor) in the last `run`."""
 
     def run(
         self, prompts: list[Prompt], sampling: Sampling, version: int, round: int | None = None
@@ -58,7 +58,7 @@ class Dispatcher:
     number, all at once: the batch composition inside an engine, and with it the last bit of its log-probs, then no
     longer depends on timing.
 
-    What an engine that is lost had finished is kept; its other prompts go to those that are left. The seeds are the
+    Responses that a lost engine has finished are kept; its other prompts go to other engines. The seeds are the
     requests' own, so the responses are the same.
     """
 
@@ -66,11 +66,11 @@ class Dispatcher:
     run_seed: int
     max_num_seqs: int  # sequences an engine works on at once
     deterministic: bool
-    pool: EnginePool | None = None  # brings in engines that start late; None: all are ready, or somebody else does
-    rescue: Callable[[], Sequence[int]] | None = None  # brings in an engine where none is left; answers which
+    pool: EnginePool | None = None  # admits engines that start late; None: all are ready, or others do so
+    rescue: Callable[[], Sequence[int]] | None = None  # admits an engine if none is left, and returns it
     answered: Answered = nobody
-    loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> what it did in the last `run`
-    runs: int = field(default=0, init=False)  # so far
+    loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> its work in the last `run`
+    runs: int = field(default=0, init=False)  # number of runs so far
 
     def run(
         self, prompts: list[Prompt], sampling: Sampling, version: int, round: int | None = None
@@ -87,8 +87,8 @@ class Dispatcher:
     def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Responses:
         """Cut the prompts into one part for each engine of the run, and give each engine its own.
 
-        The part of an engine that is lost goes to one that has done its own. So what an engine works on at a time, and
-        with it the last bit of its log-probs, is the same whoever does it.
+        The part of a lost engine goes to one that has done its own. So an engine always works on a whole part, and the
+        last bit of the log-probs does not depend on which engine it is.
         """
         width = min(self.rollout.world, len(prompts))
         parts = {place: list(range(place, len(prompts), width)) for place in range(width)}
@@ -103,12 +103,12 @@ class Dispatcher:
                 if part is not None:
                     waiting.remove(part)
                     working[engine] = part
-                    # All of a part, though some of it may have come: what remains depends on what it runs beside.
+                    # The whole part, though some of it may be there: log-probs depend on the rest of a batch.
                     pending |= dict.fromkeys(self._ask(engine, parts[part], prompts, sampling, version), engine)
             done, _ = wait(pending, POLL_S if waiting else None, FIRST_COMPLETED)
             for call in done:
                 if (engine := pending.pop(call, -1)) < 0:
-                    continue  # its engine was lost, as another call has told
+                    continue  # another call has shown that its engine was lost
                 if not self._take(engine, call, found):
                     waiting.append(working.pop(engine))
                     pending = {other: owner for other, owner in pending.items() if owner != engine}
@@ -133,7 +133,7 @@ class Dispatcher:
             count = min(max(1, chunk(len(left) * n, ready, width) // n), len(left))
             room = allowance(len(left) * n, ready, width) - held[engine]
             if self.rollout.world == 1 and len(left) * n <= room:
-                count = len(left)  # nobody else could take it: one message, so that one batch begins with all of it
+                count = len(left)  # there is no other engine: in one message, so that one batch begins with all of it
             if held[engine] and room < count * n:
                 return False
             positions = [left.popleft() for _ in range(count)]
@@ -145,10 +145,10 @@ class Dispatcher:
 
         def fill(engines: list[int]) -> None:
             while sum(feed(engine) for engine in engines):
-                pass  # in turn, so that all of them begin with as much
+                pass  # one chunk at a time, so that all of them begin with equally many
 
         def lose(engine: int) -> None:
-            """Take back what an engine that is lost has not finished."""
+            """Take back the prompts that a lost engine has not finished."""
             left.extendleft(reversed(unfinished(given.pop(engine, []), found, n)))
             for call in [call for call, (owner, _) in pending.items() if owner == engine]:
                 del pending[call]
@@ -168,7 +168,7 @@ class Dispatcher:
             fill(late)
             for call in done:
                 if call not in pending:
-                    continue  # its engine was lost, as another call has told
+                    continue  # another call has shown that its engine was lost
                 engine, count = pending.pop(call)
                 if not self._take(engine, call, found):
                     lose(engine)
@@ -178,7 +178,7 @@ class Dispatcher:
         return found
 
     def _await_engine(self) -> None:
-        """Wait until there is an engine, where all were lost. Raises RoleDied, and what has ended the run meanwhile."""
+        """Wait for an engine if all were lost. Raises RoleDied, and the error that has ended the run meanwhile."""
         while not self.rollout.ready:
             if self.rescue is None:
                 raise RoleDied("no engine is left, and while the actor trains (eval.overlap) none can get its weights")
@@ -192,10 +192,10 @@ class Dispatcher:
     def _ask(
         self, engine: int, positions: list[int], prompts: list[Prompt], sampling: Sampling, version: int
     ) -> dict[Future[GenerateAnswer], int]:
-        """Hand prompts to an engine: answer the calls that bring the responses, and how many each brings.
+        """Hand prompts to an engine; return the calls that bring the responses, and how many each brings.
 
-        The first call has the prompts. The others have none: they are there to be answered, because one answer with
-        all responses could be larger than a message may be, and would come when the last of them is finished.
+        The first call has the prompts. The others have none: they exist to be answered, because one answer with all
+        responses could be larger than a message may be, and would come only when the last response is finished.
         """
         asked = PackedPrompts.pack([PromptTokens(i, prompts[i].index, prompts[i].token_ids) for i in positions])
         longest = max(len(prompts[i].token_ids) for i in positions)
@@ -222,7 +222,7 @@ class Dispatcher:
         self.answered(len(answer.found), answer.load.tokens)
         for position, trajectory in answer.found:
             known = found.setdefault(position, [])
-            # A prompt whose engine was lost is sampled once more as a whole; what had come of it is kept.
+            # A prompt whose engine was lost is sampled once more as a whole; responses that are there are kept.
             if trajectory.sample not in [other.sample for other in known]:
                 known.append(trajectory)
         return True
@@ -233,13 +233,13 @@ def unfinished(positions: Sequence[int], found: Responses, samples: int) -> list
     return [position for position in positions if len(found.get(position, ())) < samples]
 
 
-# An engine that is slow must not sit on prompts that others could have started: when the last prompt is handed out,
-# every engine should have in hand only what it is working on. So the chunks, and the reserve that an engine holds
-# beyond its width, shrink with what is left. Source: Polychronopoulos and Kuck, Guided Self-Scheduling (1987).
+# A slow engine must not hold prompts that others could have started: when the last prompt is handed out, every engine
+# should hold only prompts that it works on. So the chunks, and the reserve that an engine holds beyond its width,
+# shrink with the number of prompts that are left. Source: Polychronopoulos and Kuck, Guided Self-Scheduling (1987).
 
-# An answer brings a chunk: the finer, the sooner the news that places are free.
+# An answer brings a chunk: smaller chunks show sooner that places are free.
 _CHUNKS_PER_WIDTH = 8
-# The reserve, a quarter of the width, is a chunk that may be finished and not answered, and one on its way.
+# The reserve, a quarter of the width: one chunk that is finished but not answered, and one that travels.
 _RESERVE = 4
 # Reserve and chunk together are at most a sixth of an engine's share of what is left. So an engine that is up to six
 # times slower than its peers has begun everything it holds when they take the last prompt.
@@ -249,28 +249,28 @@ _LAST_CHUNKS = 12
 def chunk(left: int, engines: int, width: int) -> int:
     """Count the responses to hand to an engine at once, at least 1.
 
-    left: what no engine has yet; width: responses that an engine works on at once.
+    left: responses that no engine was asked for; width: responses that an engine works on at once.
     """
     return max(1, min(width // _CHUNKS_PER_WIDTH, left // (_LAST_CHUNKS * engines)))
 
 
 def allowance(left: int, engines: int, width: int) -> int:
-    """Count the responses that an engine may hold: its width, and perhaps a reserve."""
+    """Count the responses that an engine may owe: its width, and perhaps a reserve."""
     reserve = -(-width // _RESERVE)
     return width + (reserve if engines == 1 else min(reserve, left // (_LAST_CHUNKS * engines)))
 
 
-# An answer has a part of a message that is bounded, `codec.MAX_HEADER_BYTES`: this is an eighth of it.
+# The header of a message is bounded (`codec.MAX_HEADER_BYTES`): this is an eighth of it.
 _ANSWER_BYTES = 8 << 20
-_ANSWER_RESPONSES = 8192  # of four arrays each, which may be frames of their own: as many as a message may have, halved
-_TOKEN_BYTES = 17  # its number, log-prob and mask, and eight bytes of text: twice what a token usually stands for
-_RESPONSE_BYTES = 256  # beside its tokens
+_ANSWER_RESPONSES = 8192  # each has four arrays, which may be frames: half of the frames a message may have
+_TOKEN_BYTES = 17  # id, log-prob, mask, and eight bytes of text, twice the usual length
+_RESPONSE_BYTES = 256  # without its tokens
 
 
 def answer_sizes(responses: int, prompt_tokens: int, response_tokens: int) -> list[int]:
     """Split `responses` into answers that each fit into a message.
 
-    prompt_tokens and response_tokens: of the longest, at most.
+    prompt_tokens, response_tokens: largest lengths.
     """
     size = _RESPONSE_BYTES + 4 * prompt_tokens + _TOKEN_BYTES * response_tokens
     most = max(1, min(_ANSWER_RESPONSES, _ANSWER_BYTES // size))

@@ -19,22 +19,22 @@ Arrived = Callable[[int, "Future[GenerateAnswer]"], None]
 class EngineFeed:
     """Knows how many responses each engine owes, and gives the next group to the one that owes least.
 
-    An answer has one response. A group is known to be finished as soon as it is, and does not wait for the others of a
-    chunk behind a long one.
+    An answer has one response, so a finished group is known at once and does not wait for a longer one.
     """
 
     rollout: EngineHandle
     run_seed: int
     max_num_seqs: int  # sequences an engine works on at once
     answered: Answered = nobody
-    stream: int = field(default=0, init=False)  # of the engines' calls; `Dispatcher` counts its own from 1
+    stream: int = field(default=0, init=False)  # number of the calls' stream; `Dispatcher` counts its own from 1
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)
     _owed: dict[int, int] = field(default_factory=dict, init=False)
 
     def free(self, samples: int) -> int | None:
-        """Return the engine that may take a group of so many responses; None: all have enough in hand.
+        """Return the engine that may take a group of `samples` responses; None: all engines have enough to do.
 
-        An engine may hold its width and a reserve, so that it has work until news of a free place has come and gone.
+        An engine may owe its width and a reserve, so that it has work until an answer has come and the next group has
+        arrived.
         """
         if not self.rollout.ready:
             return None
@@ -59,16 +59,16 @@ class EngineFeed:
         self.answered(len(answer.found), answer.load.tokens)
 
     def lost(self, engine: int) -> None:
-        """Note that an engine is lost: it owes nothing any more."""
+        """Forget the responses that a lost engine owes."""
         self._owed.pop(engine, None)
 
     def take_loads(self) -> dict[int, EngineLoad]:
-        """Return what engines did since the last call; one that answered nothing meanwhile is not among them."""
+        """Return the work of engines since the last call; an engine that answered nothing is not among them."""
         taken, self.loads = self.loads, {}
         return taken
 
     def forget(self) -> None:
-        """Let the engines drop what they still owe: nobody wants it any more."""
+        """Let the engines drop the responses that they still owe."""
         for engine in (engine for engine, owed in self._owed.items() if owed):
             self.rollout.call(engine, EngineCalls.drop)
         self.stream -= 1

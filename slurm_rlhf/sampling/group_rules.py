@@ -1,4 +1,4 @@
-"""Decide which groups may be begun and which make up a batch: pure functions of where the groups stand.
+"""Decide which groups may be begun and which make up a batch: pure functions of the state of the groups.
 
 A group is one prompt with its n responses. It is begun when its prompt goes to an engine, while the engines have some
 policy version, and it is finished when all of its responses are there (and, with dynamic sampling, judged). Step t
@@ -41,9 +41,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class GroupState:
-    """Says where a group stands; lists of them are in the order in which they were begun."""
+    """Says how old a group is, and whether it is finished; lists of groups are in the order of their begin."""
 
-    version: int  # of the policy in the engines when it was begun
+    version: int  # policy version in the engines when the group was begun
     finished: bool = False
 
 
@@ -55,8 +55,9 @@ def deadline(version: int, size: int) -> int:
 def room(groups: int, version: int, step: int, size: int, batch: int, last: int, ahead: int) -> int:
     """Count the groups that may be begun under policy `version`; negative or 0: none.
 
-    groups: begun and neither trained on nor dropped. step: the next to be trained, last: the run's last, behind which
-    nothing is begun for. size: the bound in updates; batch: groups of a step; ahead: of them, begun by older policies.
+    groups: number of groups that were begun and neither trained on nor dropped. step: next step to be trained; last:
+    last step of the run. size: the bound in updates; batch: groups of a step; ahead: how many of these may be begun
+    under older policies.
     """
     within_bound = (min(deadline(version, size), last) - step + 1) * batch
     within_share = (batch if version >= step - 1 else 0) + ahead
@@ -64,7 +65,7 @@ def room(groups: int, version: int, step: int, size: int, batch: int, last: int,
 
 
 def choose(groups: Sequence[GroupState], step: int, size: int, batch: int) -> list[int] | None:
-    """Return the indices of the groups that step `step` trains on; None: some must be waited for."""
+    """Return the indices of the groups that step `step` trains on; None: the step has to wait for some."""
     chosen = [index for index, group in enumerate(groups) if group.finished][:batch]
     if len(chosen) < batch:
         return None
@@ -86,8 +87,8 @@ def on_policy_room(passed: int, unfinished: int, begun: int, batch: int, at_once
     """Count the groups that may be begun for a batch that is sampled and filtered under one policy.
 
     Each group that is dropped makes room for another at once, so engines do not wait for the last response before a
-    refill begins. at_once: groups that may be on their way or kept at a time, at least `batch`; most: groups that may
-    be begun for one batch.
+    refill begins. at_once: groups that may be in flight or kept at a time, at least `batch`; most: groups that may be
+    begun for one batch.
     """
     return 0 if passed >= batch else min(at_once - passed - unfinished, most - begun)
 
@@ -95,8 +96,8 @@ def on_policy_room(passed: int, unfinished: int, begun: int, batch: int, at_once
 def first_passing(verdicts: Sequence[bool | None], batch: int) -> list[int] | None:
     """Return the indices of the first `batch` groups that pass, in the order of their prompts.
 
-    verdicts: of each group in that order; None: not judged yet. Answers None while a group before the last of them is
-    not judged: the batch waits, because whoever is finished first has short responses.
+    verdicts: one for each group in that order; None: not judged yet. Returns None while a group before the last of them
+    is not judged: the batch waits, because groups that finish first have short responses.
     """
     chosen: list[int] = []
     for index, verdict in enumerate(verdicts):

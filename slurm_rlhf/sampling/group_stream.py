@@ -1,9 +1,8 @@
-"""A stream of groups: prompts go to the engines one after the other, and finished groups make up the batches.
+"""Samples a stream of groups: prompts go to the engines one after the other, and finished groups become batches.
 
-A thread owns all that is said of the groups here. Everything else, the main thread, the answers of engines and of the
-reward function, puts a task into its inbox; after each task it looks at what can be done: complete the batch that a
-step waits for, have groups judged, begin others. Who may begin and who is in the batch are the pure functions of
-`group_rules`.
+One thread owns the state of the groups. The main thread, and the answers of engines and of the reward function, put
+tasks into its inbox. After each task it does what is possible: it completes the batch that a step waits for, has groups
+judged, and begins others. The pure functions of `group_rules` decide which groups begin, and which are in a batch.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ LATE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Says how many groups there may be."""
+    """Limits the number of groups."""
 
     batch: int  # groups of a step
-    last: int  # step of the run
+    last: int  # last step of the run
     size: int | None  # train.async_queue_size; None: a batch is sampled when its step asks, under one policy
     at_once: int = 0  # rollout.vllm_generate_batch_size, for a batch under one policy
     tries: int = 0  # algo.dynamic_filtering_max_tries
@@ -54,9 +53,9 @@ class GroupStream:
     """Implements `Batches` with groups of any age within the bound, or, where `rule.size` is None, with fresh ones.
 
     The first `take` starts it. With groups of any age, those that are in flight or left over stay for the next batch.
-    With fresh ones a batch has the first passing groups in the order of the prompts; what was sampled beyond them
-    would be stale in the next step, so it is forgotten and its prompts come first there: which prompts a step gets
-    does not depend on time, and the checkpoint is one number.
+    With fresh ones a batch has the first passing groups in the order of the prompts. Further groups would be stale in
+    the next step, so they are forgotten and their prompts come first there: the prompts of a step do not depend on
+    time, and the checkpoint is one number.
     """
 
     rule: Rule
@@ -64,23 +63,23 @@ class GroupStream:
     order: PromptOrder
     sampling: Sampling
     feed: EngineFeed
-    reward: Scoring | None = None  # of dynamic sampling; None: every group is trained on
+    reward: Scoring | None = None  # judges groups for dynamic sampling; None: every group is trained on
     counts: FilterCounts | None = None
-    admit: Callable[[int], Any] | None = None  # brings in engines that start late, in the middle of a batch
-    rescue: Callable[[], Any] | None = None  # brings in an engine where none is left
-    _groups: list[PromptGroup] = field(default_factory=list, init=False)  # since the last batch, by their begin
+    admit: Callable[[int], Any] | None = None  # admits engines that start late, in the middle of a batch
+    rescue: Callable[[], Any] | None = None  # admits an engine if none is left
+    _groups: list[PromptGroup] = field(default_factory=list, init=False)  # those since the last batch, in order
     _open: dict[int, PromptGroup] = field(default_factory=dict, init=False)  # place -> group in flight
-    _orphans: list[PromptGroup] = field(default_factory=list, init=False)  # in flight, on an engine that was lost
-    _held_back: list[tuple[int, Prompt]] = field(default_factory=list, init=False)  # their prompts are in flight
-    _finished: list[PromptGroup] = field(default_factory=list, init=False)  # and not judged
+    _orphans: list[PromptGroup] = field(default_factory=list, init=False)  # groups in flight on a lost engine
+    _held_back: list[tuple[int, Prompt]] = field(default_factory=list, init=False)  # the prompt is in flight
+    _finished: list[PromptGroup] = field(default_factory=list, init=False)  # finished, but not judged
     _judging: list[PromptGroup] = field(default_factory=list, init=False)
     _next: list[PromptGroup] | None = field(default=None, init=False)  # the batch that could be taken now
-    _changed: bool = field(default=True, init=False)  # since `_next` was looked for
-    _version: int = field(default=0, init=False)  # in the engines, at least
-    _step: int = field(default=1, init=False)  # the next to be trained
-    _wanted: bool = field(default=False, init=False)  # it waits for its batch
+    _changed: bool = field(default=True, init=False)  # groups have changed since `_next` was chosen
+    _version: int = field(default=0, init=False)  # oldest policy version in the engines
+    _step: int = field(default=1, init=False)  # next step to be trained
+    _wanted: bool = field(default=False, init=False)  # True: the step waits for its batch
     _paused: bool = field(default=False, init=False)
-    _told: bool = field(default=False, init=False)  # that nothing is in flight
+    _quiet_noted: bool = field(default=False, init=False)  # True: the main thread knows that none is in flight
     _closed: bool = field(default=False, init=False)
     _failure: BaseException | None = field(default=None, init=False)
     # A stop may interrupt the main thread anywhere: these have no lock that it could leave taken.
@@ -126,14 +125,14 @@ class GroupStream:
         self._version = version
 
     def _pause(self, paused: bool) -> None:
-        self._paused, self._told = paused, False
+        self._paused, self._quiet_noted = paused, False
 
     def _close(self) -> None:
         self._closed = True
 
     def _work(self) -> None:
         while not self._closed:
-            looking = self._failure is None and (self._actor_idle if self._bereft else self._admits)
+            looking = self._failure is None and (self._actor_idle if self._without_engines else self._admits)
             try:
                 task = self._inbox.get(timeout=LATE_S if looking else None)
             except Empty:
@@ -154,20 +153,20 @@ class GroupStream:
     @property
     def _actor_idle(self) -> bool:
         """Tell whether the main thread waits here, so that the actor has time to give its weights away."""
-        return self._wanted or (self._paused and not self._told)
+        return self._wanted or (self._paused and not self._quiet_noted)
 
     @property
-    def _bereft(self) -> bool:
+    def _without_engines(self) -> bool:
         """Tell whether no engine is left."""
         return not self.feed.rollout.ready and self.rescue is not None
 
     def _tell(self) -> None:
-        """Tell the main thread of a failure, and that it has the engines to itself."""
+        """Wake the main thread after a failure, or when it has the engines to itself."""
         if self._failure is not None and self._wanted:
             self._wanted = False
             self._ready.put(self._failure)
-        if self._paused and not self._told and (self._failure is not None or not self._busy()):
-            self._told = True
+        if self._paused and not self._quiet_noted and (self._failure is not None or not self._busy()):
+            self._quiet_noted = True
             self._quiet.put(None)
 
     def _busy(self) -> bool:
@@ -179,7 +178,7 @@ class GroupStream:
             self._deliver(chosen)
         if self._wanted and self.admit is not None:
             self.admit(self._version)
-        if self._bereft and self._actor_idle and self.rescue is not None:
+        if self._without_engines and self._actor_idle and self.rescue is not None:
             self.rescue()
         while self._orphans and (engine := self.feed.free(self.sampling.n)) is not None:
             self._ask(self._orphans.pop(0), engine)
@@ -199,12 +198,12 @@ class GroupStream:
             fresh = on_policy_room(passed, unfinished, begun, rule.batch, rule.at_once, rule.most)
             return fresh if self._wanted else 0
         if (filtered and dropped >= rule.most) or self._choose() is not None:
-            return 0  # where the next batch is ready, what is begun now would only be older
+            return 0  # the next batch is ready: a group that begins now would only be older
         waiting = len(self._groups) - dropped
         return room(waiting, self._version, self._step, rule.size, rule.batch, rule.last, rule.ahead)
 
     def _begin(self, engine: int) -> bool:
-        """Begin one group on an engine; False: no prompt is left that is not in flight already."""
+        """Begin one group on an engine; return False if all prompts that are left are in flight."""
         if (found := self._next_prompt()) is None:
             return False
         place, prompt = found
@@ -214,7 +213,7 @@ class GroupStream:
         return True
 
     def _ask(self, group: PromptGroup, engine: int) -> None:
-        """Ask an engine for the responses of a group; those that are there already are kept."""
+        """Ask an engine for the responses of a group; it keeps those that it has."""
         group.engine = engine
         arrived = partial(self._arrived, self.feed.stream)
         self.feed.ask(engine, group.place, group.prompt, self.sampling, group.place // self.rule.batch, arrived)
@@ -237,7 +236,7 @@ class GroupStream:
         self._inbox.put(partial(self._answered, stream, engine, call))
 
     def _answered(self, stream: int, engine: int, call: Future[GenerateAnswer]) -> None:
-        if stream != self.feed.stream:  # forgotten: whatever it is, nobody wants it
+        if stream != self.feed.stream:  # an answer that was forgotten
             return
         error = call.exception()
         if error is not None and self.feed.rollout.goes_on_without(engine, error):
@@ -248,7 +247,7 @@ class GroupStream:
         for place, trajectory in answer.found:
             group = self._open.get(place)
             if group is None or trajectory.sample in [known.sample for known in group.trajectories]:
-                continue  # it came from an engine that was lost later, and once more from another one
+                continue  # a lost engine has sent this response before
             group.trajectories.append(trajectory)
             if len(group.trajectories) == self.sampling.n:
                 del self._open[place]
@@ -259,13 +258,13 @@ class GroupStream:
                     self._finished.append(group)
 
     def _lose(self, engine: int) -> None:
-        """Keep the groups of an engine that is lost for others; each of its calls comes here."""
+        """Keep the groups of a lost engine for others; each of its calls comes here."""
         self.feed.lost(engine)
         found = [group for group in self._open.values() if group.engine == engine and group not in self._orphans]
         self._orphans += found
 
     def _judge(self) -> None:
-        """Let the reward function judge what has finished since it was called last: one call at a time."""
+        """Let the reward function judge the groups that have finished since its last call: one call at a time."""
         if self.reward is None or not self._finished or self._judging:
             return
         groups, self._finished = self._finished, []
@@ -283,14 +282,14 @@ class GroupStream:
             group.state.finished = group.verdict is True
 
     def _choose(self) -> list[PromptGroup] | None:
-        """Return the groups of the next batch, if it is complete; looked for where a group has come to its end."""
+        """Return the groups of the next batch, if it is complete; chosen anew only after a group was finished."""
         if self._changed:
             self._next, self._changed = self._look(), False
         return self._next
 
     def _look(self) -> list[PromptGroup] | None:
         if self.rule.size is None:
-            # Not beside the user's function: an evaluation might call it a second time.
+            # Wait for the user's function: otherwise an evaluation might call it at the same time.
             chosen = None if self._judging else first_passing([g.verdict for g in self._groups], self.rule.batch)
             return None if chosen is None else [self._groups[index] for index in chosen]
         alive = [group for group in self._groups if group.verdict is not False]
@@ -298,7 +297,7 @@ class GroupStream:
         return None if chosen is None else [alive[index] for index in chosen]
 
     def _deliver(self, chosen: list[PromptGroup]) -> None:
-        """Answer the step that waits, and go over to the next."""
+        """Give the batch to the step that waits, and go over to the next step."""
         taken = {group.place for group in chosen}
         held_back = [place for place, _ in self._held_back]
         if self.rule.size is None:
@@ -316,7 +315,7 @@ class GroupStream:
         self._step, self._wanted, self._changed = self._step + 1, False, True
 
     def _end(self) -> BaseException:
-        """Say why the batch that is waited for cannot become full."""
+        """Return the error for a batch that cannot become full."""
         rule, kept = self.rule, sum(group.verdict is True for group in self._groups)
         if self.counts is not None and len(self._groups) - kept * (rule.size is not None) >= rule.most:
             return self.counts.filtered_away(self._step, kept, rule.batch, rule.tries)

@@ -1,4 +1,4 @@
-"""Which row goes to which engine, and what becomes of rows whose engine is slow, refuses them or dies. Pure."""
+"""Decides which row goes to which engine, also after an engine was slow, has refused rows or has died. Pure."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 SLOW_FACTOR = 3.0
-"""A row that takes so many times as long as rows usually do is given to a second engine that has nothing else to do."""
+"""A row that takes this many times as long as usual goes to a second engine that has no other work."""
 LEAST_SLOW_S = 5.0
-_REMEMBERED = 512  # durations that "usually" is made of
+_REMEMBERED = 512  # number of durations whose median is the usual one
 FAILURES = 2
-"""A row that failed so often, alone on an engine, becomes an error."""
+"""Number of failures, alone on an engine, after which a row becomes an error."""
 ENGINE_FAILURES = 3
-"""An engine that failed so often in a row is given up."""
+"""Number of failures in a row after which an engine is given up."""
 
 
 @dataclass(slots=True)
 class RowQueue:
-    """Knows the rows that are left, and which engine has which since when (seconds of any clock).
+    """Knows the rows that are left, and which engine has which row since when (in seconds of any clock).
 
     Rows go out in their order. A row that an engine failed with others is a suspect: it goes out again alone, so that
     one bad row costs no good one.
     """
 
     left: deque[int]
-    _held: dict[int, dict[int, float]] = field(default_factory=dict)  # engine -> row -> since when
+    _held: dict[int, dict[int, float]] = field(default_factory=dict)  # engine -> row -> time when it was given
     _suspects: deque[int] = field(default_factory=deque)
-    _failures: dict[int, int] = field(default_factory=dict)  # row -> alone
-    _engine_failures: dict[int, int] = field(default_factory=dict)  # engine -> since its last answer
+    _failures: dict[int, int] = field(default_factory=dict)  # row -> failures, alone on an engine
+    _engine_failures: dict[int, int] = field(default_factory=dict)  # engine -> failures since its last answer
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
     @classmethod
@@ -51,7 +51,7 @@ class RowQueue:
         return len(self._held.get(engine, {}))
 
     def take(self, engine: int, now: float) -> int | None:
-        """Take the next row for an engine; None: there is none that it may have now."""
+        """Take the next row for an engine; None: it gets none now."""
         held = self._held.setdefault(engine, {})
         if any(row in self._failures for row in held):
             return None  # a suspect is alone
@@ -67,7 +67,7 @@ class RowQueue:
         return row
 
     def _overdue(self, engine: int, now: float) -> int | None:
-        """Find the row that one other engine has had for longest, if that is much longer than usual."""
+        """Find the row that a single other engine has had for longest, if that is much longer than usual."""
         if not self._durations:
             return None
         limit = max(LEAST_SLOW_S, SLOW_FACTOR * statistics.median(self._durations))
@@ -84,7 +84,7 @@ class RowQueue:
         return min(late)[1] if late else None
 
     def finish(self, engine: int, row: int, now: float) -> bool:
-        """Note an answer; False: another engine was faster, and this answer is not wanted."""
+        """Note an answer; return False if another engine has answered before."""
         self._engine_failures.pop(engine, None)
         since = self._held.get(engine, {}).pop(row, None)
         if since is None:
@@ -96,16 +96,16 @@ class RowQueue:
         return True
 
     def fail(self, engine: int, row: int) -> tuple[bool, bool]:
-        """Note that an engine failed a row; answer whether the row is now an error, and whether the engine is broken.
+        """Note that an engine failed a row; return whether the row is now an error, and whether the engine is broken.
 
-        An engine drops all that it has when one request fails, so each of its rows comes here.
+        An engine drops all of its requests when one fails, so each of its rows comes here.
         """
         held = self._held.get(engine, {})
         if row not in held:
             return False, False
         alone = row in self._failures
         del held[row]
-        if not held:  # the last of one failure
+        if not held:  # the last row of this failure
             self._engine_failures[engine] = self._engine_failures.get(engine, 0) + 1
         broken = self._engine_failures.get(engine, 0) >= ENGINE_FAILURES
         if any(row in rows for rows in self._held.values()):
@@ -118,7 +118,7 @@ class RowQueue:
         return False, broken
 
     def lose(self, engine: int) -> list[int]:
-        """Take back the rows of an engine that is gone; answer those that nobody else has. They go out first."""
+        """Take back the rows of an engine that is gone; return those that no other engine has. They go out first."""
         rows = self._held.pop(engine, {})
         self._engine_failures.pop(engine, None)
         alone = [row for row in sorted(rows) if not any(row in others for others in self._held.values())]

@@ -13,7 +13,7 @@ from slurm_rlhf import Algorithm, Config, Summary, load_config, train
 from slurm_rlhf.algorithms import registry
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.rewards import function
-from slurm_rlhf.run.earlier_run import unreadable_elsewhere
+from slurm_rlhf.run.run_inputs import unreadable_elsewhere
 
 
 @pytest.fixture

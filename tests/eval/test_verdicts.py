@@ -15,7 +15,6 @@ from slurm_rlhf.eval.verdicts import (
     SHARES,
     WORDS,
     agreement_line,
-    bounds,
     compare,
     constant_share,
     drift,
@@ -42,7 +41,7 @@ def off_by(*nats: float) -> np.ndarray:
 def test_the_table_has_the_issues_figures_and_words_for_every_check() -> None:
     assert (BOUNDS["fp32"]["engine"].limit, BOUNDS["fp32"]["engine"].statistic) == (1e-4, "largest")
     assert (BOUNDS["bf16"]["engine"].limit, BOUNDS["bf16"]["engine"].statistic) == (2e-2, "mean")
-    for check, bound in bounds("fp16").items():
+    for check, bound in BOUNDS["fp16"].items():
         assert (bound.limit, bound.statistic) == (BOUNDS["bf16"][check].limit / 4, "mean")
     for row in BOUNDS.values():
         assert row.keys() == WORDS.keys() | {"log_ratio"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slurm_rlhf.groups.first_failure import silent_nodes, unheard
+from slurm_rlhf.groups.deaths import silent_nodes, unheard
 from slurm_rlhf.placement.rank_map import NodeShare
 from slurm_rlhf.wire.roster import Peer
 

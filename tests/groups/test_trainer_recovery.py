@@ -11,7 +11,7 @@ import pytest
 from slurm_rlhf.cluster.stop import TERM, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.first_failure import FailedRole
+from slurm_rlhf.groups.deaths import FailedRole
 from slurm_rlhf.groups.trainer_recovery import Plan, RunFailure, TrainerRecovery, offenders, refusal
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.role_sizes import role_sizes

@@ -9,7 +9,7 @@ import pytest
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.run.earlier_run import changed_keys, model_contents, refuse_other_model
+from slurm_rlhf.run.run_inputs import changed_keys, model_contents, refuse_other_model
 
 
 def model(path: Path, weights: bytes) -> Path:

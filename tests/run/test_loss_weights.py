@@ -13,7 +13,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience
 from slurm_rlhf.rewards.values import Rewards
 from slurm_rlhf.run.experience import fill_advantages, fill_loss_weights
-from slurm_rlhf.run.step_metrics import Trained, update_metrics
+from slurm_rlhf.run.update import Trained, update_metrics
 
 
 def batch() -> Experience:

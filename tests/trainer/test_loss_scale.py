@@ -9,7 +9,7 @@ import torch
 
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ConfigError, RunError
-from slurm_rlhf.run.step_metrics import Trained, skip_warning, update_metrics
+from slurm_rlhf.run.update import Trained, skip_warning, update_metrics
 from slurm_rlhf.trainer import deepspeed as backend
 from slurm_rlhf.trainer._deepspeed import import_deepspeed
 from slurm_rlhf.trainer.deepspeed import start_deepspeed
