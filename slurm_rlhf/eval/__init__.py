@@ -1,9 +1,8 @@
-"""What an evaluation says about a model: statistics of scored responses, as pure functions of them.
+"""Evaluates models: samples and scores data sets, and computes statistics of the scored responses.
 
-What lives here: `estimators` (pass@k, majority vote, bootstrap), `responses` (the record of a scored response, and its
-file), `report` (all of it for one data set, by source and length too), `words` (the same as text).
-
-May import: the base modules and `config`; numpy, no torch. Who samples and scores is in `run`.
+`sets` samples and scores, for a training run. The rest are pure functions: `estimators` (pass@k, majority vote,
+bootstrap), `responses` (the record of a scored response, and its file), `report` (the statistics of one data set, also
+by source and length), `words` (the same as text), and `verdicts`, which decides for the self-check. No torch.
 
 To add a figure: its estimator, a field of `report.DataSetReport`, and its name in `config.evaluation.metric_names` if
 runs may choose their best checkpoint by it.

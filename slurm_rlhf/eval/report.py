@@ -20,14 +20,14 @@ K = TypeVar("K")
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """Sums up the responses that belong together."""
+    """Sums up a subset of the responses to a data set."""
 
     name: str
     prompts: int
     responses: int
-    mean: Estimate  # of their scores
-    truncated: float  # share that was cut off, 0 to 1
-    response_tokens: float  # mean
+    mean: Estimate  # mean score
+    truncated: float  # share of responses that were cut off, 0 to 1
+    response_tokens: float  # mean number of tokens
 
 
 def subset_of(name: str, responses: Sequence[ScoredResponse], seed: int, figure: str) -> Subset:
@@ -82,7 +82,7 @@ def _groups(responses: Sequence[ScoredResponse], key: Callable[[ScoredResponse],
 T = TypeVar("T")
 
 LOOKED_AT = 20
-"""Failed prompts that a report names, spread over the data set."""
+"""Number of failed prompts that a report names, spread over the data set."""
 _SHOWN = 2000  # characters of a prompt, and of a response
 
 
@@ -111,10 +111,10 @@ class DataSetReport:
     temperature: float  # 0: greedy
     whole: Subset
     pass_at: dict[int, Estimate]  # k -> pass@k
-    majority: Estimate | None  # of the vote of all samples; None: one sample
+    majority: Estimate | None  # score of the vote of all samples; None: there is one sample
     sources: list[Subset]
-    prompt_lengths: list[Subset]  # in tokens
-    response_lengths: list[Subset]
+    prompt_lengths: list[Subset]  # subsets by tokens of the prompt
+    response_lengths: list[Subset]  # subsets by tokens of the response
     errors: int  # prompts without a response; they count as wrong
     failed: int  # prompts with no correct response
     failures: list[FailedPrompt]
@@ -130,7 +130,7 @@ class DataSetReport:
         return {f"eval/{self.name}/{name}": value for name, value in figures.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for eval.json: what JSON lacks, a NaN, becomes null."""
+        """Return the report for eval.json; NaN, which JSON lacks, becomes null."""
         plain: dict[str, Any] = _plain(asdict(self))
         return plain
 
@@ -138,7 +138,7 @@ class DataSetReport:
 def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed: int) -> DataSetReport:
     """Sum up the responses to one data set, at least one; each prompt has `settings.n_samples_per_prompt` of them.
 
-    `seed`: of the intervals.
+    `seed` chooses the draws of intervals.
     """
     prompts: dict[int, list[ScoredResponse]] = {}
     for one in sorted(responses, key=lambda one: (one.index, one.sample)):
@@ -176,7 +176,7 @@ def overall(reports: Sequence[DataSetReport]) -> float:
 
 
 def spread(found: Sequence[T], most: int) -> list[T]:
-    """Choose at most so many, evenly spread: the end of a file is as interesting as its beginning."""
+    """Choose at most `most`, evenly spread: the end of a file is as interesting as its beginning."""
     if len(found) <= most:
         return list(found)
     return [found[place * len(found) // most] for place in range(most)]

@@ -14,23 +14,23 @@ from slurm_rlhf.run_directory import write_atomically
 
 @dataclass(frozen=True, slots=True)
 class ScoredResponse:
-    """Holds a response to a prompt of an evaluation, and what it is worth."""
+    """Holds a response to a prompt of an evaluation, and its score."""
 
     dataset: str
     index: int  # row of the prompt in its file
     sample: int  # 0 .. n-1
-    source: str  # of the prompt; empty: the data set names none
+    source: str  # source of the prompt; empty: the data set names none
     prompt: str
     response: str
     label: Any
-    answer: str | None  # what the response answers; None: nothing that the pattern finds
+    answer: str | None  # answer found in the response; None: the pattern finds none
     score: float
     reward: float
     prompt_tokens: int
     response_tokens: int
     finish_reason: str
     engine: int = 0
-    error: str = ""  # why there is no response; its score is 0
+    error: str = ""  # reason why there is no response, whose score is then 0
 
 
 def answer_of(response: str, pattern: str) -> str | None:
@@ -49,7 +49,7 @@ def answer_of(response: str, pattern: str) -> str | None:
 
 
 def write_responses(path: Path, responses: Iterable[ScoredResponse]) -> None:
-    """Replace `path` by one JSON object a line, in one step. Raises OSError; an earlier file stays as it was then."""
+    """Replace `path` by one JSON object a line, in one step. Raises OSError, and leaves an earlier file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # One line at a time: the text of a whole evaluation may be larger than the memory that is left.
     lines = (json.dumps(asdict(response), ensure_ascii=False) + "\n" for response in responses)

@@ -1,9 +1,9 @@
-"""Evaluations of a run: read the data sets, sample with the engines, score, and keep what came of it.
+"""Evaluates a run: reads the data sets, samples with the engines, scores, and keeps the results.
 
-Sampling may go on beside the actor's training (eval.overlap): it begins when the engines have finished the batch of the
-next step and ends before they get that step's weights, so they are idle otherwise, training's batches are sampled as if
-there was no evaluation, and the weights are those of the step that is evaluated. Where engines share the actor's GPUs,
-or sample for training all the time (inflight), there is no such time, and evaluations have the engines to themselves.
+Sampling may overlap the actor's training (eval.overlap): it begins when the engines have finished the batch of the next
+step and ends before they get that step's weights. So the engines would be idle otherwise, training's batches are
+sampled as if there was no evaluation, and the weights are those of the step that is evaluated. Where engines share the
+actor's GPUs, or sample for training all the time (inflight), there is no such time, and training waits meanwhile.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Sample = Callable[[list[Prompt], Sampling, int], list[Trajectory]]
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """Holds the prompts of a data set, and what is asked of it."""
+    """Holds the settings and the prompts of a data set."""
 
     settings: EvalSettings
     prompts: PromptSet
 
     @classmethod
     def read(cls, settings: EvalSettings, tokenizer: Tokenizer, config: Config) -> EvalSet:
-        """Read a data set. Raises DataError for what `PromptSet.load` raises, and for a column that is missing."""
+        """Read a data set. Raises DataError as `PromptSet.load`, and for a column that is missing."""
         data = replace(config.data, input_key=settings.input_key, label_key=settings.label_key)
         longest = config.data.max_len - config.rollout.max_new_tokens
         found = PromptSet.load(settings.path, tokenizer, data, longest, settings.max_samples)
@@ -75,7 +75,7 @@ def read_eval_sets(config: Config, tokenizer: Tokenizer) -> list[EvalSet]:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Holds what came of one evaluation."""
+    """Holds the results of one evaluation."""
 
     reports: list[DataSetReport]
 
@@ -102,26 +102,26 @@ class Evaluation:
     directory: Path  # takes a file of responses and one of figures for each evaluation
     sample: Sample
     reward: Scoring
-    beside: Sample | None = None  # samples while the main thread trains; None: not possible, or not asked for
+    overlapping: Sample | None = None  # samples while the main thread trains; None: not possible, or off
     _begun: Future[list[list[Trajectory]]] | None = field(default=None, init=False)
 
     def run(self, step: int, version: int) -> Evaluated:
-        """Evaluate policy `version`, which `step` steps have trained, with the engines to itself."""
+        """Evaluate policy `version`, which `step` steps have trained, while nothing else uses the engines."""
         return self._judge(step, self._sample(self.sample, version))
 
     def begin(self, version: int) -> None:
-        """Start to sample beside the training; the engines keep policy `version` until `finish`."""
-        assert self.beside is not None
-        self._begun = in_background(self._sample, self.beside, version)
+        """Start to sample during the training; the engines keep policy `version` until `finish`."""
+        assert self.overlapping is not None
+        self._begun = in_background(self._sample, self.overlapping, version)
 
     def finish(self, step: int) -> Evaluated:
-        """Wait for what `begin` has started, and score it; the engines' calls have the time-outs."""
+        """Wait for the responses that `begin` has asked for, and score them; the engines' calls have the time-outs."""
         assert self._begun is not None
         begun, self._begun = self._begun, None
         return self._judge(step, begun.result())
 
     def _sample(self, sample: Sample, version: int) -> list[list[Trajectory]]:
-        """Sample the responses to each data set; those that are sampled alike go to the engines together."""
+        """Sample the responses to each data set; sets with equal sampling go to the engines together."""
         found: list[list[Trajectory]] = [[] for _ in self.sets]
         left = list(range(len(self.sets)))
         while left:
@@ -211,7 +211,7 @@ def keep(
 
 
 def answered(evaluation: list[EvalSet]) -> list[str]:
-    """Warn of data sets whose prompts hold their answers; the self-check warns of those that are trained on."""
+    """Warn of data sets whose prompts hold their answers; the self-check does so for training prompts."""
     shares = {one.settings.name: one.prompts.answered / len(one.prompts) for one in evaluation}
     return [
         f"evaluation {name}: {message}"

@@ -51,9 +51,11 @@ BOUNDS: dict[str, dict[str, Bound]] = {
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    what: str  # is compared
-    usually: str  # what a failure means
-    change: str  # keys and files
+    """Holds the texts for a check that failed."""
+
+    what: str  # the two sides that are compared
+    usually: str  # usual causes of a failure
+    change: str  # keys and files to change
 
 
 _NOISE = Words(
@@ -102,12 +104,12 @@ ALL_THE_SAME = "train.self_check = false leaves the self-check out"
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Holds one figure of a check beside its bound."""
+    """Holds one figure of a check and its bound."""
 
-    check: str  # a key of WORDS
+    check: str  # key of WORDS
     figure: float
     bound: Bound
-    detail: str  # which statistic of what
+    detail: str  # name of the statistic, and number of tokens
 
     @property
     def passed(self) -> bool:
@@ -118,7 +120,7 @@ class CheckResult:
         return f"self-check failed ({self.check}): {self.describe()}. {ALL_THE_SAME}."
 
     def describe(self) -> str:
-        """Tell what was compared, how far it is apart, what that usually means, and what to change."""
+        """Say which figures were compared, how far they are apart, the usual causes, and keys to change."""
         words = WORDS[self.check]
         return (
             f"{words.what} are {self.figure:.3g} nats apart ({self.detail}); at most {self.bound.limit:g} can be "
@@ -131,7 +133,7 @@ def compare(
 ) -> CheckResult:
     """Compare two columns of log-probs [A] over the policy's own tokens, `mask`.
 
-    `engines` [A]: which engine sampled each token; the error then names the engine that is furthest off.
+    `engines` [A]: number of the engine that sampled each token; the error then names the engine that is furthest off.
     """
     bound = BOUNDS[param_dtype][check]
     apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
@@ -147,7 +149,7 @@ def _figure(apart: np.ndarray, bound: Bound) -> float:
 
 
 def _beyond(apart: np.ndarray, bound: Bound) -> str:
-    """Say how many tokens are beyond the bound: one that is off means another cause than all of them."""
+    """Say how many tokens are beyond the bound: a single token has other causes than all of them."""
     beyond = int((~(apart <= bound.limit)).sum())
     return f", {beyond} of them beyond; mean {apart.mean():.2g}" if beyond and bound.statistic == "largest" else ""
 
@@ -184,7 +186,7 @@ def drift(mean: float, param_dtype: str) -> CheckResult:
 
 
 def fitting(text: str, engine: str) -> str:
-    """Name the key that a run can change: with rollout.engine = hf the actor samples, at its own precision."""
+    """Name the key that the user can change: with rollout.engine = hf the actor samples, at its own precision."""
     return text.replace("vllm.dtype", "ds.param_dtype") if engine == "hf" else text
 
 
@@ -202,7 +204,7 @@ def engine_not_finite(lost: float, tokens: int) -> str:
     )
 
 
-# --- what a batch of rewards and the prompts show ---------------------------------------------------------------------
+# --- shares of prompts and of a batch of rewards ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +212,7 @@ class Share:
     """Describes a share of a batch that is worth a warning above `limit`."""
 
     limit: float
-    words: str  # for a share in percent
+    words: str  # text after the share in percent
     warning: str
 
 
@@ -317,5 +319,5 @@ def shares_line(title: str, shares: dict[str, float], names: Sequence[str]) -> s
 
 
 def _percent(share: float) -> str:
-    """Round a share so that a little is not nothing."""
+    """Write a share in percent; a small one is not rounded to 0."""
     return f"{share:.0%}".replace("%", " %") if share >= 0.01 or share == 0 else "under 1 %"

@@ -8,12 +8,12 @@ from slurm_rlhf.eval.estimators import Estimate
 from slurm_rlhf.eval.report import DataSetReport, Subset, overall
 
 SHOWN = 3
-"""Failures of each data set on the terminal; eval.json has more."""
+"""Number of failures of each data set on the terminal; eval.json has more."""
 _WIDTH = 160  # characters of a prompt or response
 
 
 def one_line(reports: Sequence[DataSetReport]) -> str:
-    """Say the means in one line: what a run tells of an evaluation."""
+    """Write the means in one line, for the console of a run."""
     each = ", ".join(f"{report.name} {_figure(report.whole.mean)}" for report in reports)
     return each if len(reports) == 1 else f"{overall(reports):.4f} ({each})"
 

@@ -27,10 +27,10 @@ from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens
 
 @dataclass(slots=True)
 class Scores:
-    """Calls the function for the responses that have come together; without one there are no scores."""
+    """Scores the responses that have come at the same time; without a reward function there are no scores."""
 
     scoring: Scoring | None
-    proven: bool = False  # it has scored a response
+    proven: bool = False  # True: the function has scored a response
 
     @classmethod
     def of(cls, config: Config, printed: Path) -> Scores:
@@ -41,10 +41,10 @@ class Scores:
         return cls(Scoring(RewardFunction.of(config.reward), config.timeout.reward, printed))
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
-        """Return the score of each response, or None and what is wrong; `prompts[i]` is that of `trajectories[i]`.
+        """Return the score of each response, or None and the error; `prompts[i]` is the prompt of `trajectories[i]`.
 
-        After a failure each row is scored alone, to find the one that it cannot score. Raises RewardError as long as
-        the function has never scored anything.
+        After a failure each row is scored alone, to find the one that the function cannot score. Raises RewardError as
+        long as the function has not scored any response.
         """
         if self.scoring is None or not trajectories:
             return [(None, "")] * len(trajectories)
@@ -67,37 +67,37 @@ class Scores:
         assert self.scoring is not None
         answer: Rewards = self.scoring(prompts, trajectories, 0)
         self.proven = True
-        # What is told of a response is its quality by the task's own measure, where the function knows one.
+        # The score is the quality by the task's own measure, if the function returns it.
         values = answer.rewards if answer.scores is None else answer.scores
         return [(float(value), "") if math.isfinite(value) else (None, f"score {value}") for value in values]
 
 
 VERSION = 0
-"""Of the weights, which do not change: a part of the seed of each request."""
+"""Version of the weights, which do not change; the seed of each request depends on it."""
 
 
 @dataclass(slots=True)
 class PendingRows:
-    """Knows the prompts that are left, and what of them is in the output already."""
+    """Knows the prompts that are left, and which of their samples are in the output already."""
 
     prompts: dict[int, Prompt]  # row -> prompt
     bad: list[BadRow]
     sampling: Sampling
     seed: int
-    width: int  # sequences an engine works on at once
+    width: int  # number of sequences that an engine works on at once
     scores: Scores
     logprobs: bool
     written: set[tuple[int, int]]  # (row, sample)
-    own: Mapping[int, Sampling] = field(default_factory=dict)  # row -> how it is sampled, if not by `sampling`
+    own: Mapping[int, Sampling] = field(default_factory=dict)  # row -> its sampling, if that is not `sampling`
     queue: RowQueue = field(init=False)
-    _streams: int = field(default=0, init=False)  # of calls: each is answered with its own responses
+    _streams: int = field(default=0, init=False)  # number of calls so far: each gets its own responses
 
     def __post_init__(self) -> None:
         self.queue = RowQueue.of(sorted(self.prompts))
 
     @classmethod
     def of(cls, rows: Iterable[Prompt | BadRow], **settings: object) -> PendingRows:
-        """Make it of the rows that are not complete yet."""
+        """Sort the rows that are not complete yet into prompts and bad rows."""
         prompts, bad = {}, []
         for row in rows:
             if isinstance(row, BadRow):
@@ -107,7 +107,7 @@ class PendingRows:
         return cls(prompts, bad, **settings)  # type: ignore[arg-type]
 
     def refuse_bad_rows(self) -> list[OutputLine]:
-        """Make the lines of the rows that no engine is asked for."""
+        """Make the lines of the bad rows, which no engine gets."""
         return [line for row in self.bad for line in self._errors(row.index, row.text, row.why)]
 
     def _errors(self, row: int, text: str | None, why: str) -> list[OutputLine]:
@@ -120,7 +120,7 @@ class PendingRows:
         return self.own.get(row, self.sampling)
 
     def feed(self, fleet: Fleet, engine: int, now: float) -> None:
-        """Hand rows to an engine as long as it has room: as much as it works on at once, and a reserve."""
+        """Hand rows to an engine as long as it has room: the rows that it works on at once, and a reserve."""
         n = max((how.n for how in self.own.values()), default=self.sampling.n)
         most = max(1, allowance(self.queue.waiting * n, len(fleet.ready), self.width) // n)
         while self.queue.held(engine) < most:
@@ -133,7 +133,7 @@ class PendingRows:
             fleet.ask(engine, row, GenerateBatch(packed, self._how(row), self.seed, VERSION, self._streams))
 
     def take(self, fleet: Fleet, answered: Sequence[Answered], progress: JobProgress) -> list[OutputLine]:
-        """Make the lines of what engines have answered; each is made once. Raises RewardError."""
+        """Make the lines of the engines' answers, each line once. Raises RewardError."""
         now = time.monotonic()
         lines: list[OutputLine] = []
         found: list[Trajectory] = []
@@ -154,7 +154,7 @@ class PendingRows:
         return lines
 
     def _failed(self, fleet: Fleet, news: Answered, error: BaseException) -> list[OutputLine]:
-        """Let others try a row, or give it up; an engine that was silent for too long is given up as well."""
+        """Let other engines try a row, or give it up; give up an engine that was silent for too long."""
         if isinstance(error, RemoteError):
             hopeless, broken = self.queue.fail(news.engine, news.row)
             if broken:
@@ -162,7 +162,7 @@ class PendingRows:
             return self._errors(news.row, self.prompts[news.row].text, str(error)) if hopeless else []
         if isinstance(error, CallTimeout):
             fleet.give_up(news.engine, f"{error} (timeout.generate)")
-        return []  # of an engine that is gone: its rows are taken back when that is told
+        return []  # the engine is gone: the news of that takes its rows back
 
     def _lines(self, found: list[Trajectory]) -> list[OutputLine]:
         found.sort(key=lambda trajectory: (trajectory.prompt, trajectory.sample))

@@ -1,7 +1,7 @@
 """Evaluate a model with engines only: `slurm-rlhf eval`. One job answers the prompts of all data sets; then a report.
 
-It is a job of `slurm-rlhf generate` with rows of several files: killed and started again, it goes on with the rows that
-are missing, and an engine that dies costs its share. Figures and files are made by the code that evaluates in training.
+It is a job of `slurm-rlhf generate` with rows of several files: after it was killed it goes on with the missing rows,
+and an engine that dies costs its share. The code that evaluates in training makes figures and files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from slurm_rlhf.sampling.batches import sampling_of
 
 @dataclass(frozen=True, slots=True)
 class EvalRows:
-    """Numbers the prompts of several data sets, from 0; the number is that of the row in the job's output."""
+    """Numbers the prompts of several data sets from 0; the numbers are the rows of the job's output."""
 
     sets: list[EvalSet]
 
@@ -50,12 +50,12 @@ class EvalRows:
         return [replace(prompt, index=row) for row, prompt in enumerate(found)]
 
     def sampling(self, config: Config) -> dict[int, Sampling]:
-        """Say how the responses to each row are sampled."""
+        """Return the sampling of each row."""
         each = [how for one in self.sets for how in [one.sampling(config)] * len(one.prompts)]
         return dict(enumerate(each))
 
     def responses(self, lines: Iterable[dict[str, Any]]) -> list[list[ScoredResponse]]:
-        """Make the scored responses of each data set of the lines of the output."""
+        """Make the scored responses of each data set from the lines of the output."""
         places = [(number, prompt) for number, one in enumerate(self.sets) for prompt in one.prompts]
         found: list[list[ScoredResponse]] = [[] for _ in self.sets]
         for line in lines:
@@ -65,7 +65,7 @@ class EvalRows:
 
 
 def _scored(one: EvalSet, prompt: Prompt, line: dict[str, Any]) -> ScoredResponse:
-    """Read a line; a row without a response, or without a score, has a score of 0 and says why."""
+    """Read a line; without a response or a score the score is 0, and `error` has the reason."""
     response, score, error = line.get("response"), line.get("score"), line.get("error", "")
     return ScoredResponse(
         dataset=one.settings.name,
@@ -87,7 +87,7 @@ def _scored(one: EvalSet, prompt: Prompt, line: dict[str, Any]) -> ScoredRespons
 
 
 REPORT = "eval"
-"""Name of the files of the report: eval.json, eval.jsonl."""
+"""Stem of the files of the report: eval.json, eval.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ class EvalJob:
 
     @classmethod
     def prepare(cls, config: Config, model: Path, output: Path | None) -> EvalJob:
-        """Read and check all that a user can have wrong.
+        """Read and check the user's files and settings.
 
-        `model`: what generate.model_name_or_path may name. `output`: None is eval/<name of the model> in the run that
-        the model is of, for a model of no run in run_dir. Raises UserError.
+        `model`: any value that generate.model_name_or_path may have. `output`: None is eval/<name of the model> in the
+        run that has made the model; in run_dir if no run has. Raises UserError.
         """
         check_eval(config)
         made = copy.deepcopy(config)
@@ -120,7 +120,7 @@ class EvalJob:
         return cls(made, source, read_eval_sets(made, Tokenizer.load(there)), root)
 
     def run(self, ranks: RankMap, launcher: EngineLauncher) -> int:
-        """Answer what is not answered yet; returns the exit code. Raises SlurmRlhfError."""
+        """Answer the rows that are left, and return the exit code. Raises SlurmRlhfError."""
         made = engine_config(self.config, self.source.model, ranks, self.root)
         return answer_rows(made, self.root, ranks, launcher, partial(self._open, ranks, time.monotonic()))
 
@@ -132,7 +132,7 @@ class EvalJob:
         return keep(self.config, self.sets, scored, self.root, REPORT, about)
 
     def _open(self, ranks: RankMap, began: float, directory: RunDirectory) -> Opened:
-        """Open the output of a directory that this process has to itself, and find out what is left to do."""
+        """Open the output of a directory that only this process uses, and find the rows that are left."""
         scores = Scores.of(self.config, directory.reward_log)
         model = provide(self.source, print, directory.role_log("model", node_name(), 0))
         rows = EvalRows(self.sets)
@@ -161,7 +161,7 @@ class EvalJob:
         return output, pending, progress
 
     def _identity(self, model: Path) -> Identity:
-        """Describe what the responses are to and from, for `claim`; what only the report uses is not in it."""
+        """Describe prompts, model and sampling for `claim`, without settings that only the report uses."""
         config = self.config
         sets = {
             f"eval.datasets, {one.settings.name}": {

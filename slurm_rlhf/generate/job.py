@@ -1,4 +1,4 @@
-"""One job from its start to its end: claim the output, start the engines, hand out rows, write what comes back."""
+"""Runs one job: claims the output, starts the engines, hands out rows, and writes the answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WAIT_S = 0.2
 
 @dataclass(slots=True)
 class GenerateJob:
-    """Answers the rows of one output. `config` is that of the engines (`engine_config`)."""
+    """Answers the rows of one output. `config`: the engines' configuration, by `engine_config`."""
 
     config: Config
     directory: RunDirectory
@@ -84,7 +84,7 @@ class GenerateJob:
             self.tell(self.progress.line(self.output.counts, len(self.fleet.ready), time.monotonic()))
 
     def _turn(self, fleet: Fleet) -> None:
-        """Take what has come, write it down, and hand out what there is room for."""
+        """Write the answers that have come, and hand out rows to engines that have room."""
         answered: list[Answered] = []
         for news in fleet.wait(WAIT_S):
             if isinstance(news, Answered):
@@ -132,7 +132,7 @@ class GenerateJob:
             print(printable(line), flush=True)
 
     def finish(self, status: str, error: str = "") -> None:
-        """Write the summary, and the ordered file if it was asked for and everything is there."""
+        """Write the summary, and the ordered file if it is wanted and all rows are done."""
         more = {"output": str(self.output.path), **({"error": error} if error else {})}
         if status == "finished" and self.config.generate.ordered and not (self.directory.root / MERGED).exists():
             merge(self.directory.root, None)
@@ -146,10 +146,10 @@ Opened = tuple[OutputFile, PendingRows, JobProgress]
 def answer_rows(
     config: Config, root: Path, ranks: RankMap, launcher: EngineLauncher, opened: Callable[[RunDirectory], Opened]
 ) -> int:
-    """Answer the rows that are left with engines of `config`, in `root`; returns the exit code.
+    """Answer the rows that are left with engines of `config`, in `root`, and return the exit code.
 
-    `opened`: called once the directory is this process's own. Whatever happens, no engine is left when this returns,
-    and every row that was answered is in the output.
+    `opened` is called once no other process can use the directory. When this returns, no engine is left, and every row
+    that was answered is in the output.
     """
     directory, continuation = RunDirectory(root), continuation_of(config.slurm, root, os.environ)
     end, lead_s = continuation.end_time(), config.slurm.signal_lead_s

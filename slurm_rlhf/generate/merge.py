@@ -17,7 +17,7 @@ SAMPLES = "rollout.n_samples_per_prompt"
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Says what was written."""
+    """Describes the merged file."""
 
     path: Path
     lines: int
@@ -53,7 +53,7 @@ def merge(root: Path, out: Path | None, partial: bool = False) -> Merged:
 
 
 def _sizes(directories: Sequence[Path]) -> tuple[int, int]:
-    """Return how many rows the file has and how many samples each; all shards must agree on everything."""
+    """Return the number of rows and of samples of each; all settings of the shards must be equal."""
     first = read_identity(directories[0])
     for directory in directories[1:]:
         other = read_identity(directory)

@@ -1,4 +1,4 @@
-"""Find the weights of a job: a Hugging Face directory, one in the cache, or what a training run has left."""
+"""Find the weights of a job: a Hugging Face directory, one in the cache, or the output of a training run."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from slurm_rlhf.run_directory import RunDirectory
 EXPORT = "slurm_rlhf.trainer.checkpoint_export"
 """Module that makes a Hugging Face directory of a checkpoint; it needs torch, so it is a process of its own."""
 MADE = "model"
-"""In the run directory of the job: the model that was made of a checkpoint."""
+"""Directory, in the run directory of the job, of a model that was made from a checkpoint."""
 DONE = "exported.ok"
-"""In it: it is whole, and of this checkpoint."""
+"""File in it which says that the model is whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Source:
 
     model: Path
     checkpoint: Path | None = None
-    base: Path | None = None  # the directory the run started from: configuration and tokenizer
-    dtype: str = ""  # that the run computed with
+    base: Path | None = None  # first model of the run: configuration and tokenizer
+    dtype: str = ""  # precision of the run
 
 
 def find_source(config: Config, root: Path) -> Source:
@@ -48,7 +48,7 @@ def find_source(config: Config, root: Path) -> Source:
     path, made = Path(config.generate.model_name_or_path), root / MADE
     if (path / "config.json").is_file():
         return Source(path)
-    if (made / DONE).is_file():  # by an earlier start: the run may have a newer checkpoint now, but the rows have not
+    if (made / DONE).is_file():  # made by an earlier start; the rows have to keep this model
         return Source(made)
     if (path / MANIFEST).is_file():
         return _of_checkpoint(path, root)
@@ -95,9 +95,9 @@ def _of_checkpoint(checkpoint: Path, root: Path) -> Source:
 
 
 def provide(source: Source, note: Callable[[str], None], log: Path) -> Path:
-    """Return the directory of the model; one that is in a checkpoint is made, unless another start has done so.
+    """Return the directory of the model, which is made first if the source is a checkpoint and none has made it.
 
-    Tasks of a job array wait for the one that makes it. Blocks while the weights are read and written. Raises RunError
+    Other tasks of a job array wait meanwhile. Blocks while the weights are read and written. Raises RunError
     with the last lines of `log`.
     """
     if source.checkpoint is None:

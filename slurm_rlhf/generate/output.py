@@ -1,4 +1,4 @@
-"""The output of a job: one line for each (row, sample), appended as soon as it is known, and what is in it already."""
+"""Writes the output of a job, one line for each (row, sample), and counts the lines that are there."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from slurm_rlhf.errors import DataError
 OUTPUT = "output.jsonl"
 MERGED = "merged.jsonl"
 SYNC_S = 1.0
-"""So much work a node that crashes can cost; a process that is killed costs none that was written."""
+"""Seconds of written work that a crash of the node can cost; a process that is killed costs none."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLine:
-    """Holds what a line of the output says of one sample of one row."""
+    """Holds one line of the output: one sample of one row."""
 
-    row: int  # of the file, from 0
+    row: int  # number of the row in the file, from 0
     sample: int
-    prompt: str | None  # as it was tokenized; None where the row has none
+    prompt: str | None  # text before tokenization; None: the row has none
     response: str | None = None
     finish_reason: str | None = None
     prompt_tokens: int | None = None
-    tokens: int | None = None  # of the response
+    tokens: int | None = None  # number of response tokens
     score: float | None = None
     seed: int | None = None
     engine: int | None = None
     error: str = ""
-    token_ids: Sequence[int] | None = None  # with their log-probs, if asked for
+    token_ids: Sequence[int] | None = None  # written with their log-probs, if wanted
     logprobs: Sequence[float] | None = None
 
 
@@ -51,7 +51,7 @@ def line_of(answer: OutputLine) -> bytes:
 
 @dataclass(slots=True)
 class OutputCounts:
-    """Counts what an output holds."""
+    """Counts the lines of an output."""
 
     samples: Counter[int] = field(default_factory=Counter)  # row -> lines
     done: set[tuple[int, int]] = field(default_factory=set)  # (row, sample)
@@ -62,7 +62,7 @@ class OutputCounts:
     score_sum: float = 0.0
 
     def add(self, line: dict[str, Any]) -> None:
-        """Count a line. Raises KeyError for one that is none of an output."""
+        """Count a line. Raises KeyError for a line of another format."""
         key = (int(line["row"]), int(line["sample"]))
         self.done.add(key)
         self.samples[key[0]] += 1
@@ -80,10 +80,10 @@ class OutputCounts:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Yield (where it begins, where it ends, what it says) of each line; a torn last one is left out.
+    """Yield begin, end and content of each line; a torn last line is left out.
 
-    Torn: a process was killed, or a node crashed, while it was written. Raises DataError for another line that is none
-    of an output: that one was not left by us.
+    A line is torn if a process was killed, or a node crashed, while it was written. Raises DataError for any other line
+    of another format: a job does not write such lines.
     """
     begin, torn = 0, ""
     with open(path, "rb") as file:
@@ -113,10 +113,10 @@ def _read(line: bytes) -> dict[str, Any] | None:
 
 
 class OutputFile:
-    """Appends to the output of a job. A line is there as a whole or not at all for whoever opens it next."""
+    """Appends to the output of a job. After a crash a line is there as a whole or not at all."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path`, cut a torn last line off, and count what is there. Raises OSError, DataError."""
+        """Open `path`, cut off a torn last line, and count the lines. Raises OSError, DataError."""
         self.path = path
         self.counts = OutputCounts()
         self._unsynced = False
@@ -130,7 +130,7 @@ class OutputFile:
         self._end = end
 
     def append(self, answers: Sequence[OutputLine]) -> None:
-        """Write lines behind the others. Raises OSError, and leaves the file as it was then."""
+        """Append lines. Raises OSError, and leaves the file as it was."""
         if not answers:
             return
         data = b"".join(map(line_of, answers))
@@ -148,7 +148,7 @@ class OutputFile:
             self.counts.add(json.loads(line))
 
     def sync(self, now: float, least_s: float = SYNC_S) -> None:
-        """Force what was written to the disk, unless that was done less than `least_s` seconds ago. Raises OSError."""
+        """Force the lines to the disk, unless that was done less than `least_s` seconds ago. Raises OSError."""
         if self._unsynced and now - self._synced_at >= least_s:
             os.fsync(self._descriptor)
             self._unsynced, self._synced_at = False, now

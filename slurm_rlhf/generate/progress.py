@@ -1,4 +1,4 @@
-"""How far a job is: a line now and then, and summary.json."""
+"""Reports the progress of a job: a line now and then, and the contents of summary.json."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from slurm_rlhf.placement.rank_map import TpGroup
 from slurm_rlhf.records import EngineLoad
 
 LINE_S = 10.0
-_SHOWN = 8  # engines in a line
+_SHOWN = 8  # most engines in a line
 
 
 @dataclass(slots=True)
 class JobProgress:
-    """Counts what this start of a job does."""
+    """Counts the work of this start of a job."""
 
-    total: int  # responses of all rows of this job
+    total: int  # number of responses of all rows of this job
     groups: dict[int, TpGroup]
-    began: float  # seconds of the clock that all calls use
-    before: int = 0  # responses that earlier starts have written
-    refused: int = 0  # responses that no engine was asked for, written by this start
+    began: float  # time of the start, by the clock that all calls use
+    before: int = 0  # number of responses that earlier starts have written
+    refused: int = 0  # number of error lines of bad rows, written by this start
     loads: dict[int, EngineLoad] = field(default_factory=dict)
-    since: float | None = None  # the first engine was ready
+    since: float | None = None  # time when the first engine was ready
     _last: float = 0.0
 
     def works(self, now: float) -> None:
@@ -32,18 +32,18 @@ class JobProgress:
         self.since = self.since or now
 
     def took(self, engine: int, load: EngineLoad) -> None:
-        """Note what an engine did since its last answer."""
+        """Add the work of an engine since its last answer."""
         self.loads.setdefault(engine, EngineLoad()).add(load)
 
     def due(self, now: float) -> bool:
-        """Tell whether it is time for a line; then the next is due `LINE_S` later."""
+        """Tell whether a line is due; then the next one is due `LINE_S` later."""
         if now - self._last < LINE_S:
             return False
         self._last = now
         return True
 
     def left_s(self, done: int, now: float) -> float | None:
-        """Estimate the seconds until the end, by what this start has done so far; None: not yet."""
+        """Estimate the seconds until the end by the speed of this start so far; None: not known yet."""
         new = done - self.before - self.refused
         if self.since is None or new <= 0 or now <= self.since:
             return None
@@ -69,7 +69,7 @@ class JobProgress:
     def summary(
         self, status: str, counts: OutputCounts, lost: dict[int, str], now: float, **more: Any
     ) -> dict[str, Any]:
-        """Describe the job so far; figures of engines are of this start."""
+        """Return summary.json for the job so far; figures of engines cover this start only."""
         engines = [
             {
                 "engine": engine,

@@ -1,4 +1,4 @@
-"""The rows of a job as prompts; a row that cannot be one says why."""
+"""Makes prompts of the rows of a job, or says why a row has none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slurm_rlhf.records import Prompt
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """Says why a row has no prompt that an engine takes."""
+    """Says why a row has no prompt for an engine."""
 
     index: int
     why: str
@@ -34,7 +34,7 @@ class PromptRows:
 
     @classmethod
     def read(cls, config: Config, model: Path) -> PromptRows:
-        """Read the file. Raises DataError where no row of it can be used, ModelError for a missing chat template."""
+        """Read the file. Raises DataError if no row can be used, ModelError for a missing chat template."""
         dataset = Path(config.generate.dataset)
         rows = read_rows(dataset, config.generate.max_samples)
         require_column(rows, config.data.input_key, dataset)

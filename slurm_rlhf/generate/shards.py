@@ -11,13 +11,13 @@ from pathlib import Path
 from slurm_rlhf.errors import ConfigError
 
 SPLIT = "shards.json"
-"""In the run directory: into how many parts the file is divided, for good."""
+"""Name of the file in the run directory that keeps the number of parts."""
 ID, COUNT, LAST = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MAX"
 
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """Says which part of the rows a job has."""
+    """Names the part of the rows that a job answers."""
 
     index: int = 0
     count: int = 1
@@ -27,15 +27,15 @@ class RowShard:
         return range(self.index, total, self.count)
 
     def directory(self, root: Path) -> Path:
-        """Return where its files go: `root` itself if the file is not divided."""
+        """Return the directory of its files: `root` itself if the rows are not divided."""
         return root / f"shard_{self.index:05d}" if self.count > 1 else root
 
 
 def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> RowShard:
-    """Find the part of this process: that of its task in a job array, or all.
+    """Return the part of this process: the part of its task in a job array, or all rows.
 
-    `wanted`: generate.num_shards. The first start of a task writes down the number of parts in `root`, so that a few
-    tasks that are submitted again (--array=3,7) have the parts they had. Raises ConfigError.
+    `wanted`: generate.num_shards. The first task that starts writes the number of parts into `root`, so that tasks that
+    are submitted again (--array=3,7) get the same parts. Raises ConfigError.
     """
     if ID not in environ:
         count = known_count(root) or wanted
@@ -70,7 +70,7 @@ def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> RowShard:
 
 
 def known_count(root: Path) -> int | None:
-    """Return into how many parts the rows of a job are divided; None: no task has written it down."""
+    """Return the number of parts that a task has written into `root`; None: none has."""
     try:
         return int(json.loads((root / SPLIT).read_text(encoding="utf-8"))["count"])
     except FileNotFoundError:
@@ -80,7 +80,7 @@ def known_count(root: Path) -> int | None:
 
 
 def _settle(root: Path, count: int) -> int:
-    """Write the number of parts down, unless another task was faster; return what counts."""
+    """Write the number of parts, unless another task was faster; return the number that counts."""
     root.mkdir(parents=True, exist_ok=True)
     temporary = root / f".{SPLIT}.{os.urandom(8).hex()}"
     temporary.write_text(json.dumps({"count": count}) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Put a job together: its engines, where it works, with what model, which rows are left; then run it."""
+"""Put a job together: its engines, its directory, its model and the rows that are left; then run it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def engines_everywhere(topology: Topology, tp: int, per_node: int = 0) -> RankMa
 
 
 def prepare(config: Config, environ: Mapping[str, str]) -> tuple[RowShard, Source]:
-    """Check what can be known before anything is written. Raises UserError."""
+    """Check all that is known before anything is written. Raises UserError."""
     check_generate(config)
     root = Path(config.run_dir)
     shard = shard_here(root, config.generate.num_shards, environ)
@@ -75,7 +75,7 @@ def prepare(config: Config, environ: Mapping[str, str]) -> tuple[RowShard, Sourc
 
 
 def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) -> Config:
-    """Return the configuration that the engines read: that of a rollout role which nobody trains."""
+    """Return the configuration that the engines read, of a rollout role without trainers."""
     made = copy.deepcopy(config)
     made.run_dir = str(directory)
     made.actor.model_name_or_path = str(model)
@@ -90,7 +90,7 @@ def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) 
 
 
 def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, launcher: EngineLauncher) -> int:
-    """Answer the rows of `shard` that are not answered yet; returns the exit code. Raises SlurmRlhfError."""
+    """Answer the rows of `shard` that are left, and return the exit code. Raises SlurmRlhfError."""
     began = time.monotonic()
     root = shard.directory(Path(config.run_dir))
     made = engine_config(config, source.model, ranks, root)
@@ -100,7 +100,7 @@ def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, la
 def _open(
     config: Config, shard: RowShard, source: Source, ranks: RankMap, began: float, directory: RunDirectory
 ) -> Opened:
-    """Open the output of a directory that this process has to itself, and find out what is left to do."""
+    """Open the output of a directory that only this process uses, and find the rows that are left."""
     scores = Scores.of(config, directory.reward_log)
     model = provide(source, print, directory.role_log("model", node_name(), 0))
     rows = PromptRows.read(config, model)

@@ -1,4 +1,4 @@
-"""Who is awake on accelerators that engines and trainers share (train.colocate_all): one side computes at a time."""
+"""Lets engines and trainers take turns on accelerators that they share (train.colocate_all)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 class Colocation:
-    """Hands the accelerators over from the trainers to the engines, and back.
+    """Gives the accelerators from the trainers to the engines, and back.
 
     Engines start before any trainer has touched the accelerators, because they measure the memory that is free then.
-    They sleep whenever they do not generate, and asleep they have no weights: on waking up they get new ones while
-    they have room for weights only, and the KV cache comes last.
+    They sleep whenever they do not generate, and have no weights meanwhile. When they wake up they first get room for
+    weights, then the weights, and last the KV cache.
     """
 
     def __init__(self, roles: Mapping[str, RoleHandle[Any]], engines: EngineHandle, offload: bool) -> None:
@@ -34,9 +34,9 @@ class Colocation:
 
     @contextmanager
     def turn(self) -> Iterator[dict[str, float]]:
-        """Leave the accelerators to the engines; afterwards the trainers have them, and the yielded metrics are there.
+        """Leave the accelerators to the engines; afterwards the trainers have them, and the yielded metrics are filled.
 
-        A stop may come at any time: what the engines had begun is dropped, so that the trainers can save.
+        A stop may come at any time: unfinished work of the engines is dropped, so that the trainers can save.
         """
         spent = self._times = {}
         try:
@@ -48,7 +48,7 @@ class Colocation:
 
     @contextmanager
     def waking(self, version: int) -> Iterator[None]:
-        """Wake the engines up around an update to policy `version`: room for weights before it, the KV cache after."""
+        """Wake the engines up for an update to policy `version`: room for weights before it, the KV cache after it."""
         began = time.monotonic()
         self._tell_trainers(TrainerCalls.sleep)
         self._engines.call_all(EngineCalls.wake_up, WakeUpRequest(WEIGHTS))
@@ -60,7 +60,7 @@ class Colocation:
         log.info("engines are awake with policy version %d", version)
 
     def put_engines_to_sleep(self) -> int:
-        """Free the engines' memory: so many bytes on every accelerator."""
+        """Free the engines' memory; return the bytes that are freed on every accelerator."""
         freed = min(self._engines.call_all(EngineCalls.sleep))
         what = f"at least {freed / 2**30:.1f} GiB freed on each GPU" if freed else "vLLM frees no memory on CPUs"
         log.info("engines sleep: %s", what)

@@ -1,4 +1,4 @@
-"""The conductor: one process without a device that starts the roles, runs the algorithm and ends everything again."""
+"""Leads a training run: a process without a device, which starts the roles, runs the algorithm and ends everything."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_here(config: Config, ranks: RankMap, launcher: Launcher) -> int:
 def lead_run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuation: Continuation) -> int:
     """Train, from the newest checkpoint if there is one. Returns the exit code.
 
-    A run that is told to stop saves first; `continuation` then makes it go on where the scheduler allows. Raises
+    A run that is asked to stop saves first; `continuation` then makes it go on where the scheduler allows. Raises
     UserError and RunError with a message that is fit for the terminal; the traceback is in the conductor's log.
     Whatever happens, no process of the run is left when this returns.
     """
@@ -95,7 +95,7 @@ class Conductor:
         self.reporting.note(line)
 
     def run(self) -> None:
-        """Train to the end. All that a user can have wrong is looked at before the first process starts."""
+        """Train to the end. All that a user may have got wrong is checked before the first process starts."""
         inputs = Inputs.read(self.config, self.reporting.note)
         self.state, checkpoint, complete = self._resume(inputs)
         changed = changed_keys(_config_of(checkpoint), self.config) if checkpoint else []
@@ -151,7 +151,7 @@ class Conductor:
         self.reporting.finished()
 
     def _train(self, start: Callable[[], TrainingLoop], recovery: TrainerRecovery) -> Plan | None:
-        """Train to the end; answer how the run goes on where something broke. Raises what ends it."""
+        """Train to the end; after a failure return how the run goes on. Raises the error that ends it."""
         try:
             with self.stop.droppable():
                 loop = start()
@@ -161,7 +161,7 @@ class Conductor:
         return None
 
     def _restart(self, plan: Plan, startup: Startup, back: WayBack) -> Callable[[], TrainingLoop]:
-        """End what starts again, and go back to the newest checkpoint; answer what starts it."""
+        """End the roles that start again, go back to the newest checkpoint, and return what starts them."""
         supervisor, roles, spent_s = startup.supervisor, plan.roles, startup.spent_s(self.state)
         self.reporting.restarting(plan.why, plan.words(self.config.train.max_restarts))
         supervisor.end(roles, plan.ranks)
@@ -188,17 +188,17 @@ class Conductor:
         return partial(startup.again, self.state, checkpoint, spent_s, roles, plan)
 
     def _write_config(self) -> None:
-        """Write down what the ranks read when they start."""
+        """Write the configuration that the ranks read when they start."""
         text = f"{unreadable_elsewhere(self.config)}{dump_toml(self.config)}"
         self.directory.config.write_text(text, encoding="utf-8")
 
     def _exported(self) -> bool:
-        """Tell whether the model of the last step was written: a run that was killed at that has a checkpoint only."""
+        """Tell whether the model of the last step was written: a run may be killed between checkpoint and model."""
         status = read_run_status(self.directory.metrics, self.directory.summary).status
         return status == "finished" and self.directory.final.is_dir()
 
     def _resume(self, inputs: Inputs) -> tuple[RunState, Path | None, bool]:
-        """Answer where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""
+        """Return the state of the run, the checkpoint it goes on from, and whether that step's evaluation is done."""
         if self.config.resume == "never" and self.directory.metrics.exists():
             raise ConfigError(
                 f"{self.directory.root} holds a run already and --resume never would overwrite it. "
@@ -216,7 +216,7 @@ class Conductor:
 
 
 def way_on(root: Path, resume: str) -> str:
-    """Say from where the run in `root`, which has failed, goes on; `resume`: how it was started."""
+    """Say how to go on with the run in `root`, which has failed; `resume`: the key's value in the failed run."""
     try:
         newest = CheckpointDir(root).resolve("auto")
     except CheckpointError as error:

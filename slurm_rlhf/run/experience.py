@@ -60,13 +60,13 @@ def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience
 
 
 def one_at_a_time(config: Config, calls: list[Future[Any]]) -> None:
-    """Wait for `calls` where all roles share their accelerators: their peaks of memory must not add up."""
+    """Wait for `calls` if all roles share their accelerators: their peaks of memory must not add up."""
     if config.train.colocate_all:
         gather(calls)
 
 
 def counting(config: Config, rewards: Rewards, step: int) -> Rewards:
-    """Return the rewards that count: with reward.shuffle in an order drawn for the step, otherwise as they are."""
+    """Return the rewards that are used: with reward.shuffle in an order drawn for the step, otherwise as they are."""
     if not config.reward.shuffle:
         return rewards
     return rewards.permuted(np.random.default_rng([config.train.seed, step]).permutation(len(rewards.rewards)))
@@ -80,10 +80,10 @@ def fill_advantages(
     kl_coef: float,
     scale: RewardScale | None,
 ) -> dict[str, float]:
-    """Fill the columns of advantages and, for a critic, returns; answer their metrics.
+    """Fill the columns of advantages and, for a critic, returns; return their metrics.
 
-    `judged`: the rewards that count, which `experience.rewards` holds, too. `scale` normalises the rewards of this
-    batch, which it then counts as its own; it stays as it is.
+    `judged`: the rewards that are used, which `experience.rewards` holds, too. `scale` normalises the rewards with the
+    statistics of earlier batches and of this one; it is not changed.
     """
     columns, offsets, whole = experience.columns, experience.action_offsets, experience.action_mask
     mask = loss_mask(config, experience)
@@ -207,14 +207,13 @@ def loss_mask(config: Config, experience: Experience) -> Bool:
 
 
 def fill_loss_weights(config: Config, algorithm: Algorithm, batch: Experience, kl_coef: float) -> float:
-    """Fill the columns of weights of a mini-batch, the whole of one optimizer step; answers its denominator.
+    """Fill the columns of weights of a mini-batch, which is one optimizer step; return its denominator.
 
-    loss_weights: of the policy loss, by its aggregation times the correction; without the column every weight is 1. The
+    loss_weights: weights of the policy loss, its aggregation times the correction; without the column all are 1. The
     denominator counts all actions, whatever weight the correction gives them (`algorithms.correction`).
-    entropy_weights: those of the entropy bonus, by the aggregation alone. kl_weights: the same times `kl_coef`, where
-    the KL penalty is a term of the loss. nll_weights: of the likelihood of good responses. The terms have columns of
-    their own, because what corrects the policy loss for the age of its samples does not belong to a term of the policy
-    as it is now.
+    entropy_weights: weights of the entropy bonus, by the aggregation alone. kl_weights: the same times `kl_coef`, if
+    the KL penalty is a term of the loss. nll_weights: weights of the likelihood of good responses. Each term has its
+    own column, because the correction for the age of samples applies to the policy loss alone.
     """
     mode = aggregation_of(config.actor.loss_agg_mode, config.actor.policy_loss_type, algorithm.aggregation)
     longest = config.rollout.max_new_tokens

@@ -1,4 +1,4 @@
-"""Measures the GPUs of a run: which kernels, how much memory, how busy, how fast, how many hours."""
+"""Measures the GPUs of a run: kernels, memory, idle time, speed, and hours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 log = logging.getLogger(__name__)
 
 EVERY = 20
-"""Steps from one line on the console to the next."""
+"""Number of steps from one line on the console to the next."""
 
 GIB = 1 << 30
 
@@ -43,7 +43,7 @@ class StepFlops:
     reference: bool
     epochs: int
     samples: int  # responses per prompt
-    scored: bool = True  # by the actor, without gradients, before the update
+    scored: bool = True  # True: the actor computes log-probs before the update
 
     @classmethod
     def of(cls, config: Config) -> StepFlops | None:
@@ -106,7 +106,7 @@ class GpuAccount:
         self._reports: dict[str, list[DeviceReport]] = {}
         self._transfer = transfer
         self._steps = 0
-        # Over all sessions, as far as checkpoints know.
+        # Sums over all sessions, as far as checkpoints know them.
         self._sums = dict.fromkeys(("gpu_s", "idle_s", "step_gpu_s", "flops", "peak_flops"), 0.0)
 
     def watch(self, handles: Mapping[str, RoleHandle[Any]]) -> None:
@@ -116,7 +116,7 @@ class GpuAccount:
             handle.watchers.append(partial(self._time.began, role))
 
     def started(self) -> list[str]:
-        """Ask the ranks about their GPUs, and answer notes for the user; all roles have started."""
+        """Ask the ranks about their GPUs, and return notes for the user; all roles have started."""
         self._ask()
         notes = []
         if cards := self._cards():
@@ -134,7 +134,7 @@ class GpuAccount:
     def step(
         self, number: int, experience: Experience, timings: Mapping[str, float]
     ) -> tuple[dict[str, float], list[str]]:
-        """Answer metrics of a step, and notes for the user; `timings` holds time/step and time/update."""
+        """Return metrics of a step, and notes for the user; `timings` holds time/step and time/update."""
         seconds, idle = self._time.take()
         self._sums["idle_s"] += sum(idle.values())
         self._sums["step_gpu_s"] += seconds * len(idle)
@@ -145,7 +145,7 @@ class GpuAccount:
         metrics |= self._speeds(number, experience, timings)
         notes = []
         if self._steps == 0:
-            self._ask()  # which attention it is shows when it is first used
+            self._ask()  # ranks know their attention kernel after its first use
             notes.append("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
             if way := self.transfer():
                 notes.append("weight transfer: " + " over ".join(way.values()))
@@ -172,12 +172,12 @@ class GpuAccount:
         return self._gpu_s() / 3600
 
     def attention(self) -> dict[str, str]:
-        """Name the attention kernel that each role's first rank was seen to use; else what was asked for."""
+        """Name the attention kernel that the first rank of each role uses; if not known yet, the configured one."""
         found = {role: reports[0].attention for role, reports in self._reports.items() if reports}
         return {role: name or self._config.ds.attn_implementation for role, name in found.items()}
 
     def summary(self) -> dict[str, Any]:
-        """Put together what summary.json says of the GPUs."""
+        """Return the part of summary.json about the GPUs."""
         sums = self._sums
         return {
             "count": len(_distinct(self._slots)),
@@ -191,18 +191,18 @@ class GpuAccount:
         }
 
     def state_dict(self) -> dict[str, float]:
-        """Put together what a checkpoint keeps."""
+        """Return the sums that a checkpoint keeps."""
         return {**self._sums, "gpu_s": self._gpu_s()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on counting from what a checkpoint has kept."""
+        """Go on counting from the sums of a checkpoint."""
         self._sums |= {name: float(value) for name, value in state.items() if name in self._sums}
 
     def _gpu_s(self) -> float:
         return self._sums["gpu_s"] + len(_distinct(self._slots)) * (self._clock() - self._began)
 
     def _ask(self) -> None:
-        """Ask every rank that takes calls, and engines that have started. No answer is no reason to end a run."""
+        """Ask every rank that takes calls, and engines that have started. A missing answer does not end the run."""
         try:
             for role, handle in self._handles.items():
                 # Engines that take turns have all started before the first one is ready.

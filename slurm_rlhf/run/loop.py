@@ -30,12 +30,12 @@ class TrainingLoop:
     state: RunState
     checkpoints: RunCheckpoints
     reporting: Reporting
-    final: Path  # where the trained model goes
+    final: Path  # directory for the trained model
     gpus: GpuAccount | None = None
-    failed: Exception | None = field(default=None, init=False)  # the evaluation beside the step that is being done
+    failed: Exception | None = field(default=None, init=False)  # error of the evaluation during this step
 
     def run(self) -> None:
-        """Do all steps that are left, then the final evaluation, checkpoint and export."""
+        """Do the steps that are left, then the final evaluation, checkpoint and export."""
         self.checkpoints.order = self.step.order.state_dict()
         self._begin()
         try:
@@ -70,11 +70,11 @@ class TrainingLoop:
             self.reporting.note(note)
         self.reporting.best = self.checkpoints.best
         if self.step.config.vllm.sync_mode == "inflight" or self.step.colocation is not None:
-            # Inflight it would have to wait until the groups that are sampled ahead are finished, the longest included,
-            # and the first update would find the engines empty. Colocated it would need a turn within a step.
+            # Later, inflight, the evaluation would wait for all groups that are sampled ahead, and the engines would be
+            # idle at the first update. Colocated, it would need a turn of the engines within a step.
             with self.step.stop.droppable():
                 self._evaluate_before()
-        self.step.phases.take()  # what start-up took belongs to no step
+        self.step.phases.take()  # the time of start-up belongs to no step
         self.reporting.stepping()
         self.checkpoints.cadence.begin()
         if self.gpus is not None:
@@ -132,7 +132,7 @@ class TrainingLoop:
         self.checkpoints.cadence.begin()
 
     def _end_early(self, over: EpisodesOver) -> None:
-        """Do what the last step of a run does after it: dynamic sampling has used up the prompts before."""
+        """Evaluate as after the last step, if that is not done: dynamic sampling has used up the prompts early."""
         self.reporting.note(str(over))
         every = self.step.config.eval.steps
         evaluated = self.state.step > 0 and every > 0 and self.state.step % every == 0
@@ -142,7 +142,7 @@ class TrainingLoop:
             self._evaluate_step({})
 
     def _due(self, every: int) -> bool:
-        """Tell whether something is due after this step that is due every so many (0: never), and after the last."""
+        """Tell whether this step is the last one, or a multiple of `every` (0: never)."""
         return self.state.step == self.step.total_steps or (every > 0 and self.state.step % every == 0)
 
     def _count(self, number: int, version: int, sampled: int, tokens: int, metrics: Metrics) -> None:
@@ -156,7 +156,7 @@ class TrainingLoop:
         metrics["policy_version"] = version
 
     def _gpu_metrics(self, number: int, experience: Experience, metrics: dict[str, Any]) -> Metrics:
-        """Measure the GPUs' step; nothing where there are none."""
+        """Measure the step of the GPUs, if there are any."""
         if self.gpus is None:
             return {}
         measured, notes = self.gpus.step(number, experience, metrics)
@@ -167,8 +167,8 @@ class TrainingLoop:
     def _evaluate_before(self) -> None:
         """Evaluate before the first update of the run, unless that is done.
 
-        The self-check has seen the first batch by then, but inflight and colocated: what is wrong with the engines is
-        told as such, and not after the time of an evaluation.
+        The self-check has seen the first batch by then, unless the run is inflight or colocated: it reports faulty
+        engines before they spend the time of an evaluation.
         """
         if self.state.eval_before is None and self.evaluation:
             with self.step.phases("eval"), self.step.batches.alone():
@@ -195,21 +195,21 @@ class TrainingLoop:
             self.reporting.best = self.checkpoints.best
 
     def _overlaps(self) -> bool:
-        """Tell whether the evaluation of the last step that was done goes on beside the next step's training."""
+        """Tell whether the evaluation of the last step goes on during the next step's training."""
         return (
             self.evaluation is not None
-            and self.evaluation.beside is not None
+            and self.evaluation.overlapping is not None
             and self.state.step < self.step.total_steps
         )
 
     def _begin_overlap(self) -> Callable[[], None]:
-        """Begin the evaluation of the step before, and return what takes its end."""
+        """Begin the evaluation of the step before, and return the function that takes its results."""
         assert self.evaluation is not None
         self.evaluation.begin(self.state.policy_version)
         return self._finish_overlap
 
     def _finish_overlap(self) -> None:
-        """Take the end of the evaluation of the step before, whose line is there already.
+        """Take the results of the evaluation of the step before, whose line is there already.
 
         Where the reward fails, the present step is finished and saved all the same, without the evaluation.
         """
@@ -230,7 +230,7 @@ class TrainingLoop:
         self.reporting.evaluated(self.state.step, metrics, found.metrics, str(found))
 
     def _evaluate_left_over(self) -> None:
-        """Do the evaluation that a stop has dropped in the session before, or that no step is left to go beside."""
+        """Do the evaluation that a stop has dropped in the session before, or that has no next step to overlap."""
         if self.checkpoints.unevaluated is not None:
             metrics = dict(self.checkpoints.unevaluated)
             self._evaluate_step(metrics)
@@ -241,5 +241,5 @@ class TrainingLoop:
 
 
 def _of_reward(error: BaseException) -> bool:
-    """Tell whether a reward function or a rank of the reward model raised: trainers and weights are whole."""
+    """Tell whether a reward function or a rank of the reward model raised: then trainers and weights are intact."""
     return isinstance(error, RewardError) or (isinstance(error, RemoteError) and error.role == REWARD)

@@ -1,6 +1,6 @@
-"""Records what the report shows and metrics.jsonl has not: samples, events, calls, the layout. Writes the report, too.
+"""Records samples, events, calls and the layout, which the report shows besides metrics.jsonl, and writes the report.
 
-Nothing here ends a run: the first thing that goes wrong is said once, and the run goes on without.
+Nothing here ends a run: the first error is reported once, and the run goes on without records.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 MEMORY = spec_of(RankCalls.memory).name
 
 COST = 0.01
-"""The share of the run's time that reports may take."""
+"""Share of the run's time that reports may take."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def spared(method: Method) -> Method:
-    """Let nothing that goes wrong in a method of the recorder end the run; the first time the user is told."""
+    """Keep errors in a method of the recorder from ending the run; the first one is reported to the user."""
 
     @functools.wraps(method)
     def guarded(self: Recorder, *args: Any) -> Any:
@@ -64,7 +64,7 @@ class Recorder:
     """Keeps the records of one run directory up to date. `begin` comes first, `end` last."""
 
     def __init__(self, config: Config, directory: RunDirectory, warn: Callable[[str], None]) -> None:
-        """`warn` tells the user that something cannot be recorded."""
+        """`warn` informs the user that something cannot be recorded."""
         self._settings = config.logger
         self._seed = config.train.seed
         self._directory = directory
@@ -77,12 +77,12 @@ class Recorder:
         self._layout: dict[str, Any] = {}
         self._handles: Mapping[str, RoleHandle[Any]] = {}
         self._memory: dict[str, dict[str, dict[str, int]]] = {}  # role -> rank -> bytes
-        self._report_s = 0.0  # that the last report took
-        self._reported = 0.0  # when it was written
+        self._report_s = 0.0  # seconds that the last report took
+        self._reported = 0.0  # time when it was written
         self.step = 0
-        """Steps that are done."""
+        """Number of steps that are done."""
         self.transfer: Callable[[], SyncConnection | None] = lambda: None
-        """Says how weights go to the engines."""
+        """Returns the connection by which weights go to the engines."""
         self.pieces: Callable[[list[int]], list[str]] | None = None
         """Gives the text of each token; without it samples have no tokens."""
 
@@ -98,7 +98,7 @@ class Recorder:
 
     @spared
     def begin(self, step: int) -> None:
-        """Drop what is behind `step`, from which the run goes on."""
+        """Drop records after `step`, from which the run goes on."""
         self.step = step
         self.phase(START)
         for path in (self._directory.samples, self._directory.timeline):
@@ -106,7 +106,7 @@ class Recorder:
 
     @spared
     def event(self, kind: str, text: str, engine: int | None = None) -> None:
-        """Record what has happened, to one `engine` perhaps. Any thread may call it."""
+        """Record an event, of one `engine` perhaps. Any thread may call it."""
         self._events.append(kind, self.step, text, engine)
 
     @spared
@@ -115,7 +115,7 @@ class Recorder:
         self._put(ranks=ranks.to_json())
 
     def _put(self, **facts: Any) -> None:
-        """Write what has changed of the layout."""
+        """Write the layout if `facts` change it."""
         if any(self._layout.get(name) != value for name, value in facts.items()):
             self._layout |= facts
             write_atomically(self._directory.layout, json.dumps(self._layout, indent=1) + "\n")
@@ -127,7 +127,7 @@ class Recorder:
             handle.watchers.append(partial(self._began, role))
 
     def _began(self, role: str, rank: int, name: str) -> Callable[[], None]:
-        """Note a call, but for this recorder's own."""
+        """Note a call, except this recorder's own."""
         return self._spans.began(role, rank, name) if name != MEMORY else _nothing
 
     def _ask_memory(self) -> None:
@@ -137,8 +137,8 @@ class Recorder:
             if isinstance(handle, EngineHandle):
                 ready, width = handle.ready, handle.width
             for number in ready:
-                message = partial(self._measured, role, number * width)
-                handle.call(number, RankCalls.memory).add_done_callback(message)
+                take = partial(self._measured, role, number * width)
+                handle.call(number, RankCalls.memory).add_done_callback(take)
 
     def _measured(self, role: str, rank: int, answer: Future[MemoryReport]) -> None:
         if answer.exception() is None:
@@ -146,7 +146,7 @@ class Recorder:
 
     @spared
     def phase(self, name: str) -> None:
-        """Note the phase of the conductor that begins; empty: none."""
+        """Note that a phase of the conductor begins; empty: none."""
         self._spans.phase(name)
 
     def stepping(self) -> None:
@@ -156,7 +156,7 @@ class Recorder:
 
     @spared
     def samples(self, batch: Batch, experience: Experience) -> list[Sample]:
-        """Record a few responses of a step; answer them."""
+        """Record a few responses of a step, and return them."""
         count = min(self._settings.samples, len(batch.trajectories))
         if not count or batch.scored is None:
             return []
@@ -194,7 +194,7 @@ class Recorder:
         self._report_s = self._reported - began
 
     def gave_up(self, what: str, error: Exception) -> None:
-        """Tell the user, once, that something is not recorded."""
+        """Warn the user, once, that something is not recorded."""
         if not self._warned:
             self._warned = True
             log.exception("not recorded")
@@ -207,7 +207,7 @@ class Recorder:
 def sample_of(
     batch: Batch, experience: Experience, row: int, pieces: Callable[[list[int]], list[str]] | None
 ) -> Sample:
-    """Put together what is known of response `row` of a batch."""
+    """Describe response `row` of a batch."""
     assert batch.scored is not None
     trajectory, columns = batch.trajectories[row], experience.columns
     prompt = batch.prompts[row * len(batch.prompts) // len(batch.trajectories)]

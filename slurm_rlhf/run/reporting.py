@@ -1,4 +1,4 @@
-"""Tells what a run does: on the terminal, in metrics.jsonl, to trackers, in summary.json."""
+"""Reports the progress of a run: on the terminal, in metrics.jsonl, to trackers, in summary.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Reporting:
-    """Tells everything about one run. `begin` comes before `step`; `finished`, `stopped` or `failed` comes last."""
+    """Reports on one run. `begin` comes before `step`; `finished`, `stopped` or `failed` comes last."""
 
     def __init__(self, config: Config, directory: RunDirectory, world: dict[str, int]) -> None:
         self._directory = directory
@@ -48,22 +48,22 @@ class Reporting:
         self._warned = False
         self._starting = False
         self.self_check: dict[str, float] = {}
-        """What the self-check of this start found; `SelfCheck` fills it in."""
+        """Figures of the self-check of this start; `SelfCheck` fills them in."""
         self.moved = False
-        """A step was done since `begin`."""
+        """True: a step was done since `begin`."""
         self.gpus: GpuAccount | None = None
-        """Set where the run has GPUs: what the summary says of them."""
+        """Measures the GPUs, for the summary; None: the run has none."""
         self.recorder = Recorder(config, directory, self.note)
-        """Records what the report shows beside the metrics."""
+        """Records the contents of the report that are not metrics."""
         self.restarts: list[str] = []
-        """Why roles were started again, once each."""
+        """Reasons of all restarts of roles so far."""
         self.best: Best | None = None
         """The best step so far, by ckpt.best_metric."""
 
     def note(self, text: str, kind: str = "", engine: int | None = None) -> None:
-        """Write a line for the user, and into the log; what is an event, as a warning, is kept as one.
+        """Write a line for the user, and into the log; keep an event, such as a warning, for the report.
 
-        `kind`: that of the event; empty: it is none, or a warning that begins so. `engine`: whose event it is.
+        `kind`: kind of the event; empty: the beginning of `text` decides. `engine`: engine that the event is about.
         """
         text = printable(text)
         log.info("%s", text)
@@ -83,21 +83,21 @@ class Reporting:
         self.recorder.place(ranks)
 
     def restarting(self, why: str, what: str) -> None:
-        """Tell that something broke, `why`, and `what` is done about it; `begin` follows."""
-        self._starting = True  # the roles are
+        """Report a failure, `why`, and `what` is done about it; `begin` follows."""
+        self._starting = True  # roles are starting
         self.note(why)
         self.note(what)
         self.restarts.append(why.partition("\n")[0])
         self.recorder.event(events.RESTART, f"{self.restarts[-1]}; {what}")
 
     def begin(self, state: RunState, total: int, checkpoint: Path | None) -> None:
-        """Tell that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
+        """Report that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
         self._state, self._total = state, total
         self._starting = True
         if self.restarts:
             self._trackers.close(failed=False)
             self._trackers = Trackers(self._config, self._directory, self.note)
-        # Lines behind the checkpoint are of steps that are about to be done again.
+        # Lines after the checkpoint belong to steps that will be done again.
         if checkpoint is None:
             self._put_aside()
         dropped = self._metrics.truncate_after(state.step)
@@ -111,7 +111,7 @@ class Reporting:
         self.note(f"run directory {self._directory.root}, {total} steps")
 
     def _put_aside(self) -> None:
-        """Keep the metrics of an earlier start that has left no checkpoint to go on from."""
+        """Move the metrics of an earlier start aside that has left no checkpoint to go on from."""
         if not self._directory.metrics.exists():
             return
         number = next(n for n in count(1) if not self._directory.aside(self._directory.metrics, n).exists())
@@ -129,7 +129,7 @@ class Reporting:
         )
 
     def stepping(self) -> None:
-        """Tell that start-up is over."""
+        """Report that start-up is over."""
         assert self._state is not None
         self._starting = False
         self._write("running")
@@ -168,14 +168,14 @@ class Reporting:
         self.step(step, total, metrics)
 
     def evaluated(self, step: int, line: dict[str, float], found: dict[str, float], message: str) -> None:
-        """Write `line` in place of that of a step that is evaluated late; `found`: what is new in it."""
+        """Replace the line of a step that is evaluated late by `line`, in which the metrics `found` are new."""
         self._metrics.drop_end(step)
         self._metrics.append(step, line)
         self._trackers.metrics(step, found)
         self.note(f"evaluation of step {step}: {message}")
 
     def finished(self) -> None:
-        """Tell that all steps are done and everything is written."""
+        """Report that all steps are done and everything is written."""
         self._starting = False
         self._progress.end()
         self._write("finished")
@@ -201,15 +201,13 @@ class Reporting:
         return f"GPUs: {mfu}idle {100 * gpus['idle_share']:.0f} % of the steps; {gpus['hours']:.2f} GPU-hours"
 
     def saved(self, step: int, seconds: float, waited_s: float) -> None:
-        """Tell that a checkpoint is on disk; warn when saving takes longer than Slurm's signal leaves time for.
+        """Report that a checkpoint is on disk; warn if saving may take longer than Slurm's signal leaves time for.
 
-        `seconds`: until it was there; the run waited for `waited_s` of them.
+        `seconds`: time until it was there; the run waited for `waited_s` of it.
         """
-        beside = f", {seconds - waited_s:.1f} s of it beside the steps" if waited_s < seconds else ""
-        log.info("checkpoint of step %d saved in %.1f s%s", step, seconds, beside)
-        self.recorder.event(
-            events.CHECKPOINT, f"saved in {seconds:.1f} s" + (f", of step {step}{beside}" * bool(beside))
-        )
+        rest = f", {seconds - waited_s:.1f} s of it beside the steps" if waited_s < seconds else ""
+        log.info("checkpoint of step %d saved in %.1f s%s", step, seconds, rest)
+        self.recorder.event(events.CHECKPOINT, f"saved in {seconds:.1f} s" + (f", of step {step}{rest}" * bool(rest)))
         lead = self._lead_s
         if seconds > lead / 2 and not self._warned:
             self._warned = True
@@ -219,9 +217,10 @@ class Reporting:
             )
 
     def stopped(self, why: str, saved: bool = True, newest: Path | None = None, goes_on: bool = False) -> None:
-        """Tell that the run stops before its last step; `newest`: the checkpoint to go on from, if not all is saved.
+        """Report that the run stops before its last step.
 
-        `goes_on`: it asks to go on in another allocation.
+        `newest`: the checkpoint to go on from, if the last step is not saved. `goes_on`: the run asks for another
+        allocation.
         """
         self._starting = False
         self._progress.end()
@@ -238,12 +237,12 @@ class Reporting:
             self.recorder.event(events.STOP, f"stopped by {why}; {kept}")
             self._trackers.close(failed=False)
             if goes_on:
-                # Before it is asked for: Slurm may end this process first.
+                # Before the request: Slurm may end this process by it.
                 self.recorder.event(events.REQUEUE, f"asks to go on later, because {why}")
             self.recorder.end()
 
     def failed(self, error: BaseException) -> None:
-        """Tell that `error` ends the run; whoever catches it prints the message."""
+        """Report that `error` ends the run; the function that catches it prints the message."""
         self._starting = False
         self._progress.end()
         if self._state is not None:

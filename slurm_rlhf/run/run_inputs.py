@@ -26,29 +26,30 @@ from slurm_rlhf.user_files import is_of_script
 
 _MODEL = "actor.model_name_or_path"
 _OF_A_START = ("run_dir", "resume")
-"""Keys that say where a run is, and not what it does."""
+"""Keys that say where a run is, and do not change its results."""
 _PIECES = 256
+"""Number of pieces of a file of weights that are compared, at even distances: training changes all of them, and to read
+a whole large model takes minutes."""
 _PIECE = 1 << 14
-"""Pieces of a file of weights that are compared, at even distances, and the bytes of each: training changes all of
-them, and to read all of a large model takes minutes."""
+"""Bytes of a piece."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Holds what the run reads from the user's files."""
+    """Holds the inputs that a run reads from the user's files."""
 
     prompts: PromptSet
     evaluation: list[EvalSet]  # empty: nothing is evaluated
     order: PromptOrder
-    reward: RewardFunction | None  # None: a model's
+    reward: RewardFunction | None  # None: a reward model scores
     total_steps: int
     findings: PromptFindings  # for the self-check
     tokenizer: Tokenizer
-    model: dict[str, str]  # path of the actor's -> its contents
+    model: dict[str, str]  # path of the actor's model -> hash of its contents
 
     @classmethod
     def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
-        """Read everything that a user can have wrong; `note` tells the user. Raises UserError."""
+        """Read and check the user's files; `note` informs the user. Raises UserError."""
         for message in warnings(config):
             note(f"warning: {message}")
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
@@ -94,19 +95,19 @@ def changed_keys(earlier: Path, config: Config) -> list[str]:
 
 
 def unreadable_elsewhere(config: Config) -> str:
-    """Say, as a comment above a configuration, that `slurm-rlhf train` cannot go on from it; empty where it can."""
+    """Say, as a comment above a configuration, that `slurm-rlhf train` cannot go on from it; empty if it can."""
     values = {key: get(config, key) for key in (ESTIMATOR, REGISTERED)}
-    message = [f"{key} = {toml_value(value)}" for key, value in values.items() if is_of_script(key, value)]
+    known = [f"{key} = {toml_value(value)}" for key, value in values.items() if is_of_script(key, value)]
     text = (
-        f"`slurm-rlhf train` cannot read this file: {' and '.join(message)} is known to the Python script alone that "
+        f"`slurm-rlhf train` cannot read this file: {' and '.join(known)} is known to the Python script alone that "
         "started this run. To go on, run that script again. For a file that can be read, put the function into a "
         "Python file that registers it, and name that file in train.plugins: slurm-rlhf docs algorithms"
     )
-    return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ") + "\n" if message else ""
+    return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ") + "\n" if known else ""
 
 
 def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise ConfigError where the actor's model, its path -> its `model_contents`, has other contents than `before`."""
+    """Raise ConfigError if the actor's model has other contents than `before`; both: path -> `model_contents`."""
     if before and set(before.values()) != set(now.values()):
         raise ConfigError(
             f"{_MODEL} is {''.join(now)}, which holds another model than {''.join(before)} did when this run started: "

@@ -1,4 +1,4 @@
-"""Where a run stands: the conductor's part of a checkpoint, and how a whole checkpoint is saved and loaded."""
+"""Holds the state of a run, which is the conductor's part of a checkpoint, and saves and loads whole checkpoints."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from slurm_rlhf.wire.handles import RoleHandle, gather
 
 REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS, BEST = "reward_scale", "unevaluated", "gpus", "plugins", "best"
 CADENCE, MODEL = "cadence", "model"
-"""Keys of a checkpoint's state that are there only where the run has something to say."""
+"""Optional keys of a checkpoint's state."""
 
 
 @dataclass(slots=True)
 class RunState:
-    """Says where the run stands after `step` steps."""
+    """Holds the progress of the run after `step` steps."""
 
     seed: int
     step: int = 0
-    policy_version: int = 0  # of the weights that the engines hold
-    responses: int = 0  # sampled so far, evaluation not counted
+    policy_version: int = 0  # version of the weights that the engines hold
+    responses: int = 0  # number sampled so far, without evaluations
     response_tokens: int = 0
-    wall_s: float = 0.0  # over all sessions of the run
+    wall_s: float = 0.0  # seconds over all sessions of the run
     eval_before: float | None = None
     eval_after: float | None = None
     reward_first: float | None = None
@@ -62,25 +62,27 @@ class RunCheckpoints:
     """Saves the run with all of its roles, and takes it back to a checkpoint."""
 
     directory: CheckpointDir
-    keep: int  # the newest so many
+    keep: int  # number of newest checkpoints that are kept
     roles: Mapping[str, RoleHandle[Any]]
     state: RunState
     step: TrainingStep
     saved: Callable[[int, float, float], None]
-    """Told the step of each checkpoint, the seconds until it was on disk, and those that it kept the run waiting."""
+    """Gets the step of each checkpoint, the seconds until it was on disk, and the seconds for which the run waited."""
     cadence: SaveCadence
-    clock: float  # time.monotonic() up to which `state.wall_s` has counted
+    clock: float  # time.monotonic() up to which `state.wall_s` counts
     gpus: GpuAccount | None = None
-    model: Mapping[str, str] = field(default_factory=dict)  # that the run started from: path -> `model_contents`
+    model: Mapping[str, str] = field(default_factory=dict)  # first model of the run: path -> `model_contents`
     order: dict[str, Any] = field(default_factory=dict, init=False)  # state after the last batch that was trained on
-    unevaluated: dict[str, Any] | None = field(default=None, init=False)  # metrics of a step: see `TrainingLoop`
-    best: Best | None = field(default=None, init=False)  # by ckpt.best_metric; its checkpoint is never pruned
+    unevaluated: dict[str, Any] | None = field(default=None, init=False)  # metrics of a step whose evaluation is due
+    best: Best | None = field(default=None, init=False)  # best step by ckpt.best_metric; its checkpoint stays
     _saved_step: int = field(default=-1, init=False)
-    _pending: PendingSave | None = field(default=None, init=False)  # what is being written
+    _pending: PendingSave | None = field(default=None, init=False)  # save that is being written
 
     def save(self, behind: bool = False) -> None:
-        """Write a checkpoint of the last step that was done; `behind`: beside the next steps. Blocks no longer then
-        than the copy takes, and until the checkpoint before is written. Raises CheckpointError, of either of them.
+        """Write a checkpoint of the last step that was done; with `behind`, during the next steps.
+
+        Then it blocks only until the checkpoint before is written and the weights are copied. Raises CheckpointError,
+        also for the checkpoint before.
         """
         self.finish()
         number, started = self.state.step, time.monotonic()
@@ -108,24 +110,24 @@ class RunCheckpoints:
     def _complete(
         self, number: int, state: dict[str, Any], kept: tuple[int, ...], writes: Sequence[Future[None]]
     ) -> None:
-        """Make a whole checkpoint of what the roles write. Any thread."""
+        """Complete a checkpoint when the roles have written their parts. Any thread may call it."""
         with self.directory.explained(number):
             gather(writes)
         self.directory.commit(number, state)
         self.directory.prune(self.keep, kept)
 
     def poll(self) -> None:
-        """Take note of a checkpoint that is written by now. Raises what went wrong with it."""
+        """Report a checkpoint that is written by now. Raises its error."""
         if self._pending is not None and self._pending.done():
             self._finished(self._pending)
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. Raises what goes wrong with it."""
+        """Wait for the checkpoint that is being written. Raises its error."""
         if self._pending is None:
             return
         if not self._pending.done():
             with self.step.phases("checkpoint_wait"):
-                # Trainers that die have the error that counts; those that cannot write have told `PendingSave`.
+                # The error of a trainer that dies comes first; `PendingSave` has the error of one that cannot write.
                 for role in self._saving():
                     self.roles[role].call_all(TrainerCalls.finish_save)
                 self._pending.wait_for(None)
@@ -150,14 +152,14 @@ class RunCheckpoints:
             self.save()
 
     def judge(self, metrics: Mapping[str, float]) -> bool:
-        """Look at the evaluation of the last step that was done: True if it is the best so far."""
+        """Compare the evaluation of the last step that was done; return True if it is the best so far."""
         before, metric = self.best, self.step.config.ckpt.best_metric
         self.best = better(before, metric, metrics, self.state.step)
         return self.best is not before
 
     @property
     def candidate(self) -> bool:
-        """Whether the last step that was done may be the best and has no checkpoint: its weights are gone soon."""
+        """Tell whether the last step may be the best and has no checkpoint: the next update replaces its weights."""
         if not self.step.config.ckpt.best_metric or self._saved_step == self.state.step:
             return False
         return self.unevaluated is not None or (self.best is not None and self.best.step == self.state.step)
@@ -165,7 +167,7 @@ class RunCheckpoints:
     def load(self, path: Path, note: Callable[[str], None]) -> None:
         """Take roles, data order, KL coefficient and reward scale back to a checkpoint; `state` is loaded already.
 
-        `note` tells the user what has changed since.
+        `note` informs the user of changes since then.
         """
         state, step = self.directory.load_state(path), self.step
         step.order.load_state_dict(state["order"])

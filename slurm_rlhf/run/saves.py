@@ -1,4 +1,4 @@
-"""The saves of a run: after which steps one is due, one that is being written, and which checkpoint is the best."""
+"""Decides after which steps a save is due, waits for one that is being written, and finds the best checkpoint."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from slurm_rlhf.checkpoint.interval import Failures, best_interval, in_steps, sp
 from slurm_rlhf.wire.handles import RoleHandle
 
 FIRST = 2
-"""The step after which `auto` saves first, to see what it takes; the first step has the warm-up in it."""
+"""Step after which `auto` saves first, to measure a save; the first step is longer by its warm-up."""
 REMEMBERED = 20
+"""Number of steps and of saves whose medians count."""
 NEWS = 1.5
-"""The user is told of an interval that is so many times longer or shorter than the one told before."""
+"""Factor between the interval and the one last reported at which the user gets another report."""
 
 
 @dataclass(slots=True)
 class SaveCadence:
-    """Tells when a checkpoint is due. `step_done` comes after each step, `saved` after each save."""
+    """Tells when a checkpoint is due. `begin` comes before each step, `due` after it, `saved` after each save."""
 
     every: int | Literal["auto"]  # ckpt.save_steps
     failures: Failures
@@ -32,16 +33,16 @@ class SaveCadence:
     clock: Callable[[], float] = time.monotonic
     last: int = 0  # step of the newest checkpoint
     _saves: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)
-    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)  # seconds of each
-    _since: float | None = field(default=None, init=False)  # when the step under way began
-    _told: int = field(default=0, init=False)
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)  # seconds
+    _since: float | None = field(default=None, init=False)  # time when the present step began
+    _reported: int = field(default=0, init=False)
 
     def begin(self) -> None:
         """Note that the next step begins."""
         self._since = self.clock()
 
     def due(self, step: int) -> bool:
-        """Tell whether a checkpoint is due after `step`, which is done just now."""
+        """Tell whether a checkpoint is due after `step`, which has just ended."""
         if self._since is not None:
             self._steps.append(self.clock() - self._since)
         if self.every != "auto":
@@ -60,16 +61,16 @@ class SaveCadence:
         if self.every != "auto" or not self._steps:
             return
         steps = self.interval()
-        if not self._told or not self._told / NEWS <= steps <= self._told * NEWS:
-            self._told = steps
+        if not self._reported or not self._reported / NEWS <= steps <= self._reported * NEWS:
+            self._reported = steps
             self.note(f"ckpt.save_steps = auto: {self.words()}")
 
     def interval(self) -> int:
-        """Return the steps from save to save that are best by what was measured so far."""
+        """Return the number of steps between saves that is best by the measurements so far."""
         return in_steps(best_interval(*self._costs(), self.failures.mtbf_s), self._step_s())
 
     def words(self) -> str:
-        """Say what the interval is, and why."""
+        """Describe the interval, and the reasons for it."""
         steps, step_s, (cost_s, written_s) = self.interval(), self._step_s(), self._costs()
         return (
             f"a checkpoint every {steps} steps ({span(steps * step_s)}): a step takes {span(step_s)}, a save keeps "
@@ -84,7 +85,7 @@ class SaveCadence:
         return statistics.median(self._steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resume goes on with, so that it need not measure anew."""
+        """Return the measurements, so that a resume need not repeat them."""
         return {"saves": [list(each) for each in self._saves], "steps": list(self._steps)}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
@@ -107,7 +108,7 @@ class Best:
 
 
 def better(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
-    """Return what is the best once `step` was evaluated with `metrics`; an empty `metric`: nothing is."""
+    """Return the best step once `step` was evaluated with `metrics`; None if `metric` is empty."""
     value = metrics.get(metric, math.nan)
     if not metric or not math.isfinite(value) or (best is not None and value <= best.value):
         return best
@@ -115,7 +116,7 @@ def better(best: Best | None, metric: str, metrics: Mapping[str, float], step: i
 
 
 def resumed(state: Mapping[str, Any] | None, metric: str, present: bool) -> tuple[Best | None, str]:
-    """Read the best of a checkpoint's state, and say why there is none any more; `present`: its checkpoint is there."""
+    """Read the best step of a checkpoint's state, or say why it is none any more; `present`: its checkpoint exists."""
     if not metric or not state:
         return None, ""
     best = Best(**state)
@@ -138,15 +139,15 @@ class PendingSave:
 
     step: int
     started: float  # time.monotonic()
-    cost_s: float  # for which the run waited
+    cost_s: float  # seconds for which the run waited
     _seconds: Future[float] = field(default_factory=Future, init=False)
 
     def begin(self, complete: Callable[[], None]) -> None:
-        """Run `complete`, after which the checkpoint is whole, beside the run."""
+        """Run `complete`, after which the checkpoint is whole, while the run goes on."""
         threading.Thread(target=self._run, args=(complete,), name="checkpoint", daemon=True).start()
 
     def complete(self, complete: Callable[[], None]) -> None:
-        """Run `complete` now; the run waits for it. Raises what it raises."""
+        """Run `complete` now, while the run waits. Raises its error."""
         complete()
         self.cost_s = time.monotonic() - self.started
         self._seconds.set_result(self.cost_s)
@@ -164,7 +165,7 @@ class PendingSave:
         return self._seconds.done()
 
     def wait_for(self, timeout_s: float | None) -> bool:
-        """Wait until it is written or has failed, no longer than so many seconds if any; tell whether it is over."""
+        """Wait until it is written or has failed, at most `timeout_s` seconds; return whether it is over."""
         try:
             self._seconds.exception(timeout_s)
         except TimeoutError:
@@ -172,10 +173,10 @@ class PendingSave:
         return True
 
     def result(self) -> float:
-        """Wait, and return the seconds from its beginning until it was whole. Raises what went wrong."""
+        """Wait, and return the seconds from its beginning until it was whole. Raises its error."""
         return self._seconds.result()
 
 
 def written(roles: Iterable[RoleHandle[Any]]) -> list[Future[None]]:
-    """Return what is done once each rank of `roles` has written what `save_async` has begun."""
+    """Return futures that resolve once each rank of `roles` has written the save that `save_async` has begun."""
     return [role.written(rank) for role in roles for rank in range(role.world)]

@@ -45,15 +45,15 @@ from slurm_rlhf.wire.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
 PER_RANK = 4
-"""How many sequences each rank of the actor computes again."""
+"""Number of sequences that each rank of the actor computes again."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFindings:
-    """Says what is known of the training prompts before anything is sampled."""
+    """Holds facts about the training prompts, known before anything is sampled."""
 
-    shares: dict[str, float]  # of all prompts, by the names of verdicts.PROMPT_SHARES
-    template: str = ""  # what is wrong with how the chat template ends an answer
+    shares: dict[str, float]  # name in verdicts.PROMPT_SHARES -> share of the prompts
+    template: str = ""  # fault in the way in which the chat template ends an answer
 
     @classmethod
     def of(cls, prompts: PromptSet, tokenizer: Tokenizer, data: Data) -> PromptFindings:
@@ -84,18 +84,18 @@ class SelfCheck:
     actor: RoleHandle[ActorCalls]
     note: Callable[[str], None]
     prompts: PromptFindings
-    figures: dict[str, float]  # check -> what was found: filled by the first step
+    figures: dict[str, float]  # check -> figure, filled by the first step
     tokenizer: Tokenizer
     _begun: bool = field(default=False, init=False)
     _updated: bool = field(default=False, init=False)
-    _passed: F32 | None = field(default=None, init=False)  # what the first update's own pass is compared with, [A]
-    _clipped: float = field(default=0.0, init=False)  # the largest share of clipped rewards that was warned of
+    _passed: F32 | None = field(default=None, init=False)  # log-probs to compare the first update's pass with, [A]
+    _clipped: float = field(default=0.0, init=False)  # largest share of clipped rewards with a warning
     _warned: dict[str, float] = field(default_factory=dict, init=False)  # check -> figure of the last warning
 
     def before_update(
         self, step: int, trajectories: list[Trajectory], exp: Experience, metrics: dict[str, float], version: int
     ) -> None:
-        """Check what `TrainingStep.collect` made of `trajectories`; the actor has policy `version`."""
+        """Check the experience that `TrainingStep.collect` has made; the actor has policy `version`."""
         self._warn_of_clipping(step, metrics)
         if not self.config.train.self_check:
             return
@@ -131,8 +131,8 @@ class SelfCheck:
         if not self.config.train.self_check or "first_ratio" not in metrics:  # critic.freezing_steps
             return
         if self.config.algo.correction.bypass or (of_the_update(self.config) and self._updated):
-            # With bypass the first ratio is that of actor to engine, of an older policy's tokens anything; otherwise it
-            # is 1. What tells is the engine, which was not compared before.
+            # With bypass the first ratio is actor to engine, which may be any number for an older policy's tokens;
+            # otherwise it is 1. So the engine is compared, which was not done before the update.
             if (mean := metrics.get("rollout_logprob_diff")) is not None:
                 self._watch(step, drift(mean, self.config.ds.param_dtype))
             return
@@ -164,7 +164,7 @@ class SelfCheck:
             self.note(f"step {step}: {warning}")
 
     def _engine_finite(self, step: int, lost: float, exp: Experience) -> None:
-        """Warn of tokens whose log-prob of the engine is not a number, and end the run where they are many."""
+        """Warn of tokens whose log-prob of the engine is not a number, and end the run if they are many."""
         tokens = int(lost) + int(exp.action_mask.sum())
         if not lost:
             return
@@ -212,7 +212,7 @@ class SelfCheck:
             self._warned[verdict.check] = verdict.figure
             self.note(f"warning: step {step}: {self._fitting(verdict.describe())}")
 
-    def _told_apart(self, verdict: CheckResult, exp: Experience, fresh: Bool) -> CheckResult:
+    def _with_cause(self, verdict: CheckResult, exp: Experience, fresh: Bool) -> CheckResult:
         """Have the actor compute the whole batch again, so that the error says which of the two is off."""
         dtype, engine = self.config.ds.param_dtype, exp.columns["rollout_logprobs"]
         first, again = exp.columns["logprobs"], self._with_pass(exp).columns["logprobs"]
@@ -232,12 +232,12 @@ class SelfCheck:
         }
         dtype, mask = self.config.ds.param_dtype, chosen.action_mask
         verdicts = [compare(name, found[name], found["first"], mask, dtype) for name in ("again", "eval")]
-        # In the step's own micro-batches other sequences were beside them, and those that are cut here were whole.
-        beside = [
+        # In the step's micro-batches they were among other sequences, and sequences that are cut here were whole.
+        among = [
             compare("alone", found["alone"], others, mask, dtype)
             for others in (found["first"], chosen.columns["logprobs"])
         ]
-        return [*verdicts, max(beside, key=lambda verdict: (not verdict.passed, verdict.figure))]
+        return [*verdicts, max(among, key=lambda verdict: (not verdict.passed, verdict.figure))]
 
     def _agreement(self, trajectories: list[Trajectory], exp: Experience, version: int) -> list[CheckResult]:
         """Compare engines and actor on tokens of the actor's version, and, before the first update, the reference."""
@@ -245,14 +245,14 @@ class SelfCheck:
         fresh = exp.action_mask & (ages(trajectories, version) == 0)
         engines = np.repeat([t.engine for t in trajectories], exp.response_lens).astype(np.int32)
         verdict = compare("engine", columns["rollout_logprobs"], columns["logprobs"], fresh, dtype, engines)
-        verdicts = [verdict if verdict.passed else self._told_apart(verdict, exp, fresh)]
+        verdicts = [verdict if verdict.passed else self._with_cause(verdict, exp, fresh)]
         if version == 0 and "ref_logprobs" in columns:
             verdicts.append(compare("reference", columns["ref_logprobs"], columns["logprobs"], exp.action_mask, dtype))
         return verdicts
 
 
 def other_text(trajectories: list[Trajectory], tokenizer: Tokenizer, cut: bool) -> str:
-    """Say which response has a text that is not that of its tokens, if any; `cut`: stop strings may end it earlier."""
+    """Name a response whose text is not the text of its tokens; `cut`: stop strings may end the text earlier."""
     for found in trajectories:
         text = tokenizer.response_text(found.prompt_ids.tolist(), found.response_ids.tolist())
         if not (text == found.text or (cut and text.startswith(found.text))):

@@ -1,4 +1,4 @@
-"""Starting a run: its processes, models and engines, each as soon as it can, and its parts put together."""
+"""Starts a run: its processes, models and engines, each as soon as possible, and makes the parts of the run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Startup:
-    """Starts processes, models, engines and the sync group, each as soon as what it needs is there."""
+    """Starts processes, models, engines and the sync group, each as soon as its inputs are there."""
 
     config: Config
     directory: RunDirectory
@@ -63,7 +63,7 @@ class Startup:
     _pool: EnginePool | None = field(default=None, init=False)
     _sync: WeightSync | None = field(default=None, init=False)
     _checkpoints: RunCheckpoints | None = field(default=None, init=False)
-    _gpu_sums: dict[str, float] = field(default_factory=dict, init=False)  # of before a restart
+    _gpu_sums: dict[str, float] = field(default_factory=dict, init=False)  # sums of before a restart
 
     def run(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
         """Start everything, and take it back to `checkpoint`, whose `state` is loaded already."""
@@ -72,9 +72,9 @@ class Startup:
         return self._lead(state, checkpoint)
 
     def engines_are_idle(self) -> bool:
-        """Make the engines, whose trainers have ended, drop what they work on; those that cannot are lost.
+        """Let the engines drop their work, because the trainers have ended; engines that cannot do so are lost.
 
-        Blocks while they find out that a weight update has broken. False: all engines have to start again, too.
+        Blocks while they find out that a weight update has broken. Returns False if all engines have to start again.
         """
         recovery, pool = self.supervisor.recovery, self._pool
         if recovery is None or pool is None or not recovery.armed:
@@ -110,7 +110,7 @@ class Startup:
         return self._lead(state, checkpoint)
 
     def spent_s(self, state: RunState) -> float:
-        """Return how long the run has taken up to now, over all sessions; `state` is that of this start."""
+        """Return how long the run has taken up to now, over all sessions; `state`: state of this start."""
         return state.wall_s + time.monotonic() - (self._checkpoints or self).clock
 
     def _lead(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
@@ -162,12 +162,12 @@ class Startup:
         config, sets = self.config, self.inputs.evaluation
         if not sets:
             return None
-        beside, engines = None, self.supervisor.roles.get(ROLLOUT)
+        overlapping, engines = None, self.supervisor.roles.get(ROLLOUT)
         if config.eval.overlap and isinstance(engines, EngineHandle):
-            # Of its own, and without a pool: while the actor trains it has no weights to give to late engines.
+            # Without a pool: while the actor trains it cannot give its weights to engines that start late.
             most, fixed = config.vllm.max_num_seqs, config.train.full_determinism
-            beside = Dispatcher(engines, config.train.seed, most, fixed).run
-        return Evaluation(config, sets, self.directory.evaluations, step.generate, step.reward, beside)
+            overlapping = Dispatcher(engines, config.train.seed, most, fixed).run
+        return Evaluation(config, sets, self.directory.evaluations, step.generate, step.reward, overlapping)
 
     def _phase(self, name: str) -> None:
         self.reporting.phase(name)
@@ -201,13 +201,13 @@ class Startup:
         return pool
 
     def _start_trainers(self, pool: EnginePool | None) -> None:
-        """Start the trainers, beside the engines of `pool`, and wait for them and the first engine."""
+        """Start the trainers, while the engines of `pool` start, and wait for them and the first engine."""
         config = self.config
         trainers = {
             role: handle for role, handle in self.supervisor.roles.items() if not isinstance(handle, EngineHandle)
         }
-        beside = f"; starting {self.supervisor.roles[ROLLOUT].world} engines" if pool else ""
-        self.reporting.note(f"loading {', '.join(trainers)}{beside}")
+        engines = f"; starting {self.supervisor.roles[ROLLOUT].world} engines" if pool else ""
+        self.reporting.note(f"loading {', '.join(trainers)}{engines}")
         starts: dict[str, list[Future[StartAnswer]]] = {
             role: handle.start_all(
                 StartCalls.start, StartRequest(optimizer_steps(config, role, self.inputs.total_steps))
@@ -246,7 +246,7 @@ class Startup:
             config.train.seed,
             config.vllm.max_num_seqs,
             config.train.full_determinism,
-            # While the actor trains it has no weights to give: late engines get theirs with the next update.
+            # While the actor trains it cannot give its weights: late engines get theirs with the next update.
             None if config.vllm.sync_mode == "inflight" else pool,
             pool.rescue,
             self.reporting.answered,
@@ -258,7 +258,7 @@ class Startup:
         if message:
             note(message)
         source = inputs.reward or ModelRewards(roles[REWARD], config.train.forward_tokens)
-        recovery = self.supervisor.recovery  # an engine that has died may go on on another node
+        recovery = self.supervisor.recovery  # an engine that died may start again on another node
         node = sampling_nodes(self.ranks).__getitem__ if recovery is None else recovery.node
         return TrainingStep(
             config=config,
@@ -283,7 +283,7 @@ class Startup:
 
 
 def sampling_nodes(ranks: RankMap) -> list[str]:
-    """List the node of each engine; of each rank of the actor, where there are no engines."""
+    """List the node of each engine; without engines, of each rank of the actor."""
     return [*ranks.engine_nodes.values()] or [share.node for share in ranks.roles[ACTOR] for _ in share.ranks]
 
 

@@ -1,6 +1,6 @@
 """One training step: prompts, rollout, rewards, log-probs and values, advantages, update, sync.
 
-`TrainingStep.run` has them in this order for every kind of run. Roles compute the tensors; here is what follows what.
+`TrainingStep.run` has them in this order for every kind of run. Roles compute the tensors; this module has the order.
 
 - drain: engines finish a batch before they get new weights.
 - inflight (vllm.sync_mode): a stream of groups is sampled while the actor trains (`group_stream`), batches are made of
@@ -86,7 +86,7 @@ class TrainingStep:
     phases: Phases
     stop: Stop
     batches: Batches = field(init=False)
-    _synced: Metrics = field(default_factory=dict, init=False)  # of the last sync
+    _synced: Metrics = field(default_factory=dict, init=False)  # metrics of the last sync
 
     def __post_init__(self) -> None:
         last, awake = self.total_steps, self.awake
@@ -95,7 +95,7 @@ class TrainingStep:
 
     @property
     def _of_update(self) -> bool:
-        """Say whether the old log-probs are of the update's own pass."""
+        """Tell whether the old log-probs come from the update's own pass."""
         return of_the_update(self.config)
 
     def run(
@@ -139,7 +139,7 @@ class TrainingStep:
 
     @contextmanager
     def awake(self, version: int) -> Iterator[None]:
-        """Let the engines sample with policy `version`; those that share their accelerators are awake meanwhile."""
+        """Let the engines sample with policy `version`; colocated ones are awake meanwhile."""
         if self.colocation is None:
             yield
             return
@@ -168,13 +168,13 @@ class TrainingStep:
             self._synced = self.pool.update(version)
 
     def collect(self, batch: Batch, version: int) -> tuple[Experience, Metrics]:
-        """Compute what the update of a batch needs, with the actor at policy `version`; it can be done again.
+        """Compute the inputs of an update, with the actor at policy `version`; it can be done again.
 
         The ratio of the update is taken to the actor's own log-probs at `version`, whichever policies sampled the
         tokens: what is clipped is the distance from the newest policy. The distance of that to the policy which sampled
         a token is corrected by a weight, which `algo.correction` chooses (`algorithms.correction`); its `bypass` takes
-        the ratio to the policy that sampled instead. Where nothing needs the actor's log-probs before the update, they
-        are of its own pass (`config.correction`), and are compared with the engines' afterwards.
+        the ratio to the policy that sampled instead. If nothing needs the actor's log-probs before the update, they
+        come from its own pass (`config.correction`), and are compared with the engines' afterwards.
         """
         experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         lost = mask_not_finite(experience)
@@ -200,8 +200,8 @@ class TrainingStep:
     ) -> Metrics:
         """Compare by the pass of the first optimizer step, in which the actor still had policy `version`.
 
-        With bypass and several optimizer steps that is a part of the batch, drawn by chance. Where the old log-probs
-        are of the update, it is the whole batch, and its column of them is filled.
+        With bypass and several optimizer steps that pass has a random part of the batch. If the old log-probs come from
+        the update, it has the whole batch, and fills their column.
         """
         first = first_pass(steps)
         if first is None:  # the actor is frozen, or all was skipped
@@ -215,7 +215,7 @@ class TrainingStep:
         return self._compare([trajectories[row] for row in rows], part, version)
 
     def _score(self, batch: Batch, experience: Experience) -> Rewards:
-        """Get the rewards of the user's function or of a model, while the others compute log-probs and values."""
+        """Get the rewards of the user's function or of a model, while other roles compute log-probs and values."""
         owners = [prompt for prompt in batch.prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
             scored = self._begin_rewards(owners, batch)
@@ -237,7 +237,7 @@ class TrainingStep:
     def update(
         self, number: int, trajectories: list[Trajectory], experience: Experience, metrics: Metrics, version: int
     ) -> Metrics:
-        """Train actor and critic on what `collect` answered; add the metrics of the training."""
+        """Train actor and critic on the experience of `collect`; add the metrics of the training."""
         with self.phases("update"):
             in_loss = replace(experience, action_mask=loss_mask(self.config, experience))
             steps = train(self.config, self.algorithm, self.roles, in_loss, number, self.kl.coef)

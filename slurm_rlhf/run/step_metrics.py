@@ -103,16 +103,16 @@ def agreement_metrics(
 
 
 class EngineMetrics:
-    """Says what the engines did in a step: as metrics, and in words where one is far below its peers."""
+    """Makes metrics of the engines' work, and reports an engine that is far below its peers."""
 
     def __init__(self, node: Callable[[int], str], note: Callable[[str, str, int], None]) -> None:
-        """`node(engine)`: where an engine runs now; `note` tells the user: text, kind of event ("": none), engine."""
+        """`node(engine)`: where an engine runs now; `note` gets a text, the kind of event ("": none), the engine."""
         self._node = node
         self._note = note
         self._stragglers = Stragglers()
 
     def step(self, number: int, loads: dict[int, EngineLoad]) -> dict[str, float]:
-        """Answer metrics `perf/engine/<index>/<name>`; `loads` are of this step's rollout."""
+        """Return metrics `perf/engine/<index>/<name>`; `loads`: the engines' work in this step's rollout."""
         rates = {engine: load.tokens_per_s for engine, load in loads.items()}
         fresh, back = self._stragglers.step(rates)
         for engine, peers in fresh.items():

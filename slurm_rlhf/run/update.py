@@ -20,15 +20,15 @@ from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch, TrainerCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
 PER_STEP = ("lr", "grad_norm", "loss_scale", "skipped_steps")
-"""Answers that are one number for the whole optimizer step on every rank, and not a sum over a rank's tokens."""
+"""Names of answers that are equal on all ranks: one number for the optimizer step, no sum over a rank's tokens."""
 
 ADDED = ("nll_loss",)
-"""Answers whose sum over the ranks is the number of the whole optimizer step."""
+"""Names of answers whose sum over the ranks is the number of the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Holds what one optimizer step of a role answered."""
+    """Holds the answers of a role to one optimizer step."""
 
     role: str
     tokens: float  # tokens of all ranks
@@ -92,8 +92,8 @@ class _OptimizerStep:
 def update_metrics(steps: list[Trained]) -> dict[str, float]:
     """Average over optimizer steps and their tokens; `first_ratio` and `first_approx_kl` are of the actor's first step.
 
-    In that step the actor still has the weights of the old log-probs.
-    Steps that were skipped are counted; they have no `grad_norm`, and what is not finite in them is left out.
+    In that step the actor still has the weights of the old log-probs. Skipped steps are counted; they have no
+    `grad_norm`, and their numbers that are not finite are left out.
     """
     found: dict[str, list[float]] = {}
     usable = [step for step in steps if not _spoiled(step)]
@@ -119,13 +119,13 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
 
 
 def first_pass(steps: list[Trained]) -> tuple[list[int], F32] | None:
-    """Find the actor's first step whose own pass is known and was of use: its rows of the batch, their log-probs."""
+    """Find the actor's first usable step with log-probs of its own pass; return its rows and their log-probs."""
     known = ((step.rows, step.logprobs) for step in steps if step.logprobs is not None and not _spoiled(step))
     return next(known, None)
 
 
 def _spoiled(step: Trained) -> bool:
-    """Tell whether a step was skipped because its loss was not finite: its other numbers are of no use either."""
+    """Tell whether a step was skipped because its loss was not finite: its other numbers are useless, too."""
     answers = [value for answer in step.answers for value in answer.values()]
     return step.answers[0].get("skipped_steps", 0.0) > 0 and not np.isfinite(answers).all()
 
