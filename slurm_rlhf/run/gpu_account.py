@@ -93,9 +93,13 @@ class GpuAccount:
         ranks: RankMap,
         began: float,
         transfer: Callable[[], SyncConnection | None],
+        note: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`began`: the `clock` from which on GPU-hours count. `transfer`: how weights go to the engines."""
+        """`began`: time from which GPU-hours count, by `clock`. `transfer` returns the way of weights to engines.
+
+        `note` informs the user.
+        """
         self._config = config
         self._began = began
         self._slots: dict[str, list[list[Slot]]] = slots_of(ranks)
@@ -105,6 +109,7 @@ class GpuAccount:
         self._handles: Mapping[str, RoleHandle[Any]] = {}
         self._reports: dict[str, list[DeviceReport]] = {}
         self._transfer = transfer
+        self._note = note
         self._steps = 0
         # Sums over all sessions, as far as checkpoints know them.
         self._sums = dict.fromkeys(("gpu_s", "idle_s", "step_gpu_s", "flops", "peak_flops"), 0.0)
@@ -115,26 +120,24 @@ class GpuAccount:
         for role, handle in handles.items():
             handle.watchers.append(partial(self._time.began, role))
 
-    def started(self) -> list[str]:
-        """Ask the ranks about their GPUs, and return notes for the user; all roles have started."""
+    def started(self) -> None:
+        """Ask the ranks about their GPUs, and note them; all roles have started."""
         self._ask()
-        notes = []
         if cards := self._cards():
             memory = ", ".join(f"{role} {gib:.1f}" for role, gib in self._memory().items())
             held = max(report.total for reports in self._reports.values() for report in reports) / GIB
             count = len(_distinct(self._slots))
-            notes.append(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
-            notes += [f"no peak rate is known for {card}: no MFU" for card in cards if not _peak(card)]
-        return notes
+            self._note(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
+            for card in cards:
+                if not _peak(card):
+                    self._note(f"no peak rate is known for {card}: no MFU")
 
     def begin(self) -> None:
         """Start measuring: the first step begins."""
         self._time.take()
 
-    def step(
-        self, number: int, experience: Experience, timings: Mapping[str, float]
-    ) -> tuple[dict[str, float], list[str]]:
-        """Return metrics of a step, and notes for the user; `timings` holds time/step and time/update."""
+    def step(self, number: int, experience: Experience, timings: Mapping[str, float]) -> dict[str, float]:
+        """Return metrics of a step, and note the speed now and then; `timings` holds time/step and time/update."""
         seconds, idle = self._time.take()
         self._sums["idle_s"] += sum(idle.values())
         self._sums["step_gpu_s"] += seconds * len(idle)
@@ -143,16 +146,15 @@ class GpuAccount:
             own = {slot for of in ranks for slot in of}
             metrics[f"perf/gpu_idle_{role}"] = _share(sum(idle[slot] for slot in own), seconds * len(own))
         metrics |= self._speeds(number, experience, timings)
-        notes = []
         if self._steps == 0:
             self._ask()  # ranks know their attention kernel after its first use
-            notes.append("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
+            self._note("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
             if way := self.transfer():
-                notes.append("weight transfer: " + " over ".join(way.values()))
+                self._note("weight transfer: " + " over ".join(way.values()))
         if self._steps % EVERY == 0:
-            notes.append(self.line(metrics))
+            self._note(self.line(metrics))
         self._steps += 1
-        return metrics, notes
+        return metrics
 
     def line(self, metrics: Mapping[str, float]) -> str:
         """Put the metrics of a step into a line for the console."""

@@ -12,8 +12,6 @@ from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.config.roles import ACTOR, REWARD
 from slurm_rlhf.errors import FilteredAway, RemoteError, RewardError
 from slurm_rlhf.eval.sets import Evaluated, Evaluation
-from slurm_rlhf.records import Experience
-from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_state import RunCheckpoints, RunState
 from slurm_rlhf.run.step import Metrics, TrainingStep
@@ -31,7 +29,6 @@ class TrainingLoop:
     checkpoints: RunCheckpoints
     reporting: Reporting
     final: Path  # directory for the trained model
-    gpus: GpuAccount | None = None
     failed: Exception | None = field(default=None, init=False)  # error of the evaluation during this step
 
     def run(self) -> None:
@@ -66,8 +63,9 @@ class TrainingLoop:
     def _begin(self) -> None:
         """Give the engines their first weights; inflight and colocated, evaluate before training."""
         self.step.sync(self.state.policy_version)
-        for note in self.gpus.started() if self.gpus else ():
-            self.reporting.note(note)
+        gpus = self.reporting.gpus
+        if gpus is not None:
+            gpus.started()
         self.reporting.best = self.checkpoints.best
         if self.step.config.vllm.sync_mode == "inflight" or self.step.colocation is not None:
             # Later, inflight, the evaluation would wait for all groups that are sampled ahead, and the engines would be
@@ -77,8 +75,8 @@ class TrainingLoop:
         self.step.phases.take()  # the time of start-up belongs to no step
         self.reporting.stepping()
         self.checkpoints.cadence.begin()
-        if self.gpus is not None:
-            self.gpus.begin()
+        if gpus is not None:
+            gpus.begin()
 
     def _do_steps(self) -> None:
         try:
@@ -104,7 +102,8 @@ class TrainingLoop:
             speeds = {"tokens_per_s": tokens / seconds, "rollout_tokens_per_s": tokens / max(batch.seconds, 1e-9)}
             measured = {f"perf/{name}": speed for name, speed in speeds.items()}
             whole = metrics | self.step.phases.take() | measured | {"time/step": seconds}
-            return whole | self._gpu_metrics(number, experience, whole)
+            gpus = self.reporting.gpus
+            return whole | (gpus.step(number, experience, whole) if gpus is not None else {})
 
         if self.evaluation and self._due(self.step.config.eval.steps):
             if self._overlaps():
@@ -154,15 +153,6 @@ class TrainingLoop:
         if state.reward_first is None:
             state.reward_first = metrics["reward"]
         metrics["policy_version"] = version
-
-    def _gpu_metrics(self, number: int, experience: Experience, metrics: dict[str, Any]) -> Metrics:
-        """Measure the step of the GPUs, if there are any."""
-        if self.gpus is None:
-            return {}
-        measured, notes = self.gpus.step(number, experience, metrics)
-        for note in notes:
-            self.reporting.note(note)
-        return measured
 
     def _evaluate_before(self) -> None:
         """Evaluate before the first update of the run, unless that is done.

@@ -26,6 +26,7 @@ from slurm_rlhf.observe.events import read_events
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU, GPU
+from slurm_rlhf.records import SyncConnection
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.gpu_account import GpuAccount
@@ -145,7 +146,7 @@ class Startup:
         if gpus is not None and self._gpu_sums:
             gpus.load_state_dict(self._gpu_sums)
         final = self.directory.final
-        return TrainingLoop(step, self._evaluation(step), state, checkpoints, self.reporting, final, gpus)
+        return TrainingLoop(step, self._evaluation(step), state, checkpoints, self.reporting, final)
 
     def _weight_sync(self, engines: EngineHandle) -> WeightSync:
         actor, host, before = self.supervisor.roles[ACTOR], self.supervisor.sync_host, self._sync
@@ -176,11 +177,13 @@ class Startup:
     def _gpus(self, weight_sync: WeightSync | None) -> GpuAccount | None:
         if self.ranks.topology.accelerator == CPU:
             return None
-        self.reporting.gpus = GpuAccount(
-            self.config, self.ranks, self.clock, lambda: weight_sync.connection if weight_sync else None
-        )
-        self.reporting.gpus.watch(self.supervisor.roles)
-        return self.reporting.gpus
+
+        def transfer() -> SyncConnection | None:
+            return weight_sync.connection if weight_sync else None
+
+        account = self.reporting.gpus = GpuAccount(self.config, self.ranks, self.clock, transfer, self.reporting.note)
+        account.watch(self.supervisor.roles)
+        return account
 
     def _start_engines(
         self, engines: EngineHandle, weight_sync: WeightSync, colocation: Colocation | None

@@ -171,9 +171,11 @@ def test_idle_is_what_no_call_is_in_progress_for() -> None:
 
 def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
     clock, roles = Clock(), handles(server)
-    account = GpuAccount(config(tmp_path), RANKS, 40.0, lambda: WAY, clock)
+    told: list[str] = []
+    account = GpuAccount(config(tmp_path), RANKS, 40.0, lambda: WAY, told.append, clock)
     account.watch(roles)
-    assert account.started() == ["GPUs: 5 x NVIDIA H100 80GB HBM3; GiB in use after start, of 80.0: actor 31.0, "
+    account.started()
+    assert told == ["GPUs: 5 x NVIDIA H100 80GB HBM3; GiB in use after start, of 80.0: actor 31.0, "
                                  "critic 30.0, reference 31.0, rollout 30.0"]  # fmt: skip
     clock.now += 50
     account.begin()
@@ -187,7 +189,8 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
         server.finish("actor", rank, "logprobs")
     gather(calls)
     clock.now += 4
-    metrics, told = account.step(1, FOUR, {"time/step": 10.0, "time/update": 5.0})
+    told.clear()
+    metrics = account.step(1, FOUR, {"time/step": 10.0, "time/update": 5.0})
     # GPUs 0, 1, 3 and 4 worked 6 of 10 s, the critic's none, and no role has the sixth of the node.
     assert metrics["perf/gpu_idle"] == pytest.approx((4 * 4 + 10) / 50)
     by_role = {role: metrics[f"perf/gpu_idle_{role}"] for role in RANKS.roles}
@@ -207,16 +210,19 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
     assert told[0] == "attention: actor sdpa: FLASH_ATTENTION, critic sdpa, reference sdpa, rollout FLASH_ATTN"
     assert told[1] == "weight transfer: nccl over ib0"
     assert told[2].startswith("GPUs: MFU in updates 0.0 %, over the step 0.0 %, idle 52 % (actor 40, critic 100, ")
-    later = [account.step(number, FOUR, {"time/step": 10.0, "time/update": 5.0})[1] for number in range(2, 43)]
-    assert [len(lines) for lines in later] == [0] * 19 + [1] + [0] * 19 + [1, 0]
+    noted = [len(told)]
+    for number in range(2, 43):
+        account.step(number, FOUR, {"time/step": 10.0, "time/update": 5.0})
+        noted.append(len(told))
+    assert np.diff(noted).tolist() == [0] * 19 + [1] + [0] * 19 + [1, 0]
 
 
 def test_hours_go_on_over_sessions(tmp_path: Path, server: Server) -> None:
     clock = Clock()
-    first = GpuAccount(config(tmp_path), RANKS, 100.0, lambda: None, clock)
+    first = GpuAccount(config(tmp_path), RANKS, 100.0, lambda: None, print, clock)
     clock.now += 720
     assert first.hours() == 1.0
-    second = GpuAccount(config(tmp_path), RANKS, clock.now, lambda: None, clock)
+    second = GpuAccount(config(tmp_path), RANKS, clock.now, lambda: None, print, clock)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     clock.now += 720
     assert second.hours() == 2.0
@@ -233,12 +239,13 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str
     if kind == "silent":
         server.answers["about"] = RunError("no")
     clock = Clock()
-    account = GpuAccount(made, RANKS, 40.0, lambda: None, clock)
+    told: list[str] = []
+    account = GpuAccount(made, RANKS, 40.0, lambda: None, told.append, clock)
     account.watch(handles(server))
-    told = account.started()
+    account.started()
     assert told[1:] == (["no peak rate is known for Novel 9000: no MFU"] if kind == "card" else [])
     clock.now += 1
-    metrics, _ = account.step(1, FOUR, {"time/step": 1.0, "time/update": 0.5})
+    metrics = account.step(1, FOUR, {"time/step": 1.0, "time/update": 0.5})
     assert not [name for name in metrics if "mfu" in name]
     assert metrics["perf/gpu_idle"] == pytest.approx(1.0)
     assert account.summary()["mfu"] is None
@@ -311,7 +318,7 @@ def run(
     reporting = Reporting(made, directory, RANKS.worlds)
     account = None
     if on_gpus:
-        account = reporting.gpus = GpuAccount(made, RANKS, time.monotonic(), lambda: WAY)
+        account = reporting.gpus = GpuAccount(made, RANKS, time.monotonic(), lambda: WAY, reporting.note)
         account.watch(roles)
     order = PromptOrder(4, 1, 2, 0)
     step = make_step(

@@ -50,9 +50,8 @@ def make_loop(
     keep = step.config.ckpt.max_num
     cadence = SaveCadence(step.config.ckpt.save_steps, failures([], 1, 1.0), reporting.note)
     saves = RunCheckpoints(checkpoints, keep, step.roles, state, step, reporting.saved, cadence, time.monotonic(), gpus)
-    loop = TrainingLoop(
-        step, _evaluation(step, directory, eval_prompts, beside), state, saves, reporting, directory.final, gpus
-    )
+    evaluation = _evaluation(step, directory, eval_prompts, beside)
+    loop = TrainingLoop(step, evaluation, state, saves, reporting, directory.final)
     reporting.begin(state, step.total_steps, checkpoint)
     if checkpoint:
         saves.load(checkpoint, reporting.note)
