@@ -268,7 +268,7 @@ class Supervisor:
 
     def _look_around(self) -> None:
         self._watch_engines()
-        now, known, stopped = self.server.loop.now, self._known(), self._launcher.stopped()
+        now, known, stopped = self.server.now, self._known(), self._launcher.stopped()
         self._deaths.note(self._launcher.ended(), known, stopped, now)
         if self.failure is None and not self._leaving.is_set():
             if self._deaths.ends:
@@ -386,7 +386,7 @@ class Supervisor:
     def _fail(self, failed_role: FailedRole, what: str, logs: list[Path], hang: bool = False) -> None:
         """Break the run: `what` happened to a role, as the newest of `logs` may explain."""
         if self.failure is None:
-            away = conductor_stood_still(self.server.loop.clock.absence_s, self._config.timeout)
+            away = conductor_stood_still(self.server.clock.absence_s, self._config.timeout)
             message = away or f"role {failed_role.role} died: {what}"
             error = RoleDied(f"{message}.\n{self._logs.quote(logs)}", hang=hang)
             log.error("%s", error)

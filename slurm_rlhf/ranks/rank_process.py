@@ -282,7 +282,7 @@ def main() -> None:
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,
         on_beat=partial(beat, late_s(config.timeout.heartbeat)),
-        beside={RankCalls.stacks.__name__: answer, ActorCalls.sync_abort.__name__: abort_forming},
+        threaded={RankCalls.stacks.__name__: answer, ActorCalls.sync_abort.__name__: abort_forming},
     )
     client.connect(config.timeout.connect)
     if held:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -17,40 +17,23 @@ from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.codec import Buffer, encode
-from slurm_rlhf.wire.io_thread import (
-    CarefulLog,
-    Heartbeat,
-    ListeningClock,
-    Part,
-    Wakeup,
-    end_context,
-    make_socket,
-    to_parts,
-)
-from slurm_rlhf.wire.messages import (
-    MAIN_LANE,
-    NUMBERED,
-    PULSE_LANE,
-    Envelope,
-    Kind,
-    Request,
-    unpack,
-)
+from slurm_rlhf.wire.io_thread import IoThread, Part, make_socket, to_parts
+from slurm_rlhf.wire.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Kind, Request, unpack
 from slurm_rlhf.wire.roster import Hello
-
-log = CarefulLog(logging.getLogger(__name__))
 
 THREAD_FAILED = "the thread that talks to the conductor has failed: the lines above say why"
 """Why a rank leaves whose conductor is there."""
 
 
-class ControlClient:
+class ControlClient(IoThread):
     """Receives the conductor's calls for a rank; its I/O thread sends heartbeats while the others compute.
 
     Any thread may use it.
 
     `phase` says in a word what the rank is doing; pulses carry it, and errors of the conductor name it.
     """
+
+    name = "control client"
 
     def __init__(
         self,
@@ -66,7 +49,7 @@ class ControlClient:
         heartbeat_limit: float = 20.0,
         on_conductor_lost: Callable[[str], None] | None = None,
         on_beat: Callable[[], None] | None = None,
-        beside: Mapping[str, Callable[[], Any]] | None = None,
+        threaded: Mapping[str, Callable[[], Any]] | None = None,
     ) -> None:
         """Start to connect, and return.
 
@@ -75,21 +58,18 @@ class ControlClient:
         on_conductor_lost: called with the reason, on the I/O thread, when the conductor was silent for
             `heartbeat_limit` seconds, said goodbye or gave this rank up. For a rank whose main thread may hang.
         on_beat: called on the I/O thread with each heartbeat; it returns at once.
-        beside: calls without argument that never reach `receive`: a thread of their own answers each.
+        threaded: calls without argument that never reach `receive`: a thread of their own answers each.
         Raises RunError for an endpoint that is none, ConfigError for heartbeat times that cannot work.
         """
+        super().__init__(heartbeat_interval, heartbeat_limit)
         self.phase = "start"
         self.endpoint = endpoint
-        self.garbage = 0
-        """Messages that did not decode; each was dropped."""
         self._me = f"{role} rank {rank}"
         self._hello = to_parts(encode(Hello(role, rank, world, host or socket.gethostname(), os.getpid(), start)))
-        self._heartbeat = Heartbeat(heartbeat_interval, heartbeat_limit)
-        self._clock = ListeningClock(self._heartbeat.longest_round)
-        self._heard = self._now = self._clock.now()
+        self._heard = self.now
         self._on_conductor_lost = on_conductor_lost
         self._on_beat = on_beat
-        self._beside = beside or {}
+        self._threaded = threaded or {}
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
         # Each has one writer: the I/O thread, and the thread that takes calls.
         self._arrived: Counter[str] = Counter()
@@ -100,13 +80,9 @@ class ControlClient:
         self._obstacle = "nobody answered there, or the run's key is another one"
         self.conductor_lost = ""
         """Reason for which the conductor counts as gone; empty while it is there. Once lost, it stays lost."""
-        self._closing = False
-        self._context: zmq.Context[Any] = zmq.Context()
         token = os.urandom(16)
         self._dealer = self._connected_socket(keys, MAIN_LANE + token)
         self._pulse = self._connected_socket(keys, PULSE_LANE + token)
-        self._wakeup = Wakeup()
-        self._thread = threading.Thread(target=self._run, name="control-client", daemon=True)
         self._thread.start()
 
     def connect(self, timeout_s: float) -> None:
@@ -142,12 +118,6 @@ class ControlClient:
         """Tell the conductor something unasked. Does not block; raises WireError as `Request.reply` does."""
         self._post("event", encode(data), 0, name)
 
-    def close(self) -> None:
-        """Send what is queued and say goodbye; takes up to a second. May be called twice."""
-        self._closing = True
-        self._wakeup.signal()
-        self._thread.join()
-
     def __enter__(self) -> ControlClient:
         return self
 
@@ -163,7 +133,7 @@ class ControlClient:
         try:
             dealer.connect(self.endpoint)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._abandon()
             raise RunError(f"{self._me}: {self.endpoint!r} is no endpoint of a conductor: {error}") from error
         return dealer
 
@@ -175,28 +145,18 @@ class ControlClient:
         self._outbox.put((kind, to_parts(frames), call, name))
         self._wakeup.signal()
 
-    def _run(self) -> None:
-        """Run the I/O thread; every method below runs on it."""
-        poller = zmq.Poller()
-        for source in (self._dealer, self._pulse, self._wakeup.fileno()):
-            poller.register(source, zmq.POLLIN)
-        try:
-            while not self._closing and not self.conductor_lost:
-                poller.poll(self._heartbeat.wait_ms(self._clock.now()))
-                self._now = self._clock.tick()
-                self._wakeup.clear()
-                self._receive(self._pulse)
-                self._receive(self._dealer)
-                self._send_queued()
-                if self._heartbeat.due(self._now):
-                    self._beat()
-        except Exception:
-            try:
-                log.exception("the control client's thread failed")
-            finally:  # without memory, that cannot be said; but a rank that nobody hears would pass for one that hangs
-                self._lose(THREAD_FAILED)
-        finally:
-            self._finish()
+    def _sources(self) -> Sequence[zmq.Socket[Any]]:
+        return self._dealer, self._pulse
+
+    def _round(self) -> None:
+        self._receive(self._pulse)
+        self._receive(self._dealer)
+        self._send_queued()
+        if self._heartbeat.due(self.now):
+            self._beat()
+
+    def _failed(self) -> None:
+        self._lose(THREAD_FAILED)  # a rank that nobody hears would pass for one that hangs
 
     def _finish(self) -> None:
         self._send_queued()
@@ -205,38 +165,20 @@ class ControlClient:
         self._inbox.put(None)
         self._pulse.close(linger=0)
         self._dealer.close(linger=0 if self.conductor_lost else timeouts.LINGER_MS)
-        self._wakeup.close()
-        end_context(self._context)
 
     def _send_queued(self) -> None:
         """Send what is queued, after the welcome: a conductor that does not know this rank would drop it."""
-        if not self._welcomed.is_set():
-            return
-        try:
-            while True:
+        with suppress(Empty):
+            while self._welcomed.is_set():
                 self._send(*self._outbox.get_nowait())
-        except Empty:
-            pass
 
     def _send(self, kind: Kind, parts: Sequence[Part] = (), call: int = 0, name: str = "") -> None:
         self._sent += kind in NUMBERED
         self._dealer.send_multipart([Envelope(kind, self._sent, call, name).pack(), *parts], zmq.NOBLOCK)
 
-    def _receive(self, source: zmq.Socket[Any]) -> None:
-        while True:
-            try:
-                frames = [frame.buffer for frame in source.recv_multipart(zmq.NOBLOCK, copy=False)]
-            except zmq.Again:
-                return
-            try:
-                self._handle(frames)
-            except WireError as error:
-                self.garbage += 1
-                log.warning("%s dropped a message: %s", self._me, error)
-
-    def _handle(self, frames: Sequence[Buffer]) -> None:
-        envelope, rest = unpack(frames)
-        self._heard = self._now
+    def _handle(self, frames: Sequence[zmq.Frame]) -> None:
+        envelope, rest = unpack([frame.buffer for frame in frames])
+        self._heard = self.now
         if envelope.kind == "pulse":
             return
         if envelope.kind == "taken":
@@ -261,7 +203,7 @@ class ControlClient:
                 self._lose("it said goodbye")
 
     def _accept(self, request: Request) -> None:
-        if request.method in self._beside:
+        if request.method in self._threaded:
             threading.Thread(target=self._answer, args=(request,), name=request.method, daemon=True).start()
         else:
             self._arrived[request.method] += 1
@@ -269,14 +211,14 @@ class ControlClient:
 
     def _answer(self, request: Request) -> None:
         try:
-            request.reply(self._beside[request.method]())
+            request.reply(self._threaded[request.method]())
         except Exception as error:
             request.fail(error)
 
     def _beat(self) -> None:
         if self._on_beat is not None:
             self._on_beat()
-        if self._now - self._heard > self._heartbeat.limit:
+        if self.now - self._heard > self._heartbeat.limit:
             self._lose(f"it was not heard from for {self._heartbeat.limit:g} s")
         elif self._welcomed.is_set():
             self._send("beat")
@@ -288,10 +230,7 @@ class ControlClient:
         if self.conductor_lost:
             return
         self.conductor_lost = reason
+        self.closed = True
         self._welcomed.set()
         self._inbox.put(None)
-        if self._on_conductor_lost is not None:
-            try:
-                self._on_conductor_lost(reason)
-            except Exception:
-                log.exception("on_conductor_lost of %s failed", self._me)
+        self._call_back(self._on_conductor_lost, reason)

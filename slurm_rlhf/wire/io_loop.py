@@ -7,31 +7,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import zmq
 
-from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
+from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError, of_hang
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import Authenticator, RunKeys
-from slurm_rlhf.wire.codec import Buffer, Reader, decode
-from slurm_rlhf.wire.io_thread import CarefulLog, Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket
+from slurm_rlhf.wire.codec import Buffer, decode
+from slurm_rlhf.wire.io_thread import CarefulLog, IoThread, Part, make_socket
 from slurm_rlhf.wire.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Kind, Said, unpack
 from slurm_rlhf.wire.pending_calls import LOOKING, Call, PendingCalls
 from slurm_rlhf.wire.roster import Hello, Peer, Roster
 
 log = CarefulLog(logging.getLogger(__name__))
 
-# So many messages in a row before timers and own calls get their turn: nobody can keep the thread to itself.
-_MESSAGES_PER_ROUND = 200
+OnLost = Callable[[Peer], None]
+OnEvent = Callable[[Peer, str, dict[str, Any]], None]
+
 _REMEMBERED = 400  # messages
 
 
-class IoLoop:
-    """Runs the I/O thread. It shares `roster` and `pending` with other threads, under `lock`, and nothing else."""
+class IoLoop(IoThread):
+    """Runs the I/O thread. It shares `roster` and `pending` with other threads, under `_lock`, and nothing else."""
+
+    name = "control server"
 
     def __init__(
         self,
@@ -40,28 +42,22 @@ class IoLoop:
         *,
         interval: float,
         limit: float,
-        lock: threading.Condition,
-        on_lost: Callable[[Peer], None],
-        on_event: Callable[[Peer, str, dict[str, Any]], None],
+        on_lost: OnLost | None,
+        on_event: OnEvent | None,
     ) -> None:
+        super().__init__(interval, limit)
         self.roster = Roster()
         self.pending = PendingCalls()
-        self.garbage = 0  # dropped messages from holders of the key, which did not decode or came from no known rank
         self.replayed = 0  # dropped messages that had come before, and hellos of a rank that is already here
         self.late = 0  # dropped replies, to calls that had been given up
-        self.closed = False
-        self.starts: dict[str, int] = {}  # role -> number of its start whose ranks are admitted; 0 where it is missing
-        self.said: deque[Said] = deque(maxlen=_REMEMBERED)
-        self.moves = 0  # answers to calls that do more than look, events
-        self._heartbeat = Heartbeat(interval, limit)
-        self.clock = ListeningClock(self._heartbeat.longest_round)
-        self.now = self.clock.now()  # when this thread last listened
-        self._lock = lock
+        self._starts: dict[str, int] = {}  # role -> number of its start whose ranks are admitted; 0 where it is missing
+        self._said: deque[Said] = deque(maxlen=_REMEMBERED)
+        self._moves = 0  # answers to calls that do more than look, events
+        self._lock = threading.Condition(threading.Lock())
         self._on_lost = on_lost
         self._on_event = on_event
         self._outbox: SimpleQueue[tuple[Call, list[Part]]] = SimpleQueue()
         self._given_up: SimpleQueue[tuple[Peer, str]] = SimpleQueue()
-        self._context: zmq.Context[Any] = zmq.Context()
         self._router = make_socket(self._context, zmq.ROUTER, timeouts.LINGER_MS)
         self._router.router_mandatory = True
         # A rank whose connection broke comes back under its name before the old connection is known to be dead.
@@ -71,59 +67,28 @@ class IoLoop:
             self._router.bind(f"tcp://{host}:0")
         except zmq.ZMQError as error:
             self.auth.close()
-            self._context.destroy(linger=0)
+            self._abandon()
             raise RunError(f"the conductor cannot listen on {host!r}: {error}; use an address of this node") from error
         self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
-        self._wakeup = Wakeup()
-        self._thread = threading.Thread(target=self._run, name="control-server", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
-    def call(self, peer: Peer, method: str, timeout_s: float, parts: list[Part], read: Reader) -> Future[Any]:
-        """Send a call, which is pending when this returns. For any thread, under the lock."""
-        call = self.pending.add(peer, method, timeout_s, read, self.clock.now())
-        self.said.append(Said(time.time(), peer, f"call {method}"))
-        self._outbox.put((call, parts))
-        self._wakeup.signal()
-        return call.future
-
-    def give_up(self, role: str, rank: int, why: str) -> None:
-        """Count the present process of a rank as lost. For any thread, not under the lock."""
-        with self._lock:
-            peer = self.roster.find(role, rank)
-        if peer is not None and not peer.lost:
-            self._given_up.put((peer, why))
-            self._wakeup.signal()
-
     def close(self) -> None:
-        """Close the sockets, and return when they are closed. For any thread but the I/O thread."""
         with self._lock:
             self.closed = True
             self._lock.notify_all()
-        self._wakeup.signal()
-        self._thread.join()
+        super().close()
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._router, self._wakeup.fileno(), *self.auth.sockets):
-            poller.register(source, zmq.POLLIN)
-        try:
-            while not self.closed:
-                poller.poll(self._heartbeat.wait_ms(self.clock.now(), self._next_deadline()))
-                self.now = self.clock.tick()
-                self._wakeup.clear()
-                self._send_calls()
-                self._drop_given_up()
-                self.auth.answer()
-                self._receive()
-                if self._heartbeat.due(self.now):
-                    self._beat()
-                self._expire()
-        except Exception:
-            log.exception("the control server's thread failed")
-        finally:
-            self._finish()
+    def _sources(self) -> Sequence[zmq.Socket[Any]]:
+        return self._router, *self.auth.sockets
+
+    def _round(self) -> None:
+        self._send_calls()
+        self._drop_given_up()
+        self.auth.answer()
+        self._receive(self._router)
+        if self._heartbeat.due(self.now):
+            self._beat()
+        self._expire()
 
     def _finish(self) -> None:
         with self._lock:
@@ -136,21 +101,17 @@ class IoLoop:
             self._send(peer, "bye")
         self.auth.close()
         self._router.close()
-        self._wakeup.close()
-        end_context(self._context)
 
     def _next_deadline(self) -> float | None:
         with self._lock:
             return self.pending.next_deadline()
 
     def _send_calls(self) -> None:
-        try:
+        with suppress(Empty):
             while True:
                 call, parts = self._outbox.get_nowait()
                 if not call.peer.lost and not call.future.done():
                     self._send(call.peer, "call", parts, call.id, call.method)
-        except Empty:
-            pass
 
     def _drop_given_up(self) -> None:
         with suppress(Empty):
@@ -176,22 +137,10 @@ class IoLoop:
             return False
         return True
 
-    def _receive(self) -> None:
-        for _ in range(_MESSAGES_PER_ROUND):
-            try:
-                route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self.auth.heard(route)
-            try:
-                self._handle(route.bytes, [frame.buffer for frame in frames])
-            except WireError as error:
-                self.garbage += 1
-                if self.garbage & (self.garbage - 1) == 0:
-                    log.warning("dropped a message: %s; %d so far", error, self.garbage)
-
-    def _handle(self, route: bytes, frames: Sequence[Buffer]) -> None:
-        envelope, rest = unpack(frames)
+    def _handle(self, frames: Sequence[zmq.Frame]) -> None:
+        self.auth.heard(frames[0])
+        route = frames[0].bytes
+        envelope, rest = unpack([frame.buffer for frame in frames[1:]])
         if envelope.kind == "pulse":
             self._take_pulse(route, envelope.name)
             return
@@ -234,7 +183,7 @@ class IoLoop:
             case "event":
                 data = decode(rest, dict[str, Any], f"an event of {peer}")
                 self._heard_of(peer, f"event {envelope.name}")
-                self._on_event(peer, envelope.name, data)
+                self._call_back(self._on_event, peer, envelope.name, data)
             case "bye":
                 self._drop(peer, "it said goodbye")
             case _:
@@ -243,7 +192,7 @@ class IoLoop:
     def _welcome(self, route: bytes, hello: Hello) -> None:
         newcomer = hello.peer(route, self.now)
         known = self.roster.at(route)
-        if known is None and hello.start != (wanted := self.starts.get(newcomer.role, 0)):
+        if known is None and hello.start != (wanted := self._starts.get(newcomer.role, 0)):
             self.replayed += 1
             self._transmit([route, Envelope("taken", 0, name=f"start {wanted} of {newcomer.role}").pack()])
             return
@@ -281,8 +230,8 @@ class IoLoop:
             raise
 
     def _heard_of(self, peer: Peer, what: str, looks: bool = False) -> None:
-        self.said.append(Said(time.time(), peer, what))
-        self.moves += not looks
+        self._said.append(Said(time.time(), peer, what))
+        self._moves += not looks
 
     def _beat(self) -> None:
         for peer in self.roster.present():
@@ -309,7 +258,8 @@ class IoLoop:
     def _lose(self, peer: Peer, reason: str) -> None:
         self._drop(peer, reason)
         self._transmit([peer.route, Envelope("lost", peer.sent).pack()])
-        self._on_lost(peer)
+        log.warning("%s is lost: %s", peer, peer.lost, extra=of_hang(peer.silent))
+        self._call_back(self._on_lost, peer)
 
     def _drop(self, peer: Peer, reason: str) -> None:
         with self._lock:

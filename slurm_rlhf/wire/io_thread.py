@@ -1,4 +1,4 @@
-"""What the I/O threads of both ends are made of: sockets, a wake-up, a heartbeat and a clock."""
+"""The I/O thread of both ends: its loop, sockets, wake-up, heartbeat and clock."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import MutableMapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import zmq
 
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, WireError
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.codec import MAX_FRAME_BYTES, Buffer
 
@@ -36,6 +37,8 @@ log = CarefulLog(logging.getLogger(__name__))
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 2_000
 _INTERVALS_PER_LIMIT = 4
+# So many messages in a row before timers and own messages get their turn: nobody can keep the thread to itself.
+_MESSAGES_PER_ROUND = 200
 
 
 def make_socket(context: zmq.Context[Any], kind: int, linger_ms: int) -> zmq.Socket[Any]:
@@ -102,14 +105,14 @@ class Wakeup:
                 pass
 
     def close(self) -> None:
-        """I/O thread, at its end."""
+        """I/O thread: close the pipe, at the end."""
         with self._lock:
             self._closed = True
             os.close(self._read)
             os.close(self._write)
 
 
-class Heartbeat:
+class HeartbeatTimer:
     """Says when beats are due: one per `interval` seconds; after `limit` seconds of silence the other side is lost."""
 
     def __init__(self, interval: float, limit: float) -> None:
@@ -178,3 +181,99 @@ class ListeningClock:
         if lasting > self._longest_round:
             return lasting
         return seconds if real - ended < within_s else 0.0
+
+
+class IoThread(ABC):
+    """Runs a loop that polls, sends and receives in a thread of its own, which alone uses the sockets."""
+
+    name: str  # of this end, in its log
+
+    def __init__(self, heartbeat_interval: float, heartbeat_limit: float) -> None:
+        """Raises ConfigError for heartbeat times that cannot work."""
+        self.garbage = 0
+        """Messages that were dropped, because they did not decode or came from no known rank."""
+        self.closed = False
+        self._heartbeat = HeartbeatTimer(heartbeat_interval, heartbeat_limit)
+        self.clock = ListeningClock(self._heartbeat.longest_round)
+        self.now = self.clock.now()
+        """Time at which the thread last listened."""
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, name=self.name.replace(" ", "-"), daemon=True)
+
+    def close(self) -> None:
+        """Send what is queued, say goodbye, and return once the sockets are closed. May be called twice."""
+        self.closed = True
+        self._wakeup.signal()
+        self._thread.join()
+
+    def _abandon(self) -> None:
+        """Close what was opened: the thread will not be started."""
+        self._context.destroy(linger=0)
+        self._wakeup.close()
+
+    def _run(self) -> None:
+        """Run the thread; every method below runs on it."""
+        poller = zmq.Poller()
+        for source in (self._wakeup.fileno(), *self._sources()):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self.closed:
+                poller.poll(self._heartbeat.wait_ms(self.clock.now(), self._next_deadline()))
+                self.now = self.clock.tick()
+                self._wakeup.clear()
+                self._round()
+        except Exception:
+            try:
+                log.exception("the %s's thread failed", self.name)
+            finally:  # without memory, that cannot be said
+                self._failed()
+        finally:
+            self._finish()
+            self._wakeup.close()
+            end_context(self._context)
+
+    def _receive(self, socket: zmq.Socket[Any]) -> None:
+        """Take the messages that have come, the rest of a flood in the next round."""
+        for _ in range(_MESSAGES_PER_ROUND):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                self._handle(frames)
+            except WireError as error:
+                self.garbage += 1
+                if self.garbage & (self.garbage - 1) == 0:
+                    log.warning("dropped a message: %s; %d so far", error, self.garbage)
+
+    def _call_back(self, callback: Callable[..., None] | None, *args: Any) -> None:
+        """Call a callback, if there is one. What it raises would end all communication instead of reaching anybody."""
+        try:
+            if callback is not None:
+                callback(*args)
+        except Exception:
+            log.exception("a callback of the %s failed", self.name)
+
+    def _next_deadline(self) -> float | None:
+        """Return when the next round is due at the latest; None: when the next heartbeat is."""
+        return None
+
+    def _failed(self) -> None:
+        """Note that the thread ends because it has failed."""
+
+    @abstractmethod
+    def _sources(self) -> Sequence[zmq.Socket[Any]]:
+        """Return the sockets that are polled."""
+
+    @abstractmethod
+    def _round(self) -> None:
+        """Receive and send what there is, and beat if that is due."""
+
+    @abstractmethod
+    def _handle(self, frames: Sequence[zmq.Frame]) -> None:
+        """Take a message. Raises WireError for one that is to be dropped."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Say goodbye and close the sockets."""

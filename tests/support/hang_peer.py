@@ -48,7 +48,7 @@ def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str,
         heartbeat_interval=INTERVAL,
         heartbeat_limit=float(limit),
         on_beat=partial(expect_beat, late_s(float(limit))),
-        beside={"stacks": answer},
+        threaded={"stacks": answer},
     )
     while (request := client.receive()) is not None:
         request.reply(globals()[request.method](**request.argument()))

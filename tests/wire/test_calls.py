@@ -57,7 +57,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
         made.server.wait_for("actor", 2, HANG_S)
         yield made
         assert made.lost == []
-        assert (made.server.loop.garbage, made.server.loop.replayed, made.server.loop.auth.refused) == (0, 0, 0)
+        assert (made.server.garbage, made.server.replayed, made.server.auth.refused) == (0, 0, 0)
     finally:
         made.server.close()
         for process in made.processes:
@@ -155,14 +155,14 @@ def test_what_cannot_be_encoded_is_an_error_on_either_side(team: Team) -> None:
 
 
 def test_a_passed_deadline_names_everything_and_the_late_reply_is_dropped(team: Team) -> None:
-    late = team.server.loop.late
+    late = team.server.late
     peer = team.server.peers("actor")[1]
     with pytest.raises(CallTimeout) as caught:
         team.call("sleep", 1, timeout_s=0.5, seconds=1.2)
     for part in ("actor rank 1", peer.host, f"pid {peer.pid}", "sleep", "0.5 s", "phase 'sleep'"):
         assert part in str(caught.value)
     assert team.call("echo", 1, a=2) == {"a": 2}
-    assert team.server.loop.late == late + 1
+    assert team.server.late == late + 1
 
 
 def test_a_deadline_counts_from_the_last_reply_of_a_rank_that_works_its_calls_off(team: Team) -> None:

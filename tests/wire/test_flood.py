@@ -58,7 +58,7 @@ def conduct(key_file: str, events: str) -> None:
             server.wait_for("actor", rank + 1, HANG_S)
             reply = ask(server, "actor", rank, "echo", timeout_s=HANG_S).result()
             with open(os.devnull):
-                print(reply, server.loop.auth.refused, flush=True)
+                print(reply, server.auth.refused, flush=True)
 
 
 def crowd(endpoint: str) -> None:
@@ -147,7 +147,7 @@ def test_ranks_that_find_no_descriptor_are_told_which_limit_it_was(tmp_path: Pat
         try:
             os.close(free := os.dup(0))  # the lowest number that is free
             resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-            until(lambda: server.loop.auth.obstacle)
+            until(lambda: server.auth.obstacle)
             with pytest.raises(CallTimeout, match=r"missing: 0; .*may have \d+ open, .*`ulimit -n`"):
                 server.wait_for("actor", 1, 0)
         finally:

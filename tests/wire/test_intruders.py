@@ -85,10 +85,10 @@ def test_a_peer_without_the_runs_key_is_refused_and_counted(scene: Scene, tmp_pa
         "another server key": lambda: scene.dealer(other.server_public, scene.keys),
     }[intruder]()
     dealer.send_multipart(message("hello", 0, HELLO))
-    assert until(lambda: scene.server.loop.auth.refused > 0)
+    assert until(lambda: scene.server.auth.refused > 0)
     assert scene.call_works()
     assert scene.server.peers("critic") == []
-    assert scene.server.loop.garbage == 0
+    assert scene.server.garbage == 0
 
 
 @pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" + bytes(63), b"", bytes(10_000)])
@@ -97,7 +97,7 @@ def test_other_protocols_are_refused_and_counted(scene: Scene, content: bytes) -
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(content)
         assert scene.call_works()
-    assert until(lambda: scene.server.loop.auth.refused > 0)
+    assert until(lambda: scene.server.auth.refused > 0)
 
 
 def test_who_says_nothing_is_cut_off(scene: Scene) -> None:
@@ -105,8 +105,8 @@ def test_who_says_nothing_is_cut_off(scene: Scene) -> None:
     with socket.create_connection((host, int(port)), HANG_S) as stranger:
         while stranger.recv(100):
             pass  # ZeroMQ's greeting
-    assert until(lambda: scene.server.loop.auth.refused == 1)
-    assert scene.server.loop._router.handshake_ivl == 5000
+    assert until(lambda: scene.server.auth.refused == 1)
+    assert scene.server._router.handshake_ivl == 5000
 
 
 def test_a_client_with_the_wrong_key_learns_why(scene: Scene, tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_nonsense_from_a_stranger_with_the_key_is_counted(scene: Scene) -> None:
     dealer = scene.insider()
     for frames in nonsense():
         dealer.send_multipart(frames or [b""])
-    assert until(lambda: scene.server.loop.garbage == len(nonsense()))
+    assert until(lambda: scene.server.garbage == len(nonsense()))
     assert scene.server.peers("critic") == []
-    assert scene.server.loop.auth.refused == 0
+    assert scene.server.auth.refused == 0
 
 
 def test_nonsense_from_a_rank_is_counted_and_the_rank_goes_on(scene: Scene) -> None:
@@ -149,7 +149,7 @@ def test_nonsense_from_a_rank_is_counted_and_the_rank_goes_on(scene: Scene) -> N
         dealer.send_multipart(frames)
     dealer.send_multipart(message("event", 5, {"n": 1}, name="fine"))
     assert until(lambda: scene.events == [("fine", {"n": 1})])
-    assert scene.server.loop.garbage == len(bad)
+    assert scene.server.garbage == len(bad)
     assert [peer.lost for peer in scene.server.peers("critic")] == [""]
 
 
@@ -158,13 +158,13 @@ def test_replayed_messages_are_counted_and_have_no_effect(scene: Scene) -> None:
     hello, event = message("hello", 0, HELLO), message("event", 1, {}, name="once")
     for frames in (hello, event, event, event, message("beat", 0)):
         dealer.send_multipart(frames)
-    assert until(lambda: scene.server.loop.replayed == 3)
+    assert until(lambda: scene.server.replayed == 3)
     assert scene.events == [("once", {})]
     futures = [ask(scene.server, "critic", 0, "values", timeout_s=HANG_S) for _ in range(2)]
     for number in (2, 2, 3):
         dealer.send_multipart(message("reply", number, number, call=number - 1))
     assert [future.result(HANG_S) for future in futures] == [2, 3]
-    assert scene.server.loop.replayed == 4
+    assert scene.server.replayed == 4
 
 
 def test_a_reply_counts_only_from_the_rank_that_was_called(scene: Scene) -> None:
@@ -175,7 +175,7 @@ def test_a_reply_counts_only_from_the_rank_that_was_called(scene: Scene) -> None
     request = scene.client.receive(HANG_S)
     assert request is not None
     dealer.send_multipart(message("reply", 1, "forged", call=request.id))
-    assert until(lambda: scene.server.loop.late == 1)
+    assert until(lambda: scene.server.late == 1)
     assert not future.done()
     request.reply("true")
     assert future.result(HANG_S) == "true"
@@ -187,7 +187,7 @@ def test_a_second_process_cannot_take_a_rank(scene: Scene) -> None:
             second.connect(0.5)
         second.event("from the wrong one")
         assert scene.call_works()
-    assert scene.server.loop.replayed > 0
+    assert scene.server.replayed > 0
     assert scene.events == []
 
 
@@ -196,7 +196,7 @@ def test_a_flood_of_garbage_stalls_nothing(scene: Scene) -> None:
     for _ in range(20_000):
         dealer.send_multipart([b"\xc1" * 20, b"garbage"])
     assert all(scene.call_works() for _ in range(20))
-    assert until(lambda: scene.server.loop.garbage == 20_000)
+    assert until(lambda: scene.server.garbage == 20_000)
 
 
 def test_a_reply_that_does_not_decode_fails_its_call_at_once(scene: Scene) -> None:
@@ -208,7 +208,7 @@ def test_a_reply_that_does_not_decode_fails_its_call_at_once(scene: Scene) -> No
         dealer.send_multipart([Envelope(kind, number, number).pack(), *broken])
         with pytest.raises(Exception, match=r"critic rank 0 on node09 .*values.* broken"):
             future.result(HANG_S)
-    assert scene.server.loop.garbage == 3
+    assert scene.server.garbage == 3
 
 
 def test_garbage_from_the_conductors_side_is_counted_by_the_rank(tmp_path: Path) -> None:
