@@ -141,9 +141,9 @@ def sft(words: list[str]) -> int:
 
     for name, value in WAITING_THREADS.items():
         os.environ.setdefault(name, value)  # before torch is imported, which starts the threads
-    from slurm_rlhf.trainer.sft import run as train_on_examples
+    from slurm_rlhf.trainer.sft import fine_tune
 
-    return train_on_examples(config)
+    return fine_tune(config)
 
 
 def submit(words: list[str]) -> int:

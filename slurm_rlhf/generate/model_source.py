@@ -22,7 +22,7 @@ from slurm_rlhf.errors import CheckpointError, ModelError, RunError
 from slurm_rlhf.observe.log_tail import quoted
 from slurm_rlhf.run_directory import RunDirectory
 
-EXPORT = "slurm_rlhf.trainer.checkpoint_export"
+EXPORT = "slurm_rlhf.trainer.export"
 """Module that makes a Hugging Face directory of a checkpoint; it needs torch, so it is a process of its own."""
 MADE = "model"
 """Directory, in the run directory of the job, of a model that was made from a checkpoint."""

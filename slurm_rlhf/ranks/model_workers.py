@@ -15,9 +15,9 @@ from slurm_rlhf.ranks.actor_generation import ActorGeneration
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import F32, StoreAddress, SyncConnection, SyncReport
 from slurm_rlhf.trainer._torch import attention_kernel
-from slurm_rlhf.trainer.async_save import Pending
 from slurm_rlhf.trainer.distributed import release_cache
 from slurm_rlhf.trainer.frozen_models import FrozenPolicy, RewardModel
+from slurm_rlhf.trainer.optimizer_state import Pending
 from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 from slurm_rlhf.weights.group import abort_newest
 from slurm_rlhf.weights.sender import ActorEnd
@@ -31,6 +31,7 @@ from slurm_rlhf.wire.calls import (
     ReferenceCalls,
     ResponseBatch,
     RewardCalls,
+    SaveRequest,
     SelfCheckAnswer,
     StartAnswer,
     StartRequest,
@@ -70,12 +71,8 @@ class TrainerWorker(ModelWorker, TrainerCalls):
     def train_step(self, batch: TrainBatch) -> TrainAnswer:
         return TrainAnswer(self.trainer.train_step(batch.experience, batch.micro, batch.denominator))
 
-    def save(self, request: DirectoryRequest) -> None:
-        self.trainer.save(Path(request.path))
-
-    def save_async(self, request: DirectoryRequest) -> float:
-        self.pending = self.trainer.save(Path(request.path), behind=True)
-        return self.pending.copied_s
+    def save(self, request: SaveRequest) -> None:
+        self.pending = self.trainer.save(Path(request.path), request.behind)
 
     def written(self) -> Future[None]:
         return self.pending.written

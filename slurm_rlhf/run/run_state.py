@@ -19,7 +19,7 @@ from slurm_rlhf.observe.metrics import finite
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.saves import Best, PendingSave, SaveCadence, better, resumed, written
 from slurm_rlhf.run.step import TrainingStep
-from slurm_rlhf.wire.calls import DirectoryRequest, TrainerCalls
+from slurm_rlhf.wire.calls import DirectoryRequest, SaveRequest, TrainerCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather
 
 REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS, BEST = "reward_scale", "unevaluated", "gpus", "plugins", "best"
@@ -88,12 +88,11 @@ class RunCheckpoints:
         number, started = self.state.step, time.monotonic()
         self.count_wall()
         path = self.directory.begin(number)
-        call = TrainerCalls.save_async if behind else TrainerCalls.save
         saves: list[Future[Any]] = []
         with self.directory.explained(number):
             for role in self._saving():
                 (path / role).mkdir()
-                saves += self.roles[role].start_all(call, DirectoryRequest(str(path / role)))
+                saves += self.roles[role].start_all(TrainerCalls.save, SaveRequest(str(path / role), behind))
             gather(saves)
         state, kept = self._state_dict(), () if self.best is None else (self.best.step,)
         self._saved_step = number

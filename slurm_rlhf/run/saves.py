@@ -178,5 +178,5 @@ class PendingSave:
 
 
 def written(roles: Iterable[RoleHandle[Any]]) -> list[Future[None]]:
-    """Return futures that resolve once each rank of `roles` has written the save that `save_async` has begun."""
+    """Return futures that resolve once each rank of `roles` has written what `save` has copied."""
     return [role.written(rank) for role in roles for rank in range(role.world)]

@@ -1,4 +1,4 @@
-"""The models that are trained, the frozen ones beside them, and supervised fine-tuning: one rank's side.
+"""One rank's side of training: trained and frozen models, and supervised fine-tuning.
 
 `trainers` has policy and value model with their losses, `frozen_models` reference and reward model; `models` loads all
 of them, and `generation` lets the policy sample between optimizer steps. Below the losses is the seam

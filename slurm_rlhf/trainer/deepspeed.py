@@ -152,7 +152,7 @@ def deepspeed_config(cfg: TrainSettings, elements: int, ranks: int) -> dict[str,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": cfg.max_norm if cfg.zero_stage else 0.0,  # at stage 0 `_clip` does
         "bf16": {"enabled": cfg.param_dtype == "bf16" and not autocast},
-        # A fixed scale to DeepSpeed: `loss_scale.py` sets it anew before each step.
+        # A fixed scale to DeepSpeed: `LossScale` sets it anew before each step.
         "fp16": {"enabled": cfg.param_dtype == "fp16" and not autocast, "loss_scale": 1.0},
         "torch_autocast": {"enabled": autocast, "dtype": "float16" if cfg.param_dtype == "fp16" else "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},

@@ -33,7 +33,7 @@ class Generation:
         self._full = {parameter: trainer.shapes[name] for name, parameter in self._module.named_parameters()}
         self._autocast = trainer.cfg.autocast
         self.collective = trainer.sharded and not whole and trainer.world.size > 1
-        """Whether every pass is one of all ranks, so that all have to take as many."""
+        """Whether all ranks take part in every pass, so that all have to take as many."""
         self.whole = whole or not trainer.sharded
         """Whether each rank has all parameters while it generates."""
         self._own: dict[nn.Parameter, nn.Parameter] = {}
@@ -43,7 +43,7 @@ class Generation:
                 empty = torch.empty(0, dtype=parameter.dtype, device=self._device)
                 self._own[parameter] = nn.Parameter(empty, requires_grad=False)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        """Of the parameters that `weights` yields."""
+        """Parameters that `weights` yields, with their shapes."""
         if self.whole:
             self.shapes = {name: tuple(self._full[one]) for name, one in self._module.model.named_parameters()}
 
@@ -96,7 +96,7 @@ class Generation:
 def stepping(model: Any, step: Callable[..., Any]) -> Any:
     """Return `model`, a causal language model, with `step` in place of its forward pass.
 
-    `generate` reads the signature of the forward, and takes settings of the directory where it is not told any: the
+    `generate` reads the signature of the forward, and takes the directory's settings if it gets none: the
     copy has none, so that the distribution is that of the logits. Models with longrope throw their cache away where a
     text reaches the length at which frequencies would change; those are fixed here, and the cache stays.
     """

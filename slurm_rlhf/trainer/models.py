@@ -177,7 +177,7 @@ def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: 
     _check_directory(path)
     try:
         model, info = _from_pretrained(kind, path, ds)
-    except Exception as error:  # of transformers, safetensors and pickle
+    except Exception as error:  # transformers, safetensors and pickle raise many kinds
         said = _NO_TENSORS if type(error).__name__ == "UnpicklingError" else error
         raise ModelError(f"{path}: transformers cannot load it as {kind.__name__}: {said}") from error
     absent = sorted(info["missing_keys"])

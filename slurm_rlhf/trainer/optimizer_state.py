@@ -1,4 +1,4 @@
-"""AdamW's state and its fp32 masters: the fragments of them that this rank owns, and in files.
+"""AdamW's state and its fp32 masters: the fragments that this rank owns, their files, and saves behind the next steps.
 
 A fragment says which elements of a named parameter it has, so that what one layout has written another can read,
 whatever number of ranks, ZeRO stage and trainer it has. A file of a checkpoint has:
@@ -8,11 +8,16 @@ rank_00003.002.safetensors    "<kind>|<start>|<parameter>" -> fp32 [n], elements
 
 A rank reads its own files first, so that a resume with the same layout opens no others. What they lack it reads from
 the files of other ranks: no more than the elements it owns.
+
+What libraries have to save behind the computation writes files that only the same layout can read, or, as
+`torch.distributed.checkpoint.async_save` does, whole tensors, which a rank here does not have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,3 +160,81 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=device.type == "cpu")
     return target.copy_(tensor)
+
+
+# --- behind the next steps -------------------------------------------------------------------------------------------
+
+
+def _nothing() -> Future[None]:
+    """Return a Future that is done."""
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Describes a save that is under way; without arguments, one that is done."""
+
+    written: Future[None] = field(default_factory=_nothing)  # raises what the write has raised
+
+
+class HostCopy:
+    """Keeps host memory for a copy of fragments from save to save: pinned memory takes longer to get than to fill."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, int, str], Tensor] = {}
+
+    def take(self, fragments: Iterable[Fragment], device: torch.device) -> list[Fragment]:
+        """Copy fragments that are on `device`; what an earlier call has returned is overwritten. Blocks."""
+        copies = []
+        for fragment in fragments:
+            tensors = {kind: self._copy(fragment, kind, tensor) for kind, tensor in fragment.tensors.items()}
+            copies.append(Fragment(fragment.name, fragment.start, tensors))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return copies
+
+    def _copy(self, fragment: Fragment, kind: str, tensor: Tensor) -> Tensor:
+        key = (fragment.name, fragment.start, kind)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that the copies take."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+
+class AsyncSave:
+    """Writes one checkpoint at a time behind the computation. `begin` and `wait` are for one thread."""
+
+    def __init__(self) -> None:
+        self.copies = HostCopy()
+        self._writer = ThreadPoolExecutor(1, "async-save")
+        self._pending = Pending()
+
+    def begin(
+        self, fragments: Iterable[Fragment], device: torch.device, write: Callable[[list[Fragment]], None]
+    ) -> Pending:
+        """Copy fragments and have a thread `write` the copies. Waits for the write before."""
+        self.wait()
+        self._pending = Pending(self._writer.submit(write, self.copies.take(fragments, device)))
+        return self._pending
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        wait([self._pending.written])
+
+
+def flush(files: Iterable[Path]) -> None:
+    """Force files to disk. Raises OSError.
+
+    On a file system of many nodes this is for the node that wrote them: the conductor's turn comes to nothing then.
+    """
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -19,20 +22,25 @@ from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
 from slurm_rlhf.algorithms.policy_loss_inputs import Metrics
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.framing import continuations
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet, cell, read_jsonl
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import ConfigError, DataError
+from slurm_rlhf.errors import CheckpointError, ConfigError, DataError, printable
+from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.records import Experience
+from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.trainer.batch import collate
 from slurm_rlhf.trainer.distributed import World, join_world
-from slurm_rlhf.trainer.sft_record import ROLE, SftRecord
 from slurm_rlhf.trainer.train_settings import Schedule
 from slurm_rlhf.trainer.trainers import LanguageModelTrainer
 
 PROGRESS_LINES = 40  # about so many
+ROLE = "sft"
+"""Directory of the model's state in a checkpoint."""
 
 
 @dataclass(slots=True)
@@ -77,12 +85,12 @@ def _answer(row: dict[str, Any], where: str, data: Data) -> str:
     return value
 
 
-def run(config: Config) -> int:
+def fine_tune(config: Config) -> int:
     """Train actor.model_name_or_path on sft.dataset and write the result to sft.output_dir.
 
     One process, or as many ranks as torchrun started. Betas, clipping, weight decay and warm-up are the actor's.
-    Beside it, in <sft.output_dir>.run, are metrics and a log, and while it trains the checkpoint to go on from. Told to
-    stop by SIGTERM, SIGUSR1 or Ctrl-C, it saves one behind the step in progress. Returns the exit code.
+    Metrics, a log, and while it trains the checkpoint to go on from are in <sft.output_dir>.run. SIGTERM, SIGUSR1 or
+    Ctrl-C end it after the step in progress, with a checkpoint. Returns the exit code.
     Raises ConfigError, DataError, ModelError, CheckpointError, RunError; sft.output_dir exists only after success.
     """
     out = Path(config.sft.output_dir)
@@ -110,7 +118,7 @@ def run(config: Config) -> int:
         done = _train(trainer, examples.experience, order, record, signals, state.get("step", 0), steps)
     if done < steps:
         record.say(
-            f"stopped by {told(signals.number)}; saved at step {done}/{steps}; the same command goes on from here"
+            f"stopped by {words_of(signals.number)}; saved at step {done}/{steps}; the same command goes on from here"
         )
         return exit_code(signals.number)
     trainer.export_hf(out)
@@ -189,6 +197,80 @@ def _sum_over_ranks(values: list[float], world: World) -> list[float]:
     return [float(value) for value in total]
 
 
+class SftRecord:
+    """Writes metrics, a log and, until the model is written, checkpoints to `<sft.output_dir>.run`.
+
+    Rank 0 writes; `save` is collective.
+    """
+
+    def __init__(self, config: Config, world: World) -> None:
+        self._config = config
+        self._world = world
+        out = Path(config.sft.output_dir)
+        self._paths = RunDirectory(out.with_name(f"{out.name}.run"))
+        self._checkpoints = CheckpointDir(self._paths.root)
+        self._metrics = MetricsLog(self._paths.metrics)
+
+    def begin(self, steps: int) -> tuple[Path | None, dict[str, Any]]:
+        """Return the checkpoint to go on from, by the key `resume`, and its state; (None, {}) at the beginning.
+
+        Metrics of an earlier start that has left no checkpoint are put aside. Raises CheckpointError.
+        """
+        checkpoint = self._checkpoints.resolve(self._config.resume)
+        state = self._checkpoints.load_state(checkpoint, [ROLE]) if checkpoint else {}
+        if state and state["steps"] != steps:
+            raise CheckpointError(
+                f"{checkpoint} is of a training of {state['steps']} steps, and this one has {steps}: the learning rate "
+                "follows their number. Restore sft.max_steps, sft.max_epochs and the examples, or add --resume=never"
+            )
+        self._together()  # all have read before anything is written
+        if self._world.rank == 0:
+            self._paths.root.mkdir(parents=True, exist_ok=True)
+            self._paths.config.write_text(dump_toml(self._config), encoding="utf-8")
+            if checkpoint is None:
+                self._put_aside()
+            self._metrics.truncate_after(state.get("step", 0))
+        return checkpoint, state
+
+    def _together(self) -> None:
+        if self._world.size > 1:
+            dist.barrier()
+
+    def _put_aside(self) -> None:
+        paths, metrics = self._paths, self._paths.metrics
+        if metrics.exists():
+            metrics.rename(next(free for n in itertools.count(1) if not (free := paths.aside(metrics, n)).exists()))
+
+    def say(self, text: str) -> None:
+        """Print a line, and append it to the log. Rank 0 only; elsewhere nothing happens."""
+        if self._world.rank:
+            return
+        print(f"sft: {printable(text)}", flush=True)
+        if self._paths.root.is_dir():
+            with (self._paths.root / "sft.log").open("a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a step."""
+        if self._world.rank == 0:
+            self._metrics.append(step, metrics)
+
+    def save(self, step: int, steps: int, order: dict[str, Any], write: Callable[[Path], object]) -> None:
+        """Save a checkpoint, in place of the one before; `write` is called on each rank with the same directory."""
+        if self._world.rank == 0:
+            (self._checkpoints.begin(step) / ROLE).mkdir()
+        self._together()
+        write(self._checkpoints.of(step).with_suffix(".tmp") / ROLE)
+        if self._world.rank == 0:
+            self._checkpoints.commit(step, {"step": step, "steps": steps, "order": order})
+            self._checkpoints.prune(1)
+
+    def finished(self) -> None:
+        """Remove the checkpoints: the model is written."""
+        if self._world.rank == 0:
+            shutil.rmtree(self._paths.checkpoints, ignore_errors=True)
+
+
 WORDS = {
     signal.SIGTERM: "SIGTERM",
     signal.SIGINT: "Ctrl-C",
@@ -201,7 +283,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the signal that has come; 0: none."""
+        """Number of the signal that has come; 0: none."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -221,7 +303,7 @@ class StopSignals:
         self._restore()
 
 
-def told(number: int) -> str:
+def words_of(number: int) -> str:
     """Say which signal it was; another rank may have had it."""
     return WORDS.get(signal.Signals(number), "a signal") if number else "a signal to another rank"
 

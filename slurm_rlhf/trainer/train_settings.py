@@ -23,8 +23,8 @@ class Schedule:
     kind: str  # constant, linear or cosine
     peak: float
     total_steps: int
-    warmup_ratio: float = 0.0  # of total_steps
-    min_ratio: float = 0.0  # of peak, where linear and cosine end
+    warmup_ratio: float = 0.0  # share of total_steps
+    min_ratio: float = 0.0  # share of peak at which linear and cosine end
 
     @classmethod
     def of(cls, config: Config, peak: float, total_steps: int, kind: str = "") -> Schedule:
@@ -62,18 +62,18 @@ def learning_rate(step: int, schedule: Schedule) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """Holds what the optimizer steps of a model depend on, beside the model and the data."""
+    """Holds the settings of the optimizer steps of a model."""
 
     zero_stage: int
     plain: bool  # plain PyTorch trains the model
     param_dtype: str  # "fp32", or "bf16" or "fp16" with fp32 master weights and fp32 gradient accumulation
     grad_comm_dtype: str  # "fp32" or "bf16": in which ranks add up their gradients
     betas: tuple[float, float]
-    weight_decay: float  # of matrices; biases and norms do not decay
+    weight_decay: float  # for matrices; biases and norms do not decay
     max_norm: float  # global L2 norm of the gradient, 0: not clipped
-    schedule: Schedule  # of the learning rate
-    timeout_s: float  # of every collective
-    ds: Ds  # of which the loss scale of fp16 is made
+    schedule: Schedule  # learning rate by step
+    timeout_s: float  # limit of every collective
+    ds: Ds  # has the settings of fp16's loss scale
     most_skipped: int = 0  # steps in a row that are not finite, but in fp16
     fused: bool = True  # AdamW on CPUs
 

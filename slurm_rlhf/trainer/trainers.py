@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.roles import CRITIC, ROLES
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec
-from slurm_rlhf.trainer.async_save import Pending
 from slurm_rlhf.trainer.backends import loading, start_trainer
 from slurm_rlhf.trainer.batch import TokenBatch, collate, column, in_order, optional_column, per_action, to_device
 from slurm_rlhf.trainer.distributed import join_world, seed_rank, undisturbed
+from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.models import load_critic, load_policy
-from slurm_rlhf.trainer.parameters import LocalParameters, Rounded, describe, save_hf
+from slurm_rlhf.trainer.optimizer_state import Pending
 from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
+
+LocalParameters = Mapping[str, tuple[int, Tensor]]
+"""name -> (index of the first element in the flat parameter, this rank's elements [n]); tied parameters once."""
 
 
 class TrainedModel(ABC):
@@ -171,7 +174,7 @@ class PolicyTrainer(LanguageModelTrainer):
     def _terms(
         self, part: Experience, logprobs: Tensor, mask: Tensor, denominator: float
     ) -> Iterator[tuple[Tensor, Metrics]]:
-        """Compute the terms beside the policy loss that `part` has a column of weights for."""
+        """Compute the further terms of the loss for which `part` has a column of weights."""
         config, device = self.config, self.world.device
         if (weights := optional_column(part, "kl_weights", device)) is not None:
             reference = column(part, "ref_logprobs", device)
@@ -197,8 +200,9 @@ class PolicyTrainer(LanguageModelTrainer):
 
     def describe(self) -> list[ParameterSpec]:
         """Describe the parameters, in layer order, tied ones once. Not collective."""
-        shapes = {name.removeprefix("model."): shape for name, shape in self.backend.shapes.items()}
-        return describe(shapes, DTYPES[self.config.ds.param_dtype])
+        dtype = str(DTYPES[self.config.ds.param_dtype]).removeprefix("torch.")
+        shapes = self.backend.shapes.items()
+        return [ParameterSpec(name.removeprefix("model."), list(shape), dtype) for name, shape in shapes]
 
 
 class ValueTrainer(TrainedModel):
@@ -258,3 +262,27 @@ class ValueTrainer(TrainedModel):
     def _read_masters(self) -> None:
         head = self.backend.module.value_head
         head.read_masters(self.backend.shards(head, "optimizer"))
+
+
+class Rounded(LocalParameters):
+    """Local parameters in the precision that the model computes with: under autocast (ZeRO-0, bf16) they are fp32.
+
+    One parameter at a time is rounded, when it is asked for.
+    """
+
+    def __init__(self, parameters: LocalParameters, dtype: torch.dtype) -> None:
+        self._parameters = parameters
+        self._dtype = dtype
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> tuple[int, Tensor]:
+        first, elements = self._parameters[name]
+        if self._last is None or self._last[0] != name:
+            self._last = (name, elements.to(self._dtype))
+        return first, self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)

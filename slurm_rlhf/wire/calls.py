@@ -53,7 +53,7 @@ class MemoryReport(Record):
     """Says how much memory is in use, in bytes: of the rank's accelerator by all processes, else of its process."""
 
     used: int
-    total: int  # of the accelerator; 0: there is none
+    total: int  # memory of the accelerator; 0 without one
 
 
 class StartRequest(Record):
@@ -61,8 +61,8 @@ class StartRequest(Record):
 
 
 class StartAnswer(Record):
-    note: str = ""  # what the user is told about the model
-    parameters: list[ParameterSpec] | None = None  # of the actor, in layer order
+    note: str = ""  # a line about the model, for the user
+    parameters: list[ParameterSpec] | None = None  # the actor's, in layer order
 
 
 class ForwardBatch(Record):
@@ -100,6 +100,11 @@ class DirectoryRequest(Record):
     path: str  # that all ranks see
 
 
+class SaveRequest(Record):
+    path: str  # that all ranks see
+    behind: bool  # only copy the state to host memory, and write it while later calls are answered
+
+
 class ListenRequest(Record):
     host: str  # this node, as the other members know it
 
@@ -111,9 +116,9 @@ class SyncGroupRequest(Record):
     rank: int  # the actor's ranks come first; of an engine it is that of its leader
     world: int
     actors: int  # how many of `world` are the actor's
-    host: str  # of the store
+    host: str  # name of the node with the store
     port: int
-    parameters: list[ParameterSpec]  # what the actor will send
+    parameters: list[ParameterSpec]  # all that the actor will send
     backend: str | None = None  # None: sync.backend
     interface: str | None = None  # None: sync.interface
 
@@ -124,7 +129,7 @@ class SyncGroupRequest(Record):
 
 
 class SyncUpdateRequest(Record):
-    version: int  # of the policy that is transferred
+    version: int  # number of the policy that is transferred
 
 
 class PromptTokens(NamedTuple):
@@ -167,7 +172,7 @@ class GenerateBatch(Record):
     prompts: PackedPrompts  # may be empty: then the call comes for responses that earlier ones asked for
     sampling: Sampling
     run_seed: int
-    version: int  # of the policy, as a seed
+    version: int  # number of the policy, which seeds the responses
     stream: int  # calls of one stream are answered with whichever of its responses finish first
     answer: int = 0  # 0: as many as this call asks for
 
@@ -180,8 +185,8 @@ class ResponseBatch(Record):
     sampling: Sampling
     run_seed: int
     round: int  # seeds the responses, with `run_seed`
-    version: int  # of the policy
-    last: bool  # of the batches that are sampled with the present weights
+    version: int  # number of the policy
+    last: bool  # no further batch is sampled with the present weights
 
 
 class Sampled(NamedTuple):
@@ -191,11 +196,11 @@ class Sampled(NamedTuple):
 
 class GenerateAnswer(Record):
     found: list[Sampled]
-    load: EngineLoad  # of the engine, since its last answer
+    load: EngineLoad  # work of the engine since its last answer
 
 
 class WakeUpRequest(Record):
-    part: MemoryPart  # of the engine's memory
+    part: MemoryPart  # weights or KV cache
 
 
 class RankCalls(Protocol):
@@ -211,7 +216,7 @@ class RankCalls(Protocol):
 
     @call(deadline="heartbeat")
     def stacks(self) -> StacksAnswer:
-        """Take the stacks of all threads; answered beside whatever the rank computes."""
+        """Take the stacks of all threads; answered at once, whatever the rank computes."""
 
     @call(deadline="shutdown")
     def shutdown(self) -> str:
@@ -242,20 +247,16 @@ class TrainerCalls(StartCalls, Protocol):
         """Take one optimizer step."""
 
     @call(deadline="checkpoint")
-    def save(self, request: DirectoryRequest) -> None:
+    def save(self, request: SaveRequest) -> None:
         """Write the state for an exact resume."""
 
     @call(deadline="checkpoint")
-    def save_async(self, request: DirectoryRequest) -> float:
-        """Copy the state to host memory, and write it beside what follows; the seconds that copying took."""
-
-    @call(deadline="checkpoint")
     def written(self) -> Future[None]:
-        """Wait, beside all other calls, until what `save_async` has begun is written; raises what went wrong."""
+        """Answer, whatever else the rank does, once what `save` has copied is written; raises what went wrong."""
 
     @call(deadline="checkpoint")
     def finish_save(self) -> None:
-        """Do nothing else until what `save_async` has begun is written, or has failed."""
+        """Do nothing else until what `save` has copied is written, or has failed."""
 
     @call(deadline="checkpoint")
     def load(self, request: DirectoryRequest) -> None:
@@ -303,7 +304,7 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
 
     @call(deadline="heartbeat")
     def sync_abort(self) -> None:
-        """Give up the weight transfer group that is being formed; answered beside whatever the rank does."""
+        """Give up the weight transfer group that is being formed; answered at once, whatever the rank does."""
 
     @call(deadline="sync")
     def sync_push(self, request: SyncUpdateRequest) -> SyncReport:

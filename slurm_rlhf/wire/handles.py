@@ -108,7 +108,7 @@ class RoleHandle(Generic[C]):
         return self._send(rank, spec_of(RankCalls.stacks))
 
     def written(self, rank: int) -> Future[None]:
-        """Wait, beside all other calls, until a trainer has written what `save_async` has begun.
+        """Wait, whatever else it does, until a trainer has written what `save` has copied.
 
         No watcher hears of it: the rank and its accelerator are free meanwhile.
         """

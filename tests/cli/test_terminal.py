@@ -27,7 +27,7 @@ from slurm_rlhf.parity.processes import Options
 from slurm_rlhf.parity.verdicts import Line
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.trainer.sft_record import SftRecord
+from slurm_rlhf.trainer.sft import SftRecord
 
 WILD, TAMED = "a\x1b]0;title\x07\x1b[2J", r"a\x1b]0;title\x07\x1b[2J"
 EXAMINED = Report(("n1",), (Check("disk", "fine", (Finding(WARNING, ("n1",), WILD, "mend it"),)),), 0.1)

@@ -35,15 +35,15 @@ class Trainer:
         self.error: Exception | None = None
 
     def start_all(self, method: Any, request: Any) -> list[Future[Any]]:
-        self.calls.append(method.__name__)
+        self.calls.append(f"{method.__name__}{' behind' * request.behind}")
         done: Future[Any] = Future()
         file, copied = Path(request.path, "state"), str(self.state)
-        if method.__name__ == "save":
+        if not request.behind:
             file.write_text(copied)
         else:
             self._written = Future()
             threading.Thread(target=self._write, args=(file, copied, self._written), daemon=True).start()
-        done.set_result(0.0)
+        done.set_result(None)
         return [done]
 
     def _write(self, file: Path, copied: str, written: Future[None]) -> None:
@@ -116,7 +116,7 @@ def test_it_holds_the_state_of_its_step_and_is_whole_when_all_is_written(
     ((step, seconds, waited),) = told
     assert step == 1
     assert waited < seconds
-    assert actor.calls == ["save_async"]
+    assert actor.calls == ["save behind"]
 
 
 def test_the_next_one_waits_for_it_and_so_do_a_stop_and_the_end(checkpoints: RunCheckpoints, actor: Trainer) -> None:
@@ -131,7 +131,7 @@ def test_the_next_one_waits_for_it_and_so_do_a_stop_and_the_end(checkpoints: Run
     train(checkpoints, actor)
     checkpoints.save_once()  # beside nothing: it is written at once
     assert (checkpoints.directory.of(3) / "actor" / "state").read_text() == "3"
-    assert actor.calls[:3] == ["save_async", "finish_save", "save_async"]
+    assert actor.calls[:3] == ["save behind", "finish_save", "save behind"]
     assert actor.calls[-1] == "save"
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from waiting import HANG_S
 
-from slurm_rlhf.trainer.async_save import AsyncSave
-from slurm_rlhf.trainer.optimizer_state import Fragment
+from slurm_rlhf.trainer.optimizer_state import AsyncSave, Fragment
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from slurm_rlhf.trainer import deepspeed as backend
 from slurm_rlhf.trainer._deepspeed import import_deepspeed
 from slurm_rlhf.trainer.deepspeed import start_deepspeed
 from slurm_rlhf.trainer.distributed import World
-from slurm_rlhf.trainer.loss_scale import LossScale
 from slurm_rlhf.trainer.train_settings import Schedule, TrainSettings
+from slurm_rlhf.trainer.trainer import LossScale
 
 
 def made(power: int = 3, window: int = 2, least: float = 2.0) -> LossScale:

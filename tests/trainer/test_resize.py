@@ -202,7 +202,7 @@ def test_loading_is_exact_whatever_the_number_of_ranks(out: Path, case: dict[str
 @pytest.mark.parametrize("case", [case for case in CASES if case["kind"] == "policy"], ids=name)
 def test_a_checkpoint_becomes_a_model_without_a_process_group(out: Path, tmp_path: Path, case: dict[str, Any]) -> None:
     """What `slurm-rlhf generate` samples from: the weights that two ranks had, of whatever ZeRO stage."""
-    from slurm_rlhf.trainer.checkpoint_export import export
+    from slurm_rlhf.trainer.export import export
     from slurm_rlhf.trainer.train_settings import DTYPES
 
     export(out / f"{name(case)}.from2", out / "model", tmp_path / "model", case["param_dtype"])

@@ -20,7 +20,7 @@ from waiting import HANG_S
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CheckpointError
 from slurm_rlhf.trainer.distributed import World
-from slurm_rlhf.trainer.sft_record import SftRecord
+from slurm_rlhf.trainer.sft import SftRecord
 
 pytestmark = pytest.mark.slow
 
@@ -249,4 +249,4 @@ def test_examples_in_process(job: Path) -> None:
     config = Config()
     config.sft.output_dir = str(job / "model")
     with pytest.raises(ConfigError, match="is there already"):
-        sft.run(config)
+        sft.fine_tune(config)

@@ -1,0 +1,126 @@
+"""Models as Hugging Face directories. As a program: of the actor's part of a checkpoint.
+
+`python -m slurm_rlhf.trainer.export ACTOR_DIRECTORY BASE_MODEL OUT DTYPE`
+
+The checkpoint has fp32 masters in fragments (`optimizer_state`), whatever ZeRO stage and number of ranks wrote them, so
+that no process group is needed. One process holds the model, once, in host memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from slurm_rlhf.config.schema import Ds
+from slurm_rlhf.errors import CheckpointError, SlurmRlhfError
+from slurm_rlhf.trainer.forward_fixes import restore_config
+from slurm_rlhf.trainer.models import PolicyModule, load_policy
+from slurm_rlhf.trainer.optimizer_state import Fragment, ShardReader, flush
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+def save_hf(model: Any, whole: Iterable[tuple[str, Tensor]], source: Path, out: Path, rank: int) -> None:
+    """Write `model` with the tokenizer of directory `source` to `out`; an export already there is replaced.
+
+    `whole`: its parameters, of which one at a time may be whole; every rank asks for all. The new directory is complete
+    before it takes the name `out`. Rank 0 writes.
+    """
+    keep = rank == 0
+    state = {name: full.cpu().clone() for name, full in whole if keep}
+    if keep:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for left in out.parent.glob(f".{out.name}.*"):  # left by an export that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+            new, old = Path(scratch) / "new", Path(scratch) / "old"
+            _write(model, state, source, new)
+            if out.exists():
+                out.rename(old)
+            new.rename(out)
+
+
+def _write(model: Any, state: dict[str, Tensor], source: Path, out: Path) -> None:
+    from transformers import GenerationConfig
+
+    buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state |= {name: model.state_dict()[name].cpu() for name in sorted(buffers)}
+    # Some models come with generation settings that transformers refuses to save; the file is copied as it is.
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(out, state_dict=state)
+    restore_config(out, source)
+    (out / "generation_config.json").unlink(missing_ok=True)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    flush(out.iterdir())  # before the rename makes it the export
+
+
+def export(actor: Path, base: Path, out: Path, dtype: Dtype) -> None:
+    """Write the policy in `actor`, a directory of a checkpoint, to `out`; everything but weights is that of `base`.
+
+    Raises CheckpointError for a checkpoint that is not of this model, ModelError.
+    """
+    module = load_policy(base, Ds(param_dtype=dtype, attn_implementation="eager"), chunk_tokens=1)
+    fill(module, actor)
+    save_hf(module.model, module.model.named_parameters(), base, out, rank=0)
+
+
+def fill(module: PolicyModule, actor: Path) -> None:
+    """Give every trained parameter of `module` the value in the checkpoint. Raises CheckpointError."""
+    state = torch.load(_state_file(actor), weights_only=True)
+    ours = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    for name, size in state["sizes"].items():
+        if ours.get(name) != size:
+            raise CheckpointError(
+                f"{actor} is of another model than {module.model.name_or_path}: parameter {name} has {size} elements "
+                f"in it and {ours.get(name, 0)} there"
+            )
+    reader = ShardReader(actor, 0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name in state["sizes"]:
+                master = torch.empty(parameter.numel(), dtype=torch.float32)
+                reader.fill(Fragment(name, 0, {"fp32": master}))
+                parameter.copy_(master.view(parameter.shape))
+
+
+def _state_file(actor: Path) -> Path:
+    file = actor / "rank_00000.pt"
+    if not file.is_file():
+        raise CheckpointError(f"{actor}: no {file.name}. It is not a part of a checkpoint.")
+    return file
+
+
+def main() -> None:
+    actor, base, out = map(Path, sys.argv[1:4])
+    dtype = next(known for known in get_args(Dtype) if known == sys.argv[4])
+    try:
+        export(actor, base, out, dtype)
+    except SlurmRlhfError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
