@@ -298,7 +298,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
         seed=seed,
-        logprobs=0,  # of the sampled token only
+        logprobs=0,  # the sampled token's only
         detokenize=bool(sampling.stop),
         repetition_detection=repetition,
         skip_clone=True,  # made for this request alone

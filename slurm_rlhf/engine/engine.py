@@ -45,7 +45,7 @@ class GenerateRequest(Record):
     sample: int  # 0 .. n-1
     prompt_ids: I32  # [P], at least one token
     sampling: Sampling  # without `n`, which is not used here
-    seed: int  # of `request_seed`
+    seed: int  # made by `request_seed`
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ def request_seed(run_seed: int, prompt: int, sample: int, version: int) -> int:
 class Status:
     """Describes an engine between two steps."""
 
-    version: int  # of the policy whose weights are loaded
+    version: int  # policy whose weights are loaded
     unfinished: int  # requests that were added and not returned; 0: `step` need not be called
     sampled: int  # tokens, since the engine was started
     waiting: int  # requests without a place in the batch

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 GATHERING, SAMPLING, WAITING = "gathering parameters", "sampling", "waiting for the other ranks"
 
-_PLACES = {GATHERING: -1, SAMPLING: 1 << 20, WAITING: 1 << 21}  # of layers: their number
+_PLACES = {GATHERING: -1, SAMPLING: 1 << 20, WAITING: 1 << 21}  # a layer's place is its number
 _PHASE = re.compile(r"generate: batch (\d+), token (\d+), (?:layer (\d+)|(.+))")
 
 

@@ -55,7 +55,7 @@ class Policy(Protocol):
     """Declares what the engine needs of a policy in this process: its model, and parameters of its own, if any."""
 
     collective: bool  # every pass is one of all ranks, so that all have to take as many
-    shapes: Shapes  # of the parameters that `Engine.load` fills
+    shapes: Shapes  # parameters that `Engine.load` fills
 
     @property
     def model(self) -> Any:
@@ -132,7 +132,7 @@ class SampledRow:
 class SampledBatch:
     """Holds the rows that go through the model together."""
 
-    rows: list[SampledRow]  # that the model still computes
+    rows: list[SampledRow]  # rows that the model still computes
     sampling: Sampling
     drops: bool  # rows that have ended; and computes equal texts once
     goes_on: bool = True  # for a row of this rank; others may
@@ -151,7 +151,7 @@ class HfEngine(Engine):
     def __init__(
         self, policy: Policy, vocabulary: Vocabulary, device: torch.device, number: int, note: Note = lambda *_: None
     ) -> None:
-        """Start asleep, without weights. `number` marks trajectories; `note` is told how far a step has come."""
+        """Start asleep, without weights. `number` marks trajectories; `note` gets how far a step has come."""
         self._policy = policy
         self._vocabulary = vocabulary
         self._device = device
@@ -161,9 +161,9 @@ class HfEngine(Engine):
         self._ready = Readiness(number)
         self._ready.slept()
         self._queue: list[GenerateRequest] = []
-        self._keys: set[str] = set()  # of all requests that were not returned
+        self._keys: set[str] = set()  # keys of all requests that were not returned
         self._batch: SampledBatch | None = None
-        self._context = ExitStack()  # of the batch
+        self._context = ExitStack()  # left at the end of the batch
         self._sampled = 0
 
     @property

@@ -198,7 +198,7 @@ class VllmEngine(Engine):
             raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
         self._active: dict[str, ActiveRequest] = {}  # by vLLM's request id
         self._stops: dict[str, StopWatcher] = {}  # likewise, where a request has stop strings
-        self._keys: set[str] = set()  # of those
+        self._keys: set[str] = set()  # keys of the active requests
         self._added = 0
         self._finished: list[Trajectory] = []  # by a flush, and not returned yet
         self._ready = DeviceMemory(self._core.llm, config.vllm.gpu_memory_utilization, number)

@@ -44,7 +44,7 @@ watchdog thread (says the library itself). One would see what we see, and whatev
 the process's first group, the training's, dump and end the process. Nothing here calls `wait` before an operation is
 over."""
 
-_BYTES = 32  # of a number, and of an HMAC
+_BYTES = 32  # length of a number, and of an HMAC
 _secret = b""  # without `protect` anybody can sign and prove
 _held: list[SignedStore] = []  # groups hold the C++ half of a store, whose methods are in the Python half
 
@@ -199,7 +199,7 @@ ADMITTED = {
     ("_ctypes", "_unpickle"),
     ("flashinfer.comm.cuda_ipc", "cudaIpcMemHandle_t"),
 }
-"""What vLLM's ranks send each other as pickles, beside numbers, texts, bytes, lists and the like: the names of shared
+"""What vLLM's ranks send each other as pickles, besides numbers, texts, bytes, lists and the like: the names of shared
 memory, and with GPUs the handles of their memory for its own all-reduces, as tensors or C structures."""
 
 

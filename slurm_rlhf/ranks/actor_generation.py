@@ -55,7 +55,7 @@ class ActorGeneration:
         try:
             self._wake(batch.version)
             found, steps = self._sample(self._requests(batch))
-        except RuntimeError as error:  # of a collective that has run into its deadline, of a lost connection, of memory
+        except RuntimeError as error:  # a collective's time-out, a lost connection, no memory
             self.sleep()
             raise RunError(
                 f"rank {self._info.rank} of the actor, in {self._client.phase!r}: {error}{self._advice(error)}"

@@ -14,7 +14,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import GenerateRequest
 from slurm_rlhf.engine.tp_engine import TpEngine, engine_store
 from slurm_rlhf.ranks.engine_worker import EngineWorker, read_address
-from slurm_rlhf.ranks.follower_links import Answer, Command, FollowerCalls, Told
+from slurm_rlhf.ranks.follower_links import Answer, Command, Commands, FollowerCalls
 from slurm_rlhf.ranks.local_stream import connect_local
 from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import SyncConnection, SyncReport
@@ -39,7 +39,7 @@ class EngineFollower(EngineWorker):
     def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
         super().__init__(config, info, client)
         self._closed = False
-        self._frames: SimpleQueue[Told] = SimpleQueue()
+        self._frames: SimpleQueue[Commands] = SimpleQueue()
         limit = config.timeout.connect
         self.store = engine_store(self.place, limit)
         path, self.identity = read_address(self.store, limit)
@@ -118,7 +118,7 @@ class EngineFollower(EngineWorker):
         self.stream.close()
 
     def _take(self, message: Any) -> None:
-        told: Told = read(Told, message, "a message of the leader")
+        told: Commands = read(Commands, message, "a message of the leader")
         # Known from here on: the leader may be gone before this rank comes to that command.
         self._leaving = self._leaving or told.leaving
         self._frames.put(told)

@@ -59,11 +59,11 @@ class EngineLeader(EngineWorker, EngineCalls):
         super().__init__(config, info, client)
         self.meter = Meter()
         self._pending = PendingResponses()
-        self._open: dict[tuple[int, int], tuple[int, int]] = {}  # (prompt, sample) -> its stream, its position there
+        self._open: dict[tuple[int, int], tuple[int, int]] = {}  # (prompt, sample) -> stream, position
         self._after_drain: list[Request] = []
         self._halted = False  # an update broke off under responses in flight: they wait for the next update
         self.followers: FollowerLinks | None = None
-        self._settle: Callable[[], list[SyncReport]] = list  # of `LeadingEngine`, where there are followers
+        self._settle: Callable[[], list[SyncReport]] = list  # `LeadingEngine.settle` if there are followers
         if self.place.tp > 1:
             self._store = engine_store(self.place, config.timeout.connect)
             self._listener = LocalListener(self.place.tp)

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 class FollowerCalls(Protocol):
-    """Declares what a follower does at its leader's word, in the order in which it is told."""
+    """Declares the commands of a leader, which a follower carries out in their order."""
 
     @call(deadline="start")
     def start(self) -> None:
@@ -67,11 +67,11 @@ class FollowerCalls(Protocol):
 
 
 class Command(NamedTuple):
-    name: str  # of a method of FollowerCalls
+    name: str  # a method of FollowerCalls
     argument: Any  # a record; arrives as the map of its fields
 
 
-class Told(NamedTuple):
+class Commands(NamedTuple):
     """Carries commands from the leader to a follower."""
 
     number: int  # 1, 2, 3, ...
@@ -84,10 +84,10 @@ class Told(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Carries a word of a follower to its leader: the end of the last command of a `Told`, or a batch it will run."""
+    """Carries a message of a follower: the last command of a `Commands` is done, or it will run a batch."""
 
     word: Literal["done", "failed", "planned"]
-    number: int  # of the `Told`, or of the batch
+    number: int  # number of the `Commands`, or of the batch
     content: Any  # the result, what went wrong, or the digest
 
 
@@ -132,7 +132,7 @@ class FollowerLinks:
         """Send a command to all followers, after all earlier ones. Does not wait for it. Raises RunError."""
         self._check()
         self._sent += 1
-        told = Told(self._sent, [*self._held, Command(method.__name__, argument)])
+        told = Commands(self._sent, [*self._held, Command(method.__name__, argument)])
         self._held = []
         self._leaving = self._leaving or told.leaving
         for rank, stream in self._streams.items():

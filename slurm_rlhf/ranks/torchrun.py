@@ -4,7 +4,7 @@ torch's own ways for torchruns to meet open the store on all addresses of the no
 change it: it knows no password. This one is bound to the address that the others connect to.
 
 When a rank ends, torchrun ends the others by SIGTERM and waits for them. In a Slurm step that signal means preemption,
-and ranks block it. This one kills them, so that the end of the first is told at once.
+and ranks block it. This one kills them, so that the end of the first is reported at once.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Worker(RankCalls):
             request.fail(error)
 
     def perform(self, method: Callable[..., Any], arguments: list[Any]) -> Any:
-        """Call `method`; a Future is the answer of a call that is answered later."""
+        """Call `method`, which may return a Future: the answer is sent when it resolves."""
         return method(*arguments)
 
     def busy(self) -> bool:

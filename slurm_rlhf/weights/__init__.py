@@ -6,6 +6,6 @@ separately started processes (`member`, `rendezvous`), watches them (`liveness`)
 they compare, `backends` are the ways of the bytes; that package says how to add one. `_torch` has every private name of
 torch.
 
-May import `config`, `errors`, `cluster` and the helpers beside them. No engine is imported here: one loads what
+May import `config`, `errors`, `cluster`, `wire` and the helpers. No engine is imported here: one loads what
 `Receiver.update` yields.
 """

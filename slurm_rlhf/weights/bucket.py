@@ -152,7 +152,7 @@ class Assembly:
 
     plan: SyncPlan
     pool: Pool
-    _open: torch.Tensor | None = None  # of a parameter that has come in part
+    _open: torch.Tensor | None = None  # memory of a parameter that has come in part
     _filled: int = 0
 
     def parameters(

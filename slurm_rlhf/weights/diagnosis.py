@@ -39,8 +39,8 @@ class Verdict:
 class Post:
     """Say what a member knows of a failure."""
 
-    reason: str = ""  # of its own; empty: it lost the others
-    quiet: tuple[int, ...] = ()  # whose heartbeats stayed out
+    reason: str = ""  # its own reason; empty: it lost the others
+    quiet: tuple[int, ...] = ()  # members whose heartbeats stayed out
     lost: str = ""  # the backend's words, where a connection closed
 
 

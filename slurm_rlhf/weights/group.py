@@ -1,4 +1,4 @@
-"""A process group across separately started processes, beside their own default groups and outside every WORLD."""
+"""A process group across separately started processes, besides their own default groups and outside every WORLD."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class SyncGroup:
         self.directory = joining.directory
         self._joining = joining
         self.members: tuple[Member, ...] = ()
-        self.backend = ""  # that the members agreed on
+        self.backend = ""  # chosen by rank 0 for all members
         self.store: Store
         self.board: FailureBoard
         self.control: GlooTransport
         self.late = False  # it was its deadline that ended it
-        self.quiet: tuple[int, ...] = ()  # whose heartbeats stayed out during an update
+        self.quiet: tuple[int, ...] = ()  # members whose heartbeats stayed out during an update
         self.heartbeat: Heartbeat
         self._silence_s = joining.silence_s
         self.dropped = threading.Event()  # its connections were closed because it failed

@@ -31,10 +31,10 @@ class WeightSync:
     config: Config
     actor: RoleHandle[ActorCalls]
     rollout: EngineHandle
-    host: str  # of the leader, as the engines' nodes know it
-    generation: int = 0  # of the group; a new one after a failure has a new name
+    host: str  # the leader's node, as the engines' nodes know it
+    generation: int = 0  # number of the group; a new one after a failure has a new name
     fell_back: bool = False  # sync.fallback is in use
-    engines: list[int] = field(default_factory=list, init=False)  # that take part
+    engines: list[int] = field(default_factory=list, init=False)  # numbers of the engines that take part
     connection: SyncConnection | None = field(default=None, init=False)  # the leader's, for the user
     _parameters: list[ParameterSpec] = field(default_factory=list, init=False)
 

@@ -128,7 +128,7 @@ class Heartbeat:
                 found: Any = self._socket.recv(_LONGEST)
             except (TimeoutError, BlockingIOError):
                 return
-            except OSError:  # what an unreachable peer's node answered
+            except OSError:  # an unreachable peer's node has answered
                 continue
             if found[: -_RANK.size] == self._token:
                 self._heard[int(_RANK.unpack(found[-_RANK.size :])[0])] = self._clock

@@ -19,14 +19,14 @@ class Membership:
     rank: int  # the actor's ranks count first
     world: int
     actors: int  # how many of `world` are the actor's
-    host: str  # of the store
+    host: str  # name of the node with the store
     port: int
     timeout_s: float
     backend: str = "auto"
     interface: str = ""  # or several with commas: each rank takes one; empty: the one that reaches the store
     label: str = ""  # how messages name the rank
     node: str = ""  # ranks of one node share it; empty: the host name
-    directory: str = ""  # that all members see, for the disk backend
+    directory: str = ""  # for the disk backend; all members see it
     colocated: bool = False  # actor and engines share their slots
     whole: bool = False  # each of the actor's ranks holds the whole model
     silence_s: float = 15.0  # a member that is not heard for so long during an update has broken it
@@ -41,7 +41,7 @@ class Member:
     node: str
     host: str  # its name for itself
     pid: int
-    address: str  # that the others connect to
+    address: str  # the others connect to it
     interface: str
     backend: str  # wanted
     device: str  # its GPU; empty without one

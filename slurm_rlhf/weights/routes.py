@@ -101,7 +101,7 @@ def partners(plan: SyncPlan, rank: int) -> tuple[int, ...]:
 class Cost:
     """Bytes of one update, headers left out. Owners, and ranks that take turns, count as having equal parts."""
 
-    payload: int  # of the parameters
+    payload: int  # bytes of the parameters
     sent: dict[int, float]  # by rank of the group, copies inside the node included
     out: dict[str, float]  # by node, over its network link
     into: dict[str, float]

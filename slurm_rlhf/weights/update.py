@@ -118,7 +118,9 @@ class _Waiting:
     def join(self) -> None:
         """Wait for all messages. Raises TransportFailure."""
         for thread in self._threads:
-            while thread.is_alive() and not self._group.dropped.is_set():  # which need not wake a thread that receives
+            while (
+                thread.is_alive() and not self._group.dropped.is_set()
+            ):  # dropping need not wake a thread that receives
                 thread.join(timeouts.POLL_S)
         if self._failure is not None or self._group.dropped.is_set():
             raise self._failure or TransportFailure("the connections were given up", peer_left=False)

@@ -6,5 +6,5 @@ Both keep their sockets on a thread of their own, so heartbeats go on while the 
 
 It imports base modules, the configuration and algorithms only; it owns zmq.
 To add a call: its records and its method, with `@call`, in `calls`; its implementation in `ranks`. To add a role: a
-class of calls, beside its row in `config.roles`.
+class of calls, and its row in `config.roles`.
 """

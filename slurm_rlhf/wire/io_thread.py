@@ -186,7 +186,7 @@ class ListeningClock:
 class IoThread(ABC):
     """Runs a loop that polls, sends and receives in a thread of its own, which alone uses the sockets."""
 
-    name: str  # of this end, in its log
+    name: str  # name of this end in its log
 
     def __init__(self, heartbeat_interval: float, heartbeat_limit: float) -> None:
         """Raises ConfigError for heartbeat times that cannot work."""

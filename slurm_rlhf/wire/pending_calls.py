@@ -12,9 +12,9 @@ from slurm_rlhf.wire.codec import Reader
 from slurm_rlhf.wire.roster import Peer
 
 LOOKING = frozenset({"stacks", "written"})
-"""Calls that only look, beside the others: that they are answered is no sign that the run moves."""
+"""Calls that change nothing: their answers are no sign that the run makes progress."""
 
-_FORGOTTEN = 256  # deadlines of calls that have ended, at most, beside as many as there are calls
+_FORGOTTEN = 256  # deadlines of ended calls that are kept at most, besides one for each open call
 
 
 @dataclass(slots=True)

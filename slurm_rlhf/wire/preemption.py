@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Preemption:
-    """Sends SIGUSR1 to this process when all ranks of a role were told to terminate: save, and go on later.
+    """Sends SIGUSR1 to this process when all ranks of a role got SIGTERM: save, and go on later.
 
     One rank alone was not preempted: somebody has sent it the signal. Used by one thread.
     """

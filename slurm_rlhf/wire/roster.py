@@ -25,7 +25,7 @@ class Peer:
     lost: str = ""
     """Reason for which it counts as gone; empty while it does not."""
     silent: bool = False
-    """That is that it was not heard from."""
+    """Whether it is lost because it sent no heartbeat."""
     route: bytes = field(default=b"", repr=False)
     heard: float = field(default=0.0, repr=False)
     """Time of its last message, on the server's clock."""
@@ -46,7 +46,7 @@ class Hello(Record):
     world: int
     host: str
     pid: int
-    start: int = 0  # of the role, by its conductor's count
+    start: int = 0  # number of this start of the role, counted by the conductor
 
     def peer(self, route: bytes, now: float) -> Peer:
         """Make the peer at the other end of the connection `route`. Raises WireError."""

@@ -185,7 +185,7 @@ class ControlServer(IoLoop):
     def dismiss(self, role: str, reason: str) -> int:
         """Give up all ranks of `role` because it is started again; returns the number of that start.
 
-        Whoever says hello with another number is refused, and old ranks that still send are told to end.
+        Whoever says hello with another number is refused, and old ranks that still send get the message to end.
         """
         with self._lock:
             self._broken.pop(role, None)

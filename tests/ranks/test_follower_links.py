@@ -20,7 +20,7 @@ from slurm_rlhf.engine.tp_engine import EnginePlace
 from slurm_rlhf.errors import CallTimeout, RunError, WireError
 from slurm_rlhf.ranks.engine_follower import EngineFollower
 from slurm_rlhf.ranks.engine_worker import LEADER_ADDRESS, read_address
-from slurm_rlhf.ranks.follower_links import Answer, FollowerCalls, FollowerLinks, Told
+from slurm_rlhf.ranks.follower_links import Answer, Commands, FollowerCalls, FollowerLinks
 from slurm_rlhf.ranks.local_stream import LocalListener, LocalStream, accept_all, connect_local
 from slurm_rlhf.records import ParameterSpec, Sampling, SyncConnection, SyncReport
 from slurm_rlhf.wire.calls import RankCalls, SyncGroupRequest, SyncUpdateRequest, WakeUpRequest
@@ -54,9 +54,9 @@ class Links:
         self.leader = FollowerLinks(EnginePlace(0, 0, 3, "here"), streams, timeout, self.failures.put)
         listener.close()
 
-    def told(self) -> Told:
+    def told(self) -> Commands:
         """The next message, which both got."""
-        one, other = (read(Told, follower.receive(HANG_S), "it") for follower in self.followers)
+        one, other = (read(Commands, follower.receive(HANG_S), "it") for follower in self.followers)
         assert one.number == other.number
         assert [command.name for command in one.commands] == [command.name for command in other.commands]
         return one
@@ -66,7 +66,7 @@ class Links:
             follower.send(answer)
 
 
-def argument_of(told: Told, spec: CallSpec, place: int = 0) -> Any:
+def argument_of(told: Commands, spec: CallSpec, place: int = 0) -> Any:
     return read(spec.argument, told.commands[place].argument, "it")
 
 

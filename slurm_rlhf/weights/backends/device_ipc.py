@@ -60,13 +60,13 @@ class DeviceIpc:
         actors = plan.layout.actors
         self._givers = [owner for owner, gpu in enumerate(actors) if gpu == plan.layout.node(rank)]
         self._stream = plan.stream_to(self._readers[0]) if self._readers else 0
-        self._number = 0  # of the first bucket of this update
+        self._number = 0  # number of the first bucket of this update
         self._next = 0  # bucket of this update
         self._slots: list[torch.Tensor] = []  # an actor rank's own
         self._mapped: dict[int, list[torch.Tensor]] = {}  # an engine rank's, by their owner
         self._filling: deque[tuple[int, int, list[Work], Any]] = deque()
         self._copied: deque[tuple[int, Any]] = deque()
-        torch.cuda.ipc_collect()  # what a group before this one had, and its peers have let go of
+        torch.cuda.ipc_collect()  # frees memory of an earlier group, which its peers have let go of
         if rank < len(actors) and (self._readers or gather):
             largest = max(plan.nbytes(bucket, self._stream) for bucket in range(len(plan.buckets)))
             self._slots = [self.pool.take(largest) for _ in range(DEPTH)]

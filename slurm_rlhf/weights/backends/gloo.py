@@ -156,7 +156,7 @@ class _Counted:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        # The chunks have the group's time-out, and whatever happens to them is told here.
+        # The chunks have the group's time-out, and whatever happens to them is reported here.
         with self._changed:
             self._changed.wait_for(lambda: self._left == 0 or self._failure or self._stop.failure)
             failure = self._failure or (self._stop.failure if self._left else None)
@@ -185,7 +185,7 @@ class Gloo:
         self._stop = transport.stop
         self._threads: dict[int, SimpleQueue[_Task | None]] = {}
         self._arrivals: deque[_Counted] = deque()
-        self._number = 0  # of the first bucket of this update in the shared memory
+        self._number = 0  # number of the first bucket of this update in the shared memory
         self._mates = plan.layout.by_node.get(self._node, ())
         by_wire = [peer for peer in partners(plan, rank) if memory is None or plan.layout.node(peer) != self._node]
         transport.meet(by_wire)
@@ -241,7 +241,7 @@ class Gloo:
         assert memory is not None
 
         def wait() -> torch.Tensor:
-            counted.wait()  # what this rank itself brings in: its failures are the connection's own
+            counted.wait()  # for what this rank brings in: its failures are the connection's own
             return memory.wait(number, chunks)[:nbytes]
 
         return Incoming(wait, partial(memory.give_back, number, reader), lent=True)
@@ -298,7 +298,7 @@ class _Chunk:
     pending: Pending
     view: torch.Tensor
     route: Route
-    number: int  # of its bucket in the shared memory
+    number: int  # number of its bucket in the shared memory
     index: int  # among the bucket's chunks
     counted: _Counted
     sums: dict[int, int] | None  # for its checksum, where it is a piece that nobody copies
@@ -316,7 +316,7 @@ class _Copy:
     """Copy a part for the engine ranks of the owner's own node."""
 
     memory: SharedMemory
-    number: int  # of the bucket in the shared memory
+    number: int  # number of the bucket in the shared memory
     chunks: list[int]
     part: Part
     given: Sequence[torch.Tensor]  # the part's own bytes, and those of its pieces apart

@@ -146,7 +146,7 @@ class Nccl:
     around among the engine ranks (all-gather). So the actor sends every byte once, over all its network interfaces, and
     NCCL's rings and NVLink spread it among the engines. Two communicators per rank, whatever the sizes.
 
-    A bucket comes in on a stream of its own, beside what the engine loads of the bucket before.
+    A bucket comes in on a stream of its own, while the engine loads the one before.
     """
 
     def __init__(self, plan: SyncPlan, rank: int, store: Store, timeout_s: float) -> None:
@@ -178,7 +178,7 @@ class Nccl:
         taking, slices = self._takers(stream), self._slices(bucket, stream)
         step = slices[0][2] - slices[0][1]
         buffer = self.pool.take(step * len(taking))
-        self._side.wait_stream(torch.cuda.current_stream(self.device))  # whose memory the buffer was before
+        self._side.wait_stream(torch.cuda.current_stream(self.device))  # the buffer's memory may be in use there
         with torch.cuda.stream(self._side):
             works = self._everybody.exchange([], self._receives(bucket, stream, buffer))
             for work in works:

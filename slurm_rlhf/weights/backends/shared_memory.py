@@ -28,7 +28,7 @@ class SharedMemorySizes:
 
     slots: int  # buckets at a time
     slot_bytes: int
-    chunks: int  # of a bucket, at most
+    chunks: int  # chunks of a bucket, at most
     readers: int
 
     @property
