@@ -1,9 +1,14 @@
-"""Wait for something that sends no message: ask whether it is there, pause, ask again."""
+"""Wait for something that sends no message, or that may never return."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def wait_until(ready: Callable[[], object], timeout_s: float, pause_s: float = 0.005, longest_s: float = 0.1) -> bool:
@@ -18,3 +23,17 @@ def wait_until(ready: Callable[[], object], timeout_s: float, pause_s: float = 0
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, longest_s)
     return True
+
+
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run `work` in a thread of its own, for callers that give up on it: nothing else ends a call into a library."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:  # whoever waits gets it
+            found.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return found

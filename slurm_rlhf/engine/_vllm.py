@@ -160,7 +160,7 @@ def _mend_bloom() -> None:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SampledTokens:
     """Holds what one batch has sampled for one request."""
 
     name: str
@@ -177,7 +177,7 @@ class StopWatcher:
 
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, core_request)
 
-    def stops(self, sampled: Sampled) -> bool:
+    def stops(self, sampled: SampledTokens) -> bool:
         """Take the next tokens; return whether a stop string has appeared."""
         return bool(self._detokenizer.update(sampled.tokens, sampled.finish_reason == "stop"))
 
@@ -214,10 +214,10 @@ class EngineCore:
         self.client.add_request(request)
         return watcher
 
-    def run_batch(self) -> list[Sampled]:
+    def run_batch(self) -> list[SampledTokens]:
         """Run one batch, or wait for the oldest one in flight; what it has sampled."""
         return [
-            Sampled(
+            SampledTokens(
                 output.request_id,
                 output.new_token_ids,
                 output.new_logprobs.logprobs[:, 0].tolist() if output.new_logprobs is not None else None,
@@ -226,7 +226,7 @@ class EngineCore:
             for output in self.client.get_output().outputs
         ]
 
-    def finish_batches(self, read: Callable[[list[Sampled]], object]) -> None:
+    def finish_batches(self, read: Callable[[list[SampledTokens]], object]) -> None:
         """Have `read` take the batches in flight, if there are any, and start no other."""
         from vllm.v1.core.sched.interface import PauseState
 

@@ -15,7 +15,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine._transformers import as_saved, parameter_shapes, skeleton
 from slurm_rlhf.engine._vllm import (
     EngineCore,
-    Sampled,
+    SampledTokens,
     StopWatcher,
     can_sleep,
     import_model_class,
@@ -260,7 +260,7 @@ class VllmEngine(Engine):
         finished, self._finished = self._finished, []
         return finished
 
-    def _read(self, batch: list[Sampled]) -> None:
+    def _read(self, batch: list[SampledTokens]) -> None:
         """Add what one batch has sampled to the requests, and finish those that have ended."""
         cut = []
         for sampled in batch:

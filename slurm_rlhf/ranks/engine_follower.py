@@ -14,7 +14,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import GenerateRequest
 from slurm_rlhf.engine.tp_engine import TpEngine, engine_store
 from slurm_rlhf.ranks.engine_worker import EngineWorker, read_address
-from slurm_rlhf.ranks.follower_links import Answer, Command, Commands, FollowerCalls
+from slurm_rlhf.ranks.follower_links import EngineCommand, FollowerAnswer, FollowerCalls, LeaderMessage
 from slurm_rlhf.ranks.local_stream import connect_local
 from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import SyncConnection, SyncReport
@@ -39,7 +39,7 @@ class EngineFollower(EngineWorker):
     def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
         super().__init__(config, info, client)
         self._closed = False
-        self._frames: SimpleQueue[Commands] = SimpleQueue()
+        self._frames: SimpleQueue[LeaderMessage] = SimpleQueue()
         limit = config.timeout.connect
         self.store = engine_store(self.place, limit)
         path, self.identity = read_address(self.store, limit)
@@ -54,17 +54,17 @@ class EngineFollower(EngineWorker):
 
     def advance(self) -> None:
         """Obey the next message of the leader, once it comes."""
-        told = self._frames.get()
-        for command in told.commands:
-            self._obey(told.number, command)
-        self.client.phase = f"idle after {told.commands[-1].name}"
+        message = self._frames.get()
+        for command in message.commands:
+            self._obey(message.number, command)
+        self.client.phase = f"idle after {message.commands[-1].name}"
 
     def close(self) -> None:
         """Obey until the leader closes the engine: the conductor has called `shutdown` on all ranks at once."""
         while not self._closed:
             self.advance()
 
-    def _obey(self, number: int, command: Command) -> None:
+    def _obey(self, number: int, command: EngineCommand) -> None:
         self.client.phase = command.name
         obedient: FollowerCalls = self
         try:
@@ -73,18 +73,18 @@ class EngineFollower(EngineWorker):
             arguments = [] if spec.argument is None else [read(spec.argument, command.argument, what)]
             result = getattr(obedient, spec.name)(*arguments)
         except Exception as error:
-            self.stream.send(Answer("failed", number, sendable(f"{type(error).__name__}: {error}")))
+            self.stream.send(FollowerAnswer("failed", number, sendable(f"{type(error).__name__}: {error}")))
             if command.name == FollowerCalls.start.__name__:
                 time.sleep(timeouts.FOLLOWER_S)
             if command.name not in _MAY_FAIL:
                 raise
             return
         if spec.deadline is not None:
-            self.stream.send(Answer("done", number, result))
+            self.stream.send(FollowerAnswer("done", number, result))
 
     def start(self) -> None:
         def report(batch: int, digest: bytes) -> None:
-            self.stream.send(Answer("planned", batch, digest))
+            self.stream.send(FollowerAnswer("planned", batch, digest))
 
         self.engine = TpEngine(self.config, self.place, self.store, self.identity, report)
 
@@ -118,10 +118,10 @@ class EngineFollower(EngineWorker):
         self.stream.close()
 
     def _take(self, message: Any) -> None:
-        told: Commands = read(Commands, message, "a message of the leader")
+        taken: LeaderMessage = read(LeaderMessage, message, "a message of the leader")
         # Known from here on: the leader may be gone before this rank comes to that command.
-        self._leaving = self._leaving or told.leaving
-        self._frames.put(told)
+        self._leaving = self._leaving or taken.leaving
+        self._frames.put(taken)
 
     def _abandoned(self, error: Exception) -> None:
         """End this process: its leader is gone, and its main thread may never return from a collective."""

@@ -6,9 +6,11 @@ import logging
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.config.schema import Config
@@ -19,7 +21,6 @@ from slurm_rlhf.ranks.engine_follower import EngineFollower
 from slurm_rlhf.ranks.engine_worker import EngineWorker, publish_address
 from slurm_rlhf.ranks.follower_links import FollowerCalls, FollowerLinks
 from slurm_rlhf.ranks.local_stream import LocalListener, LocalStream, accept_all
-from slurm_rlhf.ranks.pending_responses import PendingResponses
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import MemoryPart, SyncConnection, SyncReport, Trajectory
 from slurm_rlhf.wire import timeouts
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RECEIVE = EngineCalls.sync_receive.__name__
+
+CallAnswer = Future[GenerateAnswer]
 
 
 def make_engine_worker(config: Config, info: RankInfo, client: ControlClient) -> Worker:
@@ -135,7 +138,7 @@ class EngineLeader(EngineWorker, EngineCalls):
 
     def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:
         """Queue `sampling.n` responses to each prompt; calls of one stream are answered as `PendingResponses` says."""
-        answer: Future[GenerateAnswer] = Future()
+        answer: CallAnswer = Future()
         try:
             self._queue(batch, answer)
         except Exception as error:
@@ -144,7 +147,7 @@ class EngineLeader(EngineWorker, EngineCalls):
                 answer.set_exception(error)
         return answer
 
-    def _queue(self, batch: GenerateBatch, answer: Future[GenerateAnswer]) -> None:
+    def _queue(self, batch: GenerateBatch, answer: CallAnswer) -> None:
         asked = len(batch.prompts) * batch.sampling.n
         found = self._pending.open(batch.stream, answer, batch.answer or asked, asked)
         if found is not None:
@@ -176,7 +179,7 @@ class EngineLeader(EngineWorker, EngineCalls):
                 self._reply(*completed)
         self._drained()
 
-    def _reply(self, answer: Future[GenerateAnswer], found: list[Sampled]) -> None:
+    def _reply(self, answer: CallAnswer, found: list[Sampled]) -> None:
         answer.set_result(GenerateAnswer(found, self.meter.take()))
 
     def _drained(self) -> None:
@@ -262,3 +265,66 @@ class LeadingEngine(TpEngine):
     def close(self) -> None:
         self._followers.send(FollowerCalls.leave)
         super().close()
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Keeps the calls of one stream in their order, and what is finished and not yet answered."""
+
+    open: deque[tuple[CallAnswer, int]] = field(default_factory=deque)  # call, responses that it asked for
+    finished: list[Sampled] = field(default_factory=list)
+    owed: int = 0  # responses that were asked for and that no call has come for yet
+
+
+class PendingResponses:
+    """Answers each call of a stream with as many responses as it asked for, whichever finish first.
+
+    So the caller knows how much an engine has in hand: of a call that were answered with its own responses only, the
+    last one would hold back the news that the others' places are free. All responses of a stream are answered when as
+    many have finished as its calls asked for. A call may ask for more responses than it is answered with: then calls
+    that ask for none come for the rest.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[int, _Stream] = {}
+
+    def open(self, stream: int, answer: CallAnswer, count: int, asked: int | None = None) -> list[Sampled] | None:
+        """Let `answer` wait for `count` responses, at least 1; `asked`: how many its call asks for, None: as many.
+
+        Returns what to answer it with, if that has finished already. Raises RunError for a call that comes for
+        responses which nobody has asked for, or which a failure has taken away.
+        """
+        queue = self._streams.get(stream, _Stream())
+        owed = queue.owed + (count if asked is None else asked) - count
+        if owed < 0:
+            raise RunError(f"a call came for {count} responses of stream {stream}, and {queue.owed} are left for it")
+        self._streams[stream] = queue
+        queue.owed = owed
+        queue.open.append((answer, count))
+        return self._complete(stream)
+
+    def finish(self, stream: int, response: Sampled) -> tuple[CallAnswer, list[Sampled]] | None:
+        """Add a finished response; return the call that it completes, if any, and what to answer it with."""
+        queue = self._streams[stream]
+        queue.finished.append(response)
+        first = queue.open[0][0] if queue.open else None
+        found = self._complete(stream)
+        return None if first is None or found is None else (first, found)
+
+    def _complete(self, stream: int) -> list[Sampled] | None:
+        """Take the answer to the first call of the stream, if as many responses have finished."""
+        queue = self._streams[stream]
+        if not queue.open or len(queue.finished) < queue.open[0][1]:
+            return None
+        _, count = queue.open.popleft()
+        found, queue.finished = queue.finished[:count], queue.finished[count:]
+        if not queue.open and not queue.owed:
+            del self._streams[stream]
+        return found
+
+    def fail(self, error: Exception) -> None:
+        """Let all calls fail: nothing that they asked for will come."""
+        for queue in self._streams.values():
+            for answer, _ in queue.open:
+                answer.set_exception(error)
+        self._streams.clear()

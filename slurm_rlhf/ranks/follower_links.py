@@ -66,16 +66,16 @@ class FollowerCalls(Protocol):
         """Close the engine and end."""
 
 
-class Command(NamedTuple):
+class EngineCommand(NamedTuple):
     name: str  # a method of FollowerCalls
     argument: Any  # a record; arrives as the map of its fields
 
 
-class Commands(NamedTuple):
+class LeaderMessage(NamedTuple):
     """Carries commands from the leader to a follower."""
 
     number: int  # 1, 2, 3, ...
-    commands: list[Command]
+    commands: list[EngineCommand]
 
     @property
     def leaving(self) -> bool:
@@ -83,11 +83,11 @@ class Commands(NamedTuple):
         return self.commands[-1].name == FollowerCalls.leave.__name__
 
 
-class Answer(NamedTuple):
-    """Carries a message of a follower: the last command of a `Commands` is done, or it will run a batch."""
+class FollowerAnswer(NamedTuple):
+    """Carries a message of a follower: the last command of a `LeaderMessage` is done, or it will run a batch."""
 
     word: Literal["done", "failed", "planned"]
-    number: int  # number of the `Commands`, or of the batch
+    number: int  # number of the `LeaderMessage`, or of the batch
     content: Any  # the result, what went wrong, or the digest
 
 
@@ -107,13 +107,13 @@ class FollowerLinks:
         self._streams = streams
         self._timeout = timeout
         self._on_failure = on_failure
-        self._inbox: dict[int, SimpleQueue[Answer]] = {rank: SimpleQueue() for rank in streams}
+        self._inbox: dict[int, SimpleQueue[FollowerAnswer]] = {rank: SimpleQueue() for rank in streams}
         self._digests: dict[int, tuple[bytes, int]] = {}  # batch -> digest, ranks that have not confirmed it
         self._early: dict[int, dict[int, bytes]] = {rank: {} for rank in streams}  # batch -> digest, ahead of ours
         self._lock = threading.Lock()
         self._failure = ""
         self._last_words: dict[int, str] = {}  # rank -> its last error
-        self._held: list[Command] = []
+        self._held: list[EngineCommand] = []
         self._sent = 0
         self._leaving = False
         for rank, stream in streams.items():
@@ -121,7 +121,7 @@ class FollowerLinks:
 
     def hold(self, method: Callable[[FollowerCalls, A], object], argument: A, /) -> None:
         """Send a command together with the next one that is sent, and before it."""
-        self._held.append(Command(method.__name__, argument))
+        self._held.append(EngineCommand(method.__name__, argument))
 
     @overload
     def send(self, method: Callable[[FollowerCalls], object], /) -> None: ...
@@ -132,12 +132,12 @@ class FollowerLinks:
         """Send a command to all followers, after all earlier ones. Does not wait for it. Raises RunError."""
         self._check()
         self._sent += 1
-        told = Commands(self._sent, [*self._held, Command(method.__name__, argument)])
+        message = LeaderMessage(self._sent, [*self._held, EngineCommand(method.__name__, argument)])
         self._held = []
-        self._leaving = self._leaving or told.leaving
+        self._leaving = self._leaving or message.leaving
         for rank, stream in self._streams.items():
             try:
-                stream.send(told)
+                stream.send(message)
             except RunError as error:
                 self._lost(rank, error)
                 self._check()
@@ -183,7 +183,7 @@ class FollowerLinks:
         return result
 
     def _hear(self, rank: int, message: Any) -> None:
-        answer: Answer = read(Answer, message, "the answer of a follower")
+        answer: FollowerAnswer = read(FollowerAnswer, message, "the answer of a follower")
         if answer.word == "planned":
             self._compare(rank, answer.number, answer.content)
             return
@@ -211,7 +211,7 @@ class FollowerLinks:
         with self._lock:
             first, self._failure = not self._failure, self._failure or reason
         for inbox in self._inbox.values():
-            inbox.put(Answer("failed", self._sent, reason))
+            inbox.put(FollowerAnswer("failed", self._sent, reason))
         if first:
             self._on_failure(reason)
 

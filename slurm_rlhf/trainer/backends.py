@@ -47,7 +47,7 @@ def start_trainer(module: nn.Module, cfg: TrainSettings, world: World) -> Traine
 def loading(ds: Ds, world: World) -> Iterator[Ds]:
     """Give the settings with which to load, inside the block, a model for `start_trainer`. Collective.
 
-    From ZeRO-1 on there are fp32 masters besides 16-bit parameters. Without ZeRO gradients would be added up in 16 bits,
+    From ZeRO-1 on 16-bit parameters have fp32 masters. Without ZeRO gradients would be added up in 16 bits,
     which loses small ones: there the parameters themselves are fp32, and autocast computes in 16 bits.
     ZeRO-3 shards the parameters while they are loaded.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slurm_rlhf.errors import RunError
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.process_groups._torch import meet
 
 
@@ -58,25 +59,20 @@ def _backend() -> str:
 
 def _meet(timeout: timedelta, connect_s: float) -> None:
     """Form the group in a thread: towards a store whose process stands still, torch's clients have no time-out."""
-    raised: list[BaseException] = []
 
     def join() -> None:
-        try:
-            if torch.cuda.is_available():  # each thread has its own
-                torch.cuda.set_device(local_device())
-            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            own = meet(dist.PrefixStore(f"default_pg/{start}", store), rank, size)
-            dist.init_process_group(_backend(), store=own, rank=rank, world_size=size, timeout=timeout)
-        except BaseException as error:
-            raised.append(error)
+        if torch.cuda.is_available():  # each thread has its own
+            torch.cuda.set_device(local_device())
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        own = meet(dist.PrefixStore(f"default_pg/{start}", store), rank, size)
+        dist.init_process_group(_backend(), store=own, rank=rank, world_size=size, timeout=timeout)
 
-    joining = threading.Thread(target=join, name="join", daemon=True)
-    joining.start()
-    joining.join(connect_s)
-    if raised:
-        raise raised[0]
-    if joining.is_alive():
+    joining = in_thread(join, "join")
+    wait([joining], connect_s)
+    if joining.done():
+        joining.result()
+    else:
         raise RunError(
             f"the ranks of this role did not meet within {connect_s:g} s (timeout.connect): another rank has not come, "
             f"or their torchrun stands still, which has the store at {os.environ.get('MASTER_ADDR')}:"

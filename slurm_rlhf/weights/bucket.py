@@ -12,7 +12,7 @@ import torch
 
 from slurm_rlhf.errors import SyncError, shortened
 from slurm_rlhf.weights.checksum import checksum, host_checksum
-from slurm_rlhf.weights.transfer_plan import FIXED_HEADER, Parameter, Part, Piece, Span, SyncPlan
+from slurm_rlhf.weights.transfer_plan import FIXED_HEADER, BucketPart, Parameter, Piece, Span, SyncPlan
 
 Source = Callable[[Span], torch.Tensor]
 """A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""
@@ -73,7 +73,9 @@ class Pool:
         self.peak = max(self.peak, self._held)
 
 
-def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: Source, pool: Pool) -> list[torch.Tensor]:
+def fill(
+    buffer: torch.Tensor, part: BucketPart, bucket: int, version: int, source: Source, pool: Pool
+) -> list[torch.Tensor]:
     """Write a part into `buffer` (uint8 [part.nbytes]): its pieces, and a header with their checksums.
 
     Returns the bytes of those that lie apart: where the actor has them, or in memory of `pool` if that is on a device.
@@ -104,7 +106,7 @@ def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: So
 def verify(
     buffer: torch.Tensor,
     plan: SyncPlan,
-    parts: Sequence[Part],
+    parts: Sequence[BucketPart],
     bucket: int,
     version: int,
     known: Mapping[int, int] = _NOTHING,
@@ -123,18 +125,18 @@ def verify(
             raise _different(wrong, part, bucket, version)
 
 
-_Read = Iterator[tuple[Part, list[int], list[int]]]
+_Read = Iterator[tuple[BucketPart, list[int], list[int]]]
 """Parts, their headers, and the checksums of their pieces as they arrived."""
 
 
-def _read_on_host(buffer: torch.Tensor, parts: Sequence[Part], known: Mapping[int, int]) -> _Read:
+def _read_on_host(buffer: torch.Tensor, parts: Sequence[BucketPart], known: Mapping[int, int]) -> _Read:
     for part in parts:
         offsets = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.pieces]
         sums = [known[low] if low in known else host_checksum(buffer[low:high]) for low, high in offsets]
         yield part, _header(buffer[part.start :], len(sums)).tolist(), sums
 
 
-def _read_on_device(buffer: torch.Tensor, parts: Sequence[Part], known: Mapping[int, int]) -> _Read:
+def _read_on_device(buffer: torch.Tensor, parts: Sequence[BucketPart], known: Mapping[int, int]) -> _Read:
     """Read everything in one go. Nothing is known."""
     words = []
     for part in parts:
@@ -158,7 +160,7 @@ class Assembly:
     def parameters(
         self,
         buffer: torch.Tensor,
-        parts: tuple[Part, ...],
+        parts: tuple[BucketPart, ...],
         bucket: int,
         version: int,
         known: Mapping[int, int] = _NOTHING,
@@ -170,7 +172,7 @@ class Assembly:
         verify(buffer, self.plan, parts, bucket, version, known)
         return self._views(buffer, parts)
 
-    def _views(self, buffer: torch.Tensor, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _views(self, buffer: torch.Tensor, parts: tuple[BucketPart, ...]) -> Iterator[tuple[str, torch.Tensor]]:
         for piece in _side_by_side([piece for piece, _ in _in_order(parts)]):
             data = buffer[piece.offset : piece.offset + piece.span.nbytes]
             parameter = self.plan.parameters[piece.span.parameter]
@@ -183,7 +185,7 @@ class Assembly:
             yield parameter.name, _shaped(data, parameter)
 
     def copies(
-        self, buffer: torch.Tensor, parts: tuple[Part, ...], bucket: int, version: int
+        self, buffer: torch.Tensor, parts: tuple[BucketPart, ...], bucket: int, version: int
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the same, none of them a view: the buffer, which is the host's, is free at the end.
 
@@ -221,7 +223,7 @@ class Assembly:
         return whole
 
 
-def _checksums(header: list[int], part: Part, bucket: int, version: int) -> list[int]:
+def _checksums(header: list[int], part: BucketPart, bucket: int, version: int) -> list[int]:
     """Read the owner's checksums of its pieces. Raises SyncError for another bucket or version."""
     if header[:FIXED_HEADER] != [version, bucket]:
         raise SyncError(
@@ -231,14 +233,14 @@ def _checksums(header: list[int], part: Part, bucket: int, version: int) -> list
     return header[FIXED_HEADER:]
 
 
-def _different(names: list[str], part: Part, bucket: int, version: int) -> SyncError:
+def _different(names: list[str], part: BucketPart, bucket: int, version: int) -> SyncError:
     return SyncError(
         f"checksum of policy version {version} differs from that of actor {part.owner} in "
         f"{shortened(names, 5)} (bucket {bucket})"
     )
 
 
-def _in_order(parts: tuple[Part, ...]) -> list[tuple[Piece, Part]]:
+def _in_order(parts: tuple[BucketPart, ...]) -> list[tuple[Piece, BucketPart]]:
     pieces = [(piece, part) for part in parts for piece in part.pieces]
     return sorted(pieces, key=lambda each: (each[0].span.parameter, each[0].span.low))
 

@@ -9,7 +9,6 @@ publishes; the others repeat its verdict.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from typing import Any
 from torch.distributed import Store
 
 from slurm_rlhf.errors import shortened
-from slurm_rlhf.polling import wait_until
+from slurm_rlhf.polling import in_thread, wait_until
 from slurm_rlhf.weights.rendezvous import read
 from slurm_rlhf.wire import timeouts
 
@@ -27,7 +26,7 @@ _NAMED = 4  # members that a message names; of a node that is cut off, all would
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Diagnosis:
     """Say why an update ended."""
 
     text: str
@@ -86,7 +85,7 @@ class FailureBoard:
 
     def judge(
         self, peers: Collection[int], left: Iterable[int], quiet: Sequence[int], names: Names, lost: str = ""
-    ) -> Verdict:
+    ) -> Diagnosis:
         """Decide at rank 0 what happened to `peers`. `left`: those whose connection closed; may grow meanwhile.
 
         `quiet`: those that rank 0 itself has not heard from; `lost`: see `Post`, its own.
@@ -98,54 +97,49 @@ class FailureBoard:
             dead = [names.short[rank] for rank in sorted(left) if rank not in posts]
             waited = time.monotonic() - start
             if reasons:
-                return Verdict("; ".join(reasons), refused=True)
+                return Diagnosis("; ".join(reasons), refused=True)
             if dead and waited > timeouts.POST_CLOSED_S:
-                return Verdict(f"{' and '.join(dead)} died: its connection closed without a message")
+                return Diagnosis(f"{' and '.join(dead)} died: its connection closed without a message")
             if len(posts) == len(peers) or waited > timeouts.POST_S:
                 break
             time.sleep(0.05)
         missing = {0: tuple(quiet)} | {rank: post.quiet for rank, post in posts.items()}
         if any(missing.values()):
-            return Verdict(cut(missing, {0, *posts}, names), silent=True)
+            return Diagnosis(cut(missing, {0, *posts}, names), silent=True)
         silent = [names.short[rank] for rank in sorted(peers) if rank not in posts]
         if not silent:
             said = next((text for text in [lost, *(post.lost for post in posts.values())] if text), "")
             broke = "the connections between the members broke, though all of them are alive"
-            return Verdict(f"{broke}: {said}" if said else broke)
-        return Verdict(
+            return Diagnosis(f"{broke}: {said}" if said else broke)
+        return Diagnosis(
             f"no answer from {' and '.join(silent)} within {names.timeout_s:g} s (timeout.sync)", silent=True
         )
 
-    def publish(self, verdict: Verdict) -> None:
+    def publish(self, verdict: Diagnosis) -> None:
         """Tell the other members what rank 0 found."""
         self._within(timeouts.POST_S, lambda: self._store.set("verdict", json.dumps(asdict(verdict))))
 
-    def verdict(self) -> Verdict | None:
+    def verdict(self) -> Diagnosis | None:
         """Return what rank 0 found; None if it does not say so in time, and is probably gone or cut off itself."""
 
-        def wait() -> Verdict | None:
+        def wait() -> Diagnosis | None:
             if wait_until(lambda: self._store.check(["verdict"]), timeouts.POST_S + 1.0):
-                return Verdict(**json.loads(read(self._store, "verdict") or "{}"))
+                return Diagnosis(**json.loads(read(self._store, "verdict") or "{}"))
             return None
 
-        found: Verdict | None = self._within(timeouts.POST_S + 2.0, wait)
+        found: Diagnosis | None = self._within(timeouts.POST_S + 2.0, wait)
         return found
 
     def _within(self, seconds: float, work: Callable[[], Any]) -> Any:
         """Return what `work` returns; None where it takes longer, or the store's process is gone."""
         if self._cut_off:
             return None
-        found: list[Any] = []
-
-        def run() -> None:
+        try:
             with suppress(RuntimeError):
-                found.append(work())
-
-        thread = threading.Thread(target=run, name="sync-store", daemon=True)
-        thread.start()
-        thread.join(seconds)
-        self._cut_off = thread.is_alive()
-        return found[0] if found else None
+                return in_thread(work, "sync-store").result(seconds)
+        except TimeoutError:
+            self._cut_off = True
+        return None
 
 
 def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], names: Names) -> str:

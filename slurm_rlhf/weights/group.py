@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed import Store
 from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, link_mbits
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
-from slurm_rlhf.polling import wait_until
+from slurm_rlhf.polling import in_thread, wait_until
 from slurm_rlhf.records import SyncConnection
 from slurm_rlhf.weights.backends.backend import Backend, TransportFailure
 from slurm_rlhf.weights.backends.gloo import GlooTransport
@@ -170,33 +171,25 @@ class SyncGroup:
 
         Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more.
         """
-        came: list[bool] = []
-        refused: list[str | None] = []
-        failed: list[Exception] = []
 
-        def poll() -> None:
-            refusal = self.board.refusal
-            try:
-                limit_s = self.timeout_s + timeouts.GROUP_MARGIN_S
-                came.append(wait_until(lambda: bool(self._ended or refusal()) or ready(), limit_s))
-                refused.append(refusal())
-            except Exception as error:
-                failed.append(error)
+        def poll() -> tuple[bool, str]:
+            limit_s, refusal = self.timeout_s + timeouts.GROUP_MARGIN_S, self.board.refusal
+            came = wait_until(lambda: bool(self._ended or refusal()) or ready(), limit_s)
+            return came, refusal() or ""
 
         # In a thread, because a store behind a cut link does not answer as long as TCP tries.
-        asking = threading.Thread(target=poll, name="sync-wait", daemon=True)
-        asking.start()
+        asking = in_thread(poll, "sync-wait")
         end = time.monotonic() + self.timeout_s + 2 * timeouts.GROUP_MARGIN_S
-        while asking.is_alive() and time.monotonic() < end:
-            asking.join(timeouts.POLL_S)
+        while not asking.done() and time.monotonic() < end:
+            wait([asking], timeouts.POLL_S)
             if self._ended:
                 end = min(end, time.monotonic() + timeouts.GROUP_MARGIN_S)
-        for error in failed:
-            if isinstance(error, RuntimeError):
-                raise SyncError(f"group {self.name}: the process that holds its store is gone: {error}") from error
-            raise error
-        self._ended = self._ended or next(filter(None, refused), "") or ""
-        if not any(came) and not self._ended:
+        try:
+            came, refused = asking.result() if asking.done() else (False, "")
+        except RuntimeError as error:
+            raise SyncError(f"group {self.name}: the process that holds its store is gone: {error}") from error
+        self._ended = self._ended or refused
+        if not came and not self._ended:
             raise SyncError(f"group {self.name}: {what} did not come within {self.timeout_s:g} s (timeout.sync)")
         self.check()
 

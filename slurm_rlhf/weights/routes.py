@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurm_rlhf.weights.transfer_plan import Part, SyncPlan
+from slurm_rlhf.weights.transfer_plan import BucketPart, SyncPlan
 
 _TAG_BUCKETS = 32  # more than are on their way at a time
 _TAGS_OF_BUCKET = 1 << 24
@@ -59,7 +59,7 @@ def routes(plan: SyncPlan, bucket: int, stream: int) -> Iterator[Route]:
                 yield Route(part.owner, *cut[turn], tag, mine, node_ranks)
 
 
-def _chunks(part: Part, size: int) -> list[tuple[int, int]]:
+def _chunks(part: BucketPart, size: int) -> list[tuple[int, int]]:
     """Cut a part into chunks, its header last: so the others are on their way before all checksums are known."""
     pieces = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.apart]
     end = part.start + part.nbytes

@@ -12,12 +12,12 @@ import torch
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken, SyncError
 from slurm_rlhf.records import StoreAddress, SyncConnection, SyncReport
-from slurm_rlhf.weights.backends.backend import Pending
+from slurm_rlhf.weights.backends.backend import PendingTransfer
 from slurm_rlhf.weights.backends.table import make_backend
 from slurm_rlhf.weights.bucket import Pool, Source, fill
 from slurm_rlhf.weights.group import Described, SyncGroup, connection, join_run
 from slurm_rlhf.weights.rendezvous import SyncStore
-from slurm_rlhf.weights.transfer_plan import DEPTH, ITEM_SIZE, Part, Span, SyncPlan, dtype_name
+from slurm_rlhf.weights.transfer_plan import DEPTH, ITEM_SIZE, BucketPart, Span, SyncPlan, dtype_name
 from slurm_rlhf.weights.update import following, leading
 
 Held = Mapping[str, tuple[int, torch.Tensor]]
@@ -55,7 +55,7 @@ class Sender:
 
     def _send(self, source: Source, version: int) -> float:
         """Send this rank's parts; return the seconds in which they were written, their checksums included."""
-        on_the_way: deque[tuple[int, Pending]] = deque()
+        on_the_way: deque[tuple[int, PendingTransfer]] = deque()
         buffers = DEPTH - 1  # for this rank's parts: one is filled while the other is on its way
         filling = 0.0
         for bucket in range(len(self.plan.buckets)):
@@ -72,7 +72,7 @@ class Sender:
             on_the_way.popleft()[1].wait()
         return filling
 
-    def _mine(self, bucket: int) -> list[tuple[int, Part]]:
+    def _mine(self, bucket: int) -> list[tuple[int, BucketPart]]:
         return [
             (stream, part)
             for stream, taking in enumerate(self.plan.streams)

@@ -138,7 +138,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BucketPart:
     """Describe what one actor rank sends of a bucket."""
 
     owner: int  # rank in the group
@@ -160,7 +160,7 @@ class SyncPlan:
     layout: Layout
     streams: tuple[Stream, ...]
     chunk_bytes: int
-    _parts: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _parts: dict[tuple[int, int], tuple[BucketPart, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def payload(self) -> int:
@@ -177,7 +177,7 @@ class SyncPlan:
         node = self.layout.node(rank)
         return next(index for index, stream in enumerate(self.streams) if node in stream.nodes)
 
-    def parts(self, bucket: int, stream: int) -> tuple[Part, ...]:
+    def parts(self, bucket: int, stream: int) -> tuple[BucketPart, ...]:
         """Return who sends what of a bucket in a stream, without those who own nothing of it."""
         key = (bucket, stream)
         if key not in self._parts:
@@ -304,7 +304,9 @@ def _apart(spans: Sequence[Span], owned: Sequence[Sequence[Span]]) -> tuple[dict
     return places, end
 
 
-def _lay_out(owned: list[tuple[int, list[Span]]], places: Mapping[int, int], start: int, size: int) -> tuple[Part, ...]:
+def _lay_out(
+    owned: list[tuple[int, list[Span]]], places: Mapping[int, int], start: int, size: int
+) -> tuple[BucketPart, ...]:
     """Lay out the parts from byte `start` on. `places`: of parameters that lie apart, in pieces up to `size` bytes."""
     parts = []
     for index, (owner, whole) in enumerate(owned):
@@ -317,7 +319,7 @@ def _lay_out(owned: list[tuple[int, list[Span]]], places: Mapping[int, int], sta
                 continue
             pieces.append(Piece(span, offset))
             offset += _aligned(span.nbytes)
-        parts.append(Part(owner, index, start, offset - start, tuple(pieces)))
+        parts.append(BucketPart(owner, index, start, offset - start, tuple(pieces)))
         start = offset
     return tuple(parts)
 

@@ -15,7 +15,7 @@ import torch
 
 from slurm_rlhf.errors import SyncBroken, SyncError
 from slurm_rlhf.weights.backends.backend import TransportFailure
-from slurm_rlhf.weights.diagnosis import Verdict, cut
+from slurm_rlhf.weights.diagnosis import Diagnosis, cut
 from slurm_rlhf.weights.group import SyncGroup
 from slurm_rlhf.wire import timeouts
 
@@ -53,13 +53,13 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
     except TransportFailure as error:
         reports.drop()
         found = _ended(group) or group.board.judge(group.peers, reports.left, group.quiet, group.names(), _words(error))
-        verdict = Verdict(
+        verdict = Diagnosis(
             f"weight update to policy version {version} failed: {found.text}", found.refused, found.silent
         )
         _give_up(group, verdict)
         raise _error(verdict) from error
     except BaseException as error:
-        _give_up(group, Verdict(f"{group.me} gave up the update to policy version {version}: {error}", refused=True))
+        _give_up(group, Diagnosis(f"{group.me} gave up the update to policy version {version}: {error}", refused=True))
         raise
     finally:
         deadline.cancel()
@@ -118,9 +118,8 @@ class _Waiting:
     def join(self) -> None:
         """Wait for all messages. Raises TransportFailure."""
         for thread in self._threads:
-            while (
-                thread.is_alive() and not self._group.dropped.is_set()
-            ):  # dropping need not wake a thread that receives
+            # A drop need not wake a thread that receives.
+            while thread.is_alive() and not self._group.dropped.is_set():
                 thread.join(timeouts.POLL_S)
         if self._failure is not None or self._group.dropped.is_set():
             raise self._failure or TransportFailure("the connections were given up", peer_left=False)
@@ -202,12 +201,12 @@ def _words(lost: TransportFailure) -> str:
     return str(lost) if lost.peer_left else ""
 
 
-def _ended(group: SyncGroup) -> Verdict | None:
+def _ended(group: SyncGroup) -> Diagnosis | None:
     """Return what was said here when the group was aborted."""
-    return Verdict(group.ended, refused=not group.late, silent=group.late) if group.ended else None
+    return Diagnosis(group.ended, refused=not group.late, silent=group.late) if group.ended else None
 
 
-def _give_up(group: SyncGroup, verdict: Verdict) -> None:
+def _give_up(group: SyncGroup, verdict: Diagnosis) -> None:
     group.board.publish(verdict)
     group.abort(verdict.text)
 
@@ -219,16 +218,16 @@ def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError
     # A member that does not hear rank 0 does not wait for its verdict.
     verdict = ended or (None if 0 in group.quiet else group.board.verdict())
     if verdict is None and group.quiet:
-        verdict = Verdict(cut({group.rank: group.quiet}, {group.rank}, group.names()), silent=True)
+        verdict = Diagnosis(cut({group.rank: group.quiet}, {group.rank}, group.names()), silent=True)
     if verdict is None:
-        verdict = Verdict(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}", silent=True)
+        verdict = Diagnosis(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}", silent=True)
     # A leader that stood still reads later what was posted here: a refusal of this rank would end the run.
     group.abort(verdict.text, told=True)
     text = f"policy version {version} did not get through at {group.me}: {verdict.text}"
-    return _error(Verdict(text, verdict.refused, verdict.silent))
+    return _error(Diagnosis(text, verdict.refused, verdict.silent))
 
 
-def _error(verdict: Verdict) -> SyncError:
+def _error(verdict: Diagnosis) -> SyncError:
     return (SyncError if verdict.refused else SyncBroken)(verdict.text, hang=verdict.silent)
 
 

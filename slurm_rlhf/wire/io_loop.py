@@ -18,7 +18,7 @@ from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import Authenticator, RunKeys
 from slurm_rlhf.wire.codec import Buffer, decode
 from slurm_rlhf.wire.io_thread import CarefulLog, IoThread, Part, make_socket
-from slurm_rlhf.wire.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Kind, Said, unpack
+from slurm_rlhf.wire.messages import MAIN_LANE, NUMBERED, PULSE_LANE, CallFailure, Envelope, Kind, Said, unpack
 from slurm_rlhf.wire.pending_calls import LOOKING, Call, PendingCalls
 from slurm_rlhf.wire.roster import Hello, Peer, Roster
 
@@ -221,7 +221,7 @@ class IoLoop(IoThread):
         self._heard_of(peer, f"{envelope.kind} to {call.method}", looks=call.method in LOOKING)
         try:
             if envelope.kind == "error":
-                failure: Failure = decode(rest, Failure, "its error")
+                failure: CallFailure = decode(rest, CallFailure, "its error")
                 call.future.set_exception(failure.raised(peer, call.method))
             else:
                 call.future.set_result(call.read(rest))

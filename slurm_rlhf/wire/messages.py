@@ -79,7 +79,7 @@ def unpack(frames: Sequence[Buffer]) -> tuple[Envelope, Sequence[Buffer]]:
         raise WireError(f"an envelope does not decode: {error}") from error
 
 
-class Failure(Record):
+class CallFailure(Record):
     """Carries an exception from a rank to the conductor."""
 
     type: str
@@ -89,7 +89,7 @@ class Failure(Record):
     hang: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> CallFailure:
         """Describe `error`; of an endless traceback the end, where it was raised."""
         kind, message = type(error).__name__, str(error)[:_MAX_CHARACTERS]
         cause = system_cause(f"{kind}: {message}")
@@ -144,7 +144,7 @@ class Request:
     def fail(self, error: BaseException) -> None:
         """Let the caller's Future raise RemoteError with the name, message and traceback of `error`."""
         self.failed = True
-        self._answer("error", encode(Failure.of(error)))
+        self._answer("error", encode(CallFailure.of(error)))
 
     def _answer(self, kind: Kind, frames: list[Buffer]) -> None:
         if self.answered:

@@ -26,7 +26,7 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import OWN_ERRORS
 from slurm_rlhf.weights.backends.backend import TransportFailure
 from slurm_rlhf.weights.backends.device_ipc import DeviceIpc, ordinal_of
-from slurm_rlhf.weights.backends.nccl import Communicator, Nccl, in_time, name_interface
+from slurm_rlhf.weights.backends.nccl import Nccl, NcclCommunicator, in_time, name_interface
 from slurm_rlhf.weights.group import SyncGroup
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.weights.member import Membership, device_address, device_name, interface_near
@@ -290,8 +290,8 @@ class Never:
         return False
 
 
-def group_of_one(timeout_s: float = 5.0) -> Communicator:
-    return Communicator(HashStore(), 0, 1, timeout_s)
+def group_of_one(timeout_s: float = 5.0) -> NcclCommunicator:
+    return NcclCommunicator(HashStore(), 0, 1, timeout_s)
 
 
 def test_a_group_has_no_watchdog_and_leaves_the_environment_alone(cuda: FakeCuda, monkeypatch):

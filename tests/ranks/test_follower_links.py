@@ -20,7 +20,7 @@ from slurm_rlhf.engine.tp_engine import EnginePlace
 from slurm_rlhf.errors import CallTimeout, RunError, WireError
 from slurm_rlhf.ranks.engine_follower import EngineFollower
 from slurm_rlhf.ranks.engine_worker import LEADER_ADDRESS, read_address
-from slurm_rlhf.ranks.follower_links import Answer, Commands, FollowerCalls, FollowerLinks
+from slurm_rlhf.ranks.follower_links import FollowerAnswer, FollowerCalls, FollowerLinks, LeaderMessage
 from slurm_rlhf.ranks.local_stream import LocalListener, LocalStream, accept_all, connect_local
 from slurm_rlhf.records import ParameterSpec, Sampling, SyncConnection, SyncReport
 from slurm_rlhf.wire.calls import RankCalls, SyncGroupRequest, SyncUpdateRequest, WakeUpRequest
@@ -54,9 +54,9 @@ class Links:
         self.leader = FollowerLinks(EnginePlace(0, 0, 3, "here"), streams, timeout, self.failures.put)
         listener.close()
 
-    def told(self) -> Commands:
+    def told(self) -> LeaderMessage:
         """The next message, which both got."""
-        one, other = (read(Commands, follower.receive(HANG_S), "it") for follower in self.followers)
+        one, other = (read(LeaderMessage, follower.receive(HANG_S), "it") for follower in self.followers)
         assert one.number == other.number
         assert [command.name for command in one.commands] == [command.name for command in other.commands]
         return one
@@ -66,7 +66,7 @@ class Links:
             follower.send(answer)
 
 
-def argument_of(told: Commands, spec: CallSpec, place: int = 0) -> Any:
+def argument_of(told: LeaderMessage, spec: CallSpec, place: int = 0) -> Any:
     return read(spec.argument, told.commands[place].argument, "it")
 
 
@@ -89,7 +89,7 @@ def test_every_command_travels(links: Links) -> None:
         assert repr(arrived) == repr(argument)
         assert (spec.deadline is None) == (name in {"add", "step", "drop", "leave"})
         if spec.deadline is not None:
-            links.answer(*[Answer("done", number, result)] * 2)
+            links.answer(*[FollowerAnswer("done", number, result)] * 2)
             assert links.leader.finish(getattr(FollowerCalls, name)) == [result] * 2
     assert set(TRAVELLING) <= set(calls_of(FollowerCalls))
 
@@ -121,14 +121,17 @@ def test_answers_are_records(links: Links) -> None:
     links.leader.send(FollowerCalls.sync_receive, SyncUpdateRequest(4))
     told = links.told()
     assert argument_of(told, calls_of(FollowerCalls)["sync_receive"]) == SyncUpdateRequest(4)
-    links.answer(Answer("done", 1, SyncReport(nbytes=8)), Answer("done", 1, SyncReport(broken="the link was cut")))
+    links.answer(
+        FollowerAnswer("done", 1, SyncReport(nbytes=8)),
+        FollowerAnswer("done", 1, SyncReport(broken="the link was cut")),
+    )
     reports = links.leader.finish(FollowerCalls.sync_receive)
     assert reports == [SyncReport(nbytes=8), SyncReport(broken="the link was cut")]
 
 
 def test_an_answer_of_another_type_is_refused_by_name(links: Links) -> None:
     links.leader.send(FollowerCalls.sync_receive, SyncUpdateRequest(4))
-    links.answer(Answer("done", 1, {"broke": ""}), Answer("done", 1, SyncReport()))
+    links.answer(FollowerAnswer("done", 1, {"broke": ""}), FollowerAnswer("done", 1, SyncReport()))
     with pytest.raises(WireError, match=r"^the result of sync_receive is not what .* unknown field `broke`"):
         links.leader.finish(FollowerCalls.sync_receive)
 
@@ -145,17 +148,17 @@ def test_what_is_no_answer_ends_the_engine(links: Links) -> None:
 def test_answers_to_earlier_commands_are_passed_over_and_failures_named(links: Links) -> None:
     links.leader.send(FollowerCalls.sleep)
     links.leader.send(FollowerCalls.wake_up, WakeUpRequest("weights"))
-    links.answer(Answer("done", 1, None), Answer("done", 1, None))
-    links.answer(Answer("done", 2, None), Answer("failed", 2, "RunError: no memory is free"))
+    links.answer(FollowerAnswer("done", 1, None), FollowerAnswer("done", 1, None))
+    links.answer(FollowerAnswer("done", 2, None), FollowerAnswer("failed", 2, "RunError: no memory is free"))
     with pytest.raises(RunError, match=r"engine 0 .*: its rank 2 failed: RunError: no memory is free"):
         links.leader.finish(FollowerCalls.wake_up)
 
 
 def test_ranks_that_have_done_other_things_stop_the_engine(links: Links) -> None:
     for follower in links.followers:
-        follower.send(Answer("done", 1, b"same"))
+        follower.send(FollowerAnswer("done", 1, b"same"))
     links.leader.agree(b"same", 3)
-    links.answer(Answer("done", 2, b"same"), Answer("done", 2, b"else"))
+    links.answer(FollowerAnswer("done", 2, b"same"), FollowerAnswer("done", 2, b"else"))
     with pytest.raises(RunError, match=r"\(TP ranks 0 and 2\) did not do the same up to batch 4"):
         links.leader.agree(b"same", 4)
     assert "up to batch 4" in links.failures.get(timeout=HANG_S)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.ranks.pending_responses import PendingResponses
+from slurm_rlhf.ranks.engine_leader import PendingResponses
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms(use_true_random=False))

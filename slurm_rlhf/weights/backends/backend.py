@@ -14,7 +14,7 @@ import torch
 
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weights.bucket import Pool
-from slurm_rlhf.weights.transfer_plan import Part
+from slurm_rlhf.weights.transfer_plan import BucketPart
 from slurm_rlhf.wire import timeouts
 
 
@@ -48,7 +48,7 @@ def wait_for(
         raise TransportFailure(f"{late} after {timeout_s:g} s", peer_left=False)
 
 
-class Pending(Protocol):
+class PendingTransfer(Protocol):
     """Wait for an operation on its way. Keep it: dropping it may cancel the operation."""
 
     def wait(self) -> None:
@@ -56,7 +56,7 @@ class Pending(Protocol):
 
 
 class Done:
-    """A `Pending` that is over."""
+    """A `PendingTransfer` that is over."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -88,8 +88,8 @@ class Backend(Protocol):
     """Where buckets that come in lie; its peak tells how much memory they take."""
 
     def send(
-        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
-    ) -> Pending:
+        self, bucket: int, stream: int, part: BucketPart, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> PendingTransfer:
         """Start to send an actor rank's part of a bucket, uint8 [part.nbytes], to the engine ranks of a stream.
 
         `apart`: the bytes of `part.apart`, where the plan's layout is `chunked`; memory of the actor's own parameters.

@@ -18,12 +18,12 @@ from torch.distributed import Store, Work
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.weights._torch import open_gpu_memory, share_gpu_memory
-from slurm_rlhf.weights.backends.backend import Done, Incoming, Pending, wait_for
-from slurm_rlhf.weights.backends.nccl import Communicator, in_time
+from slurm_rlhf.weights.backends.backend import Done, Incoming, PendingTransfer, wait_for
+from slurm_rlhf.weights.backends.nccl import NcclCommunicator, in_time
 from slurm_rlhf.weights.backends.shared_memory import SharedMemory
 from slurm_rlhf.weights.bucket import Pool
 from slurm_rlhf.weights.member import device_name, device_names
-from slurm_rlhf.weights.transfer_plan import DEPTH, Part, SyncPlan
+from slurm_rlhf.weights.transfer_plan import DEPTH, BucketPart, SyncPlan
 
 
 class DeviceIpc:
@@ -41,7 +41,7 @@ class DeviceIpc:
         store: Store,
         marks: SharedMemory | None,
         gathered: bool,
-        gather: Communicator | None,
+        gather: NcclCommunicator | None,
         timeout_s: float,
     ) -> None:
         """`marks`: None for an actor rank that hands nothing over. `gathered`: actor ranks hold shards, and have the
@@ -75,8 +75,8 @@ class DeviceIpc:
             in_time(lambda: gather.settle(gather.meet(self.device)), timeout_s)
 
     def send(
-        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
-    ) -> Pending:
+        self, bucket: int, stream: int, part: BucketPart, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> PendingTransfer:
         self._reach(bucket)
         self._fill(bucket, part, buffer)
         return Done()
@@ -124,7 +124,7 @@ class DeviceIpc:
         while self._gather is not None and self._next < bucket:
             self._fill(self._next)
 
-    def _fill(self, bucket: int, part: Part | None = None, buffer: torch.Tensor | None = None) -> None:
+    def _fill(self, bucket: int, part: BucketPart | None = None, buffer: torch.Tensor | None = None) -> None:
         """Put this rank's part into the bucket's slot, gather the others', and hand over the bucket before."""
         number = self._number + bucket
         if self._marks is not None:

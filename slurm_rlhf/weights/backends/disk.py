@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from slurm_rlhf.weights.backends.backend import Done, Incoming, Pending, TransportFailure, wait_for
+from slurm_rlhf.weights.backends.backend import Done, Incoming, PendingTransfer, TransportFailure, wait_for
 from slurm_rlhf.weights.bucket import Pool
-from slurm_rlhf.weights.transfer_plan import Part, SyncPlan
+from slurm_rlhf.weights.transfer_plan import BucketPart, SyncPlan
 
 _KEY = "part"
 
@@ -38,8 +38,8 @@ class Disk:
         self._mine: list[list[Path]] = [[], []]  # files of the last update, and of this one
 
     def send(
-        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
-    ) -> Pending:
+        self, bucket: int, stream: int, part: BucketPart, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> PendingTransfer:
         path = self._path(bucket, stream, part)
         fresh = path.with_suffix(".new")
         try:
@@ -83,7 +83,7 @@ class Disk:
                 raise TransportFailure(f"{path} cannot be read: {error}", peer_left=False) from error
         return buffer
 
-    def _path(self, bucket: int, stream: int, part: Part) -> Path:
+    def _path(self, bucket: int, stream: int, part: BucketPart) -> Path:
         return self._directory / f"{self._update}.{bucket}.{stream}.{part.owner}.safetensors"
 
     def _wait_for(self, path: Path) -> None:

@@ -16,12 +16,12 @@ import torch
 from torch.distributed import PrefixStore, Store, Work
 
 from slurm_rlhf.process_groups._torch import gloo_group, prove
-from slurm_rlhf.weights.backends.backend import Incoming, Pending, TransportFailure
+from slurm_rlhf.weights.backends.backend import Incoming, PendingTransfer, TransportFailure
 from slurm_rlhf.weights.backends.shared_memory import SharedMemory
 from slurm_rlhf.weights.bucket import Pool
 from slurm_rlhf.weights.checksum import host_checksum
 from slurm_rlhf.weights.routes import Route, partners, routes
-from slurm_rlhf.weights.transfer_plan import DEPTH, Part, SyncPlan
+from slurm_rlhf.weights.transfer_plan import DEPTH, BucketPart, SyncPlan
 
 T = TypeVar("T")
 _NEVER_SENT = 0x7FFFFFFF  # a tag
@@ -141,9 +141,9 @@ class _Counted:
         self._failure: TransportFailure | None = None
         self._stop = stop
         self._changed = stop.changed
-        self._handed_on: deque[Pending] = deque()
+        self._handed_on: deque[PendingTransfer] = deque()
 
-    def came(self, handed_on: list[Pending]) -> None:
+    def came(self, handed_on: list[PendingTransfer]) -> None:
         with self._changed:
             self._handed_on.extend(handed_on)
             self._left -= 1
@@ -191,8 +191,8 @@ class Gloo:
         transport.meet(by_wire)
 
     def send(
-        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
-    ) -> Pending:
+        self, bucket: int, stream: int, part: BucketPart, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> PendingTransfer:
         sent: list[tuple[torch.Tensor, int, int]] = []
         copied: list[int] = []
         for index, route in enumerate(routes(self._plan, bucket, stream)):
@@ -228,7 +228,7 @@ class Gloo:
             giver, view = route.giver(self._rank), buffer[route.low : route.high]
             pending = self._transport.receive(view, giver, route.tag)
             kept = sums if self._memory is None and route.high <= apart else None
-            chunk = _Chunk(self, pending, view, route, number, index, counted, kept)
+            chunk = _ChunkThatComes(self, pending, view, route, number, index, counted, kept)
             self._thread(giver).put(chunk)
         self._arrivals.append(counted)
         if self._memory is None:
@@ -261,7 +261,7 @@ class Gloo:
             queue.put(None)
         self._threads, self._memory = {}, None
 
-    def hand_on(self, route: Route, view: torch.Tensor, number: int, index: int) -> list[Pending]:
+    def hand_on(self, route: Route, view: torch.Tensor, number: int, index: int) -> list[PendingTransfer]:
         """Give a chunk that has come to the other ranks of the node."""
         if self._memory is not None:
             self._memory.mark(number, [index])
@@ -291,11 +291,11 @@ class _Sent:
 
 
 @dataclass(slots=True)
-class _Chunk:
+class _ChunkThatComes:
     """Take a chunk that comes from another rank."""
 
     backend: Gloo
-    pending: Pending
+    pending: PendingTransfer
     view: torch.Tensor
     route: Route
     number: int  # number of its bucket in the shared memory
@@ -318,7 +318,7 @@ class _Copy:
     memory: SharedMemory
     number: int  # number of the bucket in the shared memory
     chunks: list[int]
-    part: Part
+    part: BucketPart
     given: Sequence[torch.Tensor]  # the part's own bytes, and those of its pieces apart
     counted: _Counted
 
@@ -330,14 +330,14 @@ class _Copy:
         self.counted.came([])
 
 
-def _outgoing(route: Route, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor]) -> torch.Tensor:
+def _outgoing(route: Route, part: BucketPart, buffer: torch.Tensor, apart: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a chunk of this rank's own; no chunk is more than one of its pieces apart."""
     given = zip(_starts(part), (buffer, *apart), strict=True)
     start, data = max((each for each in given if each[0] <= route.low), key=lambda each: each[0])
     return data[route.low - start : route.high - start]
 
 
-def _starts(part: Part) -> list[int]:
+def _starts(part: BucketPart) -> list[int]:
     """Return where the bucket's buffer has a part's own bytes, and its pieces apart."""
     return [part.start, *(piece.offset for piece in part.apart)]
 
@@ -348,7 +348,7 @@ def _when_complete(counted: _Counted, kept: deque[torch.Tensor]) -> torch.Tensor
     return kept.pop()
 
 
-_Task = _Sent | _Chunk | _Copy
+_Task = _Sent | _ChunkThatComes | _Copy
 
 
 def _worker(name: str) -> SimpleQueue[_Task | None]:

@@ -12,17 +12,18 @@ from functools import partial
 import torch
 from torch.distributed import PrefixStore, Store, Work
 
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.process_groups._torch import nccl_group
 from slurm_rlhf.weights._torch import all_gather, coalesced
-from slurm_rlhf.weights.backends.backend import Incoming, Pending, TransportFailure, wait_for
+from slurm_rlhf.weights.backends.backend import Incoming, PendingTransfer, TransportFailure, wait_for
 from slurm_rlhf.weights.bucket import Pool
-from slurm_rlhf.weights.transfer_plan import ALIGN, Part, SyncPlan
+from slurm_rlhf.weights.transfer_plan import ALIGN, BucketPart, SyncPlan
 
 Piece = tuple[torch.Tensor, int]
 """Contiguous bytes on the GPU, and the rank that they go to or come from."""
 
 
-class Communicator:
+class NcclCommunicator:
     """Send, receive and collect over one NCCL communicator: its operations are queued behind the current stream.
 
     They return at once, and raise TransportFailure.
@@ -100,22 +101,15 @@ def in_time(connect: Callable[[], None], timeout_s: float) -> None:
     Raises TransportFailure.
     """
     number = torch.cuda.current_device()
-    failures: list[Exception] = []
 
-    def run() -> None:
+    def connect_there() -> None:
         torch.cuda.set_device(number)  # a thread begins with the first one
-        try:
-            connect()
-        except Exception as error:
-            failures.append(error)
+        connect()
 
-    thread = threading.Thread(target=run, name="sync-nccl", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        raise TransportFailure(f"NCCL did not connect the members within {timeout_s:g} s", peer_left=False)
-    if failures:
-        raise failures[0]
+    try:
+        in_thread(connect_there, "sync-nccl").result(timeout_s)
+    except TimeoutError:
+        raise TransportFailure(f"NCCL did not connect the members within {timeout_s:g} s", peer_left=False) from None
 
 
 def name_interface(interface: str) -> None:
@@ -156,20 +150,20 @@ class Nccl:
         self._plan = plan
         self._rank = rank
         self._side = torch.cuda.Stream(self.device)
-        self._everybody = Communicator(PrefixStore("nccl", store), rank, plan.layout.world, timeout_s)
+        self._everybody = NcclCommunicator(PrefixStore("nccl", store), rank, plan.layout.world, timeout_s)
         self._communicators = [self._everybody]
-        self._engines: Communicator | None = None
+        self._engines: NcclCommunicator | None = None
         if rank >= len(plan.layout.actors) and len(self._takers(plan.stream_to(rank))) > 1:
             taking = self._takers(plan.stream_to(rank))
             place = PrefixStore(f"nccl-{plan.stream_to(rank)}", store)
-            self._engines = Communicator(place, taking.index(rank), len(taking), timeout_s)
+            self._engines = NcclCommunicator(place, taking.index(rank), len(taking), timeout_s)
             self._communicators.append(self._engines)
         # Connections come to be when they are used first, with all ranks together: now, and not in an update.
         in_time(self._connect, timeout_s)
 
     def send(
-        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
-    ) -> Pending:
+        self, bucket: int, stream: int, part: BucketPart, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> PendingTransfer:
         works = self._everybody.exchange(self._sends(bucket, stream, part, buffer), [])
         return Incoming(partial(self._settled, works, buffer))
 
@@ -213,7 +207,7 @@ class Nccl:
         step = -(-nbytes // (len(taking) * ALIGN)) * ALIGN
         return [(rank, place * step, (place + 1) * step) for place, rank in enumerate(taking)]
 
-    def _sends(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> list[Piece]:
+    def _sends(self, bucket: int, stream: int, part: BucketPart, buffer: torch.Tensor) -> list[Piece]:
         """Cut this rank's part, which is in `buffer`, into the slices of the engine ranks."""
         found = []
         for rank, low, high in self._slices(bucket, stream):

@@ -14,7 +14,7 @@ from slurm_rlhf.weights.backends.backend import Backend, TransportFailure
 from slurm_rlhf.weights.backends.device_ipc import DeviceIpc
 from slurm_rlhf.weights.backends.disk import Disk, clear
 from slurm_rlhf.weights.backends.gloo import Gloo
-from slurm_rlhf.weights.backends.nccl import Communicator, Nccl, name_interface
+from slurm_rlhf.weights.backends.nccl import Nccl, NcclCommunicator, name_interface
 from slurm_rlhf.weights.backends.shared_memory import SharedMemory, SharedMemorySizes, reserve
 from slurm_rlhf.weights.group import SyncGroup
 from slurm_rlhf.weights.rendezvous import read
@@ -71,7 +71,7 @@ def _on_one_device(group: SyncGroup, plan: SyncPlan) -> Backend:
     gather = None
     if gathered and group.rank in owners:
         name_interface(group.me.interface)
-        gather = Communicator(PrefixStore("nccl", group.store), group.rank, len(actors), group.timeout_s)
+        gather = NcclCommunicator(PrefixStore("nccl", group.store), group.rank, len(actors), group.timeout_s)
     return DeviceIpc(plan, group.rank, group.store, marks, gathered, gather, group.timeout_s)
 
 
