@@ -30,9 +30,8 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import gloo_group, nccl_group
 from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.weights.group import SyncGroup, join
-from slurm_rlhf.weights.member import Membership
 from slurm_rlhf.weights.receiver import Receiver
-from slurm_rlhf.weights.rendezvous import SyncStore
+from slurm_rlhf.weights.rendezvous import Membership, SyncStore
 from slurm_rlhf.weights.sender import Held, Sender
 from slurm_rlhf.weights.transfer_plan import Layout, Parameter, SyncPlan, make_plan
 

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 def import_vllm() -> None:
     """Import what an engine starts with, after `prepare_environment`. No GPU is touched."""
-    import vllm._custom_ops  # with its kernels
+    import vllm._custom_ops  # loads its kernels
     import vllm.v1.engine.llm_engine
 
     if platform().is_cuda():

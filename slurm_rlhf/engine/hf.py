@@ -20,8 +20,17 @@ from torch import Tensor
 
 from slurm_rlhf.data.tokenizer import CONTEXT_TOKENS, Tokenizer
 from slurm_rlhf.engine._transformers import Texts, decoding_setup, go_on, prefilled, selects_rows
-from slurm_rlhf.engine.engine import ActiveRequest, Engine, GenerateRequest, Readiness, Shapes, Status, checked
-from slurm_rlhf.engine.generation_phase import SAMPLING, WAITING
+from slurm_rlhf.engine.engine import (
+    SAMPLING,
+    WAITING,
+    ActiveRequest,
+    Engine,
+    GenerateRequest,
+    Readiness,
+    Shapes,
+    Status,
+    checked,
+)
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import I32, LENGTH, REPETITION, STOP, WEIGHTS, MemoryPart, ParameterSpec, Sampling, Trajectory
 
@@ -135,7 +144,7 @@ class SampledBatch:
     rows: list[SampledRow]  # rows that the model still computes
     sampling: Sampling
     drops: bool  # rows that have ended; and computes equal texts once
-    goes_on: bool = True  # for a row of this rank; others may
+    goes_on: bool = True  # a row of this rank is not finished
     texts: Texts | None = None  # None: keys and values are to be computed anew
     tokens: int = 0  # passes so far
 

@@ -196,11 +196,11 @@ class VllmEngine(Engine):
             self._core = EngineCore(self._config, self._executor)
         except refusals() as error:
             raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
-        self._active: dict[str, ActiveRequest] = {}  # by vLLM's request id
+        self._active: dict[str, ActiveRequest] = {}  # vLLM's request id -> request
         self._stops: dict[str, StopWatcher] = {}  # likewise, where a request has stop strings
         self._keys: set[str] = set()  # keys of the active requests
         self._added = 0
-        self._finished: list[Trajectory] = []  # by a flush, and not returned yet
+        self._finished: list[Trajectory] = []  # responses that a flush has finished, not returned yet
         self._ready = DeviceMemory(self._core.llm, config.vllm.gpu_memory_utilization, number)
         self._tokens_sampled = 0
         self._attention = self._core.attention()
@@ -364,7 +364,7 @@ class DeviceMemory(Readiness):
         except Exception as error:
             raise RunError(
                 f"the engine cannot allocate its {part} again: {error}. With train.colocate_all it needs "
-                f"vllm.gpu_memory_utilization = {self._share:g} of the GPU beside what the other roles keep there: "
+                f"vllm.gpu_memory_utilization = {self._share:g} of the GPU, next to all that other roles keep there: "
                 f"lower it, or set ds.enable_sleep = true or a higher ds.zero_stage"
             ) from error
         self.missing.discard(part)

@@ -14,7 +14,7 @@ from slurm_rlhf.groups.start_logs import StartLogs
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.placement.rank_map import NodeShare
 from slurm_rlhf.wire.calls import StartCalls
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.messages import Peer
 
 _BY_ITSELF = re.compile(
     r"\bkilled by SIG(KILL|SEGV|BUS|ILL|FPE)\b"

@@ -14,8 +14,7 @@ from typing import Any
 from slurm_rlhf.errors import CallTimeout
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.records import ParameterSpec
-from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.weights.transfer_calls import EngineLost
+from slurm_rlhf.weights.lead import EngineLost, WeightSync
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import (
     EngineCalls,

@@ -22,9 +22,8 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import EngineCalls, GenerateAnswer, GenerateBatch, StartRequest
 from slurm_rlhf.wire.handles import EngineHandle
-from slurm_rlhf.wire.messages import FAILURE, TERMINATION
+from slurm_rlhf.wire.messages import FAILURE, TERMINATION, Peer
 from slurm_rlhf.wire.preemption import Preemption
-from slurm_rlhf.wire.roster import Peer
 from slurm_rlhf.wire.server import ControlServer
 
 log = logging.getLogger(__name__)

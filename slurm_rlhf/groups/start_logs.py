@@ -8,7 +8,7 @@ from pathlib import Path
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.observe.log_tail import FailedProcess, first_failure, quoted
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.messages import Peer
 
 _LINES = 12
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.engine.engine import Engine, GenerateRequest, request_seed
-from slurm_rlhf.engine.generation_phase import GATHERING, phase_of
+from slurm_rlhf.engine.engine import GATHERING, Engine, GenerateRequest, phase_of, request_seed
 from slurm_rlhf.engine.hf import HfEngine, Vocabulary
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.placement.memory import gathers_once

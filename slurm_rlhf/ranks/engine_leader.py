@@ -17,8 +17,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import GenerateRequest, Meter, backend, request_seed
 from slurm_rlhf.engine.tp_engine import EnginePlace, TpEngine, engine_store
 from slurm_rlhf.errors import CallTimeout, RunError
-from slurm_rlhf.ranks.engine_follower import EngineFollower
-from slurm_rlhf.ranks.engine_worker import EngineWorker, publish_address
+from slurm_rlhf.ranks.engine_follower import EngineFollower, EngineWorker, publish_address
 from slurm_rlhf.ranks.follower_links import FollowerCalls, FollowerLinks
 from slurm_rlhf.ranks.local_stream import LocalListener, LocalStream, accept_all
 from slurm_rlhf.ranks.worker import RankInfo, Worker

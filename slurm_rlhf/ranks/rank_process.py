@@ -131,7 +131,7 @@ def import_libraries(config: Config, info: RankInfo) -> None:
     the rank would count as lost.
     """
     if ROLES[info.role].kind == "engine":
-        from slurm_rlhf.ranks.engine_worker import prepare_process
+        from slurm_rlhf.ranks.engine_follower import prepare_process
 
         prepare_process(config, info)
         return

@@ -132,7 +132,7 @@ class BoundRendezvous(RendezvousHandler):
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="ascii")
-    except OSError:  # as of a shared file system that has a moment's trouble
+    except OSError:  # a shared file system may have a moment's trouble
         return ""
 
 
@@ -171,7 +171,7 @@ def main() -> None:
         if own:
             remove_directory(Path(own))
     if failed:
-        os._exit(1)  # at once: the interpreter's teardown of torch takes seconds on a busy node
+        os._exit(1)  # the interpreter's teardown of torch takes seconds on a busy node
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slurm_rlhf.cluster.stop import StopRequested
-from slurm_rlhf.engine.generation_phase import behind
+from slurm_rlhf.engine.engine import behind
 from slurm_rlhf.errors import CallTimeout, RemoteError, RunError
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.dispatch import Answered, answer_sizes, nobody

@@ -150,7 +150,7 @@ def deepspeed_config(cfg: TrainSettings, elements: int, ranks: int) -> dict[str,
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": cfg.max_norm if cfg.zero_stage else 0.0,  # at stage 0 `_clip` does
+        "gradient_clipping": cfg.max_norm if cfg.zero_stage else 0.0,  # `_clip` does it at stage 0
         "bf16": {"enabled": cfg.param_dtype == "bf16" and not autocast},
         # A fixed scale to DeepSpeed: `LossScale` sets it anew before each step.
         "fp16": {"enabled": cfg.param_dtype == "fp16" and not autocast, "loss_scale": 1.0},

@@ -24,7 +24,7 @@ from slurm_rlhf.errors import ModelError
 from slurm_rlhf.trainer._transformers import longrope_frequencies
 
 RANDOM = re.compile(r"drop|jitter|noise")
-"""In the names of numbers that say how random a forward pass in train mode is: `attention_dropout`, `resid_pdrop`,
+"""Matches the names of numbers that say how random a forward pass in train mode is: `attention_dropout`, `resid_pdrop`,
 `layerdrop`, `router_jitter_noise`, `moe_jitter_eps`, ... as transformers spells them."""
 
 KEPT = {"phimoe": {"router_jitter_noise"}}

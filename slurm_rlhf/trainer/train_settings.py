@@ -69,7 +69,7 @@ class TrainSettings:
     param_dtype: str  # "fp32", or "bf16" or "fp16" with fp32 master weights and fp32 gradient accumulation
     grad_comm_dtype: str  # "fp32" or "bf16": in which ranks add up their gradients
     betas: tuple[float, float]
-    weight_decay: float  # for matrices; biases and norms do not decay
+    weight_decay: float  # applies to matrices; biases and norms do not decay
     max_norm: float  # global L2 norm of the gradient, 0: not clipped
     schedule: Schedule  # learning rate by step
     timeout_s: float  # limit of every collective

@@ -48,10 +48,10 @@ class Names:
     """Name the members in messages, by rank."""
 
     short: Mapping[int, str]
-    ends: Mapping[int, str]  # with interface and address, as ends of a link
+    ends: Mapping[int, str]  # their names as ends of a link: with interface and address
     timeout_s: float
     silence_s: float
-    nodes: Mapping[int, str]  # where each is
+    nodes: Mapping[int, str]  # the node of each
 
 
 class FailureBoard:

@@ -26,20 +26,18 @@ from slurm_rlhf.weights.backends.backend import Backend, TransportFailure
 from slurm_rlhf.weights.backends.gloo import GlooTransport
 from slurm_rlhf.weights.diagnosis import FailureBoard, Names
 from slurm_rlhf.weights.liveness import Heartbeat
-from slurm_rlhf.weights.member import (
-    Member,
-    Membership,
-    device_address,
-    device_name,
-    interface_near,
-    nccl_available,
-)
 from slurm_rlhf.weights.rendezvous import (
     BACKENDS,
+    Member,
+    Membership,
     call_roll,
     connect,
+    device_address,
+    device_name,
     first_of_each,
+    interface_near,
     listen,
+    nccl_available,
     read,
     unreachable,
 )

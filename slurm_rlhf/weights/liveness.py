@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from slurm_rlhf.weights.member import Member
+from slurm_rlhf.weights.rendezvous import Member
 
 _PER_SILENCE = 10  # heartbeats in the time of silence that counts: that all of them are lost by chance is unlikely
 _NODES = 64  # on which a member has partners, at most

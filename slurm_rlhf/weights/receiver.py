@@ -52,7 +52,7 @@ class Receiver:
             raise
         self.backend = make_backend(group, plan)
         self._stream = plan.stream_to(group.rank)
-        self.pool = Pool(self.backend.device)  # for parameters that are put together
+        self.pool = Pool(self.backend.device)  # memory of parameters that are put together
 
     @property
     def peak(self) -> int:

@@ -102,10 +102,10 @@ class Cost:
     """Bytes of one update, headers left out. Owners, and ranks that take turns, count as having equal parts."""
 
     payload: int  # bytes of the parameters
-    sent: dict[int, float]  # by rank of the group, copies inside the node included
-    out: dict[str, float]  # by node, over its network link
+    sent: dict[int, float]  # rank of the group -> bytes, copies inside the node included
+    out: dict[str, float]  # node -> bytes over its network link
     into: dict[str, float]
-    inside: dict[str, float]  # by node, between its own ranks
+    inside: dict[str, float]  # node -> bytes between its own ranks
 
     def seconds(self, network: float, inside: float) -> float:
         """Return the time of the busiest link, at rates in bytes/s in each direction.

@@ -56,7 +56,7 @@ class Sender:
     def _send(self, source: Source, version: int) -> float:
         """Send this rank's parts; return the seconds in which they were written, their checksums included."""
         on_the_way: deque[tuple[int, PendingTransfer]] = deque()
-        buffers = DEPTH - 1  # for this rank's parts: one is filled while the other is on its way
+        buffers = DEPTH - 1  # two at least: one is filled while the other is on its way
         filling = 0.0
         for bucket in range(len(self.plan.buckets)):
             while on_the_way and on_the_way[0][0] <= bucket - buffers:

@@ -31,7 +31,7 @@ class Stream:
     """Name a copy of the model on its way: who owns its bytes, and which nodes it goes to."""
 
     owners: tuple[int, ...]  # actor ranks; each sends a part of every bucket
-    nodes: tuple[str, ...]  # with engines; each takes every byte once
+    nodes: tuple[str, ...]  # nodes with engines; each takes every byte once
 
 
 @dataclass(frozen=True, slots=True)

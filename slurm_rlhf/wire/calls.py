@@ -37,15 +37,15 @@ class DeviceReport(Record):
 
     gpu: str  # its name
     total: int
-    used: int  # by all processes
-    allocated: int  # by PyTorch in this process
+    used: int  # memory that all processes use
+    allocated: int  # memory that PyTorch uses in this process
     attention: str  # the kernel in use; empty: none yet
 
 
 class StacksAnswer(Record):
     """Says where a rank stands, whatever its main thread does."""
 
-    threads: str  # as faulthandler writes them, the main thread first
+    threads: str  # their stacks as faulthandler writes them, the main thread first
     node: str  # load and memory of its node
 
 
@@ -76,7 +76,7 @@ class TrainBatch(Record):
     """Holds the part of a batch that one rank trains on in one optimizer step."""
 
     experience: Experience
-    micro: list[list[int]]  # as in ForwardBatch
+    micro: list[list[int]]  # see ForwardBatch
     denominator: float  # tokens of the whole optimizer step, over all ranks
 
 
@@ -93,7 +93,7 @@ class SelfCheckAnswer(Record):
     first: F32
     again: F32  # a second time
     alone: F32  # every row in a micro-batch of its own
-    eval: F32  # in eval mode
+    eval: F32  # computed in eval mode
 
 
 class DirectoryRequest(Record):
@@ -133,7 +133,7 @@ class SyncUpdateRequest(Record):
 
 
 class PromptTokens(NamedTuple):
-    position: int  # in the batch of the conductor
+    position: int  # place in the batch of the conductor
     prompt: int  # Prompt.index
     token_ids: I32  # [P]
 
@@ -190,7 +190,7 @@ class ResponseBatch(Record):
 
 
 class Sampled(NamedTuple):
-    position: int  # as in PromptTokens
+    position: int  # see PromptTokens
     trajectory: Trajectory
 
 

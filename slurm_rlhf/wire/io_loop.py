@@ -18,9 +18,20 @@ from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import Authenticator, RunKeys
 from slurm_rlhf.wire.codec import Buffer, decode
 from slurm_rlhf.wire.io_thread import CarefulLog, IoThread, Part, make_socket
-from slurm_rlhf.wire.messages import MAIN_LANE, NUMBERED, PULSE_LANE, CallFailure, Envelope, Kind, Said, unpack
+from slurm_rlhf.wire.messages import (
+    MAIN_LANE,
+    NUMBERED,
+    PULSE_LANE,
+    CallFailure,
+    Envelope,
+    Hello,
+    Kind,
+    Peer,
+    Roster,
+    Said,
+    unpack,
+)
 from slurm_rlhf.wire.pending_calls import LOOKING, Call, PendingCalls
-from slurm_rlhf.wire.roster import Hello, Peer, Roster
 
 log = CarefulLog(logging.getLogger(__name__))
 

@@ -1,4 +1,4 @@
-"""The messages between conductor and ranks: their envelope, and the calls and failures in them.
+"""The messages between conductor and ranks: their envelope, the calls and failures in them, and who sends them.
 
 Both directions of a connection number their calls, replies, errors and events 1, 2, 3, ... All other messages carry
 the number of the last one before them. So the receiver notices a message that came twice, and within one heartbeat a
@@ -14,7 +14,8 @@ that they do not wait behind 100 MB of log-probs. All other messages use the oth
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -23,7 +24,7 @@ from msgspec import Meta, Struct, msgpack
 from slurm_rlhf.errors import RemoteError, RunError, SlurmRlhfError, UserError, WireError, system_cause
 from slurm_rlhf.records import Record
 from slurm_rlhf.wire.codec import Buffer, decode, encode
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.io_thread import Part
 
 NUMBERED = frozenset({"call", "reply", "error", "event"})
 Kind = Literal["call", "reply", "error", "event", "hello", "welcome", "taken", "beat", "pulse", "lost", "bye"]
@@ -128,7 +129,7 @@ class Request:
     send: Send = field(repr=False)
     """(kind, body frames, id) into the client's outbox."""
     answered: bool = False
-    failed: bool = False  # and answered so
+    failed: bool = False  # the answer was an error
 
     def argument(self, declared: Any = Any) -> Any:
         """Decode the argument as what is `declared`. Raises WireError."""
@@ -160,3 +161,88 @@ class Said:
     when: float  # seconds since the epoch
     peer: Peer
     what: str  # "call train_step", "reply to train_step"
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """Stands for a process of a role. A rank that comes back after it was lost is another Peer."""
+
+    role: str
+    rank: int
+    world: int
+    host: str
+    pid: int
+    phase: str = ""
+    """Its phase, as of its last pulse."""
+    lost: str = ""
+    """Reason for which it counts as gone; empty while it does not."""
+    silent: bool = False
+    """Whether it is lost because it sent no heartbeat."""
+    route: bytes = field(default=b"", repr=False)
+    heard: float = field(default=0.0, repr=False)
+    """Time of its last message, on the server's clock."""
+    sent: int = field(default=0, repr=False)
+    received: int = field(default=0, repr=False)
+    backlog: deque[list[Part]] = field(default_factory=deque, repr=False)
+    """Messages to send when its broken connection is back."""
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} on {self.host} (pid {self.pid})"
+
+
+class Hello(Record):
+    """Introduces a rank, as its first message."""
+
+    role: str
+    rank: int
+    world: int
+    host: str
+    pid: int
+    start: int = 0  # number of this start of the role, counted by the conductor
+
+    def peer(self, route: bytes, now: float) -> Peer:
+        """Make the peer at the other end of the connection `route`. Raises WireError."""
+        if not self.role or not 0 <= self.rank < self.world:
+            raise WireError(f"a hello that introduces nobody: {self}")
+        return Peer(self.role, self.rank, self.world, self.host, self.pid, route=route, heard=now)
+
+
+class Roster:
+    """Finds peers by connection and by name. Not locked: the server does that."""
+
+    def __init__(self) -> None:
+        self._by_route: dict[bytes, Peer] = {}
+        self._by_name: dict[tuple[str, int], Peer] = {}
+
+    def add(self, peer: Peer) -> None:
+        """Add a peer, in place of a lost one of the same name."""
+        self._by_route[peer.route] = peer
+        self._by_name[peer.role, peer.rank] = peer
+
+    def at(self, route: bytes) -> Peer | None:
+        """Return the peer behind a connection, lost ones included."""
+        return self._by_route.get(route)
+
+    def find(self, role: str, rank: int) -> Peer | None:
+        """Return the newest peer of that name, lost or not."""
+        return self._by_name.get((role, rank))
+
+    def of_role(self, role: str) -> list[Peer]:
+        """Return the newest peer of each rank, in rank order, lost ones included."""
+        return sorted((peer for peer in self._by_name.values() if peer.role == role), key=lambda peer: peer.rank)
+
+    def dismiss(self, role: str, reason: str) -> list[Peer]:
+        """Give up all peers of a role, and forget their names; their connections stay known. Returns them."""
+        dismissed = self.of_role(role)
+        for peer in dismissed:
+            peer.lost = peer.lost or reason
+            del self._by_name[peer.role, peer.rank]
+        return dismissed
+
+    def on(self, host: str) -> list[Peer]:
+        """Return the newest peer of each rank on a node, lost ones included."""
+        return [peer for peer in self._by_name.values() if peer.host == host]
+
+    def present(self) -> Iterator[Peer]:
+        """Yield all peers that are not lost."""
+        return (peer for peer in list(self._by_name.values()) if not peer.lost)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.wire.codec import Reader
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.messages import Peer
 
 LOOKING = frozenset({"stacks", "written"})
 """Calls that change nothing: their answers are no sign that the run makes progress."""

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable
 
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.messages import Peer
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.codec import Reader, encode
 from slurm_rlhf.wire.io_loop import IoLoop, OnEvent, OnLost
 from slurm_rlhf.wire.io_thread import CarefulLog, to_parts
-from slurm_rlhf.wire.messages import Said
+from slurm_rlhf.wire.messages import Peer, Said
 from slurm_rlhf.wire.pending_calls import Flight
-from slurm_rlhf.wire.roster import Peer
 
 log = CarefulLog(logging.getLogger(__name__))
 

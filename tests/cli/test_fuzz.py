@@ -27,7 +27,7 @@ from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.data.prompts import read_jsonl
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.wire.codec import decode, encode
-from slurm_rlhf.wire.messages import Envelope, Failure, unpack
+from slurm_rlhf.wire.messages import CallFailure, Envelope, unpack
 
 pytestmark = pytest.mark.slow
 
@@ -217,4 +217,4 @@ def test_messages_of_any_kind(frames: list[bytes]) -> None:
         decode(frames)
     with ours():
         _, rest = unpack(frames)
-        decode(rest, Failure)
+        decode(rest, CallFailure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rlhf.engine.generation_phase import GATHERING, SAMPLING, WAITING, behind, phase_of
+from slurm_rlhf.engine.engine import GATHERING, SAMPLING, WAITING, behind, phase_of
 
 
 def test_phases_are_written_in_words() -> None:

@@ -22,7 +22,7 @@ from zygote import Zygote
 from slurm_rlhf.cluster import kernel_cache
 from slurm_rlhf.engine.tp_engine import SHARED_MEMORY, EnginePlace
 from slurm_rlhf.errors import RemoteError, RunError
-from slurm_rlhf.ranks.engine_worker import segment_prefix
+from slurm_rlhf.ranks.engine_follower import segment_prefix
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.dispatch import Dispatcher
 from slurm_rlhf.wire.calls import (

@@ -10,7 +10,7 @@ import pytest
 
 from slurm_rlhf.engine.engine import GenerateRequest
 from slurm_rlhf.engine.tp_engine import EnginePlace, TpDigest
-from slurm_rlhf.ranks.engine_worker import own_devices
+from slurm_rlhf.ranks.engine_follower import own_devices
 from slurm_rlhf.records import Sampling
 from slurm_rlhf.wire.codec import decode, encode
 

@@ -29,8 +29,7 @@ from slurm_rlhf.weights.backends.device_ipc import DeviceIpc, ordinal_of
 from slurm_rlhf.weights.backends.nccl import Nccl, NcclCommunicator, in_time, name_interface
 from slurm_rlhf.weights.group import SyncGroup
 from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.weights.member import Membership, device_address, device_name, interface_near
-from slurm_rlhf.weights.rendezvous import choose, share_gpus
+from slurm_rlhf.weights.rendezvous import Membership, choose, device_address, device_name, interface_near, share_gpus
 from slurm_rlhf.weights.transfer_plan import DEPTH
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_environment")]

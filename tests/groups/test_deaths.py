@@ -15,7 +15,7 @@ from slurm_rlhf.groups.start_logs import StartLogs
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.placement.rank_map import NodeShare
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.messages import Peer
 
 KILLED, FAILED, ABORTED = "was killed by SIGKILL (often: memory)", "ended with status 1", "was killed by SIGABRT"
 

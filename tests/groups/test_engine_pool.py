@@ -21,7 +21,7 @@ from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.weights.transfer_calls import EngineLost
+from slurm_rlhf.weights.lead import EngineLost
 from slurm_rlhf.wire.handles import EngineHandle
 
 pytestmark = [pytest.mark.slow]

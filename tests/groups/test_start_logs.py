@@ -12,7 +12,7 @@ from slurm_rlhf.groups.start_logs import StartLogs
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.observe.log_tail import FailedProcess
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.messages import Peer
 
 REPORT = """Root Cause (first observed failure):
   rank      : {rank} (local_rank: {rank})

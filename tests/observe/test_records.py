@@ -23,8 +23,7 @@ from slurm_rlhf.observe.jsonl import append_line, drop_end, read_rows, truncate_
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.samples import SampleLog, choose, console_text, markdown_text, read_samples
 from slurm_rlhf.observe.spans import KEPT, CallSpans, TimelineLog, joined, thinned
-from slurm_rlhf.wire.messages import Failure
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.messages import CallFailure, Peer
 
 
 def test_lines_with_any_text_are_read_back_and_half_lines_are_not(tmp_path: Path) -> None:
@@ -136,7 +135,7 @@ def test_which_failures_are_hangs(error: Exception, kind: str) -> None:
 
 def test_a_hang_is_one_at_the_conductor_when_a_rank_says_so() -> None:
     peer = Peer("rollout", 0, 1, "n1", 7)
-    told = [Failure.of(error).raised(peer, "generate") for error in (CallTimeout("late"), RunError("broken"))]
+    told = [CallFailure.of(error).raised(peer, "generate") for error in (CallTimeout("late"), RunError("broken"))]
     assert [kind_of_failure(error) for error in told] == ["hang", "error"]
 
 

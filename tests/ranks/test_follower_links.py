@@ -18,8 +18,7 @@ from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.engine.engine import GenerateRequest
 from slurm_rlhf.engine.tp_engine import EnginePlace
 from slurm_rlhf.errors import CallTimeout, RunError, WireError
-from slurm_rlhf.ranks.engine_follower import EngineFollower
-from slurm_rlhf.ranks.engine_worker import LEADER_ADDRESS, read_address
+from slurm_rlhf.ranks.engine_follower import LEADER_ADDRESS, EngineFollower, read_address
 from slurm_rlhf.ranks.follower_links import FollowerAnswer, FollowerCalls, FollowerLinks, LeaderMessage
 from slurm_rlhf.ranks.local_stream import LocalListener, LocalStream, accept_all, connect_local
 from slurm_rlhf.records import ParameterSpec, Sampling, SyncConnection, SyncReport

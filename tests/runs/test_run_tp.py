@@ -17,7 +17,7 @@ from training_runs import Run, metrics, started, timeless, train, workspace
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.tp_engine import EnginePlace
-from slurm_rlhf.ranks.engine_worker import segment_prefix
+from slurm_rlhf.ranks.engine_follower import segment_prefix
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -18,7 +18,7 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import EngineCalls, StartRequest
 from slurm_rlhf.wire.handles import EngineHandle, gather
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.messages import Peer
 from slurm_rlhf.wire.server import ControlServer
 
 

@@ -17,8 +17,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.weights.group import SyncGroup, join
 from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.weights.member import Membership
-from slurm_rlhf.weights.rendezvous import SyncStore
+from slurm_rlhf.weights.rendezvous import Membership, SyncStore
 from slurm_rlhf.weights.sender import Sender
 from slurm_rlhf.weights.transfer_plan import make_plan
 from slurm_rlhf.wire.declarations import spec_of

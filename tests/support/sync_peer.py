@@ -144,7 +144,7 @@ class _Engine:
 
     def join(self, **where: Any) -> list[str]:
         from slurm_rlhf.weights.group import join
-        from slurm_rlhf.weights.member import Membership
+        from slurm_rlhf.weights.rendezvous import Membership
 
         self.group = join(Membership(**where))
         return [str(member) for member in self.group.members]

@@ -19,7 +19,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.weights.diagnosis import Names, cut
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.weights.liveness import Heartbeat, partners, silent
-from slurm_rlhf.weights.member import Member
+from slurm_rlhf.weights.rendezvous import Member
 
 pytestmark = [pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from waiting import HANG_S
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.weights.group import abort_newest, join
-from slurm_rlhf.weights.member import Membership
+from slurm_rlhf.weights.rendezvous import Membership
 
 pytestmark = [pytest.mark.slow]
 

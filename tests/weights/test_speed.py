@@ -13,7 +13,7 @@ from slurm_rlhf.bench.sync import World, measure, parameters_of
 from slurm_rlhf.cli.bench import Bench
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.weights.member import interface_near, pick_interface
+from slurm_rlhf.weights.rendezvous import interface_near, pick_interface
 
 pytestmark = pytest.mark.slow
 

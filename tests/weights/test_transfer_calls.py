@@ -13,8 +13,7 @@ from waiting import HANG_S
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import SyncReport
-from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.weights.transfer_calls import EngineLost, settle_update
+from slurm_rlhf.weights.lead import EngineLost, WeightSync, settle_update
 from slurm_rlhf.wire import timeouts
 
 BROKEN = SyncReport(broken="rank 3 is silent", silent=True)

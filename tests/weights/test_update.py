@@ -21,8 +21,8 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weights.backends.backend import TransportFailure
 from slurm_rlhf.weights.backends.gloo import GlooTransport
 from slurm_rlhf.weights.group import SyncGroup, join
-from slurm_rlhf.weights.member import Membership
 from slurm_rlhf.weights.receiver import Receiver
+from slurm_rlhf.weights.rendezvous import Membership
 from slurm_rlhf.weights.routes import routes
 from slurm_rlhf.weights.sender import Sender
 from slurm_rlhf.weights.transfer_plan import DEPTH, make_plan

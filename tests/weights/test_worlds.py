@@ -21,7 +21,7 @@ import torch, torch.distributed as dist
 from sync_peer import describe, hold
 from waiting import HANG_S
 from slurm_rlhf.weights.group import join
-from slurm_rlhf.weights.member import Membership
+from slurm_rlhf.weights.rendezvous import Membership
 from slurm_rlhf.weights.transfer_plan import make_plan
 from slurm_rlhf.weights.sender import Sender
 from slurm_rlhf.weights.receiver import Receiver

@@ -20,7 +20,7 @@ from slurm_rlhf.errors import CallTimeout, ConfigError, RemoteError, RoleDied, R
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.io_thread import Wakeup
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.messages import Peer
 from slurm_rlhf.wire.server import ControlServer
 
 pytestmark = [pytest.mark.slow]

@@ -24,8 +24,7 @@ from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import THREAD_FAILED, ControlClient
 from slurm_rlhf.wire.codec import encode
 from slurm_rlhf.wire.io_thread import ListeningClock, end_context
-from slurm_rlhf.wire.messages import Envelope
-from slurm_rlhf.wire.roster import Peer
+from slurm_rlhf.wire.messages import Envelope, Peer
 from slurm_rlhf.wire.server import ControlServer
 
 pytestmark = [pytest.mark.slow]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from slurm_rlhf.wire.messages import Peer
 from slurm_rlhf.wire.pending_calls import PendingCalls
-from slurm_rlhf.wire.roster import Peer
 
 HOUR = 3600.0
 

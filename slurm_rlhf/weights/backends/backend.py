@@ -83,9 +83,9 @@ class Backend(Protocol):
     """Move buckets, which go in order, update after update. After a failure or `abort` a backend is spent."""
 
     device: torch.device
-    """Where the buffers are."""
+    """Device of the buffers."""
     pool: Pool
-    """Where buckets that come in lie; its peak tells how much memory they take."""
+    """Memory of the buckets that come in; its peak is how much they take."""
 
     def send(
         self, bucket: int, stream: int, part: BucketPart, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()

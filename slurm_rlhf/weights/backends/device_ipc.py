@@ -22,7 +22,7 @@ from slurm_rlhf.weights.backends.backend import Done, Incoming, PendingTransfer,
 from slurm_rlhf.weights.backends.nccl import NcclCommunicator, in_time
 from slurm_rlhf.weights.backends.shared_memory import SharedMemory
 from slurm_rlhf.weights.bucket import Pool
-from slurm_rlhf.weights.member import device_name, device_names
+from slurm_rlhf.weights.rendezvous import device_name, device_names
 from slurm_rlhf.weights.transfer_plan import DEPTH, BucketPart, SyncPlan
 
 

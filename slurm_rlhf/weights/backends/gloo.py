@@ -241,7 +241,7 @@ class Gloo:
         assert memory is not None
 
         def wait() -> torch.Tensor:
-            counted.wait()  # for what this rank brings in: its failures are the connection's own
+            counted.wait()  # this rank's own chunks come first: their failures are the connection's
             return memory.wait(number, chunks)[:nbytes]
 
         return Incoming(wait, partial(memory.give_back, number, reader), lent=True)
@@ -286,7 +286,7 @@ class _Sent:
 
     def run(self) -> None:
         self.pending.wait()
-        del self.pending  # and the buffer with it, before it is taken again
+        del self.pending  # frees the buffer, before it is taken again
         self.counted.came([])
 
 
@@ -301,7 +301,7 @@ class _ChunkThatComes:
     number: int  # number of its bucket in the shared memory
     index: int  # among the bucket's chunks
     counted: _Counted
-    sums: dict[int, int] | None  # for its checksum, where it is a piece that nobody copies
+    sums: dict[int, int] | None  # gets its checksum, if it is a piece that nobody copies
 
     def run(self) -> None:
         self.pending.wait()
