@@ -29,7 +29,6 @@ from slurm_rlhf.engine import vllm
 from slurm_rlhf.engine.vllm import DeviceMemory, prepare_environment
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.groups.engine_pool import EnginePool, _EngineStart
-from slurm_rlhf.ranks.engine_follower import own_devices
 from slurm_rlhf.ranks.rank_process import import_libraries
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
