@@ -388,7 +388,7 @@ def test_an_engine_imports_its_attention_kernels_on_cuda(monkeypatch: pytest.Mon
         if "." in name:
             monkeypatch.setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Attention(), *sys.meta_path])
-    monkeypatch.setattr("slurm_rlhf.ranks.engine_worker.prepare_environment", lambda: asked.append("prepared"))
+    monkeypatch.setattr("slurm_rlhf.engine.vllm.prepare_environment", lambda: asked.append("prepared"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     for is_cuda in (False, True):
         platform = SimpleNamespace(is_cuda=lambda is_cuda=is_cuda: is_cuda)
