@@ -5,12 +5,14 @@ DeepSpeed's engine is a stand-in, too, whose methods are compared with the insta
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +26,7 @@ from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.ranks.model_workers import ReferenceWorker
+from slurm_rlhf.ranks.rank_process import import_libraries
 from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.trainer import deepspeed as zero
 from slurm_rlhf.trainer import distributed, frozen_models, trainers
@@ -360,3 +363,36 @@ def test_zero2_parks_by_deepspeeds_own_means_and_calls_release_what_they_do_not_
     rank = ReferenceWorker(config, RankInfo("reference", 0, 1, 0, "n"), cast(Any, None))
     assert rank.perform(lambda: 5, []) == 5
     assert emptied == ["emptied"]
+
+
+def test_an_engine_imports_its_attention_kernels_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is a stand-in, whose names are looked for in the installed one's files."""
+    home = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))  # type: ignore
+    imported = ["vllm", "vllm._custom_ops", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.llm_engine", "vllm.platforms"]
+    for name in [*imported, "vllm.vllm_flash_attn"]:
+        path = home.joinpath(*name.split(".")[1:])
+        assert path.with_suffix(".py").is_file() or (path / "__init__.py").is_file(), name
+    assert "def is_cuda(self) -> bool:" in (home / "platforms" / "interface.py").read_text()
+    assert "import_kernels()" in (home / "_custom_ops.py").read_text()
+    asked: list[str] = []
+
+    class Attention:
+        def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+            if name.startswith("vllm"):
+                asked.append(name)
+
+    for name in imported:
+        module = ModuleType(name)
+        module.__path__ = []  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+        if "." in name:
+            monkeypatch.setattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2], module, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Attention(), *sys.meta_path])
+    monkeypatch.setattr("slurm_rlhf.engine.vllm.prepare_environment", lambda: asked.append("prepared"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    for is_cuda in (False, True):
+        platform = SimpleNamespace(is_cuda=lambda is_cuda=is_cuda: is_cuda)
+        monkeypatch.setattr(sys.modules["vllm.platforms"], "current_platform", platform, raising=False)
+        import_libraries(Config(), RankInfo("rollout", 2, 4, 2 if not is_cuda else 0, "n"))
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
+    assert asked == ["prepared", "prepared", "vllm.vllm_flash_attn"]

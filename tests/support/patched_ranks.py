@@ -28,7 +28,10 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 if "--role=rollout" in sys.orig_argv and os.environ.get("LOCAL_RANK") in RANKS:
-    sys.meta_path.insert(0, Finder())
+    if NAME in sys.modules:  # forked from a process that has imported it
+        change(sys.modules[NAME])
+    else:
+        sys.meta_path.insert(0, Finder())
 """
 
 
