@@ -249,9 +249,8 @@ def role(rank: int, port: int) -> bytes:
 
 def sync(rank: int, port: int) -> bytes:
     """Form the group of a weight transfer, and send a tensor from the actor to the engine."""
-    from slurm_rlhf.weights.member import Membership
-
     from slurm_rlhf.weights.group import SyncGroup
+    from slurm_rlhf.weights.rendezvous import Membership
 
     group = SyncGroup(Membership(str(port), rank, 2, 1, "127.0.0.1", port, LIMIT_S, backend="gloo"))
     group.open()
