@@ -79,7 +79,7 @@ class Trajectory(Record):
     finish_reason: str  # STOP, LENGTH or REPETITION
     text: str
     versions: list[VersionSpan]
-    engine: int = 0  # which engine sampled it
+    engine: int = 0  # number of the engine that sampled it
 
 
 class EngineLoad(Record):

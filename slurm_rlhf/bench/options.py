@@ -56,7 +56,7 @@ class Bench:
 class Given:
     """Hold what a user wrote behind the name of a bench."""
 
-    options: dict[str, Any]  # of every option, its value or its default
+    options: dict[str, Any]  # option -> its value or its default
     json: bool = False
     config: Config = field(default_factory=Config)
 

@@ -29,7 +29,7 @@ from slurm_rlhf.wire.handles import EngineHandle
 from slurm_rlhf.wire.server import ControlServer
 
 
-def run(given: Given) -> dict[str, Any]:
+def run_bench(given: Given) -> dict[str, Any]:
     """Measure both sides. Raises ConfigError, ModelError, RunError."""
     options = given.options
     _check_length(given.config, options["prompt_tokens"])

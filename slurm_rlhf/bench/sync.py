@@ -37,28 +37,28 @@ class Spec:
     repeats: int = 3
     naive: bool = True
     model: str = ""  # directory to load into; empty: no loading
-    host: str = "127.0.0.1"  # of the first actor rank
+    host: str = "127.0.0.1"  # address of the first actor rank
     port_file: str = ""  # where rank 0 writes its port
     timeout_s: float = timeouts.BENCH_SYNC_S
     parent: int = 0  # the process that ranks end with; 0: whichever has started this one, on another machine
 
 
 @dataclass(slots=True)
-class World(Spec):
+class SyncWorld(Spec):
     """Describe what is measured, and how ranks are started."""
 
-    prefix: Callable[[str], list[str]] = field(default=lambda node: [])  # of the command of a rank on a node
-    gpus: tuple[str, ...] = ()  # of each node, as CUDA_VISIBLE_DEVICES names them; empty: ranks compute on CPUs
+    prefix: Callable[[str], list[str]] = field(default=lambda node: [])  # node -> words before a rank's command
+    gpus: tuple[str, ...] = ()  # GPUs of each node, as CUDA_VISIBLE_DEVICES names them; empty: CPUs
     remote: bool = False  # `prefix` starts ranks on other machines, which see `scratch`
     scratch: str = ""  # directory for what the ranks are told; empty: the system's
 
 
-def run(given: Given) -> dict[str, Any]:
+def run_bench(given: Given) -> dict[str, Any]:
     """Measure what the options ask for. Raises ConfigError, RunError, ModelError."""
     return measure(_world(given.options))
 
 
-def measure(world: World) -> dict[str, Any]:
+def measure(world: SyncWorld) -> dict[str, Any]:
     """Start a process per rank, wait for all, and return what they measured.
 
     Raises RunError with the last lines of a rank. Whatever happens, none of the processes is left.
@@ -103,7 +103,7 @@ def parameters_of(nbytes: int) -> list[list[Any]]:
     return found
 
 
-def _world(options: dict[str, Any]) -> World:
+def _world(options: dict[str, Any]) -> SyncWorld:
     if options["load"] and not options["model"]:
         raise ConfigError("--load needs the model that vLLM is to be started on: --model=DIRECTORY")
     if options["model"]:
@@ -114,7 +114,7 @@ def _world(options: dict[str, Any]) -> World:
     if options["one_node"]:
         actors, engines = ["node"] * len(actors), ["node"] * len(engines)
     gpus = local_gpus(os.environ) if options["backend"] in ("auto", "nccl", "ipc") else ()
-    return World(
+    return SyncWorld(
         parameters,
         actors,
         engines,
@@ -153,7 +153,7 @@ def _results(processes: Sequence[subprocess.Popen[str]], place: Path) -> dict[st
     return dict(json.loads(output.splitlines()[-1]))
 
 
-def _derived(world: World, measured: dict[str, Any]) -> dict[str, Any]:
+def _derived(world: SyncWorld, measured: dict[str, Any]) -> dict[str, Any]:
     nbytes = sum(2 * math.prod(shape) for _, shape, _ in world.parameters)
     rate = nbytes / measured["seconds"]
     nodes = len(set(world.engines))
@@ -164,7 +164,7 @@ def _derived(world: World, measured: dict[str, Any]) -> dict[str, Any]:
         "engines": _shape(world.engines),
         "zero": world.zero,
         **measured,
-        "bytes_per_s": rate,  # that arrive at each engine rank, and over the network at each engine node
+        "bytes_per_s": rate,  # arriving at each engine rank, and over the network at each engine node
         "bytes_per_s_all_ranks": rate * len(world.engines),
         "bytes_per_s_all_nodes": rate * nodes,
         "naive_seconds": measured.get("naive_seconds"),

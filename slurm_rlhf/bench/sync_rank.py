@@ -45,7 +45,7 @@ class Resident:
 
     def __init__(self, reset: bool = False) -> None:
         """`reset`: the highest value begins anew."""
-        ctypes.CDLL(None).malloc_trim(0)  # what is free already is nobody's
+        ctypes.CDLL(None).malloc_trim(0)  # memory that is free already is nobody's
         if reset:
             with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")

@@ -31,7 +31,7 @@ from slurm_rlhf.wire.client import ControlClient
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
 
-def run(given: Given) -> dict[str, Any]:
+def run_bench(given: Given) -> dict[str, Any]:
     """Measure both sides. Raises ConfigError, ModelError, RunError."""
     options = given.options
     with model_of(given, mean_response=1) as config:

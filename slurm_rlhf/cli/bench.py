@@ -19,14 +19,14 @@ USAGE = "usage: slurm-rlhf bench NAME [FILE.toml] [--KEY=VALUE ...] [--OPTION=VA
 class BenchModule(Protocol):
     """Measure, and write the results: what the module `slurm_rlhf.bench.<name>` of a bench offers."""
 
-    def run(self, given: Given) -> dict[str, Any]:
+    def run_bench(self, given: Given) -> dict[str, Any]:
         """Measure what the options ask for."""
 
     def show(self, result: dict[str, Any]) -> str:
         """Write the results for a reader."""
 
 
-class Bench:
+class BenchCommand:
     """Choose the bench that the first word names; each bench has its own options and help page."""
 
     def help_page(self) -> str:
@@ -50,9 +50,9 @@ class Bench:
         # What libraries print meanwhile goes to standard error: standard output is for the results.
         with contextlib.redirect_stdout(sys.stderr):
             module: BenchModule = importlib.import_module(f"slurm_rlhf.bench.{bench.name}")
-            result = module.run(given)
+            result = module.run_bench(given)
         print(json.dumps(result) if given.json else module.show(result))
         return 0
 
 
-COMMANDS = {"bench": Bench()}
+COMMANDS = {"bench": BenchCommand()}

@@ -267,7 +267,7 @@ def _suspects(error: Exception) -> list[Path]:
         module = sys.modules.get((error.name or "").partition(".")[0])
         named += [error.path, getattr(module, "__file__", None)]
     if isinstance(error, AttributeError):
-        named.append(getattr(error.obj, "__file__", None))  # of a module
+        named.append(getattr(error.obj, "__file__", None))  # the file of a module
     frames = reversed(traceback.extract_tb(error.__traceback__))
     named += [frame.filename for frame in frames if frame.name == "<module>"]
     return [Path(name) for name in named if isinstance(name, str)]

@@ -273,7 +273,7 @@ def _deserted(found: Found) -> list[str]:
             last = tail(log, _LEFT_LINES)
             if _LEFT.search(last[-1]):
                 nodes.add(rank["node"])
-            elif not ends_in_error(last):  # of a collective with a rank that has left, before it knew why
+            elif not ends_in_error(last):  # a collective failed whose rank had left, before the cause was known
                 return []
     return sorted(nodes)
 

@@ -22,9 +22,9 @@ class Partition:
     name: str
     default: bool
     nodes: int
-    gpus: int  # of a node
+    gpus: int  # GPUs of a node
     time: str  # in Slurm's words: 1-00:00:00, infinite
-    cpus: int  # of a node
+    cpus: int  # CPUs of a node
     up: bool
 
     def describe(self) -> str:

@@ -119,7 +119,7 @@ PARENT = "SLURM_RLHF_PARENT"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-_DESCRIPTORS = 65536  # of a process; some programs close as many as there may be, one by one
+_DESCRIPTORS = 65536  # limit of a process; some programs close all possible ones, one by one
 _OF_A_RANK = 2  # connections to the conductor
 _BESIDE = 128
 

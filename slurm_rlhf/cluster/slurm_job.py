@@ -24,16 +24,16 @@ class Job:
     """Describe one job or array task; fields that scontrol did not print are empty."""
 
     id: str  # 12, or 12_3 for a task of an array
-    number: str  # what SLURM_JOB_ID is in it
+    number: str  # SLURM_JOB_ID inside the job
     state: str
     reason: str
     exit_code: str  # status:signal
     restarts: str
     nodes: str
     end_time: str  # 2026-11-20T18:00:00, Unknown
-    output: str  # of its batch script
+    output: str  # file with the output of its batch script
     partition: str = ""  # several with commas
-    start_time: str = ""  # of a job that waits: when Slurm expects to start it, or Unknown
+    start_time: str = ""  # when Slurm expects to start a waiting job, or Unknown
     batch_host: str = ""  # where its batch script runs
     requeue: str = ""  # 0: it is not to be requeued
 

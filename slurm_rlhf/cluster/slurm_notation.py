@@ -62,7 +62,7 @@ def _slurm_key(name: str) -> tuple[object, ...]:
 
 def _element(text: str, start: int) -> tuple[Iterator[str], int]:
     """Return the names of the element at `start`, and the position after it."""
-    texts = [""]  # what stands before each bracket, and after the last
+    texts = [""]  # text before each bracket, and after the last
     numbers: list[list[str]] = []
     position = start
     while position < len(text) and text[position] not in _SEPARATORS:

@@ -154,7 +154,7 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         self._leaving.set()
         signal.set_wakeup_fd(self._wakeup_before)
-        self._wakeup.close()  # which wakes the thread
+        self._wakeup.close()  # wakes the thread
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

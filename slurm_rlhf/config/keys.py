@@ -151,7 +151,7 @@ class Rules:
             found: Broken = False if name.startswith("_") else rule(self)
             for more in found if isinstance(found, list) else [found] if found else []:
                 named = self._values | (more if isinstance(more, dict) else {})
-                sentence = " ".join(rule.__doc__.split()).format_map(named)
+                sentence = _sentences(type(self))[name].format_map(named)
                 keys = rule.__dict__.get("unused", ())
                 yield from without_effect(self.config, keys, sentence) if keys else [sentence]
 
@@ -189,6 +189,15 @@ def documentation() -> dict[str, str]:
     visit(Config(), "")
     found[ALGORITHM] = found[ALGORITHM].format(algorithms=", ".join(sorted(built_in())))
     return found
+
+
+@cache
+def _sentences(rules: type[Rules]) -> dict[str, str]:
+    """Return the docstring of each rule; read from the source, since PYTHONOPTIMIZE=2 leaves docstrings out."""
+    methods = [
+        node for node in _class_nodes(rules.__module__)[rules.__name__].body if isinstance(node, ast.FunctionDef)
+    ]
+    return {method.name: " ".join((ast.get_docstring(method) or "").split()) for method in methods}
 
 
 @cache

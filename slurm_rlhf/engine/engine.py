@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import re
 import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -32,10 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slurm_rlhf.data.tokenizer import Tokenizer
-
-
-import re
-from collections.abc import Mapping
 
 Shapes = dict[str, tuple[int, ...]]
 """Name of each parameter, as in a model directory of Hugging Face -> its full shape; tied parameters once."""

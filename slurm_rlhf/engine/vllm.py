@@ -216,7 +216,7 @@ class VllmEngine(Engine):
             raise RunError(f"engine {self._number}: request key {request.key!r} is in use")
         prompt_ids = [int(token) for token in request.prompt_ids]
         # Never given twice, as in vLLM's own engine: a batch in flight may still have a request that has ended, and
-        # what it samples for it would go to the next one of that name. Counted and not random: the same on all TP
+        # a response sampled for it would go to the next one of that name. Counted and not random: the same on all TP
         # ranks, so those that the leader refuses, of which the others never hear, do not count.
         name = f"{request.key}#{self._added}"
         try:

@@ -20,7 +20,7 @@ Answers = Mapping[str, Mapping[str, Any]]
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA's major version -> the first driver branch for Linux that runs it. Source: CUDA release notes, table of minor
 version compatibility."""
-_UNLIKE = 0.05  # of the memory: cards of one kind differ by less
+_UNLIKE = 0.05  # share of the memory: cards of one kind differ by less
 _SHOWN = 8
 
 

@@ -24,7 +24,7 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
 
 SHM = Path("/dev/shm")
-_SHM_BYTES = 1 << 20  # that are written to try it
+_SHM_BYTES = 1 << 20  # written as a trial
 _SIOCGIFNETMASK = 0x891B  # linux/sockios.h
 _INFINIBAND = Path("/sys/class/infiniband")
 

@@ -211,7 +211,7 @@ def tell(spec: StepSpec, engines: EngineRanks) -> None:
         print(f"engine {engine}: {how}", flush=True)
         try:
             write_atomically(ended_file(Path(spec.run_dir), spec.run_id, engine), how)
-        except OSError as error:  # of a full disk; heartbeats tell it, too, a little later
+        except OSError as error:  # the disk is full; heartbeats say the same a little later
             print(f"engine {engine}: {error}", flush=True)
 
 

@@ -27,7 +27,7 @@ from slurm_rlhf.wire import timeouts
 
 INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.65, 0.95
 """Parts of the time limit at which the next stage begins, whoever is missing."""
-_PEERS = 8  # that a node tries to reach, on either side of it in the list
+_PEERS = 8  # nodes that a node tries to reach on either side of it in the list
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Question:
 
     nodes: tuple[str, ...]
     here: str
-    address: str  # of this process, as the nodes reach it
+    address: str  # address of this process, as the nodes reach it
     needs: Needs
-    versions: Mapping[str, str]  # of this process; in a container those of the first node count
+    versions: Mapping[str, str]  # package -> version here; in a container those of the first node count
     ranks: RankMap
     place: Callable[[Sequence[str]], RankMap]
     spares: int = 0
@@ -47,7 +47,7 @@ class Question:
     inside: bool = False  # the agents run in a container, and this process does not
     job: str = ""
     started: str = ""
-    equipment: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of nodes whose agent cannot know it
+    equipment: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by node, where its agent cannot know it
     limit_s: float = 60.0
 
 
@@ -216,12 +216,12 @@ class Evidence:
     here: str  # the conductor's node
     where: str  # host, address and port of the conductor
     needs: Needs
-    versions: Mapping[str, str]  # of the conductor
+    versions: Mapping[str, str]  # package -> version in the conductor
     token: str  # in the canary
     facts: Mapping[str, NodeFacts]
     job: str = ""
     said: str = ""  # by the launcher
-    started: str = ""  # what was to run on the nodes
+    started: str = ""  # the program that was to run on the nodes
     links: Sequence[Outcome] = ()
     groups: Sequence[Outcome] = ()
     unmeasured: str = ""  # why there are no links and groups

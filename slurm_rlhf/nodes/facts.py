@@ -55,9 +55,9 @@ class Reach:
     """Describe how a node sees another one by its name."""
 
     node: str
-    address: str  # that the name has; empty: it has none
-    name: str  # that the address has; empty: it has none
-    problem: str  # of a connection; empty: it was answered
+    address: str  # the name's address; empty: it has none
+    name: str  # the address's name; empty: it has none
+    problem: str  # why a connection failed; empty: it was answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +75,18 @@ class NodeFacts:
     free_files: int = UNKNOWN
     shm_free: int = UNKNOWN
     shm: str = ""  # why /dev/shm cannot be written
-    memlock: int = UNKNOWN  # that a process may lock; UNKNOWN: without a limit
-    most_files: int = UNKNOWN  # that a process may open; UNKNOWN: without end
+    memlock: int = UNKNOWN  # bytes that a process may lock; UNKNOWN: no limit
+    most_files: int = UNKNOWN  # files that a process may open; UNKNOWN: no limit
     infiniband: bool = False
     addresses: tuple[str, ...] = ()
     interface: str = ""  # by which it reaches the conductor
     address: str = ""
-    link_mbits: int = 0  # of that interface, as the kernel tells it; 0: it does not
+    link_mbits: int = 0  # speed of that interface by the kernel; 0: unknown
     subnet: str = ""
-    exported: tuple[str, ...] = ()  # what is wrong with NCCL_SOCKET_IFNAME and the like
+    exported: tuple[str, ...] = ()  # problems with NCCL_SOCKET_IFNAME and the like
     unhealthy: tuple[str, ...] = ()  # GPUs with errors of memory, or throttled
     conductor: str = ""  # why it does not reach the conductor
-    skew_s: float = 0.0  # of its clock to the conductor's, beyond what the measurement leaves open
+    skew_s: float = 0.0  # its clock minus the conductor's, beyond the error of measuring
     reached: tuple[Reach, ...] = field(default=())
 
     @classmethod

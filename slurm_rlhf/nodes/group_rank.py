@@ -24,7 +24,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 _MESSAGE = 1 << 20
 _POLL_S = 0.02
-_ENOUGH_S = 0.3  # of repeating an operation: a slow one is not repeated
+_ENOUGH_S = 0.3  # limit of repeating an operation: a slow one is not repeated
 _REPEATS = 3
 _SMALL = 5  # repeats of the smallest message
 SIZE = {"gloo": 2 << 20, "nccl": 64 << 20}
@@ -41,12 +41,12 @@ def main() -> None:
         message, fds, _, _ = socket.recv_fds(channel, _MESSAGE, 1)
         if not message:
             return
-        run(json.loads(message), fds[0], lambda report: channel.sendall(json.dumps(report).encode()))
+        measure(json.loads(message), fds[0], lambda report: channel.sendall(json.dumps(report).encode()))
         os.close(fds[0])
 
 
-def run(order: dict[str, Any], listening: int, tell: Tell) -> None:
-    """Fork the seats of `order`, and end those that are not through after `limit_s`."""
+def measure(order: dict[str, Any], listening: int, tell: Tell) -> None:
+    """Fork a process for each rank that `order` lists, and end those that are not through after `limit_s`."""
     children = {_fork(order, seat, visible, listening, tell): seat for seat, _, visible in order["seats"]}
     end = time.monotonic() + order["limit_s"]
     while children:
@@ -70,7 +70,7 @@ def _fork(order: dict[str, Any], seat: int, visible: dict[str, str], listening: 
         os.environ.update(visible)
         _take_part(order, seat, listening, tell)
     finally:
-        os._exit(0)  # what went wrong is told; nothing of the parent's may run twice
+        os._exit(0)  # the error was sent; nothing of the parent's may run twice
     raise AssertionError("not reached")
 
 

@@ -51,7 +51,7 @@ class Lineup:
 class Figures:
     """Hold what the slowest member of a group measured; seconds."""
 
-    latency_s: float  # of the smallest all-reduce, or a round trip
+    latency_s: float  # time of the smallest all-reduce, or of a round trip
     there_s: float  # a large all-reduce, or sending over a link
     back_s: float  # a large broadcast, or the way back
     size: int  # bytes

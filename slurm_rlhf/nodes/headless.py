@@ -96,7 +96,7 @@ class Heir:
     node: str
     place: int
     run_dir: Path
-    endpoint: str  # of the conductor
+    endpoint: str  # address of the conductor
     chain: bool = False
     _since: float | None = field(default=None, init=False)  # when it was seen headless
     _claimed: bool = field(default=False, init=False)
@@ -131,7 +131,7 @@ class Heir:
                 mark(self.run_dir, self.job, self.restarts).touch(exist_ok=False)
             except FileExistsError:
                 return False
-            except OSError as error:  # of a full disk: then the count of restarts is the only guard
+            except OSError as error:  # the disk is full: the count of restarts is the only guard
                 print(error, flush=True)
             self._claimed = True
         return True

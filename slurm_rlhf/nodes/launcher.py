@@ -35,7 +35,7 @@ class Ended:
     role: str
     node: str  # where it ended; a list of nodes if the launcher cannot tell which came first
     how: str  # "ended with status 1", "was killed by SIGKILL"
-    log: Path  # what the launcher itself printed
+    log: Path  # file with the launcher's own output
 
 
 class Launcher(Protocol):

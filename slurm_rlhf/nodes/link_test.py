@@ -16,7 +16,7 @@ SIZE = 2 << 20
 """Bytes that go each way."""
 _PIECE = 1 << 16
 _PINGS = 5
-_ENOUGH_S = 0.5  # of repeating: a slow link is not measured again
+_ENOUGH_S = 0.5  # limit of repeating: a slow link is not measured again
 _REPEATS = 3
 _LONGEST_PROOF = 4096
 

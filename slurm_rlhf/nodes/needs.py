@@ -57,7 +57,7 @@ class Needs:
     places: tuple[tuple[str, str], ...] = ()  # (key, path) that every node reads
     space: Space | None = None  # None: the models' sizes are not known
     granted_by: str = ""
-    quota: Quota | None = None  # of this user, where the run directory is
+    quota: Quota | None = None  # this user's quota where the run directory is
     lock: str = ""  # why the run directory cannot be locked
     earlier: tuple[str, ...] = ()  # nodes of the last start in this directory; empty: there was none
     allocation: str = ""  # how the job differs from what its environment says

@@ -43,7 +43,7 @@ class ProcessView:
 
     pid: int
     state: str  # empty: there is no such process
-    spy: str = ""  # what py-spy printed
+    spy: str = ""  # output of py-spy
     no_spy: str = ""  # why it did not
 
 

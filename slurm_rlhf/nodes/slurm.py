@@ -33,7 +33,7 @@ class _Role:
     file: Path
     step: RunningStep
     attempt: int = 0
-    reported: int = 0  # of its failures
+    reported: int = 0  # number of its failures that were reported
     ending: bool = False  # was told to end, before it is started again
 
 

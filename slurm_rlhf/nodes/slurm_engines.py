@@ -78,7 +78,7 @@ class SlurmEngines:
         self._environment: Environment = {}
         self._starts: list[_Start] = []  # every one so far
         self._ended: set[tuple[str, int]] = set()  # (run_id, engine) that were told to end
-        self._news: dict[int, str] = {}  # that `ended` has not told yet
+        self._news: dict[int, str] = {}  # engine -> how it ended, where `ended` has not returned it yet
         self._lock = threading.Lock()
         self._stopping = False
         self.address = address_among(ranks.used_nodes, run.slurm.node_name)

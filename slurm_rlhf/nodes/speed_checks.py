@@ -13,7 +13,7 @@ SLOW = 1 / 3
 """Of the median of the peers: what is below is named."""
 FAR_BELOW = 1 / 10
 """Of what an interface is made for: with two nodes, what is below is named. One stream of bytes does not fill it."""
-_STREAM_MBITS = 10_000  # what one stream over TCP can be expected to fill, however fast the interface
+_STREAM_MBITS = 10_000  # expected of one TCP stream, however fast the interface
 _MB = 1e6
 
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 class Start:
     """Holds what `slurm-rlhf init` knows."""
 
-    name: str  # of the run: its files, its job
+    name: str  # the run's name, also for its files and its job
     model: str  # directory
     prompts: str  # JSONL file
     nodes: int = 1
-    gpus: int = 0  # of a node; 0: CPUs
+    gpus: int = 0  # GPUs of a node; 0: CPUs
     tensor_parallel_size: int = 1
     partition: str = ""
     time: str = ""
     account: str = ""
-    modules: tuple[str, ...] = ()  # that the batch script may load
+    modules: tuple[str, ...] = ()  # modules that the batch script may load
 
     @property
     def slots(self) -> int:
@@ -30,7 +30,7 @@ class Start:
 def toml(start: Start) -> str:
     """Write the configuration: GRPO, all roles in turns on all GPUs, which fits any number of them."""
     colocated = start.gpus > 0
-    prompts = math.ceil(64 / start.slots) * start.slots  # what divides over the ranks, from 64 on
+    prompts = math.ceil(64 / start.slots) * start.slots  # the first number from 64 on that divides over the ranks
     lines = [
         "# A run of slurm_rlhf. Every key and what it means: slurm-rlhf docs keys. What is not here has its default.",
         f"#   slurm-rlhf check {start.name}.toml     reads all that is named here, and starts nothing",

@@ -41,7 +41,7 @@ class RunEvent:
     at: float
     step: int
     text: str
-    engine: int | None = None  # that it is about
+    engine: int | None = None  # number of the engine that the event concerns
 
 
 class EventLog:

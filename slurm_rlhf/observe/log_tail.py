@@ -57,8 +57,8 @@ def quoted(path: Path, lines: int, start: int = 0) -> str:
 
 def _without_noise(lines: list[str]) -> Iterator[str]:
     """Drop warnings, torchrun's own traceback and its report."""
-    traceback: list[str] = []  # of a traceback that may turn out to be torchrun's
-    rules_left = 0  # of the report that is being skipped
+    traceback: list[str] = []  # lines of a traceback that may turn out to be torchrun's
+    rules_left = 0  # rules of the report that is being skipped
     blamed = False  # the line before is a warning
     for line in lines:
         source, blamed = blamed and line.startswith("  "), bool(_WARNING.match(line))

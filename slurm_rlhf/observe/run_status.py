@@ -25,14 +25,14 @@ class Summary:
     eval_after: float | None
     reward_first: float | None
     reward_last: float | None
-    wall_s: float  # of all starts of the run together, start-up included
+    wall_s: float  # time of all starts of the run together, start-up included
     tokens_per_s: float  # sampled tokens over wall_s
     policy_version: int
     world: dict[str, int]  # role -> ranks
     seed: int
     self_check: dict[str, float] = field(default_factory=dict)  # check -> figure, of the last start
     error: str = ""
-    starting: str = ""  # what the start-up said last; not written once the steps have begun
+    starting: str = ""  # the last message of the start-up; not written once the steps have begun
     gpus: dict[str, Any] | None = None  # `GpuAccount.summary` of the controller; without GPUs not written
     best: dict[str, Any] | None = None  # metric, value, step, checkpoint (ckpt.best_metric); without not written
     restarts: list[str] = field(default_factory=list)  # in place, of this start of the run; without not written
@@ -84,7 +84,7 @@ class RunStatus:
     step_s: float | None  # mean of the last steps
     age_s: float | None  # since the last step
     error: str
-    starting: str = ""  # what a run that does no steps yet said last
+    starting: str = ""  # the last message of a run that does no steps yet
     starting_s: float = 0.0  # since it said so
     restarts: tuple[str, ...] = ()  # in place, of this start of the run
 

@@ -19,16 +19,16 @@ class Sample:
 
     step: int
     prompt_index: int  # the row of the data set
-    sample: int  # which of the responses to the prompt
+    sample: int  # number of the response among those to the prompt
     prompt: str
     response: str
-    label: Any  # what the reward function got, as text if it is no plain value
-    reward: float | None  # what the reward function said; None for NaN
+    label: Any  # the label that the reward function got, as text if it is no plain value
+    reward: float | None  # the reward function's answer; None for NaN
     score: float | None  # None: it says none
     advantage: float | None  # mean over the response's tokens
     finish_reason: str
     engine: int
-    version: int  # of the policy that sampled its first token
+    version: int  # version of the policy that sampled its first token
     tokens: list[str]  # together they are the response, with special tokens
     logprobs: list[float | None]  # the engine's
     actor_logprobs: list[float | None]  # the actor's, before the update

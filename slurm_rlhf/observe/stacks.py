@@ -38,7 +38,7 @@ class ThreadStack:
 
     name: str
     frames: tuple[Frame, ...]
-    holds_lock: bool = False  # of the interpreter; only py-spy knows
+    holds_lock: bool = False  # holds the interpreter's lock; only py-spy knows
 
     def __str__(self) -> str:
         return "\n".join([f"Thread {self.name} (most recent call first):", *map(str, self.frames)])

@@ -33,7 +33,7 @@ class Options:
     max_len: int = 320
     seed: int = 1
     fp32_bound: float = FP32_BOUND
-    timeout_s: float = 600.0  # of one model, in all precisions
+    timeout_s: float = 600.0  # limit for one model, in all precisions
 
 
 class StageError(Exception):

@@ -18,7 +18,7 @@ from slurm_rlhf.records import I32
 class Subject:
     """Names a model to compare."""
 
-    name: str  # what the user sees
+    name: str  # name that the user sees
     directory: str = ""  # empty if it is not compared
     architecture: str = ""  # class in config.json
     refused: str = ""  # why it is not compared

@@ -79,7 +79,7 @@ class Line:
     model: str  # as the user named it, or the architecture of a random one
     precision: str  # a key of PRECISIONS; empty where nothing was computed
     verdict: str  # a key of VERDICTS
-    reason: str = ""  # of any verdict but AGREE
+    reason: str = ""  # why the verdict is another than AGREE
     tokens: int = 0
     apart: Mapping[str, Apart] = field(default_factory=dict)  # "vllm-trainer" -> ...
     architecture: str = ""  # class in config.json

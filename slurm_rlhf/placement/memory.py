@@ -49,7 +49,7 @@ class Row:
     ranks: int  # ranks of the role; 0 for a GPU shared by several
     terms: tuple[tuple[str, int], ...]  # (what, bytes), largest first
     there: int  # bytes of the GPU; 0 where others share it, and for rows of a part
-    role: str  # whose work it is
+    role: str  # role that does the work
 
     @property
     def needed(self) -> int:

@@ -29,9 +29,9 @@ def shown_places(total: int) -> list[int]:
 class RunFiles:
     """Holds what a run has written."""
 
-    name: str  # of the directory
+    name: str  # the directory's name
     root: str
-    rows: list[dict[str, Any]]  # of metrics.jsonl
+    rows: list[dict[str, Any]]  # the lines of metrics.jsonl
     samples: list[Sample]  # those of `shown_places`
     samples_of: int  # so many
     events: list[RunEvent]

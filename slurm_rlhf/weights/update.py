@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -103,7 +104,7 @@ class _Deadline(threading.Timer):
         group.abort(f"policy version {version} was not everywhere after {1.5 * group.timeout_s:g} s (timeout.sync)")
 
 
-class _Waiting:
+class _Waiting(ABC):
     """Wait for a message of each of some members in a thread of its own, all through the update."""
 
     def __init__(self, group: SyncGroup, peers: Iterable[int]) -> None:
@@ -133,8 +134,9 @@ class _Waiting:
         """Let go of all connections, so that every member notices."""
         self._group.drop()
 
+    @abstractmethod
     def _wait(self, rank: int) -> None:
-        raise NotImplementedError
+        """Wait for the message of `rank`; note what failed."""
 
 
 class _Reports(_Waiting):

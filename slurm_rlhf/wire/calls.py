@@ -97,11 +97,11 @@ class SelfCheckAnswer(Record):
 
 
 class DirectoryRequest(Record):
-    path: str  # that all ranks see
+    path: str  # a directory that all ranks see
 
 
 class SaveRequest(Record):
-    path: str  # that all ranks see
+    path: str  # a directory that all ranks see
     behind: bool  # only copy the state to host memory, and write it while later calls are answered
 
 

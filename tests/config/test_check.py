@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from model_configs import NO_WEIGHTS, tensors
+from waiting import HANG_S
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.check import check, check_sft, warnings
@@ -391,3 +394,12 @@ def test_plan_refuses_what_check_refuses(tmp_path: Path, capsys: pytest.CaptureF
     for command in ("plan", "check"):
         assert main([command, str(tmp_path / "run.toml"), *words]) == 2
         assert "NCCL refuses two ranks on one GPU" in capsys.readouterr().err
+
+
+def test_broken_rules_are_told_where_python_keeps_no_docstrings(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[rollout]\ntop_p = 0.5\n")
+    command = [sys.executable, "-OO", "-m", "slurm_rlhf.cli", "train", str(file), "--dry_run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 2
+    assert "rollout.top_p = 0.5 would make the engine sample from a part of the vocabulary" in done.stderr

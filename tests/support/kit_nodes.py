@@ -11,7 +11,7 @@ from kit_bench import shown_sync
 from kit_train import STEPS, judged, last_words
 from training_runs import metrics, train, workspace
 
-from slurm_rlhf.bench.sync import World, measure, parameters_of
+from slurm_rlhf.bench.sync import SyncWorld, measure, parameters_of
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.nodes.accelerators import Wanted
@@ -54,7 +54,7 @@ def sync(place: Place) -> Finding:
     ranks = min(2, len(place.gpus))
     for name in STEP_VARIABLES:  # or srun would read them as options of the ranks' steps
         os.environ.pop(name, None)
-    world = World(
+    world = SyncWorld(
         parameters_of(20 << 20 if place.rehearse else 2 << 30),
         [first] * ranks,
         [second] * ranks,

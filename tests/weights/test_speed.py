@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_models import make_tiny
 
-from slurm_rlhf.bench.sync import World, measure, parameters_of
+from slurm_rlhf.bench.sync import SyncWorld, measure, parameters_of
 from slurm_rlhf.cli.bench import Bench
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.errors import ConfigError
@@ -57,8 +57,8 @@ def test_loopback_reaches_four_fifths_of_what_gloo_does_with_the_same_bytes(tmp_
     """500 MB of bf16 from one actor rank to two engine ranks; then into vLLM as well."""
     model = make_tiny(tmp_path / "model", hidden=2048, heads=16, kv_heads=2, layers=7, dtype="bf16")
     parameters = [[name, shape, "bfloat16"] for name, shape in stored_parameters(str(model))]
-    apart = measure(World(parameters, ["actor0"], ["rollout0"] * 2, repeats=7))
-    together = measure(World(parameters, ["node"], ["node"] * 2, repeats=7, model=str(model)))
+    apart = measure(SyncWorld(parameters, ["actor0"], ["rollout0"] * 2, repeats=7))
+    together = measure(SyncWorld(parameters, ["node"], ["node"] * 2, repeats=7, model=str(model)))
     for found in (apart, together):
         print(json.dumps(found))
         assert found["bytes"] > 400e6
@@ -73,6 +73,6 @@ def test_the_memory_figure_is_what_the_processes_hold() -> None:
     sizes = [4096, 500, 3000, 100, 7000, 1]
     parameters = [["embed", [24000, 1024], "bfloat16"]]
     parameters += [[f"layer.{number}", [rows, 1024], "bfloat16"] for number, rows in enumerate(sizes)]
-    found = measure(World(parameters, ["actor0"], ["rollout0"], bucket_bytes=1 << 20, repeats=1, naive=False))
+    found = measure(SyncWorld(parameters, ["actor0"], ["rollout0"], bucket_bytes=1 << 20, repeats=1, naive=False))
     assert found["peak_extra_bytes"] > 2 * 24000 * 1024
     assert found["resident_extra_bytes"] == pytest.approx(found["peak_extra_bytes"], rel=0.2)

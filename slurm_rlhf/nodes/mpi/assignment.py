@@ -77,8 +77,8 @@ class Process:
     """Describe where one rank of COMM_WORLD runs."""
 
     node: str
-    cpus: tuple[int, ...]  # that it may run on
-    gpus: tuple[str, ...]  # that it sees, as CUDA_VISIBLE_DEVICES names them
+    cpus: tuple[int, ...]  # CPUs that it may run on
+    gpus: tuple[str, ...]  # GPUs that it sees, as CUDA_VISIBLE_DEVICES names them
 
 
 def this_process() -> Process:

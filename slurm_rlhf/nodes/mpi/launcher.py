@@ -65,14 +65,14 @@ class MpiLauncher:
 
     fixed = "under MPI no role can be started again: a rank that is gone is missing in MPI_COMM_WORLD"
     unfit: Mapping[str, str] = {}
-    engines = None  # that could be started again
+    engines = None  # none can be started again
 
     def __init__(self, channel: Channel, ranks: RankMap, address: str) -> None:
         self._channel = channel
         self._ranks = ranks
         self.address = address
         self._lock = threading.Lock()
-        self._reported = False  # that rank 0 is gone; also when it was told to stop
+        self._reported = False  # True once rank 0 is reported as gone, or was ordered to stop
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         self._channel.send(start=role, arguments=arguments, environment=environment)

@@ -14,7 +14,7 @@ from slurm_rlhf.observe.trackers.sink import TrackedRun, grouped
 
 TAG = "slurm_rlhf.run"
 """The tag that holds our id: MLflow gives ids of its own."""
-_MOST_PARAMS, _MOST_METRICS = 100, 1000  # that a request may have
+_MOST_PARAMS, _MOST_METRICS = 100, 1000  # most parameters and metrics in a request
 _LONGEST = 6000  # characters of a parameter's value
 
 
