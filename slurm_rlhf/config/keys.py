@@ -151,7 +151,7 @@ class Rules:
             found: Broken = False if name.startswith("_") else rule(self)
             for more in found if isinstance(found, list) else [found] if found else []:
                 named = self._values | (more if isinstance(more, dict) else {})
-                sentence = _sentences(type(self))[name].format_map(named)
+                sentence = _sentences(type(self).__module__, type(self).__name__)[name].format_map(named)
                 keys = rule.__dict__.get("unused", ())
                 yield from without_effect(self.config, keys, sentence) if keys else [sentence]
 
@@ -192,11 +192,9 @@ def documentation() -> dict[str, str]:
 
 
 @cache
-def _sentences(rules: type[Rules]) -> dict[str, str]:
-    """Return the docstring of each rule; read from the source, since PYTHONOPTIMIZE=2 leaves docstrings out."""
-    methods = [
-        node for node in _class_nodes(rules.__module__)[rules.__name__].body if isinstance(node, ast.FunctionDef)
-    ]
+def _sentences(module: str, rules: str) -> dict[str, str]:
+    """Return each rule's docstring; read from the source, since PYTHONOPTIMIZE=2 leaves docstrings out."""
+    methods = [node for node in _class_nodes(module)[rules].body if isinstance(node, ast.FunctionDef)]
     return {method.name: " ".join((ast.get_docstring(method) or "").split()) for method in methods}
 
 
