@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.algorithms.registry import load_plugins
@@ -16,13 +17,15 @@ from slurm_rlhf.generate.output import OutputLine
 from slurm_rlhf.generate.progress import JobProgress
 from slurm_rlhf.generate.prompts import BadRow
 from slurm_rlhf.groups.fleet import Answered, Fleet
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
-from slurm_rlhf.sampling.dispatch import allowance
+from slurm_rlhf.sampling.batches import PromptGroup
+from slurm_rlhf.sampling.episodes import Episodes
+from slurm_rlhf.sampling.group_rules import GroupState, allowance
 from slurm_rlhf.sampling.row_queue import RowQueue
-from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens
+from slurm_rlhf.sampling.scheduler import EngineWork, Scheduler
 
 
 @dataclass(slots=True)
@@ -76,6 +79,34 @@ VERSION = 0
 """Version of the weights, which do not change; the seed of each request depends on it."""
 
 
+class RowScheduler(Scheduler):
+    """Asks the engines that `RowQueue` has chosen; the rows of an engine that fails go back to it."""
+
+    def __init__(self, fleet: Fleet, seed: int, width: int) -> None:
+        super().__init__(fleet.handle, seed, width, urgent=True)
+        self._tell = fleet.tell
+        self._episodes = Episodes(self)
+        self.close = self._episodes.close
+
+    def row(self, engine: int, prompt: Prompt, sampling: Sampling) -> None:
+        """Have an engine sample the responses to a row, from the main thread."""
+        self.post(self._begin, engine, PromptGroup(prompt.index, prompt, GroupState(VERSION), sampling, VERSION))
+
+    def _begin(self, engine: int, group: PromptGroup) -> None:
+        group.work = self._work(engine)
+        self._episodes.begin(group, partial(self._end, engine))
+
+    def _end(self, engine: int, group: PromptGroup, error: BaseException | None = None) -> None:
+        load = self.loads.pop(engine, EngineLoad())
+        self._tell(Answered(engine, group.place, group.ordered(), load, error))
+
+    def _failed(self, work: EngineWork, error: BaseException) -> None:
+        work.lost = True
+        del self._works[work.engine]
+        for group in {request.group: None for request in work.owed.values()}:
+            self._end(work.engine, group, error)
+
+
 @dataclass(slots=True)
 class PendingRows:
     """Knows the prompts that are left, and which of their samples are in the output already."""
@@ -90,7 +121,6 @@ class PendingRows:
     written: set[tuple[int, int]]  # (row, sample)
     own: Mapping[int, Sampling] = field(default_factory=dict)  # row -> its sampling, if that is not `sampling`
     queue: RowQueue = field(init=False)
-    _streams: int = field(default=0, init=False)  # number of calls so far: each gets its own responses
 
     def __post_init__(self) -> None:
         self.queue = RowQueue.of(sorted(self.prompts))
@@ -119,18 +149,12 @@ class PendingRows:
     def _how(self, row: int) -> Sampling:
         return self.own.get(row, self.sampling)
 
-    def feed(self, fleet: Fleet, engine: int, now: float) -> None:
-        """Hand rows to an engine as long as it has room: the rows that it works on at once, and a reserve."""
+    def feed(self, ask: Callable[[int, Prompt, Sampling], None], engine: int, engines: int, now: float) -> None:
+        """Hand rows to one of `engines` as long as it has room: the rows that it works on at once, and a reserve."""
         n = max((how.n for how in self.own.values()), default=self.sampling.n)
-        most = max(1, allowance(self.queue.waiting * n, len(fleet.ready), self.width) // n)
-        while self.queue.held(engine) < most:
-            row = self.queue.take(engine, now)
-            if row is None:
-                return
-            self._streams += 1
-            prompt = self.prompts[row]
-            packed = PackedPrompts.pack([PromptTokens(0, row, prompt.token_ids)])
-            fleet.ask(engine, row, GenerateBatch(packed, self._how(row), self.seed, VERSION, self._streams))
+        most = max(1, allowance(self.queue.waiting * n, engines, self.width) // n)
+        while self.queue.held(engine) < most and (row := self.queue.take(engine, now)) is not None:
+            ask(engine, self.prompts[row], self._how(row))
 
     def take(self, fleet: Fleet, answered: Sequence[Answered], progress: JobProgress) -> list[OutputLine]:
         """Make the lines of the engines' answers, each line once. Raises RewardError."""
@@ -138,14 +162,11 @@ class PendingRows:
         lines: list[OutputLine] = []
         found: list[Trajectory] = []
         for news in answered:
-            error = news.call.exception()
-            if error is not None:
-                lines += self._failed(fleet, news, error)
-                continue
-            answer = news.call.result()
-            progress.took(news.engine, answer.load)
-            if self.queue.finish(news.engine, news.row, now):
-                found += [one for _, one in answer.found if (one.prompt, one.sample) not in self.written]
+            progress.took(news.engine, news.load)
+            if news.error is not None:
+                lines += self._failed(fleet, news, news.error)
+            elif self.queue.finish(news.engine, news.row, now):
+                found += [one for one in news.found if (one.prompt, one.sample) not in self.written]
         lines += self._lines(found)
         self.written.update((line.row, line.sample) for line in lines)
         for row in {line.row for line in lines}:

@@ -17,7 +17,7 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import RemoteError, RoleDied, printable
-from slurm_rlhf.generate.answers import PendingRows
+from slurm_rlhf.generate.answers import PendingRows, RowScheduler
 from slurm_rlhf.generate.merge import merge
 from slurm_rlhf.generate.output import MERGED, OutputFile
 from slurm_rlhf.generate.progress import JobProgress
@@ -71,19 +71,21 @@ class GenerateJob:
         if not self.pending.queue.unfinished:
             return
         self.fleet = Fleet(self.config, self.directory, self.ranks, self.launcher)
+        scheduler = RowScheduler(self.fleet, self.pending.seed, self.pending.width)
         try:
             with stop.droppable():
                 cpus = len(os.sched_getaffinity(0))
                 self.fleet.start(role_environment(self.config, self.ranks, cpus)[ROLLOUT])
                 self.tell(f"starting {len(self.fleet.groups)} engines")
                 while self.pending.queue.unfinished:
-                    self._turn(self.fleet)
+                    self._turn(self.fleet, scheduler)
         finally:
             stop.ignore_signals()
+            scheduler.close()
             self.fleet.stop()
             self.tell(self.progress.line(self.output.counts, len(self.fleet.ready), time.monotonic()))
 
-    def _turn(self, fleet: Fleet) -> None:
+    def _turn(self, fleet: Fleet, scheduler: RowScheduler) -> None:
         """Write the answers that have come, and hand out rows to engines that have room."""
         answered: list[Answered] = []
         for news in fleet.wait(WAIT_S):
@@ -97,7 +99,7 @@ class GenerateJob:
         now = time.monotonic()
         self.output.sync(now)
         for engine in fleet.ready:
-            self.pending.feed(fleet, engine, now)
+            self.pending.feed(scheduler.row, engine, len(fleet.ready), now)
         if fleet.ready and self.progress.due(now):
             self.tell(self.progress.line(self.output.counts, len(fleet.ready), now))
             self._write_summary("running")

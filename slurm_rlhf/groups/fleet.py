@@ -18,9 +18,10 @@ from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.nodes.engine_launcher import EngineEnds, EngineLauncher, Environment
 from slurm_rlhf.observe.log_tail import quoted
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
+from slurm_rlhf.records import EngineLoad, Trajectory
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import EngineCalls, GenerateAnswer, GenerateBatch, StartRequest
+from slurm_rlhf.wire.calls import EngineCalls, StartRequest
 from slurm_rlhf.wire.handles import EngineHandle
 from slurm_rlhf.wire.messages import FAILURE, TERMINATION, Peer
 from slurm_rlhf.wire.preemption import Preemption
@@ -31,11 +32,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """Says that an engine has answered the call for a row, or failed it."""
+    """Says that an engine has answered a row, or failed it."""
 
     engine: int
     row: int
-    call: Future[GenerateAnswer]
+    found: list[Trajectory]
+    load: EngineLoad  # work of the engine since its last answer
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class Fleet:
     _called: set[int] = field(default_factory=set, init=False)  # engines that were asked to start
     _since: float = field(default=0.0, init=False)
     _server: ControlServer = field(init=False)
-    _handle: EngineHandle = field(init=False)
+    handle: EngineHandle = field(init=False)
     _preemption: Preemption = field(default_factory=Preemption, init=False)
     _ends: EngineEnds = field(default_factory=EngineEnds, init=False)
 
@@ -92,7 +95,7 @@ class Fleet:
             on_event=self._on_event,
         )
         width = self.config.vllm.tensor_parallel_size
-        self._handle = EngineHandle(self._server, ROLLOUT, world, width, timeout)
+        self.handle = EngineHandle(self._server, ROLLOUT, world, width, timeout)
 
     def start(self, environment: Environment) -> None:
         """Start the processes of all engines; does not wait for them."""
@@ -109,10 +112,9 @@ class Fleet:
         """List the engines that are neither ready nor gone."""
         return [engine for engine in self.groups if engine not in self.ready and engine not in self.gone]
 
-    def ask(self, engine: int, row: int, batch: GenerateBatch) -> None:
-        """Hand a row to an engine; the answer comes as news."""
-        call = self._handle.call(engine, EngineCalls.generate, batch)
-        call.add_done_callback(lambda done: self._news.put(Answered(engine, row, done)))
+    def tell(self, news: News) -> None:
+        """Let `wait` return news, from any thread."""
+        self._news.put(news)
 
     def wait(self, seconds: float) -> list[News]:
         """Wait for news, at most `seconds`, and return all there is; nothing follows on the `Gone` of an engine."""
@@ -130,7 +132,7 @@ class Fleet:
         """Keep `ready` and `gone` up to date; return False for news that no longer matter."""
         if news.engine in self.gone:
             return False
-        if isinstance(news, Answered) and ": EngineBroken: " in str(news.call.exception()):
+        if isinstance(news, Answered) and ": EngineBroken: " in str(news.error):
             return False  # it ends by itself; its rows go to others then
         if isinstance(news, Ready):
             self.ready.append(news.engine)
@@ -157,7 +159,7 @@ class Fleet:
             ranks = self.groups[engine].ranks
             if here.issuperset(ranks):
                 self._called.add(engine)
-                call = self._handle.call(engine, EngineCalls.start, StartRequest(0))
+                call = self.handle.call(engine, EngineCalls.start, StartRequest(0))
                 call.add_done_callback(partial(self._started, engine))
             elif late:
                 self._called.add(engine)
@@ -189,14 +191,14 @@ class Fleet:
         return f". {quoted(newest, 6)}"
 
     def _tell_gone(self, peer: Peer, why: str) -> None:
-        engine = peer.rank // self._handle.width
+        engine = peer.rank // self.handle.width
         self._news.put(Gone(engine, f"rank {peer.rank} on {peer.host} (pid {peer.pid}): {why}"))
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         if event == FAILURE:
-            self._ends.said(peer.rank // self._handle.width, str(data.get("reason")))
+            self._ends.said(peer.rank // self.handle.width, str(data.get("reason")))
         elif event == TERMINATION:
-            there = [each for each in self._server.peers(ROLLOUT) if each.rank // self._handle.width not in self.gone]
+            there = [each for each in self._server.peers(ROLLOUT) if each.rank // self.handle.width not in self.gone]
             self._preemption.note(peer, there, len(there))
 
     def stop(self) -> None:
@@ -208,6 +210,6 @@ class Fleet:
 
     def _all_leave(self, seconds: float) -> bool:
         """Ask all ranks of the engines that are ready to end; return True if nothing is left to be ended by force."""
-        calls = [self._handle.shut_down(rank) for engine in self.ready for rank in self.groups[engine].ranks]
+        calls = [self.handle.shut_down(rank) for engine in self.ready for rank in self.groups[engine].ranks]
         _, left = wait(calls, seconds)
         return not left and not self.coming and not self.gone

@@ -22,6 +22,7 @@ from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 from slurm_rlhf.weights.group import abort_newest
 from slurm_rlhf.weights.sender import ActorEnd
 from slurm_rlhf.wire.calls import (
+    ActorBatch,
     ActorCalls,
     CriticCalls,
     DirectoryRequest,
@@ -29,7 +30,6 @@ from slurm_rlhf.wire.calls import (
     GenerateAnswer,
     ListenRequest,
     ReferenceCalls,
-    ResponseBatch,
     RewardCalls,
     SaveRequest,
     SelfCheckAnswer,
@@ -111,7 +111,7 @@ class ActorWorker(TrainerWorker, ActorCalls):
         answer = super().train_step(batch)
         return replace(answer, logprobs=self.trainer.passed)
 
-    def generate(self, batch: ResponseBatch) -> GenerateAnswer:
+    def generate(self, batch: ActorBatch) -> GenerateAnswer:
         return self.generation.sample(batch)
 
     def drop(self) -> None:

@@ -1,12 +1,9 @@
-"""Makes the batches of a run: one when its step asks, by rounds with a filter, or from a stream of groups."""
+"""Makes the batches of a run: one when its step asks, in rounds where there is a filter, or of a stream of groups."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import cast
 
 from slurm_rlhf.algorithms.groups import refill
 from slurm_rlhf.config.roles import has_engines
@@ -16,125 +13,21 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.records import EngineLoad
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.sampling.batches import (
+    Awake,
     Batch,
     Batches,
     FilterCounts,
     PromptGroup,
     assemble_batch,
     episodes_over,
+    owners_of,
     prompts_at_once,
+    responses_of,
     sampling_of,
 )
-from slurm_rlhf.sampling.dispatch import Dispatcher, Sampler
-from slurm_rlhf.sampling.engine_feed import EngineFeed
+from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState, first_passing
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
-
-Awake = Callable[[int], AbstractContextManager[None]]
-"""Lets engines sample with a policy version: colocated ones are awake meanwhile."""
-
-
-class OnDemand:
-    """Implements `Batches`: samples each batch when its step asks, with the weights that the step trains."""
-
-    def __init__(self, sample: Callable[[int], Batch]) -> None:
-        self._sample = sample
-
-    def take(self, step: int) -> Batch:
-        return self._sample(step)
-
-    def updated(self, version: int) -> None:
-        pass
-
-    def alone(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(slots=True)
-class Awakened:
-    """Implements `Batches`: a stream of fresh groups, with engines that may sleep between two batches."""
-
-    stream: GroupStream
-    awake: Awake
-
-    def take(self, step: int) -> Batch:
-        with self.awake(step - 1):
-            return self.stream.take(step)
-
-    def updated(self, version: int) -> None:
-        self.stream.updated(version)
-
-    def alone(self) -> AbstractContextManager[None]:
-        return self.stream.alone()
-
-    def close(self) -> None:
-        self.stream.close()
-
-
-@dataclass(slots=True)
-class Rounds:
-    """Samples filtered batches in rounds, for `OnDemand`: train.full_determinism, and rollout.engine = hf.
-
-    The size of a round, and which engine gets which prompt, depend on the groups that passed before and never on time,
-    so the metrics are equal bit for bit. The price: engines wait for the last response of a round.
-    """
-
-    config: Config
-    rule: Rule
-    prompts: PromptSet
-    order: PromptOrder
-    dispatcher: Sampler
-    reward: Scoring
-    awake: Awake
-
-    def sample(self, step: int) -> Batch:
-        """Sample until `rollout.batch_size` groups pass; the first of them in the order of the prompts are the batch.
-
-        Further groups that passed would be stale in the next step: their prompts come first there.
-        """
-        rule, batch = self.rule, self.rule.batch
-        counts, groups = FilterCounts(self.config.algo.dynamic_filtering_range), list[PromptGroup]()
-        loads: dict[int, EngineLoad] = {}
-        with self.awake(step - 1):
-            while (chosen := first_passing([group.verdict for group in groups], batch)) is None:
-                if counts.judged >= rule.most:
-                    raise counts.filtered_away(step, counts.passed, batch, rule.tries)
-                count = rule.at_once
-                if groups:
-                    count = refill(batch - counts.passed, counts.passed, counts.judged, rule.at_once)
-                found = self._round(step, min(count, rule.most - counts.judged), counts, loads)
-                if not found:
-                    raise episodes_over(step, counts.passed, batch)
-                groups += found
-        self.order.give_back([group.place for group in groups[chosen[-1] + 1 :]])
-        return assemble_batch(step, [groups[index] for index in chosen], loads, self.order.state_dict(), counts)
-
-    def _round(self, step: int, count: int, counts: FilterCounts, loads: dict[int, EngineLoad]) -> list[PromptGroup]:
-        """Sample and judge the groups of the next `count` places; fewer at an episode's end: no prompt comes twice."""
-        places = self.order.take(count)
-        behind = [place for place in places if self.order.episode_of(place) != self.order.episode_of(places[0])]
-        if behind:
-            self.order.give_back(behind)
-            places = places[: -len(behind)]
-        if not places:
-            return []
-        how = sampling_of(self.config)
-        prompts = [self.prompts[self.order.position(place)] for place in places]
-        groups = [PromptGroup(*each, GroupState(step - 1)) for each in zip(places, prompts, strict=True)]
-        # The batch that the first place is in seeds them: a prompt that comes again has other responses.
-        batch = places[0] // self.order.batch_size
-        responses = self.dispatcher.run([group.prompt for group in groups], how, step - 1, batch)
-        for index, group in enumerate(groups):
-            group.trajectories = responses[index * how.n : (index + 1) * how.n]
-            group.ended = time.monotonic()
-        for engine, load in self.dispatcher.loads.items():
-            loads.setdefault(engine, EngineLoad()).add(load)
-        owners = [group.prompt for group in groups for _ in range(how.n)]
-        counts.judge(groups, self.reward(owners, responses, step), how.n)
-        return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +38,89 @@ class Parts:
     prompts: PromptSet
     order: PromptOrder
     last: int  # last step of the run
-    dispatcher: Sampler
+    episodes: Episodes
     reward: Scoring
     awake: Awake
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Implements `Batches`: samples each batch when its step asks, with the weights that the step trains.
+
+    With dynamic sampling it does so in rounds: train.full_determinism, and rollout.engine = hf. The size of a round,
+    and which engine gets which prompt, depend on the groups that passed before and never on time, so the metrics are
+    equal bit for bit. The price: engines wait for the last response of a round.
+    """
+
+    parts: Parts
+    rule: Rule
+    filtered: bool
+
+    def take(self, step: int) -> Batch:
+        with self.parts.awake(step - 1):
+            return self._filtered(step) if self.filtered else self._whole(step)
+
+    def updated(self, version: int) -> None:
+        pass
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        self.parts.episodes.close()
+
+    def _whole(self, step: int) -> Batch:
+        """Sample the next places of the order; the step seeds them, whenever that is."""
+        groups = self._groups(self.parts.order.take(self.rule.batch), step, step - 1)
+        loads = self.parts.episodes.finish(groups)
+        return assemble_batch(step, groups, loads, self.parts.order.state_dict(), None)
+
+    def _filtered(self, step: int) -> Batch:
+        """Sample until `rollout.batch_size` groups pass; the first of them in the order of the prompts are the batch.
+
+        Further groups that passed would be stale in the next step: their prompts come first there.
+        """
+        rule, batch, order = self.rule, self.rule.batch, self.parts.order
+        counts, groups = FilterCounts(self.parts.config.algo.dynamic_filtering_range), list[PromptGroup]()
+        loads: dict[int, EngineLoad] = {}
+        while (chosen := first_passing([group.verdict for group in groups], batch)) is None:
+            if counts.judged >= rule.most:
+                raise counts.filtered_away(step, counts.passed, batch, rule.tries)
+            count = rule.at_once
+            if groups:
+                count = refill(batch - counts.passed, counts.passed, counts.judged, rule.at_once)
+            found = self._round(step, min(count, rule.most - counts.judged), counts, loads)
+            if not found:
+                raise episodes_over(step, counts.passed, batch)
+            groups += found
+        order.give_back([group.place for group in groups[chosen[-1] + 1 :]])
+        return assemble_batch(step, [groups[index] for index in chosen], loads, order.state_dict(), counts)
+
+    def _round(self, step: int, count: int, counts: FilterCounts, loads: dict[int, EngineLoad]) -> list[PromptGroup]:
+        """Sample and judge the groups of the next `count` places; fewer at an episode's end: no prompt comes twice."""
+        order = self.parts.order
+        places = order.take(count)
+        behind = [place for place in places if order.episode_of(place) != order.episode_of(places[0])]
+        if behind:
+            order.give_back(behind)
+            places = places[: -len(behind)]
+        if not places:
+            return []
+        # The batch that the first place is in seeds them: a prompt that comes again has other responses.
+        groups = self._groups(places, step, places[0] // order.batch_size)
+        for engine, load in self.parts.episodes.finish(groups).items():
+            loads.setdefault(engine, EngineLoad()).add(load)
+        rewards = self.parts.reward(owners_of(groups), responses_of(groups), step)
+        counts.judge(groups, rewards, groups[0].sampling.n)
+        return groups
+
+    def _groups(self, places: list[int], step: int, round: int) -> list[PromptGroup]:
+        parts, how, state = self.parts, sampling_of(self.parts.config), GroupState(step - 1)
+        positions = [parts.order.position(place) for place in places]
+        return [
+            PromptGroup(place, parts.prompts[position], state, how, round)
+            for place, position in zip(places, positions, strict=True)
+        ]
 
 
 def rule_of(config: Config, last: int) -> Rule:
@@ -163,26 +136,12 @@ def rule_of(config: Config, last: int) -> Rule:
     )
 
 
-def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
-    """Choose the source by vllm.sync_mode, dynamic filtering and full_determinism; `sample` is the plain one."""
-    config, ahead = parts.config, parts.config.vllm.sync_mode == "inflight"
+def make_batches(parts: Parts) -> Batches:
+    """Choose the source by vllm.sync_mode, dynamic filtering and full_determinism."""
+    config, rule = parts.config, rule_of(parts.config, parts.last)
     filtered = config.algo.dynamic_filtering_enable
-    if not ahead and not filtered:
-        return OnDemand(sample)
-    dispatcher, rule = parts.dispatcher, rule_of(config, parts.last)
-    if not has_engines(config) or (not ahead and config.train.full_determinism):
-        rounds = Rounds(config, rule, parts.prompts, parts.order, dispatcher, parts.reward, parts.awake)
-        return OnDemand(rounds.sample)
-    engines = cast(Dispatcher, dispatcher)
-    stream = GroupStream(
-        rule,
-        parts.prompts,
-        parts.order,
-        sampling_of(config),
-        EngineFeed(engines.rollout, engines.run_seed, engines.max_num_seqs, engines.answered),
-        parts.reward if filtered else None,
-        FilterCounts(config.algo.dynamic_filtering_range) if filtered else None,
-        None if ahead or engines.pool is None else engines.pool.admit,
-        engines.rescue,
-    )
-    return stream if ahead else Awakened(stream, parts.awake)
+    if rule.size is None and not (filtered and has_engines(config) and not config.train.full_determinism):
+        return Rounds(parts, rule, filtered)
+    reward, counts = (parts.reward, FilterCounts(config.algo.dynamic_filtering_range)) if filtered else (None, None)
+    how = sampling_of(config)
+    return GroupStream(rule, parts.prompts, parts.order, how, parts.episodes, parts.awake, reward, counts)

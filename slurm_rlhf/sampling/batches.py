@@ -6,11 +6,10 @@ trains.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,6 +19,13 @@ from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.values import Rewards, joined
 from slurm_rlhf.sampling.group_rules import GroupState
+
+if TYPE_CHECKING:
+    from slurm_rlhf.sampling.scheduler import EngineWork
+
+
+Awake = Callable[[int], AbstractContextManager[None]]
+"""Lets engines sample with a policy version: colocated ones are awake meanwhile."""
 
 
 class EpisodesOver(Exception):
@@ -65,19 +71,40 @@ class Batches(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PromptGroup:
     """Holds a prompt and the responses that have come."""
 
     place: int  # place in the prompt order
     prompt: Prompt
     state: GroupState
-    engine: int = -1  # engine that samples it
-    begun: float = field(default_factory=time.monotonic)
+    sampling: Sampling
+    round: int  # seeds its responses
+    work: EngineWork | None = None  # work of the engine that samples it
+    position: int = 0  # place in its wave
+    begun: float = 0.0
     ended: float = 0.0  # time of its last response
     trajectories: list[Trajectory] = field(default_factory=list)
     rewards: Rewards | None = None
     verdict: bool | None = None  # True: it may be trained on; None: not known yet
+
+    @property
+    def complete(self) -> bool:
+        return len(self.trajectories) == self.sampling.n
+
+    def ordered(self) -> list[Trajectory]:
+        """Return the responses in the order of their samples."""
+        return sorted(self.trajectories, key=lambda trajectory: trajectory.sample)
+
+
+def responses_of(groups: Iterable[PromptGroup]) -> list[Trajectory]:
+    """Return all responses, in (group, sample) order."""
+    return [trajectory for group in groups for trajectory in group.ordered()]
+
+
+def owners_of(groups: Iterable[PromptGroup]) -> list[Prompt]:
+    """Return the prompt of each of `responses_of`."""
+    return [group.prompt for group in groups for _ in group.trajectories]
 
 
 @dataclass(slots=True)
@@ -157,7 +184,7 @@ def assemble_batch(
     return Batch(
         step=step,
         prompts=[group.prompt for group in groups],
-        trajectories=[t for group in groups for t in sorted(group.trajectories, key=lambda t: t.sample)],
+        trajectories=responses_of(groups),
         loads=loads,
         seconds=float(np.max([g.ended for g in groups]) - np.min([g.begun for g in groups])),
         order=order,

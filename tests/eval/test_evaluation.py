@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from evaluated_runs import PROMPTS, Engines, make, rows
+from steps import OnDemand
 from waiting import HANG_S
 
 from slurm_rlhf.algorithms.reward_scale import RunningScale
@@ -20,7 +21,6 @@ from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
-from slurm_rlhf.sampling.batch_sources import OnDemand
 from slurm_rlhf.sampling.batches import Batch, EpisodesOver
 
 HANGS = """
@@ -148,7 +148,7 @@ def test_a_function_s_own_time_out_is_told_as_its_own(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("def reward_func(responses):\n    raise TimeoutError('the judge')\n")
     with pytest.raises(RewardError, match=r"reward\.py:2: reward_func raised TimeoutError: the judge"):
-        Scoring(RewardFunction.load(str(file)), 5.0)(PROMPTS, Engines().run(PROMPTS, Sampling(), 0), 1)
+        Scoring(RewardFunction.load(str(file)), 5.0)(PROMPTS, Engines().sample(PROMPTS, Sampling(), 0), 1)
 
 
 @pytest.mark.parametrize("every", [0, 1])

@@ -160,10 +160,8 @@ def colocated(told: list[str], offload: bool, generate: Callable[..., Any]) -> E
     supervisor = SimpleNamespace(recovery=None)
     pool = EnginePool(supervisor, handle, Weights(told), 1.0, all_at_once=True)  # type: ignore[arg-type]
     pool._starts = {engine: _EngineStart(0, done=True) for engine in range(handle.world)}
-    dispatcher = SimpleNamespace(run=generate)
-    return Engines(
-        told, make_step(Config(), roles, colocation=colocation, pool=pool, dispatcher=dispatcher), colocation
-    )
+    episodes = SimpleNamespace(sample=generate)
+    return Engines(told, make_step(Config(), roles, colocation=colocation, pool=pool, episodes=episodes), colocation)
 
 
 def test_a_turn_gives_and_takes_memory_in_order(caplog: pytest.LogCaptureFixture) -> None:

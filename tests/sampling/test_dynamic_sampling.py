@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,9 +16,9 @@ from waiting import until
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import FilteredAway, RewardError
-from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
+from slurm_rlhf.records import EngineLoad, Prompt, Trajectory
 from slurm_rlhf.rewards.values import Rewards, joined
-from slurm_rlhf.sampling.batch_sources import OnDemand, Parts, Rounds, make_batches
+from slurm_rlhf.sampling.batch_sources import Parts, Rounds, make_batches
 from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, PromptGroup
 from slurm_rlhf.sampling.group_rules import GroupState
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
@@ -142,17 +143,19 @@ def test_what_the_reward_function_raises_comes_out_of_take(tmp_path: Path) -> No
 
 
 class Fixed:
-    """In place of `Dispatcher`, with train.full_determinism: remembers its rounds."""
+    """In place of `Episodes`, with train.full_determinism: remembers its rounds."""
 
     def __init__(self) -> None:
         self.rounds: list[tuple[list[int], int]] = []
         self.versions: list[int] = []
-        self.loads = {0: EngineLoad(tokens=1)}
 
-    def run(self, prompts: list[Prompt], sampling: Sampling, version: int, round: int) -> list[Trajectory]:
-        self.rounds.append(([prompt.index for prompt in prompts], round))
-        self.versions.append(version)
-        return [answer(prompt.index, sample) for prompt in prompts for sample in range(sampling.n)]
+    def finish(self, groups: list[PromptGroup]) -> dict[int, EngineLoad]:
+        (round,) = {group.round for group in groups}
+        self.rounds.append(([group.prompt.index for group in groups], round))
+        self.versions.append(groups[0].state.version)
+        for group in groups:
+            group.trajectories = [answer(group.prompt.index, sample) for sample in range(group.sampling.n)]
+        return {0: EngineLoad(tokens=1)}
 
 
 class Graded:
@@ -165,7 +168,7 @@ class Graded:
 
 def rounds(
     path: Path, order: PromptOrder, good: set[int] | Graded, at_once: int = 0, prompts: int = 40, **algo: object
-) -> tuple[OnDemand, Fixed]:
+) -> tuple[Rounds, Fixed]:
     config, fixed = Config(), Fixed()
     for name, value in algo.items():
         setattr(config.algo, name, value)
@@ -174,8 +177,8 @@ def rounds(
     config.algo.dynamic_filtering_enable = config.train.full_determinism = True
     judge = good if isinstance(good, Graded) else Judge(good)
     parts: Any = Parts(config, prompt_set(path, prompts), order, 10, fixed, judge, lambda _: nullcontext())  # type: ignore[arg-type]
-    batches = make_batches(parts, sample=lambda _: pytest.fail("without the filter"))
-    assert isinstance(batches, OnDemand)
+    batches = make_batches(parts)
+    assert isinstance(batches, Rounds)
     return batches, fixed
 
 
@@ -236,7 +239,8 @@ def test_groups_are_kept_by_their_mean_score_within_the_range_of_the_configurati
 def test_a_group_is_judged_by_its_scores_and_without_them_by_its_rewards(
     tmp_path: Path, rewards: list[float], scores: list[float] | None, verdicts: list[bool]
 ) -> None:
-    groups = [PromptGroup(place, prompt, GroupState(0)) for place, prompt in enumerate(prompt_set(tmp_path, 2).prompts)]
+    rows = enumerate(prompt_set(tmp_path, 2).prompts)
+    groups = [PromptGroup(place, prompt, GroupState(0), SAMPLING, 0) for place, prompt in rows]
     counts, found = FilterCounts([]), None if scores is None else np.array(scores, dtype=np.float32)
     counts.judge(groups, Rewards(np.array(rewards, dtype=np.float32), found), 2)
     assert [group.verdict for group in groups] == verdicts
@@ -244,20 +248,15 @@ def test_a_group_is_judged_by_its_scores_and_without_them_by_its_rewards(
 
 
 def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> None:
-    config = Config()
-    dispatcher: Any = type(
-        "Dispatcher",
-        (),
-        {"rollout": None, "run_seed": 1, "max_num_seqs": 2, "pool": None, "rescue": None, "answered": None},
-    )()
-    parts: Any = Parts(config, prompt_set(tmp_path, 4), order_of(4, 4), 1, dispatcher, None, lambda _: nullcontext())  # type: ignore[arg-type]
+    config, fixed = Config(), cast("Any", SimpleNamespace(post=lambda *_: None, attach=None))
+    parts = Parts(config, prompt_set(tmp_path, 4), order_of(4, 4), 1, fixed, cast("Any", None), lambda _: nullcontext())
 
     def made() -> Any:
-        return make_batches(parts, sample=lambda _: cast(Any, "sampled"))
+        return make_batches(parts)
 
-    assert made().take(1) == "sampled"
+    assert not made().filtered
     config.rollout.engine, config.algo.dynamic_filtering_enable = "hf", True
-    assert isinstance(made(), OnDemand)  # rounds: the actor has no stream
+    assert made().filtered  # rounds: the actor has no stream
     config.rollout.engine, config.algo.dynamic_filtering_enable = "vllm", False
     config.vllm.sync_mode = "inflight"
     stream = made()
@@ -266,10 +265,10 @@ def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> N
     config.algo.dynamic_filtering_enable, config.algo.dynamic_filtering_range = True, [0.2, 0.9]
     assert made().counts == FilterCounts([0.2, 0.9])
     config.vllm.sync_mode = "drain"
-    assert made().stream.rule.size is None
-    assert made().stream.counts == FilterCounts([0.2, 0.9])
+    assert made().rule.size is None
+    assert made().counts == FilterCounts([0.2, 0.9])
     config.train.full_determinism = True
-    assert isinstance(made()._sample.__self__, Rounds)
+    assert isinstance(made(), Rounds)
 
 
 def test_rewards_of_several_calls_are_joined() -> None:

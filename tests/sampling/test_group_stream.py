@@ -15,7 +15,7 @@ from waiting import until
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RoleDied
-from slurm_rlhf.sampling import group_stream
+from slurm_rlhf.sampling import episodes
 from slurm_rlhf.sampling.batch_sources import rule_of
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.sampling.group_stream import Rule
@@ -97,7 +97,9 @@ def test_nothing_is_begun_while_the_next_batch_is_ready(tmp_path: Path) -> None:
     run = Streamed(tmp_path, ahead(3))
     with run.taking(1):
         until(lambda: run.order.place == 16)
-        run.engines.finish(*range(9))  # two batches, and one more
+        run.engines.finish(*range(4))
+    run.engines.finish(*range(4, 9))  # another batch, and one more
+    until(lambda: sum(group.state.finished for group in run.stream._groups) == 5)
     run.stream.updated(1)
     time.sleep(0.03)
     assert run.order.place == 16
@@ -159,7 +161,7 @@ def test_after_close_nothing_is_begun(tmp_path: Path) -> None:
     run.stream.close()
     run.stream.updated(1)
     run.engines.finish(*range(4, 12))
-    until(lambda: not run.stream._thread.is_alive())  # type: ignore[union-attr]
+    until(lambda: not run.episodes._thread.is_alive())
     assert run.order.place == 12
 
 
@@ -172,19 +174,17 @@ def test_an_engine_that_starts_late_gets_groups(tmp_path: Path) -> None:
     run.engines.ready = [0, 1]
     run.stream.updated(1)
     until(lambda: run.order.place == 12)
-    assert {row[0] for row in run.engines.open if row[1] >= 8} == {1}  # it has the least in hand
+    assert {row[0] for row in run.engines.rows() if row[1] >= 8} == {1}  # it has the least in hand
 
 
-def test_rows_of_a_small_data_set_are_not_in_flight_twice(tmp_path: Path) -> None:
-    """Engines know a request by its prompt: five rows, four of them a batch, and four episodes."""
+def test_rows_of_a_small_data_set_may_be_in_flight_twice(tmp_path: Path) -> None:
+    """Engines know a request by its number: five rows, four of them a batch, and four episodes."""
     order = PromptOrder(5, BATCH, 4, 3)
     run = Streamed(tmp_path, ahead(1, last=4), prompts=5, order=order)
     seen: list[int] = []
     for step in range(1, 5):
         with run.taking(step) as found:
             while not found:
-                rows = [(row[2], row[3]) for row in run.engines.open]
-                assert len(rows) == len(set(rows))
                 run.engines.finish(*run.engines.places())
                 time.sleep(0.001)
         seen += places(found[0])
@@ -211,9 +211,9 @@ def test_a_run_with_random_lengths_keeps_the_bound(tmp_path: Path) -> None:
 def test_a_stream_without_news_looks_for_late_engines_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_stream, "LATE_S", 0.01)
+    monkeypatch.setattr(episodes, "LATE_S", 0.01)
     run, looks = Streamed(tmp_path, ahead(1)), []
-    run.stream.admit = looks.append
+    run.episodes._admit = looks.append
     with run.taking(1) as found:
         until(lambda: len(looks) > 3, "looks for engines")
         run.engines.finish(*run.engines.places()[:BATCH])
