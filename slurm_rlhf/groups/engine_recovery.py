@@ -1,6 +1,6 @@
 """Starts engines again that die while a run goes on, on their node or on a spare one, once the old processes are gone.
 
-The users of a lost engine go on without it: `Dispatcher` and `GroupStream` hand its unfinished prompts to the others,
+The users of a lost engine go on without it: `Scheduler` hands its unfinished requests to the others,
 `EnginePool` forms the weight transfer group anew. An engine that was started again joins like one that starts late.
 """
 

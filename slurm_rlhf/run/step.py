@@ -53,8 +53,8 @@ from slurm_rlhf.run.experience import (
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step_metrics import EngineMetrics, agreement_metrics, sample_metrics
 from slurm_rlhf.run.update import Trained, first_pass, train, update_metrics
-from slurm_rlhf.sampling.batch_sources import Parts, make_batches
-from slurm_rlhf.sampling.batches import Batch, Batches, EpisodesOver
+from slurm_rlhf.sampling.batch_sources import make_batches
+from slurm_rlhf.sampling.batches import Batch, Batches, EpisodesOver, Parts
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.wire.handles import RoleHandle
 

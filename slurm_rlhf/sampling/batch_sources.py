@@ -2,72 +2,43 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from slurm_rlhf.algorithms.groups import refill
 from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.records import EngineLoad
-from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.sampling.batches import (
-    Awake,
     Batch,
     Batches,
     FilterCounts,
+    Parts,
     PromptGroup,
     assemble_batch,
     episodes_over,
     owners_of,
     prompts_at_once,
     responses_of,
-    sampling_of,
 )
-from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_rules import GroupState, first_passing
+from slurm_rlhf.sampling.group_rules import first_passing
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Holds the parts that make batches."""
-
-    config: Config
-    prompts: PromptSet
-    order: PromptOrder
-    last: int  # last step of the run
-    episodes: Episodes
-    reward: Scoring
-    awake: Awake
-
-
 @dataclass(slots=True)
-class Rounds:
-    """Implements `Batches`: samples each batch when its step asks, with the weights that the step trains.
+class Rounds(Batches):
+    """Samples each batch when its step asks, with the weights that the step trains.
 
     With dynamic sampling it does so in rounds: train.full_determinism, and rollout.engine = hf. The size of a round,
     and which engine gets which prompt, depend on the groups that passed before and never on time, so the metrics are
     equal bit for bit. The price: engines wait for the last response of a round.
     """
 
-    parts: Parts
     rule: Rule
     filtered: bool
 
     def take(self, step: int) -> Batch:
         with self.parts.awake(step - 1):
             return self._filtered(step) if self.filtered else self._whole(step)
-
-    def updated(self, version: int) -> None:
-        pass
-
-    def alone(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def close(self) -> None:
-        self.parts.episodes.close()
 
     def _whole(self, step: int) -> Batch:
         """Sample the next places of the order; the step seeds them, whenever that is."""
@@ -115,12 +86,7 @@ class Rounds:
         return groups
 
     def _groups(self, places: list[int], step: int, round: int) -> list[PromptGroup]:
-        parts, how, state = self.parts, sampling_of(self.parts.config), GroupState(step - 1)
-        positions = [parts.order.position(place) for place in places]
-        return [
-            PromptGroup(place, parts.prompts[position], state, how, round)
-            for place, position in zip(places, positions, strict=True)
-        ]
+        return [self.parts.group(place, step - 1, round) for place in places]
 
 
 def rule_of(config: Config, last: int) -> Rule:
@@ -142,6 +108,4 @@ def make_batches(parts: Parts) -> Batches:
     filtered = config.algo.dynamic_filtering_enable
     if rule.size is None and not (filtered and has_engines(config) and not config.train.full_determinism):
         return Rounds(parts, rule, filtered)
-    reward, counts = (parts.reward, FilterCounts(config.algo.dynamic_filtering_range)) if filtered else (None, None)
-    how = sampling_of(config)
-    return GroupStream(rule, parts.prompts, parts.order, how, parts.episodes, parts.awake, reward, counts)
+    return GroupStream(parts, rule, FilterCounts(config.algo.dynamic_filtering_range) if filtered else None)

@@ -6,26 +6,27 @@ trains.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slurm_rlhf.algorithms.groups import passes
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
+from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards, joined
 from slurm_rlhf.sampling.group_rules import GroupState
 
 if TYPE_CHECKING:
+    from slurm_rlhf.sampling.episodes import Episodes
     from slurm_rlhf.sampling.scheduler import EngineWork
-
-
-Awake = Callable[[int], AbstractContextManager[None]]
-"""Lets engines sample with a policy version: colocated ones are awake meanwhile."""
 
 
 class EpisodesOver(Exception):
@@ -46,29 +47,6 @@ class Batch:
     scored: Rewards | None = None  # rewards of the step, once they are there
     metrics: dict[str, float] = field(default_factory=dict)
     judged: int = 0  # groups that dynamic sampling looked at since the batch before; 0: it is off
-
-
-class Batches(Protocol):
-    """Gives each step its batch, in their order."""
-
-    def take(self, step: int) -> Batch:
-        """Wait for the batch of `step`; the engines' calls have the time-outs.
-
-        Raises what sampling raised, FilteredAway, and EpisodesOver where prompts run out before it is full.
-        """
-        ...
-
-    def updated(self, version: int) -> None:
-        """Note that all engines have policy `version`; return at once."""
-        ...
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Begin no groups meanwhile, so that the engines can do other work."""
-        ...
-
-    def close(self) -> None:
-        """Begin no further group. Groups in flight are dropped with the engines; they can be sampled again."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -192,3 +170,47 @@ def assemble_batch(
         metrics=metrics,
         judged=judged,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Holds the parts that make batches."""
+
+    config: Config
+    prompts: PromptSet
+    order: PromptOrder
+    last: int  # last step of the run
+    episodes: Episodes
+    reward: Scoring
+    awake: Callable[[int], AbstractContextManager[None]]
+    """Lets engines sample with a policy version: colocated ones are awake meanwhile."""
+
+    def group(self, place: int, version: int, round: int) -> PromptGroup:
+        """Make the group of a place in the order; `round` seeds its responses."""
+        prompt = self.prompts[self.order.position(place)]
+        return PromptGroup(place, prompt, GroupState(version), sampling_of(self.config), round)
+
+
+@dataclass(slots=True)
+class Batches(ABC):
+    """Gives each step its batch, in their order."""
+
+    parts: Parts
+
+    @abstractmethod
+    def take(self, step: int) -> Batch:
+        """Wait for the batch of `step`; the engines' calls have the time-outs.
+
+        Raises what sampling raised, FilteredAway, and EpisodesOver where prompts run out before it is full.
+        """
+
+    def updated(self, version: int) -> None:
+        """Note that all engines have policy `version`; return at once."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Begin no groups meanwhile, so that the engines can do other work."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Begin no further group. Groups in flight are dropped with the engines; they can be sampled again."""
+        self.parts.episodes.close()

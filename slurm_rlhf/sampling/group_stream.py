@@ -12,14 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.records import Sampling
-from slurm_rlhf.rewards.model import Scoring, in_background
+from slurm_rlhf.rewards.model import in_background
 from slurm_rlhf.rewards.values import Rewards
 from slurm_rlhf.sampling.batches import (
-    Awake,
     Batch,
+    Batches,
     FilterCounts,
     PromptGroup,
     assemble_batch,
@@ -27,8 +24,7 @@ from slurm_rlhf.sampling.batches import (
     owners_of,
     responses_of,
 )
-from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_rules import GroupState, choose, first_passing, on_policy_room, room
+from slurm_rlhf.sampling.group_rules import choose, first_passing, on_policy_room, room
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +45,8 @@ class Rule:
 
 
 @dataclass(slots=True, eq=False)
-class GroupStream:
-    """Implements `Batches` with groups of any age within the bound, or, where `rule.size` is None, with fresh ones.
+class GroupStream(Batches):
+    """Samples groups of any age within the bound, or, where `rule.size` is None, fresh ones.
 
     With groups of any age, those that are in flight or left over stay for the next batch. With fresh ones nothing
     begins unless a step waits, and a batch has the first passing groups in the order of the prompts. Further groups
@@ -59,13 +55,7 @@ class GroupStream:
     """
 
     rule: Rule
-    prompts: PromptSet
-    order: PromptOrder
-    sampling: Sampling
-    episodes: Episodes
-    awake: Awake  # engines may sleep between two batches of fresh groups
-    reward: Scoring | None = None  # judges groups for dynamic sampling; None: every group is trained on
-    counts: FilterCounts | None = None
+    counts: FilterCounts | None  # of dynamic sampling; None: every group is trained on
     _groups: list[PromptGroup] = field(default_factory=list, init=False)  # those since the last batch, in order
     _open: dict[PromptGroup, list[asyncio.Task[None]]] = field(default_factory=dict, init=False)  # those in flight
     _finished: list[PromptGroup] = field(default_factory=list, init=False)  # finished, but not judged
@@ -77,31 +67,29 @@ class GroupStream:
     _wanted: bool = field(default=False, init=False)  # True: the step waits for its batch
     _paused: bool = field(default=False, init=False)
     _quiet_noted: bool = field(default=False, init=False)  # True: the main thread knows that none is in flight
+    _failure: BaseException | None = field(default=None, init=False)  # why there is no further batch
     _ready: SimpleQueue[Batch | BaseException] = field(default_factory=SimpleQueue, init=False)
     _quiet: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue, init=False)
 
     def __post_init__(self) -> None:
-        self.episodes.post(self.episodes.attach, self)
+        self.parts.episodes.post(self.parts.episodes.attach, self)
 
     def take(self, step: int) -> Batch:
-        with self.awake(step - 1):
-            self.episodes.post(self._want, step)
-            return self.episodes.wait(self._ready, step - 1)
+        with self.parts.awake(step - 1):
+            self.parts.episodes.post(self._want, step)
+            return self.parts.episodes.wait(self._ready, step - 1)
 
     def updated(self, version: int) -> None:
-        self.episodes.post(self._update, version)
+        self.parts.episodes.post(self._update, version)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        self.episodes.post(self._pause, True)
+        self.parts.episodes.post(self._pause, True)
         try:
-            self.episodes.wait(self._quiet, self._version)
+            self.parts.episodes.wait(self._quiet, self._version)
             yield
         finally:
-            self.episodes.post(self._pause, False)
-
-    def close(self) -> None:
-        self.episodes.close()
+            self.parts.episodes.post(self._pause, False)
 
     # On the loop.
 
@@ -115,19 +103,23 @@ class GroupStream:
         self._paused, self._quiet_noted = paused, False
 
     def failed(self, error: BaseException) -> None:
+        self._failure = self._failure or error
         if self._wanted:
             self._wanted = False
-            self._ready.put(error)
+            self._ready.put(self._failure)
         self._tell_quiet()
 
     def advance(self) -> None:
+        if self._failure is not None:
+            self.failed(self._failure)
+            return
         self._judge()
         if self._wanted and (chosen := self._choose()) is not None:
             self._deliver(chosen)
-        while not self._paused and self.order.left and self._room() > 0 and self._begin():
+        while not self._paused and self.parts.order.left and self._room() > 0 and self._begin():
             pass
         if self._wanted and not self._busy():
-            raise self._end()
+            self.failed(self._end())
         if not self._busy():
             self._tell_quiet()
 
@@ -156,14 +148,13 @@ class GroupStream:
 
     def _begin(self) -> bool:
         """Begin the next group; return False if no engine has room for it."""
-        (place,) = self.order.take(1)
-        prompt = self.prompts[self.order.position(place)]
-        group = PromptGroup(place, prompt, GroupState(self._version), self.sampling, place // self.rule.batch)
-        if not self.episodes.scheduler.place(group):
-            self.order.give_back([place])
+        (place,) = self.parts.order.take(1)
+        group = self.parts.group(place, self._version, place // self.rule.batch)
+        if not self.parts.episodes.scheduler.place(group):
+            self.parts.order.give_back([place])
             return False
         self._groups.append(group)
-        self._open[group] = self.episodes.begin(group, self._ended)
+        self._open[group] = self.parts.episodes.begin(group, self._ended)
         return True
 
     def _ended(self, group: PromptGroup) -> None:
@@ -175,17 +166,20 @@ class GroupStream:
 
     def _judge(self) -> None:
         """Let the reward function judge the groups that have finished since its last call: one call at a time."""
-        if self.reward is None or not self._finished or self._judging:
+        if not self._finished or self._judging:
             return
         groups, self._finished = self._finished, []
         self._judging = groups
-        call = in_background(self.reward, owners_of(groups), responses_of(groups), self._step)
-        call.add_done_callback(lambda call: self.episodes.post(self._judged, groups, call))
+        call = in_background(self.parts.reward, owners_of(groups), responses_of(groups), self._step)
+        call.add_done_callback(lambda call: self.parts.episodes.post(self._judged, groups, call))
 
     def _judged(self, groups: list[PromptGroup], call: Future[Rewards]) -> None:
         self._judging, self._changed = [], True
+        if (error := call.exception()) is not None:
+            self._failure = error
+            return
         assert self.counts is not None
-        self.counts.judge(groups, call.result(), self.sampling.n)
+        self.counts.judge(groups, call.result(), groups[0].sampling.n)
         for group in groups:
             group.state.finished = group.verdict is True
 
@@ -209,16 +203,16 @@ class GroupStream:
         owed: list[int] = []
         if self.rule.size is None:
             behind = self._groups[self._groups.index(chosen[-1]) + 1 :]
-            self.order.give_back(group.place for group in behind)
+            self.parts.order.give_back(group.place for group in behind)
             for task in (task for tasks in self._open.values() for task in tasks):
                 task.cancel()
             self._open.clear()
             self._groups, self._finished = [], []
-            self.episodes.scheduler.forget()
+            self.parts.episodes.scheduler.forget()
         else:
             self._groups = [g for g in self._groups if g.verdict is not False and g not in chosen]
             owed = [group.place for group in self._groups]
-        state, loads = self.order.state_dict(owed), self.episodes.scheduler.take_loads()
+        state, loads = self.parts.order.state_dict(owed), self.parts.episodes.scheduler.take_loads()
         self._ready.put(assemble_batch(self._step, chosen, loads, state, self.counts))
         self._step, self._wanted, self._changed = self._step + 1, False, True
 

@@ -18,8 +18,8 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import FilteredAway, RewardError
 from slurm_rlhf.records import EngineLoad, Prompt, Trajectory
 from slurm_rlhf.rewards.values import Rewards, joined
-from slurm_rlhf.sampling.batch_sources import Parts, Rounds, make_batches
-from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, PromptGroup
+from slurm_rlhf.sampling.batch_sources import Rounds, make_batches
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, Parts, PromptGroup
 from slurm_rlhf.sampling.group_rules import GroupState
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
 
@@ -73,7 +73,7 @@ def test_short_responses_are_not_favoured_and_what_is_left_over_comes_first_in_t
 def test_nothing_is_begun_while_the_actor_trains(tmp_path: Path) -> None:
     run = Streamed(tmp_path, fresh(), judge=Judge(set(range(40))))
     with run.taking(1):
-        until(lambda: run.order.place == 4)
+        run.begun(4)
         run.engines.finish(0, 1, 2, 3)
     run.stream.updated(1)
     time.sleep(0.03)
@@ -83,9 +83,9 @@ def test_nothing_is_begun_while_the_actor_trains(tmp_path: Path) -> None:
 def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> None:
     run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH), judge=Judge(EVEN))
     with run.taking(1) as found:
-        until(lambda: run.order.place == 8)
+        run.begun(8)
         run.engines.finish(1, 3, 5)
-        until(lambda: run.order.place == 11)
+        run.begun(11)
         run.engines.finish(0, 2, 4, 8)
     assert places(found[0]) == [0, 2, 4, 8]
     batch = cast(Batch, found[0])
@@ -93,7 +93,7 @@ def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> No
     assert batch.metrics["dynamic_filtering/pass_rate"] == pytest.approx(4 / 7)
     run.stream.updated(1)
     with run.taking(2) as second:
-        until(lambda: run.order.place == 15)
+        run.begun(15)
         run.engines.finish(*range(6, 15))
         until(lambda: run.engines.places() == [15, 16, 17, 18, 19][: len(run.engines.places())])
         while not second:
@@ -137,7 +137,7 @@ def test_what_the_reward_function_raises_comes_out_of_take(tmp_path: Path) -> No
     judge.error = RewardError("reward.py:3: no")
     run = Streamed(tmp_path, fresh(), judge=judge)
     with run.taking(1) as found:
-        until(lambda: run.order.place == 4)
+        run.begun(4)
         run.engines.finish(0)
     assert str(found[0]) == "reward.py:3: no"
 

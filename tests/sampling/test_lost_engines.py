@@ -151,7 +151,7 @@ def test_without_a_way_to_give_it_weights_the_loss_of_the_last_engine_is_an_erro
 def test_groups_of_a_lost_engine_are_sampled_by_the_others_once_and_whole(tmp_path: Path) -> None:
     run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH))
     with run.taking(1) as found:
-        until(lambda: run.order.place == 8)
+        run.begun(8)
         mine, others = owners(run.engines, 1), owners(run.engines, 0)
         assert mine
         assert others
@@ -173,7 +173,7 @@ def test_a_stream_whose_last_engine_died_takes_the_one_that_comes_back(tmp_path:
 
     run.episodes._admit = rescue
     with run.taking(1) as found:
-        until(lambda: run.order.place == 8)
+        run.begun(8)
         run.engines.lose(0)
         run.engines.lose(1)
         back.set()

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from waiting import HANG_S
+from waiting import HANG_S, until
 
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
-from slurm_rlhf.sampling.batches import Batch, FilterCounts
+from slurm_rlhf.sampling.batches import Batch, FilterCounts, Parts
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
 from slurm_rlhf.sampling.scheduler import Scheduler
@@ -165,10 +166,14 @@ class Streamed:
         self.engines = Engines()
         self.order = order or order_of(prompts, BATCH)
         self.episodes = Episodes(Scheduler(cast("Any", self.engines), 1, 64, urgent=True))
-        counts = FilterCounts([]) if judge else None
-        rows, scoring = prompt_set(path, prompts), cast("Scoring | None", judge)
-        awake = lambda _: nullcontext()  # noqa: E731
-        self.stream = GroupStream(rule, rows, self.order, SAMPLING, self.episodes, awake, scoring, counts)
+        rows, scoring, config = prompt_set(path, prompts), cast("Scoring", judge), Config()
+        config.rollout.n_samples_per_prompt = SAMPLING.n
+        parts = Parts(config, rows, self.order, rule.last, self.episodes, scoring, lambda _: nullcontext())
+        self.stream = GroupStream(parts, rule, FilterCounts([]) if judge else None)
+
+    def begun(self, place: int) -> None:
+        """Wait until the engines were asked for all places before this one."""
+        until(lambda: self.order.place == place and set(range(place)) <= self.engines.seeds.keys())
 
     @contextmanager
     def taking(self, step: int) -> Iterator[list[Batch | Exception]]:
