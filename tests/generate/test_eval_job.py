@@ -14,8 +14,8 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.eval.sets import read_eval_sets
-from slurm_rlhf.generate.answers import PendingRows, Scores
 from slurm_rlhf.generate.eval_job import EvalJob, EvalRows
+from slurm_rlhf.generate.rows import PendingRows, Scores
 from slurm_rlhf.records import Prompt, Sampling
 
 SETS = """datasets = [
