@@ -11,7 +11,7 @@ from typing import Any
 
 from slurm_rlhf.config.keys import Broken, Key, Rules, all_keys
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_eval import EvalDataSet
+from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.errors import meant
 
 MEAN = "eval"
@@ -113,7 +113,7 @@ def _best(config: Config) -> Iterator[str]:
 FIELDS = tuple(field.name for field in fields(EvalDataSet))
 
 Check = Callable[[Key, Any], Any]
-"""Checks a value against the type of its key: `key_text.from_toml`."""
+"""Checks a value against the type of its key: `text.from_toml`."""
 
 
 def field_key(key: Key, name: str) -> Key:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config import hub
-from slurm_rlhf.config.aliases import begins_alias, key_of, meaning
 from slurm_rlhf.config.evaluation import resolved_entry
-from slurm_rlhf.config.key_text import BadValue, from_text, from_toml, split_overrides
-from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, get, groups, nearest, put
+from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, begins_alias, get, groups, key_of, meaning, nearest, put
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import BadValue, from_text, from_toml, split_overrides
 from slurm_rlhf.errors import ConfigError
 
 COMMAND_LINE = "the command line"

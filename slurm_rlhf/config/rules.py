@@ -6,10 +6,9 @@ import string
 from collections.abc import Iterator
 
 from slurm_rlhf.config.algorithm_rules import FilterRules, LossRules, SamplingRules, algorithm_problems
-from slurm_rlhf.config.aliases import INTERVALS
 from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.evaluation import eval_problems
-from slurm_rlhf.config.keys import Broken, Rules, all_keys, changed_keys, get, unused
+from slurm_rlhf.config.keys import INTERVALS, Broken, Rules, all_keys, changed_keys, get, unused
 from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, running_roles
 from slurm_rlhf.config.schema import Config
 

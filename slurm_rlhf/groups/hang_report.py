@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.groups.hang_rules import HangVerdict, Sighting, rank_state
 from slurm_rlhf.groups.supervisor import Supervisor

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.processes import exit_text
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_cluster import minutes
+from slurm_rlhf.config.schema_jobs import minutes
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.nodes.child_process import bound_to_parent
 from slurm_rlhf.nodes.requeue import PARENT_REQUEUES

@@ -13,9 +13,9 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
 from slurm_rlhf.cluster.gpu_memory import fits_gpus
 from slurm_rlhf.cluster.resources import current_topology, node_name
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import CheckpointError, ConfigError, DiskError, RunError
 from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.groups.supervisor import Supervisor

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.algorithms.registry import changed_plugins, load_plugins
-from slurm_rlhf.algorithms.reward_scale import RunningScale
+from slurm_rlhf.algorithms.reward_shaping import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.errors import CheckpointError, RunError

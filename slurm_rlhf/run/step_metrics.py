@@ -13,7 +13,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.eval.verdicts import constant_share
 from slurm_rlhf.observe.events import WARNING
 from slurm_rlhf.records import REPETITION, STOP, EngineLoad, Experience, Trajectory
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.rewards.function import Rewards
 
 SHARE = 0.5
 """An engine below this share of the median of its peers counts as far below them."""

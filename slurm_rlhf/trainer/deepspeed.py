@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.placement.trainer_memory import BUCKET
+from slurm_rlhf.placement.rank_memory import BUCKET
 from slurm_rlhf.trainer._deepspeed import (
     copy_masters_to_parameters,
     full_shape,

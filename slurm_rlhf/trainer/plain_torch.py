@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_rlhf.placement.trainer_memory import BUCKET
+from slurm_rlhf.placement.rank_memory import BUCKET
 from slurm_rlhf.trainer.distributed import World, release_cache
 from slurm_rlhf.trainer.optimizer_state import HOST, MOMENTS, Fragment, moved, whole_fragments, zero_moments
 from slurm_rlhf.trainer.train_settings import DTYPES, TrainSettings, adamw

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slurm_rlhf.algorithms.losses import entropy_bonus, kl_loss, nll_loss, value_loss
-from slurm_rlhf.algorithms.policy_loss_inputs import Metrics, PolicyInputs
+from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, entropy_bonus, kl_loss, nll_loss, value_loss
 from slurm_rlhf.algorithms.policy_losses import clip_range
 from slurm_rlhf.algorithms.registry import load_plugins, policy_loss_of
 from slurm_rlhf.config.check import reward_statistics

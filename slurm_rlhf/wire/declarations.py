@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.wire.codec import Buffer, decode
 
@@ -23,7 +23,7 @@ class CallSpec:
     """Holds the declaration of a call."""
 
     name: str
-    deadline: str | None  # a field of config.schema_cluster.Timeout; None: it has no answer
+    deadline: str | None  # a field of config.schema_jobs.Timeout; None: it has no answer
     argument: Any  # its record; None: it takes no argument
     result: Any
 
@@ -40,7 +40,7 @@ class CallSpec:
 
 
 def call(*, deadline: str | None) -> Callable[[F], F]:
-    """Declare a method as a call that may take `deadline`, a field of `config.schema_cluster.Timeout`.
+    """Declare a method as a call that may take `deadline`, a field of `config.schema_jobs.Timeout`.
 
     None: the call has no answer, and nobody waits for it.
     """

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, TypeVar, overload
 
 from slurm_rlhf.algorithms.batching import Shard, shards
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.wire.calls import EngineCalls, RankCalls, StacksAnswer, TrainerCalls

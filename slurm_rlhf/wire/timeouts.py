@@ -1,4 +1,4 @@
-"""One table of the time-outs that no key of the configuration sets; those of keys are `config.schema_cluster.Timeout`.
+"""One table of the time-outs that no key of the configuration sets; those of keys are `config.schema_jobs.Timeout`.
 
 In seconds; names in MS are in milliseconds. Each says what it bounds.
 """

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from slurm_rlhf.algorithms.reward_scale import MUCH, FixedScale, RunningScale, clip_warning, clipped_share
+from slurm_rlhf.algorithms.reward_shaping import MUCH, FixedScale, RunningScale, clip_warning, clipped_share
 
 
 def test_running_statistics_are_those_of_all_rewards_together() -> None:

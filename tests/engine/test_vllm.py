@@ -15,8 +15,8 @@ from rollout_engine import EngineProcess
 from tiny_models import make_tiny, mislabel
 
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.placement.engine_memory import block_bytes, blocks_of_sequence
 from slurm_rlhf.placement.model_shape import FAMILIES, read_shape, shape_of
+from slurm_rlhf.placement.rank_memory import block_bytes, blocks_of_sequence
 from slurm_rlhf.records import Sampling, Trajectory
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)

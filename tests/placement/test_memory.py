@@ -14,11 +14,9 @@ from slurm_rlhf.config.keys import get, put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.engine_memory import GIB, block_bytes, blocks_of_sequence, weights
-from slurm_rlhf.placement.memory import Account, account, rank_memories
+from slurm_rlhf.placement.memory import LOWER, RAISE, WAYS, Account, account, help_for, rank_memories, ways_for
 from slurm_rlhf.placement.model_shape import read_shape, shape_of
-from slurm_rlhf.placement.too_large import LOWER, RAISE, WAYS, help_for, ways_for
-from slurm_rlhf.placement.trainer_memory import states
+from slurm_rlhf.placement.rank_memory import GIB, block_bytes, blocks_of_sequence, states, weights
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 H100 = int(79.1 * GIB)

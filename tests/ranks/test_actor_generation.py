@@ -22,8 +22,8 @@ from training_ranks import make_config
 from waiting import HANG_S, scaled, until
 from warm_runs import WarmRun
 
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import LENGTH, STOP, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.run_directory import RunDirectory

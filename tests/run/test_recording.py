@@ -15,7 +15,7 @@ from slurm_rlhf.errors import CallTimeout, RoleDied
 from slurm_rlhf.observe.events import read_events
 from slurm_rlhf.observe.samples import read_samples
 from slurm_rlhf.records import Experience, Prompt, SyncConnection, Trajectory, VersionSpan, pack
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.run.recording import Recorder
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_state import RunState

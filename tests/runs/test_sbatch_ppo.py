@@ -15,10 +15,10 @@ from model_configs import SHAPES, make_shape
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES, colocations
-from slurm_rlhf.placement.engine_memory import GIB
 from slurm_rlhf.placement.memory import Models, account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.rank_memory import GIB
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import Topology, numbered_names
 

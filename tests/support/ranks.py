@@ -11,8 +11,8 @@ from typing import Any
 from waiting import HANG_S, until
 from zygote import Rank, WarmRank, Zygote
 
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys

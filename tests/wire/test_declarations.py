@@ -13,7 +13,7 @@ import pytest
 from msgspec import inspect
 
 import slurm_rlhf
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.ranks.follower_links import FollowerCalls
 from slurm_rlhf.records import Record

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import pytest
 from waiting import HANG_S, scaled
 
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError, RoleDied, RunError, WireError
 from slurm_rlhf.records import Record
 from slurm_rlhf.wire.auth import RunKeys

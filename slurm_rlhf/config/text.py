@@ -10,11 +10,10 @@ import tomllib
 from collections.abc import Collection
 from typing import Any
 
-from slurm_rlhf.config.aliases import VALUES, key_of, meaning
 from slurm_rlhf.config.evaluation import entry_table, read_entry
-from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, documentation, get
+from slurm_rlhf.config.keys import DATA_SETS, VALUES, Key, all_keys, documentation, get, key_of, meaning
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_eval import EvalDataSet
+from slurm_rlhf.config.schema_jobs import EvalDataSet
 
 
 class BadValue(ValueError):
