@@ -212,7 +212,7 @@ class PolicyInputs:
     clip_low: float
     clip_high: float
     dual_clip: float = 0.0  # 0: off
-    sapo_temperatures: tuple[float, float] = (1.0, 1.05)  # for advantages above 0, and for the others
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)  # temperature for advantages above 0, and for the others
 
 
 PolicyLoss = Callable[[PolicyInputs], tuple["Tensor", Metrics]]
@@ -223,7 +223,7 @@ PolicyLoss = Callable[[PolicyInputs], tuple["Tensor", Metrics]]
 class Ratios:
     """Hold the columns of a micro-batch that losses are made of, [A] each, zero at masked positions."""
 
-    logprobs: Tensor  # with gradient
+    logprobs: Tensor  # new log-probs, with gradient
     advantages: Tensor
     log_ratio: Tensor  # log pi / pi_old, within +-20, with gradient where it was not clamped
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -93,22 +93,6 @@ def refill(missing: int, passed: int, judged: int, most: int) -> int:
     return min(most, math.ceil(missing * (judged + 1) / (passed + 1)))
 
 
-class RewardScale(Protocol):
-    """Normalise a batch of rewards, as reward.normalize_enable asks."""
-
-    def with_batch(self, rewards: ArrayLike) -> RewardScale:
-        """Return the scale for a batch [N]; this one stays as it is."""
-        ...
-
-    def normalize(self, rewards: ArrayLike) -> F32:
-        """Compute (rewards - mean) / standard deviation, [N]."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as JSON can hold it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class FixedScale:
     """Normalise by the mean and standard deviation in a reward model's config.json, as OpenRLHF writes them.
@@ -120,12 +104,11 @@ class FixedScale:
     std: float
 
     def with_batch(self, rewards: ArrayLike) -> FixedScale:
+        """Return the scale for a batch [N]: this one."""
         return self
 
-    def normalize(self, rewards: ArrayLike) -> F32:
-        return ((np.asarray(rewards, dtype=np.float64) - self.mean) / self.std).astype(np.float32)
-
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as JSON can hold it."""
         return {"mean": self.mean, "std": self.std}
 
 
@@ -151,6 +134,7 @@ class RunningScale:
         return math.sqrt(max(self.m2 / self.count if self.count else 0.0, MIN_VARIANCE))
 
     def with_batch(self, rewards: ArrayLike) -> RunningScale:
+        """Return the scale for a batch [N]; this one stays as it is."""
         batch = np.asarray(rewards, dtype=np.float64)
         if not batch.size:
             return self
@@ -160,11 +144,18 @@ class RunningScale:
         m2 = self.m2 + float(((batch - mean) ** 2).sum()) + delta**2 * self.count * batch.size / count
         return RunningScale(count, self.mean + delta * batch.size / count, m2)
 
-    def normalize(self, rewards: ArrayLike) -> F32:
-        return ((np.asarray(rewards, dtype=np.float64) - self.mean) / self.std).astype(np.float32)
-
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs, as JSON can hold it."""
         return {"count": self.count, "mean": self.mean, "m2": self.m2}
+
+
+RewardScale = FixedScale | RunningScale
+"""Normalises a batch of rewards, as reward.normalize_enable asks."""
+
+
+def normalized(rewards: ArrayLike, scale: RewardScale) -> F32:
+    """Compute (rewards - mean) / standard deviation, [N]."""
+    return ((np.asarray(rewards, dtype=np.float64) - scale.mean) / scale.std).astype(np.float32)
 
 
 def clipped_share(rewards: ArrayLike, clip_range: Sequence[float]) -> float:

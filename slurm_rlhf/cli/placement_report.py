@@ -17,8 +17,7 @@ from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.memory import Account, Row, gib, help_for
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.replacement import chosen
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
 _WIDTH = 100

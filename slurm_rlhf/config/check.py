@@ -26,7 +26,7 @@ from slurm_rlhf.config.model_directory import (
     uncompared,
 )
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
-from slurm_rlhf.config.rules import colocated, key_problems, length_problems, rule_problems, unused_note
+from slurm_rlhf.config.rules import colocated, key_problems, length_problems, out_of_range, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.errors import ConfigError, ModelError, UserError
@@ -44,8 +44,8 @@ def check(config: Config) -> None:
 
 
 def check_colocation(config: Config) -> None:
-    """Check what decides which roles share accelerators. Raises one ConfigError with all that is wrong."""
-    _raise(colocated(config), [])
+    """Check the ranges of all numbers, and which roles share accelerators. Raises one ConfigError with all problems."""
+    _raise(list(out_of_range(config)) or colocated(config), [])
 
 
 def check_sft(config: Config) -> None:

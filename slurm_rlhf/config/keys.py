@@ -9,6 +9,7 @@ when a name is met that is no key:
     verl, trl          name -> the key that does its work here; values may differ, so errors name it and nothing is read
     units              a name of theirs -> how its number differs
     openrlhf_defaults  key -> OpenRLHF's default, where it differs from ours
+    short              short name that people write -> the keys they mean, the most likely first
 """
 
 from __future__ import annotations
@@ -216,26 +217,11 @@ def _class_nodes(module: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-SHORT = {
-    "lr": ["actor.learning_rate", "critic.learning_rate"],
-    "bs": ["train.batch_size", "rollout.batch_size"],
-    "model": ["actor.model_name_or_path"],
-    "model_name": ["actor.model_name_or_path"],
-    "output_dir": ["run_dir", "sft.output_dir"],
-    "n_samples": ["rollout.n_samples_per_prompt"],
-    "tp": ["vllm.tensor_parallel_size"],
-    "kl_coef": ["algo.kl.init_coef"],
-    "dataset": ["data.prompt_dataset"],
-    "epochs": ["train.max_epochs", "train.num_episodes"],
-}
-"""Short name that people write -> the keys they mean, the most likely first."""
-
-
 def nearest(name: str) -> list[str]:
     """List valid keys that a user who wrote `name` may have meant, the most likely first; none if none is near."""
     wanted = name.lower().replace("-", "_")
     leaf = wanted.rpartition(".")[2]
-    if known := SHORT.get(leaf):
+    if known := tables()["short"].get(leaf):
         group = wanted.rpartition(".")[0]
         return sorted(known, key=lambda key: difflib.SequenceMatcher(None, group, key).ratio(), reverse=True)
     grouped = "." in wanted or wanted.partition("_")[0] in groups()

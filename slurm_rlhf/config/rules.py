@@ -28,7 +28,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     yield from eval_problems(config)
     yield from TrainingRules(config).problems()
     yield from FilterRules(config).problems()
-    yield from engine_problems(config)
+    yield from EngineRules(config).problems()
     if not algorithm:
         yield from colocated(config)
     yield from SamplingRules(config).problems()
@@ -44,11 +44,6 @@ def key_problems(config: Config) -> Iterator[str]:
 def length_problems(config: Config) -> Iterator[str]:
     """Check that prompt and response fit together."""
     yield from LengthRules(config).problems()
-
-
-def engine_problems(config: Config) -> Iterator[str]:
-    """Find the keys that the engine excludes."""
-    yield from EngineRules(config).problems()
 
 
 def out_of_range(config: Config) -> Iterator[str]:

@@ -143,7 +143,7 @@ class EvalDataSet:
     """Is an entry of eval.datasets; what is None is as in the group eval, columns as in the group data."""
 
     path: FilePath
-    name: str = ""  # in metrics and reports; empty: that of the file
+    name: str = ""  # name in metrics and reports; empty: name of the file
     n_samples_per_prompt: int | None = None
     temperature: float | None = None
     max_samples: int | None = None

@@ -33,8 +33,7 @@ from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.nodes.child_process import bound_to_parent
 from slurm_rlhf.nodes.requeue import PARENT_REQUEUES
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import Topology, numbered_names
+from slurm_rlhf.placement.topology import Topology, numbered_names, role_sizes
 from slurm_rlhf.wire import timeouts
 
 FOLDER = "submitit"

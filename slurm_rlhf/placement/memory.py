@@ -22,7 +22,6 @@ from slurm_rlhf.placement.rank_memory import (
     hf_terms,
     persistent,
     reduce_buckets,
-    step_work,
     tensors,
     trainer_states,
     update_terms,
@@ -42,7 +41,7 @@ class RankMemory:
     """Hold the bytes of one rank of a role."""
 
     role: str
-    resting: Bytes  # for as long as it lives
+    resting: Bytes  # bytes held as long as the rank lives
     phases: Mapping[str, Bytes]  # phase -> bytes beyond `resting`, released afterwards
     parked: Bytes = field(default_factory=dict)  # the part of `resting` that is moved away while the engines work
 
@@ -177,21 +176,20 @@ def _alone(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
 
 def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     ds, ranks = config.ds, role.ranks(config)
-    elements, sizes = tensors(shape, role.head)
+    elements, _ = tensors(shape, role.head)
     held = trainer_states(config, shape, role.name)
     buckets = reduce_buckets(config, elements) if ranks > 1 or ds.zero_stage else 0
     resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role.name, ranks)}
     moment = {"gradients": held.gradients, "reduce buckets": buckets}
     if held.resting_gradients:
         resting["gradients"] = held.resting_gradients
-    parked = {"optimizer states": held.optimizer} if ds.enable_sleep and ds.zero_stage >= 2 else {}
     if ds.zero_stage == 3:
         resting["reduce buckets"] = buckets
-        parked |= {"gradients": held.resting_gradients, "reduce buckets": buckets} if ds.enable_sleep else {}
+    moved = ("optimizer states", "gradients", "reduce buckets") if ds.enable_sleep and ds.zero_stage >= 2 else ()
+    parked = {name: resting[name] for name in moved if name in resting}
     phases = {
         "update": moment | update_terms(config, shape, role),
         "forward": forward_terms(config, shape, role.head, ds.zero_stage == 3),
-        "step": moment | {"optimizer's work": step_work(elements, ranks, ds.zero_stage, max(sizes))},
     }
     if role.name == ACTOR and has_engines(config):
         bucket = min(config.sync.bucket_size_mb(on_gpus=True) << 20, (2 if half(config) else 4) * elements)
@@ -217,10 +215,9 @@ def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
     """Estimate a rank of an engine, which takes its whole share of the GPU, whatever it needs."""
     rank = engine(config, shape, gpu)
     bucket = config.sync.bucket_size_mb(on_gpus=True) << 20
-    module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
     awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
-    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}})
+    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket}})
 
 
 def _context(role: str, ranks: int) -> dict[str, int]:
@@ -307,7 +304,7 @@ def _ways(row: Row) -> Iterator[list[tuple[str, object]]]:
     for term, _ in row.terms:
         owner, _, what = term.partition("'s ") if row.together else (row.role, "", term)
         role = ROLES[owner]
-        if row.role == ROLLOUT and role.kind == "trained":  # its states rest on the GPU while the engines work
+        if row.role == ROLLOUT and role.kind == "trained":  # its states stay on the GPU while the engines work
             yield [("ds.enable_sleep", True)]
         else:
             yield [(key.format(group=role.group), how) for key, how in ways_for(role, what)]

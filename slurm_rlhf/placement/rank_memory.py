@@ -34,29 +34,25 @@ def weights(shape: ModelShape, tp: int, dtype: int) -> int:
     return round(elements * dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """Describe how vLLM groups layers: those of a group share the number of a block, groups share one pool."""
+def kv_layout(shape: ModelShape) -> tuple[int, tuple[int, ...]]:
+    """Group the layers as vLLM does: return the layers of a group, and the window of each group (0: all tokens).
 
-    layers: int  # in each group
-    groups: tuple[int, ...]  # window of each group, 0: all tokens
-
-
-def kv_layout(shape: ModelShape) -> KvLayout:
-    """Group the layers as vLLM does. Source: `kv_cache_utils._get_kv_cache_groups_uniform_page_size`."""
+    Layers of a group share the number of a block, groups share one pool. Source:
+    `kv_cache_utils._get_kv_cache_groups_uniform_page_size`.
+    """
     kinds = sorted(set(shape.windows))
     if len(kinds) == 1:
-        return KvLayout(shape.layers, (kinds[0],))
+        return shape.layers, (kinds[0],)
     counts = [shape.windows.count(kind) for kind in kinds]
     size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     groups = tuple(kind for kind, count in zip(kinds, counts, strict=True) for _ in range(-(-count // size)))
-    return KvLayout(size, groups)
+    return size, groups
 
 
 def block_bytes(shape: ModelShape, tp: int, dtype: int, block: int = BLOCK) -> int:
     """Count the bytes of a KV block on one rank: `block` tokens in all layers of a group."""
     heads = max(1, shape.kv_heads // tp)
-    return 2 * block * heads * shape.head_dim * dtype * kv_layout(shape).layers
+    return 2 * block * heads * shape.head_dim * dtype * kv_layout(shape)[0]
 
 
 def blocks_of_sequence(shape: ModelShape, length: int, in_flight: int, block: int = BLOCK) -> int:
@@ -65,7 +61,7 @@ def blocks_of_sequence(shape: ModelShape, length: int, in_flight: int, block: in
     Source: vLLM, `FullAttentionSpec` and `SlidingWindowSpec.max_memory_usage_bytes`.
     """
     total = 0
-    for window in kv_layout(shape).groups:
+    for window in kv_layout(shape)[1]:
         held = min(window - 1 + in_flight, length) if window else length
         total += -(-held // block) + (1 if window else 0)
     return total
@@ -155,9 +151,9 @@ class States:
     """Hold the bytes on one rank."""
 
     parameters: int
-    gradients: int  # as they stand before an optimizer step
+    gradients: int  # largest size, just before an optimizer step
     optimizer: int  # AdamW's two moments in fp32, and fp32 masters where there are any
-    resting_gradients: int = 0  # the part of `gradients` that stays between two optimizer steps
+    resting_gradients: int = 0  # part of `gradients` that stays between two optimizer steps
 
 
 def states(elements: int, ranks: int, stage: int, param_dtype: str, small: int = 0) -> States:
@@ -220,55 +216,30 @@ def persistent(sizes: dict[int, int], elements: int) -> int:
     return sum(size * count for size, count in sizes.items() if size <= threshold)
 
 
-def step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
-    """Estimate an optimizer step beyond states and gradients: square roots of AdamW, flat gradients, their norm.
-
-    The norm of each piece of the gradient is taken in fp64.
-    """
-    part = -(-elements // ranks) if stage else elements
-    return 4 * part + max(4 * part if stage else 0, 8 * min(largest, part))
-
-
 def update_terms(config: Config, shape: ModelShape, role: RoleSpec) -> dict[str, int]:
     """Estimate forward and backward of a micro-batch; a sequence that is longer than the budget is one by itself."""
-    ds, width = config.ds, 2 if half(config) else 4
-    elements, sizes = tensors(shape, role.head)
-    tokens = max(config.train.max_tokens_per_gpu, config.data.max_len)
-    how = Pass(
-        tokens,
-        config.data.max_len,
-        width,
-        config.actor.gradient_checkpointing_enable,
-        ds.attn_implementation,
-        autocast=half(config) and ds.zero_stage == 0,
-    )
-    largest = max(sizes)
-    # The largest gradient is sent alone if no bucket holds it.
-    alone = (2 if ds.grad_comm_dtype == "bf16" else 4) * largest if largest > min(elements, BUCKET) else 0
+    ds, longest = config.ds, config.data.max_len
+    tokens, width = max(config.train.max_tokens_per_gpu, longest), 2 if half(config) else 4
+    checkpointing, autocast = config.actor.gradient_checkpointing_enable, half(config) and ds.zero_stage == 0
+    how = Pass(tokens, longest, width, checkpointing, ds.attn_implementation, autocast)
     terms = {
         "activations": saved(shape, how) + recomputed(shape, how) + autocast_weights(shape, how),
         "backward": tokens * width * (2 * _widest(shape) + 2 * shape.hidden),  # the MLP is widest; not measured
-        "loose gradient": width * largest + alone,
     }
-    if role.head:
-        # Log-probabilities, their gradient, and the gradient of the logits in fp32 and in the precision of the head.
-        each = 12 + (2 if width == 2 and not ds.fp32_lm_head else 0) + (8 if config.actor.entropy_coef else 0)
-        terms["logits"] = each * min(config.train.logprob_chunk_tokens, tokens) * shape.vocab
-        if ds.fp32_lm_head and half(config) and ds.zero_stage:  # at stage 0 parameters are fp32
-            terms["fp32 head"] = 8 * shape.head
-    if ds.zero_stage == 3:
-        terms["gathered layers"] = gathered(elements, largest, half(config))
-    return terms
+    # Log-probabilities, their gradient, and the gradient of the logits in fp32 and in the precision of the head.
+    each = 12 + (2 if width == 2 and not ds.fp32_lm_head else 0) + (8 if config.actor.entropy_coef else 0)
+    return terms | _any_pass(config, shape, role.head, ds.zero_stage == 3, tokens, each)
 
 
 def forward_terms(config: Config, shape: ModelShape, head: bool, cut: bool) -> dict[str, int]:
-    """Estimate a pass without gradients."""
+    """Estimate a pass without gradients, which has three fp32 tensors of log-probabilities and entropy."""
     tokens, width = max(config.train.forward_tokens, config.data.max_len), 2 if half(config) else 4
-    terms = {"forward activations": forward_work(shape, tokens, width)}
-    if head:  # three fp32 tensors of log-probabilities and entropy
-        terms["logits"] = 12 * min(config.train.logprob_chunk_tokens, tokens) * shape.vocab
-        if config.ds.fp32_lm_head and half(config):
-            terms["fp32 head"] = 4 * shape.head
+    return {"forward activations": forward_work(shape, tokens, width)} | _any_pass(config, shape, head, cut, tokens, 12)
+
+
+def _any_pass(config: Config, shape: ModelShape, head: bool, cut: bool, tokens: int, each: int) -> dict[str, int]:
+    """Estimate the logits, with `each` bytes for one, and the layers that ZeRO-3 gathers."""
+    terms = {"logits": each * min(config.train.logprob_chunk_tokens, tokens) * shape.vocab} if head else {}
     if cut:
         elements, sizes = tensors(shape, head)
         terms["gathered layers"] = gathered(elements, max(sizes), half(config))

@@ -18,8 +18,7 @@ from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError, shortened
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap, make_blocks, place, process_slots
-from slurm_rlhf.placement.role_sizes import RoleSize, role_sizes
-from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, GPU, Node, RoleSize, Topology, role_sizes
 
 Change = dict[str, Any]
 """Key -> value."""
@@ -170,7 +169,7 @@ def _placed(ranks: RankMap, left: Topology, config: Config) -> RankMap | None:
     """Place a layout, with the engines where they are if that can be; None: it does not fit."""
     sizes, colocate = role_sizes(config), colocations(config)
     if left.accelerator == GPU and sum(block.slots for block in make_blocks(sizes, colocate)) > left.slots:
-        return None  # at once: `place` would find out why
+        return None  # refused here, because `place` would look for the reason first
     with suppress(PlacementError):
         if (found := _around_engines(ranks, left, sizes, colocate)) is not None:
             return found

@@ -13,7 +13,7 @@ from typing import Any
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.ranks.own_stacks import answer
-from slurm_rlhf.wire.calls import DeviceReport, MemoryReport, RankCalls, StacksAnswer
+from slurm_rlhf.wire.calls import DeviceReport, RankCalls, StacksAnswer
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.declarations import calls_of
 from slurm_rlhf.wire.messages import Request
@@ -42,28 +42,14 @@ class Worker(RankCalls):
         """Return the attention kernel that this rank uses; empty: it has none, or none was used yet."""
         return ""
 
-    def about(self) -> DeviceReport | None:
-        import torch
-
-        if not torch.cuda.is_available():
-            return None
-        free, total = torch.cuda.mem_get_info()
-        return DeviceReport(
-            gpu=torch.cuda.get_device_name(),
-            total=int(total),
-            used=int(total - free),
-            allocated=int(torch.cuda.memory_allocated()),
-            attention=self.attention(),
-        )
-
-    def memory(self) -> MemoryReport:
+    def about(self) -> DeviceReport:
         import torch
 
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            return MemoryReport(int(total - free), int(total))
+            return DeviceReport(torch.cuda.get_device_name(), int(total), int(total - free), self.attention())
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return MemoryReport(pages * os.sysconf("SC_PAGE_SIZE"), 0)
+        return DeviceReport("", 0, pages * os.sysconf("SC_PAGE_SIZE"), "")
 
     def stacks(self) -> StacksAnswer:
         return answer()

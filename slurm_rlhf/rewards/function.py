@@ -319,8 +319,6 @@ class RewardFunction:
         Raises ConfigError when there is no such file or `source` is a URL, RewardError when the file cannot be run
         (with the line), does not define `reward_func`, or its signature takes what is not passed.
         """
-        if source.startswith(("http://", "https://")):
-            raise ConfigError(f"{KEY}: reward servers are not supported yet ({source}): name a Python file")
         file = Path(source).absolute()
         if not file.is_file():
             raise ConfigError(f"{KEY}: no such file: {source or repr('')}: name a Python file with {FUNCTION}")

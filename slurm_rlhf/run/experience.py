@@ -21,7 +21,15 @@ from slurm_rlhf.algorithms.packed import find_actions, response_sums
 from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.algorithms.policy_losses import aggregation_of
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
-from slurm_rlhf.algorithms.reward_shaping import Groups, Responses, RewardScale, Shaping, clipped_share, shape
+from slurm_rlhf.algorithms.reward_shaping import (
+    Groups,
+    Responses,
+    RewardScale,
+    Shaping,
+    clipped_share,
+    normalized,
+    shape,
+)
 from slurm_rlhf.config.correction import before_update, correction_of
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE
 from slurm_rlhf.config.schema import Config
@@ -91,7 +99,7 @@ def fill_advantages(
         measured = {"kl": float(response_sums(kl, whole, offsets).mean()), "kl_coef": kl_coef}
     rewards = judged.rewards
     if scale is not None:
-        rewards = scale.with_batch(rewards).normalize(rewards)
+        rewards = normalized(rewards, scale.with_batch(rewards))
     rewards, shaping = shaped_rewards(config, experience, judged, rewards)
     inputs = AdvantageInputs(
         rewards=rewards,

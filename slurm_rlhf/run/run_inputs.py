@@ -43,7 +43,7 @@ class Inputs:
     order: PromptOrder
     reward: RewardFunction | None  # None: a reward model scores
     total_steps: int
-    findings: PromptFindings  # for the self-check
+    findings: PromptFindings  # facts about the prompts, for the self-check
     tokenizer: Tokenizer
     model: dict[str, str]  # path of the actor's model -> hash of its contents
 

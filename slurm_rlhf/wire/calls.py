@@ -35,10 +35,9 @@ from slurm_rlhf.wire.declarations import call
 class DeviceReport(Record):
     """Describes the accelerator of a rank; sizes in bytes."""
 
-    gpu: str  # its name
-    total: int
-    used: int  # memory that all processes use
-    allocated: int  # memory that PyTorch uses in this process
+    gpu: str  # its name; empty: the rank has none
+    total: int  # 0 without a GPU
+    used: int  # memory that all processes use; without a GPU, that of this process
     attention: str  # the kernel in use; empty: none yet
 
 
@@ -47,13 +46,6 @@ class StacksAnswer(Record):
 
     threads: str  # their stacks as faulthandler writes them, the main thread first
     node: str  # load and memory of its node
-
-
-class MemoryReport(Record):
-    """Says how much memory is in use, in bytes: of the rank's accelerator by all processes, else of its process."""
-
-    used: int
-    total: int  # memory of the accelerator; 0 without one
 
 
 class StartRequest(Record):
@@ -207,12 +199,8 @@ class RankCalls(Protocol):
     """Declares the calls that every rank of every role answers."""
 
     @call(deadline="forward")  # it waits behind whatever the rank computes
-    def about(self) -> DeviceReport | None:
-        """Describe this rank's accelerator; None: it has none."""
-
-    @call(deadline="forward")
-    def memory(self) -> MemoryReport:
-        """Measure the memory in use."""
+    def about(self) -> DeviceReport:
+        """Describe this rank's accelerator and the memory in use."""
 
     @call(deadline="heartbeat")
     def stacks(self) -> StacksAnswer:

@@ -61,7 +61,7 @@ RANKS = RankMap(
         "rollout": [NodeShare("n1", (3, 4), (0, 1), ((0, 0), (0, 1)))],
     },
 )
-H100 = DeviceReport("NVIDIA H100 80GB HBM3", total=80 << 30, used=30 << 30, allocated=29 << 30, attention="")
+H100 = DeviceReport("NVIDIA H100 80GB HBM3", total=80 << 30, used=30 << 30, attention="")
 WAY = SyncConnection("nccl", "ib0", "10.0.0.1", "n1")
 
 

@@ -24,8 +24,7 @@ from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.report import FAILED, OK, draw
 from slurm_rlhf.nodes.starters import AGENT, CommandStarter, here
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import CPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 
 NODE = socket.gethostname().partition(".")[0]
 DEAF = (
