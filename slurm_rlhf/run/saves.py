@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from slurm_rlhf.checkpoint.interval import Failures, best_interval, in_steps, span
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.wire.handles import RoleHandle
 
 FIRST = 2
@@ -144,21 +144,18 @@ class PendingSave:
 
     def begin(self, complete: Callable[[], None]) -> None:
         """Run `complete`, after which the checkpoint is whole, while the run goes on."""
-        threading.Thread(target=self._run, args=(complete,), name="checkpoint", daemon=True).start()
+
+        def timed() -> float:
+            complete()
+            return time.monotonic() - self.started
+
+        self._seconds = in_thread(timed, "checkpoint")
 
     def complete(self, complete: Callable[[], None]) -> None:
         """Run `complete` now, while the run waits. Raises its error."""
         complete()
         self.cost_s = time.monotonic() - self.started
         self._seconds.set_result(self.cost_s)
-
-    def _run(self, complete: Callable[[], None]) -> None:
-        try:
-            complete()
-        except BaseException as error:  # `result` raises it in the main thread
-            self._seconds.set_exception(error)
-        else:
-            self._seconds.set_result(time.monotonic() - self.started)
 
     def done(self) -> bool:
         """Tell whether `result` need not wait."""

@@ -11,7 +11,7 @@ from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.wire.calls import EngineCalls, RankCalls, StacksAnswer, TrainerCalls
-from slurm_rlhf.wire.declarations import CallSpec, spec_of
+from slurm_rlhf.wire.codec import CallSpec, spec_of
 from slurm_rlhf.wire.server import ControlServer
 
 C = TypeVar("C")

@@ -8,12 +8,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, shortened
-from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.codec import Reader, encode
-from slurm_rlhf.wire.io_loop import IoLoop, OnEvent, OnLost
+from slurm_rlhf.wire.io_loop import IoLoop
 from slurm_rlhf.wire.io_thread import CarefulLog, to_parts
-from slurm_rlhf.wire.messages import Peer, Said
-from slurm_rlhf.wire.pending_calls import Flight
+from slurm_rlhf.wire.messages import Flight, Peer, Said
 
 log = CarefulLog(logging.getLogger(__name__))
 
@@ -26,30 +24,6 @@ class ControlServer(IoLoop):
 
     Arrays of a call may change as soon as `call` returns; arrays of a reply are the caller's own.
     """
-
-    def __init__(
-        self,
-        keys: RunKeys,
-        *,
-        host: str = "127.0.0.1",
-        heartbeat_interval: float = 1.0,
-        heartbeat_limit: float = 20.0,
-        on_lost: OnLost | None = None,
-        on_event: OnEvent | None = None,
-    ) -> None:
-        """Listen at once, on a port that the system chooses.
-
-        host: address to listen on.
-        on_lost: a rank fell silent for `heartbeat_limit` seconds or lost messages (`peer.lost` says which). Its calls
-            have failed with RoleDied by then. Not called for a rank that said goodbye.
-        on_event: what a rank sent with `ControlClient.event`.
-        Raises RunError when the address cannot be bound, ConfigError for heartbeat times that cannot work.
-        """
-        self._host = host
-        self._broken: dict[str, Exception] = {}
-        super().__init__(
-            keys, host, interval=heartbeat_interval, limit=heartbeat_limit, on_lost=on_lost, on_event=on_event
-        )
 
     def endpoint(self, host: str | None = None) -> str:
         """Return `tcp://host:port` for the ranks; `host` is their name for this node, None: what it listens on."""
@@ -70,7 +44,7 @@ class ControlServer(IoLoop):
     def peers_on(self, host: str) -> list[Peer]:
         """Return the newest peer of each rank that is on a node, lost ones included."""
         with self._lock:
-            return self.roster.on(host)
+            return [peer for peer in self.roster.by_name.values() if peer.host == host]
 
     def give_up(self, role: str, rank: int, why: str) -> None:
         """Count a rank as lost because its launcher or its conductor says so, a moment after this returns.
@@ -78,7 +52,7 @@ class ControlServer(IoLoop):
         Its calls fail with RoleDied, and another process may say hello in its place. `on_lost` is not called.
         """
         with self._lock:
-            peer = self.roster.find(role, rank)
+            peer = self.roster.by_name.get((role, rank))
         if peer is not None and not peer.lost:
             self._given_up.put((peer, why))
             self._wakeup.signal()
@@ -150,7 +124,7 @@ class ControlServer(IoLoop):
         parts = to_parts(encode(argument))
         with self._lock:
             self._raise_if_closed(role)
-            peer = self.roster.find(role, rank)
+            peer = self.roster.by_name.get((role, rank))
             failure = self._broken.get(role) or self._absence(role, rank, peer)
             if failure is None and peer is not None:
                 call = self.pending.add(peer, method, timeout_s, read, self.clock.now())

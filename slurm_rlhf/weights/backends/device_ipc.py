@@ -17,8 +17,8 @@ import torch
 from torch.distributed import Store, Work
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.weights._torch import open_gpu_memory, share_gpu_memory
-from slurm_rlhf.weights.backends.backend import Done, Incoming, PendingTransfer, wait_for
+from slurm_rlhf.process_groups._torch import open_gpu_memory, share_gpu_memory
+from slurm_rlhf.weights.backends import Done, Incoming, PendingTransfer, wait_for
 from slurm_rlhf.weights.backends.nccl import NcclCommunicator, in_time
 from slurm_rlhf.weights.backends.shared_memory import SharedMemory
 from slurm_rlhf.weights.bucket import Pool
