@@ -25,8 +25,7 @@ from slurm_rlhf.sampling.dispatch import Dispatcher
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import EngineCalls
 from slurm_rlhf.wire.client import ControlClient
-from slurm_rlhf.wire.handles import EngineHandle
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle
 
 
 def run_bench(given: Given) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from slurm_rlhf.placement.rank_map import RankMap, TpGroup
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import EngineCalls, GenerateAnswer, GenerateBatch
-from slurm_rlhf.wire.handles import EngineHandle
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle
 from slurm_rlhf.wire.messages import FAILURE, TERMINATION, Peer, Preemption
-from slurm_rlhf.wire.server import ControlServer
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -279,8 +279,7 @@ class LossScale:
 
     def state(self) -> dict[str, float]:
         """Return what a checkpoint keeps."""
-        kept = asdict(self)
-        return {name: kept[name] for name in ("scale", "passed", "overflows")}
+        return {"scale": self.scale, "passed": self.passed, "overflows": self.overflows}
 
     def load(self, state: dict[str, float]) -> None:
         """Continue where `state` was called."""

@@ -173,7 +173,7 @@ def fill(
             sums.append(checksum(apart[-1]))
             continue
         view = buffer[offset : offset + piece.span.nbytes]
-        if data.device == buffer.device and (_on_host(data) or _in_words(data)):
+        if data.device == buffer.device and (_is_cpu(data) or _in_words(data)):
             sums.append(checksum(data, into=view))
         else:
             view.copy_(data)
@@ -199,7 +199,7 @@ def verify(
     `buffer` is the bucket's. `known`: of pieces at these offsets, checksums of what arrived. Waits for a GPU once.
     Raises SyncError naming the parameters that differ.
     """
-    read = _read_on_host if _on_host(buffer) else _read_on_device
+    read = _read_on_host if _is_cpu(buffer) else _read_on_device
     for part, header, sums in read(buffer, parts, known):
         sent = _checksums(header, part, bucket, version)
         pairs = zip(part.pieces, sent, sums, strict=True)
@@ -356,12 +356,8 @@ def _header(buffer: torch.Tensor, pieces: int) -> torch.Tensor:
     return buffer[: 8 * (FIXED_HEADER + pieces)].view(torch.int64)
 
 
-def _on_host(data: torch.Tensor) -> bool:
-    return data.device.type == "cpu"
-
-
 def _words(buffer: torch.Tensor, offset: int, piece: Piece) -> torch.Tensor:
     """Return what is summed: the bytes of the piece, on a device with the padding up to whole 64-bit words."""
-    if _on_host(buffer):
+    if _is_cpu(buffer):
         return buffer[offset : offset + piece.span.nbytes]
     return buffer[offset : offset + -(-piece.span.nbytes // 8) * 8]

@@ -30,8 +30,7 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.actor_sampler import ActorSampler
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import ActorCalls, PackedPrompts, PromptTokens, ResponseBatch
-from slurm_rlhf.wire.handles import RoleHandle, gather
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer, RoleHandle, gather
 
 pytestmark = [pytest.mark.slow]
 

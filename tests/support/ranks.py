@@ -17,9 +17,8 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import EngineCalls
-from slurm_rlhf.wire.handles import EngineHandle, gather
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle, gather
 from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.server import ControlServer
 
 
 def config(model: Path, run_dir: Path, *, engines: int = 1, tp: int = 1, dtype: str = "fp32") -> Config:

@@ -24,8 +24,7 @@ from slurm_rlhf.wire.calls import (
     StartCalls,
     TrainBatch,
 )
-from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle, RoleHandle, gather
 
 ACTORS = 2
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9)
