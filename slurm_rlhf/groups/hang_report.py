@@ -26,8 +26,7 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import StacksAnswer
 from slurm_rlhf.wire.handles import RoleHandle
-from slurm_rlhf.wire.messages import Peer, Said
-from slurm_rlhf.wire.pending_calls import Flight
+from slurm_rlhf.wire.messages import Flight, Peer, Said
 
 _SLACK_S = 5.0  # most seconds between a missing heartbeat and the time of the log
 

@@ -29,12 +29,12 @@ from slurm_rlhf.report.page import write_report
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls
-from slurm_rlhf.wire.declarations import spec_of
+from slurm_rlhf.wire.codec import spec_of
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle
 
 log = logging.getLogger(__name__)
 
-ABOUT = spec_of(RankCalls.about).name
+MEMORY = spec_of(RankCalls.memory).name
 
 COST = 0.01
 """Share of the run's time that reports may take."""
@@ -127,7 +127,7 @@ class Recorder:
 
     def _began(self, role: str, rank: int, name: str) -> Callable[[], None]:
         """Note a call, except this recorder's own."""
-        return self._spans.began(role, rank, name) if name != ABOUT else _nothing
+        return self._spans.began(role, rank, name) if name != MEMORY else _nothing
 
     def _ask_memory(self) -> None:
         """Ask all ranks that take calls how much memory they use; the answers come when the ranks have the time."""
@@ -137,12 +137,12 @@ class Recorder:
                 ready, width = handle.ready, handle.width
             for number in ready:
                 take = partial(self._measured, role, number * width)
-                handle.call(number, RankCalls.about).add_done_callback(take)
+                handle.call(number, RankCalls.memory).add_done_callback(take)
 
     def _measured(self, role: str, rank: int, answer: Future[DeviceReport]) -> None:
         if answer.exception() is None:
-            device = answer.result()
-            self._memory.setdefault(role, {})[str(rank)] = {"used": device.used, "total": device.total}
+            found = answer.result()
+            self._memory.setdefault(role, {})[str(rank)] = {"used": found.used, "total": found.total}
 
     @spared
     def phase(self, name: str) -> None:

@@ -23,7 +23,7 @@ from slurm_rlhf.observe.metrics import finite
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.step import TrainingStep
-from slurm_rlhf.wire.calls import DirectoryRequest, SaveRequest, TrainerCalls
+from slurm_rlhf.wire.calls import SaveRequest, TrainerCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather
 
 FIRST = 2
@@ -319,7 +319,7 @@ class RunCheckpoints:
         self.cadence.load_state_dict(state.get(CADENCE, {}), self.state.step)
         loads: list[Future[None]] = []
         for role in self._saving():
-            loads += self.roles[role].start_all(TrainerCalls.load, DirectoryRequest(str(path / role)))
+            loads += self.roles[role].start_all(TrainerCalls.load, str(path / role))
         gather(loads)
         self._saved_step = self.state.step
 

@@ -18,8 +18,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.server import ControlServer
 
 pytestmark = pytest.mark.slow
 

@@ -149,7 +149,7 @@ class Answering:
         if (role, rank) == ("actor", 1):
             future.set_exception(RoleDied("gone"))
         else:
-            future.set_result(DeviceReport("", 0, 100 + rank, ""))
+            future.set_result(DeviceReport(used=100 + rank))
         return future
 
 

@@ -22,8 +22,7 @@ from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens, Sampled
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.codec import MAX_HEADER_BYTES, encode
-from slurm_rlhf.wire.handles import EngineHandle
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle
 
 TOKENS, SAMPLES, PROMPTS = 1000, 8, 512
 TEXT = "x" * 8 * TOKENS
