@@ -63,6 +63,11 @@ class Engines:
         self._answer()
         return future
 
+    def rows(self) -> list[Row]:
+        """Those in flight."""
+        with self._lock:
+            return list(self.open)
+
     def places(self) -> list[int]:
         """Those in flight."""
         with self._lock:
