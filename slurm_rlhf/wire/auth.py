@@ -41,15 +41,22 @@ class RunKeys:
     client_secret: str = field(repr=False)
 
     @classmethod
+    def new(cls) -> RunKeys:
+        """Make new keys."""
+        pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
+        return cls(*(key.decode() for key in pairs))
+
+    @classmethod
     def create(cls, path: Path | str) -> RunKeys:
         """Write new keys to `path` with mode 0600, atomically in place of those of an earlier run."""
-        path = Path(path)
-        server_public, server_secret = zmq.curve_keypair()
-        client_public, client_secret = zmq.curve_keypair()
-        keys = cls(*(key.decode() for key in (server_public, server_secret, client_public, client_secret)))
+        path, keys = Path(path), cls.new()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(keys)), durable=True, private=True)
+        write_atomically(path, keys.text(), durable=True, private=True)
         return keys
+
+    def text(self) -> str:
+        """Write them as `parse` reads them."""
+        return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, path: Path | str) -> RunKeys:
