@@ -10,7 +10,7 @@ import pytest
 from tiny_models import make_tiny
 
 from slurm_rlhf.bench.sync import SyncWorld, measure, parameters_of
-from slurm_rlhf.cli.bench import Bench
+from slurm_rlhf.cli.bench import BenchCommand
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.weights.rendezvous import interface_near, pick_interface
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--size=3MB", "--actors=2x1", "--engines=1x2", "--zero=3", "--bucket_mb=1", "--repeats=1", "--json"]
-    assert Bench().run(["sync", *words]) == 0
+    assert BenchCommand().run(["sync", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"seconds", "bytes", "raw_seconds", "share_of_raw", "naive_seconds", "peak_extra_bytes"} <= set(found)
     assert found["bytes"] == sum(2 * math.prod(shape) for _, shape, _ in parameters_of(3_000_000))
@@ -39,8 +39,8 @@ def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_bad_words(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Bench().run(["sync", word])
-    assert "--peak" not in Bench().help_page()
+        BenchCommand().run(["sync", word])
+    assert "--peak" not in BenchCommand().help_page()
 
 
 def test_a_rank_takes_the_interface_near_its_device() -> None:
