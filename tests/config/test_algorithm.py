@@ -84,8 +84,8 @@ def test_without_a_critic_nothing_is_reckoned_for_it(config: Config) -> None:
     lengths = np.array([4, 4], dtype=np.int32)
     tokens = np.zeros(16, dtype=np.int32)
     experience = Experience(lengths, lengths, tokens, np.ones(8, dtype=np.bool_), np.zeros(2, dtype=np.float32))
-    alone = StepFlops(shape, None, None, False, 1, 2)
-    both = StepFlops(shape, shape, None, False, 1, 2)
+    config.rollout.n_samples_per_prompt = 2
+    alone, both = StepFlops(config, {ACTOR: shape}), StepFlops(config, {ACTOR: shape, CRITIC: shape})
     assert 0 < alone.update(experience, True) < both.update(experience, True)
     assert 0 < alone.others(experience) < both.others(experience)
     assert alone.update(experience, False) == 0
