@@ -139,7 +139,7 @@ def test_every_estimator_starts_the_roles_that_it_computes_with(config: Config, 
     assert [assignment.role for assignment in mpi.assignments] == wanted
     config.train.colocate_all = True
     assert placed(config, gpus=1).worlds == dict.fromkeys(wanted, 1)
-    assert [role.name for role in running_roles(config) if role.saves] == wanted[: 1 + (estimator == "gae")]
+    assert [role.name for role in running_roles(config) if role.kind == "trained"] == wanted[: 1 + (estimator == "gae")]
 
 
 @pytest.mark.parametrize(
