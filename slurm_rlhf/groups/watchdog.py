@@ -283,7 +283,7 @@ class Watchdog:
         hang = self._hang
         if not hang.verdict.alive:
             return  # a process or a node is gone: missing heartbeats end the run
-        stuck = any(ROLES[flight.peer.role].saves for flight in flights)
+        stuck = any(ROLES[flight.peer.role].kind == "trained" for flight in flights)
         if not stuck and not self._asked_to_stop and self._stop.can_drop:
             self._asked_to_stop = True
             self._act_at = time.monotonic() + self._saving_s

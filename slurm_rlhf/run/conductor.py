@@ -204,7 +204,7 @@ class Conductor:
         checkpoint = checkpoints.resolve(self.config.resume)
         if checkpoint is None:
             return RunState(seed=self.config.train.seed), None, True
-        saving = [role.name for role in running_roles(self.config) if role.saves]
+        saving = [role.name for role in running_roles(self.config) if role.kind == "trained"]
         state = checkpoints.load_state(checkpoint, saving)
         refuse_other_model(state.get(MODEL, {}), inputs.model)
         inputs.order.check(state["order"])
