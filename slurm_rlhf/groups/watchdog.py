@@ -173,7 +173,8 @@ class Watchdog:
         flights = self._supervisor.server.flights()
         with self._lock:
             self._clock.tick()
-            if self._supervisor.without_engines:  # starts have deadlines of their own
+            engines = self._supervisor.engines
+            if engines is not None and engines.all_lost:  # starts have deadlines of their own
                 self._moved = self._clock.now()
             waited, phase, moved = self._learn(), self._phase, self._moved
             budget = self._budgets.of(phase, self._ceiling(flights), once=phase == START)

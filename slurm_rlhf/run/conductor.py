@@ -165,8 +165,8 @@ class Conductor:
             self.reporting.note("not all engines answer: they start again, too")
             supervisor.end((ROLLOUT,), plan.ranks)
             roles = tuple(plan.ranks.roles)
-        elif plan.keeps_engines:
-            supervisor.move_engines(plan.ranks, plan.left_out)
+        elif plan.keeps_engines and supervisor.engines is not None:
+            supervisor.engines.leave_out(plan.ranks.engine_nodes, plan.left_out)
         checkpoint = back.find(self.reporting.note)
         self.state = RunState(seed=self.config.train.seed)
         if checkpoint is not None:
