@@ -20,8 +20,8 @@ from typing import Any
 from slurm_rlhf.checkpoint import resume
 from slurm_rlhf.checkpoint.manifest import describe, read, verify, write, write_state
 from slurm_rlhf.checkpoint.resume import entries, passed_over
-from slurm_rlhf.disk import MIB, refusal, remedy, size_of, vanished
 from slurm_rlhf.errors import CheckpointError, ConfigError, RemoteError
+from slurm_rlhf.run_directory import MIB, refusal, remedy, size_of, vanished
 
 
 class CheckpointDir:

@@ -15,13 +15,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cli.examine import OFF, QUICK, local_question, show, tell
 from slurm_rlhf.cli.main import Arguments, guarded
-from slurm_rlhf.cli.placement_report import check_memory, print_resolved
-from slurm_rlhf.cluster.gpu_memory import memory_on
+from slurm_rlhf.cli.plan import check_memory, print_resolved
+from slurm_rlhf.cli.preflight import OFF, QUICK, local_question, show, tell
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import attach_line
-from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.resources import memory_on, node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config

@@ -17,7 +17,7 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Timeout
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied
 from slurm_rlhf.nodes.engine_launcher import EngineLauncher
-from slurm_rlhf.observe.events import ENGINE_JOINED, ENGINE_LOST
+from slurm_rlhf.observe.run_log import ENGINE_JOINED, ENGINE_LOST
 from slurm_rlhf.placement.replacement import passed_over
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.handles import EngineHandle

@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 from slurm_rlhf.cluster.processes import node_load
-from slurm_rlhf.observe.late_stacks import LateStacks
-from slurm_rlhf.observe.stacks import own_stacks, written
+from slurm_rlhf.observe.stacks import LateStacks, own_stacks, written
 from slurm_rlhf.wire.calls import StacksAnswer
 
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cluster import listeners
-from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
+from slurm_rlhf.cluster import network
+from slurm_rlhf.cluster.local_directory import KernelCache, cache_variables, take_kernel_cache
 from slurm_rlhf.cluster.processes import (
     CONDUCTOR_GONE,
     CONDUCTOR_GONE_STATUS,
@@ -166,7 +166,7 @@ def open_store(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.en
     )
     if STORE_RANKS in environ:
         ranks = range(info.rank, info.rank + int(environ[STORE_RANKS]))  # those of an engine, or of the whole role
-        listeners.shut_when_joined(store, number, ranks, keys.client_secret)
+        network.shut_when_joined(store, number, ranks, keys.client_secret)
     return store
 
 
@@ -184,7 +184,7 @@ def tell_joined(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.e
             wait_for_workers=False,
             timeout=timedelta(seconds=timeouts.STORE_JOIN_S),
         )
-        listeners.tell_joined(store, info.rank, keys.client_secret)
+        network.tell_joined(store, info.rank, keys.client_secret)
     except RuntimeError as error:  # it listens on, that is all
         print(f"the store of the role does not answer: {error}", flush=True)
 

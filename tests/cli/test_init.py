@@ -12,13 +12,12 @@ import pytest
 
 from slurm_rlhf.cli import init
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.cli.init import choose
-from slurm_rlhf.cluster.partitions import best, parse_modules, parse_partitions, proposed
+from slurm_rlhf.cli.init import Start, choose, script, toml
+from slurm_rlhf.cluster.resources import best, parse_modules, parse_partitions, proposed
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.nodes.starter import Start, script, toml
 
 SINFO = """cpu*|100|(null)|2-00:00:00|64|up
 gpu|16|gpu:h100:8(S:0-1)|1-00:00:00|96|up

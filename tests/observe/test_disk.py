@@ -18,11 +18,10 @@ from slurm_rlhf import disk
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.disk import MIB, make_run_directory, refusal, remedy, run_directory_kept
 from slurm_rlhf.errors import CheckpointError, DiskError, RemoteError
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.run import conductor
-from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.run_directory import MIB, RunDirectory, make_run_directory, refusal, remedy, run_directory_kept
 
 FULL, QUOTA = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded")
 SHORT_WRITE = RemoteError("save failed on actor 0 on n1: RuntimeError: [enforce fail at inline_container.cc:672] .")
