@@ -77,7 +77,7 @@ class GpuTime:
     """
 
     def __init__(self, slots: Mapping[str, Sequence[Sequence[Slot]]], clock: Callable[[], float] = time.monotonic):
-        """`slots`: role -> rank -> the accelerators that a call keeps busy; an engine's leader has all of the engine."""
+        """`slots`: role -> rank -> the accelerators that a call keeps busy; all of the engine for its leader."""
         self._clock = clock
         self._of = {role: [tuple(of) for of in ranks] for role, ranks in slots.items()}
         self._lock = threading.Lock()
