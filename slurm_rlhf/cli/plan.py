@@ -14,18 +14,16 @@ from slurm_rlhf.cluster.resources import Memory, current_topology, memory_of, me
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.config.check import check_colocation
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.roles import ROLES, ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
-from slurm_rlhf.placement.memory import Account, Row, gib
+from slurm_rlhf.placement.memory import Account, Row, gib, help_for
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.spares import chosen
-from slurm_rlhf.placement.too_large import help_for
-from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names
+from slurm_rlhf.placement.replacement import chosen
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 from slurm_rlhf.weights.routes import cost_of
 from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
 

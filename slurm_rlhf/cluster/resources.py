@@ -22,11 +22,10 @@ from slurm_rlhf.config.model_directory import check_tensor_parallel
 from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
-from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, told_size
+from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, size_by_keys
 from slurm_rlhf.placement.memory import Account, Models, account, read_models
 from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, role_sizes
 
 
 def local_topology(
@@ -136,7 +135,7 @@ def memory_of(config: Config, found: GpuSize | None) -> Memory:
 
     Raises ConfigError for an unknown kind of GPU, and for a tensor-parallel size that does not divide the model.
     """
-    size = told_size(config.train.gpu, config.train.gpu_memory_gb) or found
+    size = size_by_keys(config.train.gpu, config.train.gpu_memory_gb) or found
     if size is None:
         return Memory(GpuSize(0), f"there are no GPUs here; to estimate it for a machine with GPUs, add {TELL}")
     if not size.memory:

@@ -18,7 +18,6 @@ from slurm_rlhf.weights.lead import EngineLost, WeightSync
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import (
     EngineCalls,
-    StartRequest,
 )
 from slurm_rlhf.wire.handles import EngineHandle
 
@@ -214,7 +213,7 @@ class EnginePool:
         if life is None:
             return
         start = self._starts[engine] = _EngineStart(life)
-        call = self._handle.call(engine, EngineCalls.start, StartRequest(0))
+        call = self._handle.call(engine, EngineCalls.start, 0)
         call.add_done_callback(partial(self._finish, engine, start))
 
     def _ranks(self, engine: int) -> range:

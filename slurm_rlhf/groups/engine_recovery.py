@@ -20,9 +20,8 @@ from slurm_rlhf.nodes.engine_launcher import EngineLauncher
 from slurm_rlhf.observe.run_log import ENGINE_JOINED, ENGINE_LOST
 from slurm_rlhf.placement.replacement import passed_over
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.handles import EngineHandle
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle
 from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.server import ControlServer
 
 log = logging.getLogger(__name__)
 

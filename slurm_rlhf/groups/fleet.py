@@ -20,11 +20,9 @@ from slurm_rlhf.observe.log_tail import quoted
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import EngineCalls, GenerateAnswer, GenerateBatch, StartRequest
-from slurm_rlhf.wire.handles import EngineHandle
-from slurm_rlhf.wire.messages import FAILURE, TERMINATION, Peer
-from slurm_rlhf.wire.preemption import Preemption
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.calls import EngineCalls, GenerateAnswer, GenerateBatch
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle
+from slurm_rlhf.wire.messages import FAILURE, TERMINATION, Peer, Preemption
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +155,7 @@ class Fleet:
             ranks = self.groups[engine].ranks
             if here.issuperset(ranks):
                 self._called.add(engine)
-                call = self._handle.call(engine, EngineCalls.start, StartRequest(0))
+                call = self._handle.call(engine, EngineCalls.start, 0)
                 call.add_done_callback(partial(self._started, engine))
             elif late:
                 self._called.add(engine)

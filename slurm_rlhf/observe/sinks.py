@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from slurm_rlhf.config.trackers import without_secrets
+from slurm_rlhf.config.check import without_secrets
 from slurm_rlhf.observe.run_log import Sample, markdown_text
 
 

@@ -5,7 +5,7 @@ events itself. The others are libraries with threads, signal handlers, servers a
 of its own: nothing that they do can hold or end the run.
 
 To add a tracker: a class with the methods of `sinks.Sink` and its row in `sinks.SINKS`, a row in
-`config.trackers.PACKAGES`, an extra in pyproject.toml.
+`config.check.PACKAGES`, an extra in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.check import TENSORBOARD
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.trackers import TENSORBOARD
 from slurm_rlhf.observe.metrics import TensorBoardEvents, finite
 from slurm_rlhf.observe.run_log import Sample
 from slurm_rlhf.observe.sinks import Sink, TrackedRun
