@@ -19,13 +19,12 @@ from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.disk import device_of, mount_of, size_of
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
 from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.node import RANK_MAP
 from slurm_rlhf.placement.memory import read_models
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.run_directory import RunDirectory, device_of, mount_of, size_of
 from slurm_rlhf.wire import timeouts
 
 _FILES_OF_A_RANK = 4

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cluster import listeners
-from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
+from slurm_rlhf.cluster import network
+from slurm_rlhf.cluster.local_directory import KernelCache, cache_variables, take_kernel_cache
 from slurm_rlhf.cluster.processes import (
     CONDUCTOR_GONE,
     CONDUCTOR_GONE_STATUS,
@@ -152,7 +152,7 @@ def open_store(info: RankInfo, keys: RunKeys) -> TCPStore | None:
     )
     if STORE_RANKS in os.environ:
         ranks = range(info.rank, info.rank + int(os.environ[STORE_RANKS]))  # those of an engine, or of the whole role
-        listeners.shut_when_joined(store, number, ranks, keys.client_secret)
+        network.shut_when_joined(store, number, ranks, keys.client_secret)
     return store
 
 
@@ -163,7 +163,7 @@ def tell_joined(info: RankInfo, keys: RunKeys) -> None:
     from slurm_rlhf.process_groups._torch import torchrun_store
 
     try:
-        listeners.tell_joined(torchrun_store(timeouts.STORE_JOIN_S), info.rank, keys.client_secret)
+        network.tell_joined(torchrun_store(timeouts.STORE_JOIN_S), info.rank, keys.client_secret)
     except RuntimeError as error:  # it listens on, that is all
         print(f"the store of the role does not answer: {error}", flush=True)
 

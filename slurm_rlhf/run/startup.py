@@ -23,7 +23,7 @@ from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.trainer_recovery import Plan
 from slurm_rlhf.groups.watchdog import Watchdog
-from slurm_rlhf.observe.events import read_events
+from slurm_rlhf.observe.run_log import read_events
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU, GPU
