@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +17,12 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import request_seed
 from slurm_rlhf.errors import CallTimeout, DataError, ModelError, RemoteError, RewardError
 from slurm_rlhf.generate.output import JobProgress, OutputLine
-from slurm_rlhf.groups.fleet import Answered, Fleet
-from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.generate.row_calls import VERSION, Answered, RowCalls
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.rewards.function import RewardFunction, Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.values import Rewards
-from slurm_rlhf.sampling.batches import PromptGroup
-from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_rules import GroupState, allowance
+from slurm_rlhf.sampling.group_rules import allowance
 from slurm_rlhf.sampling.row_queue import RowQueue
-from slurm_rlhf.sampling.scheduler import EngineWork, Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,38 +143,6 @@ class Scores:
         return [(float(value), "") if math.isfinite(value) else (None, f"score {value}") for value in values]
 
 
-VERSION = 0
-"""Version of the weights, which do not change; the seed of each request depends on it."""
-
-
-class RowScheduler(Scheduler):
-    """Asks the engines that `RowQueue` has chosen; the rows of an engine that fails go back to it."""
-
-    def __init__(self, fleet: Fleet, seed: int, width: int) -> None:
-        super().__init__(fleet.handle, seed, width, urgent=True)
-        self._tell = fleet.tell
-        self._episodes = Episodes(self)
-        self.close = self._episodes.close
-
-    def row(self, engine: int, prompt: Prompt, sampling: Sampling) -> None:
-        """Have an engine sample the responses to a row, from the main thread."""
-        self.post(self._begin, engine, PromptGroup(prompt.index, prompt, GroupState(VERSION), sampling, VERSION))
-
-    def _begin(self, engine: int, group: PromptGroup) -> None:
-        group.work = self._work(engine)
-        self._episodes.begin(group, partial(self._end, engine))
-
-    def _end(self, engine: int, group: PromptGroup, error: BaseException | None = None) -> None:
-        load = self.loads.pop(engine, EngineLoad())
-        self._tell(Answered(engine, group.place, group.ordered(), load, error))
-
-    def _failed(self, work: EngineWork, error: BaseException) -> None:
-        work.lost = True
-        del self._works[work.engine]
-        for group in {request.group: None for request in work.owed.values()}:
-            self._end(work.engine, group, error)
-
-
 @dataclass(slots=True)
 class PendingRows:
     """Knows the prompts that are left, and which of their samples are in the output already."""
@@ -229,7 +192,7 @@ class PendingRows:
         while self.queue.held(engine) < most and (row := self.queue.take(engine, now)) is not None:
             ask(engine, self.prompts[row], self._how(row))
 
-    def take(self, fleet: Fleet, answered: Sequence[Answered], progress: JobProgress) -> list[OutputLine]:
+    def take(self, calls: RowCalls, answered: Sequence[Answered], progress: JobProgress) -> list[OutputLine]:
         """Make the lines of the engines' answers, each line once. Raises RewardError."""
         now = time.monotonic()
         lines: list[OutputLine] = []
@@ -237,7 +200,7 @@ class PendingRows:
         for news in answered:
             progress.took(news.engine, news.load)
             if news.error is not None:
-                lines += self._failed(fleet, news, news.error)
+                lines += self._failed(calls, news, news.error)
             elif self.queue.finish(news.engine, news.row, now):
                 found += [one for one in news.found if (one.prompt, one.sample) not in self.written]
         lines += self._lines(found)
@@ -247,15 +210,15 @@ class PendingRows:
                 self.prompts.pop(row, None)
         return lines
 
-    def _failed(self, fleet: Fleet, news: Answered, error: BaseException) -> list[OutputLine]:
+    def _failed(self, calls: RowCalls, news: Answered, error: BaseException) -> list[OutputLine]:
         """Let other engines try a row, or give it up; give up an engine that was silent for too long."""
         if isinstance(error, RemoteError):
             hopeless, broken = self.queue.fail(news.engine, news.row)
             if broken:
-                fleet.give_up(news.engine, f"its calls fail one after the other, the last with: {error}")
+                calls.handle.give_up(news.engine, f"its calls fail one after the other, the last with: {error}")
             return self._errors(news.row, self.prompts[news.row].text, str(error)) if hopeless else []
         if isinstance(error, CallTimeout):
-            fleet.give_up(news.engine, f"{error} (timeout.generate)")
+            calls.handle.give_up(news.engine, f"{error} (timeout.generate)")
         return []  # the engine is gone: the news of that takes its rows back
 
     def _lines(self, found: list[Trajectory]) -> list[OutputLine]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slurm_rlhf.algorithms.groups import refill
+from slurm_rlhf.algorithms.reward_shaping import refill
 from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import EngineLoad

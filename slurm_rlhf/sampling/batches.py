@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slurm_rlhf.algorithms.groups import passes
+from slurm_rlhf.algorithms.reward_shaping import passes
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
+from slurm_rlhf.rewards.function import Rewards, joined
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.values import Rewards, joined
 from slurm_rlhf.sampling.group_rules import GroupState
 
 if TYPE_CHECKING:

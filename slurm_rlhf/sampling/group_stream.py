@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
-from slurm_rlhf.rewards.model import in_background
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.polling import in_thread
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.sampling.batches import (
     Batch,
     Batches,
@@ -170,7 +171,7 @@ class GroupStream(Batches):
             return
         groups, self._finished = self._finished, []
         self._judging = groups
-        call = in_background(self.parts.reward, owners_of(groups), responses_of(groups), self._step)
+        call = in_thread(partial(self.parts.reward, owners_of(groups), responses_of(groups), self._step), "reward")
         call.add_done_callback(lambda call: self.parts.episodes.post(self._judged, groups, call))
 
     def _judged(self, groups: list[PromptGroup], call: Future[Rewards]) -> None:

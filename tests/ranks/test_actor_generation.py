@@ -22,8 +22,8 @@ from training_ranks import make_config
 from waiting import HANG_S, scaled, until
 from warm_runs import WarmRun
 
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import LENGTH, STOP, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.run_directory import RunDirectory
@@ -32,9 +32,8 @@ from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState
 from slurm_rlhf.sampling.waves import ActorWaves
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import ActorBatch, ActorCalls, Asked, GenerateBatch, PackedPrompts, StartRequest
-from slurm_rlhf.wire.handles import RoleHandle, gather
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.calls import ActorBatch, ActorCalls, Asked, GenerateBatch, PackedPrompts
+from slurm_rlhf.wire.handles import ControlServer, RoleHandle, gather
 
 pytestmark = [pytest.mark.slow]
 
@@ -93,7 +92,7 @@ def actor(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rol
     try:
         peers = server.wait_for("actor", RANKS, HANG_S)
         handle: RoleHandle[Any] = RoleHandle(server, "actor", RANKS, config.timeout)
-        notes = [answer.note for answer in gather(handle.start_all(ActorCalls.start, StartRequest(3)))]
+        notes = [answer.note for answer in gather(handle.start_all(ActorCalls.start, 3))]
         assert all("layer by layer" in note for note in notes)
         yield handle
     finally:

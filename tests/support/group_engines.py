@@ -17,8 +17,8 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.values import Rewards
 from slurm_rlhf.sampling.batches import Batch, FilterCounts, Parts
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
