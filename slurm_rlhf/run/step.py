@@ -53,9 +53,9 @@ from slurm_rlhf.run.experience import (
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step_metrics import EngineMetrics, agreement_metrics, sample_metrics
 from slurm_rlhf.run.update import Trained, first_pass, train, update_metrics
-from slurm_rlhf.sampling.batch_sources import make_batches
-from slurm_rlhf.sampling.batches import Batch, Batches, EpisodesOver, Parts
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver, Parts
 from slurm_rlhf.sampling.episodes import Episodes
+from slurm_rlhf.sampling.group_stream import GroupStream, make_batches
 from slurm_rlhf.wire.handles import RoleHandle
 
 Metrics = dict[str, float]
@@ -84,7 +84,7 @@ class TrainingStep:
     engine_metrics: EngineMetrics
     phases: Phases
     stop: Stop
-    batches: Batches = field(init=False)
+    batches: GroupStream = field(init=False)
     _synced: Metrics = field(default_factory=dict, init=False)  # metrics of the last sync
 
     def __post_init__(self) -> None:

@@ -6,9 +6,8 @@ trains.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -184,33 +183,3 @@ class Parts:
     reward: Scoring
     awake: Callable[[int], AbstractContextManager[None]]
     """Lets engines sample with a policy version: colocated ones are awake meanwhile."""
-
-    def group(self, place: int, version: int, round: int) -> PromptGroup:
-        """Make the group of a place in the order; `round` seeds its responses."""
-        prompt = self.prompts[self.order.position(place)]
-        return PromptGroup(place, prompt, GroupState(version), sampling_of(self.config), round)
-
-
-@dataclass(slots=True)
-class Batches(ABC):
-    """Gives each step its batch, in their order."""
-
-    parts: Parts
-
-    @abstractmethod
-    def take(self, step: int) -> Batch:
-        """Wait for the batch of `step`; the engines' calls have the time-outs.
-
-        Raises what sampling raised, FilteredAway, and EpisodesOver where prompts run out before it is full.
-        """
-
-    def updated(self, version: int) -> None:
-        """Note that all engines have policy `version`; return at once."""
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Begin no groups meanwhile, so that the engines can do other work."""
-        return nullcontext()
-
-    def close(self) -> None:
-        """Begin no further group. Groups in flight are dropped with the engines; they can be sampled again."""
-        self.parts.episodes.close()

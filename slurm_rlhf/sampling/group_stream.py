@@ -1,4 +1,4 @@
-"""Makes batches of a stream of groups: they begin one after the other, and batches are made of finished ones.
+"""Makes the batches of a run of a stream of groups: they begin one after the other, or a round at a time.
 
 The pure functions of `group_rules` decide which groups begin, and which are in a batch.
 """
@@ -6,6 +6,7 @@ The pure functions of `group_rules` decide which groups begin, and which are in 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -13,19 +14,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
+from slurm_rlhf.algorithms.reward_shaping import refill
+from slurm_rlhf.config.roles import has_engines
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.polling import in_thread
+from slurm_rlhf.records import Sampling
 from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.sampling.batches import (
     Batch,
-    Batches,
     FilterCounts,
+    Parts,
     PromptGroup,
     assemble_batch,
     episodes_over,
     owners_of,
+    prompts_at_once,
     responses_of,
+    sampling_of,
 )
-from slurm_rlhf.sampling.group_rules import choose, first_passing, on_policy_room, room
+from slurm_rlhf.sampling.group_rules import GroupState, choose, first_passing, on_policy_room, room
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +42,10 @@ class Rule:
     batch: int  # groups of a step
     last: int  # last step of the run
     size: int | None  # train.async_queue_size; None: a batch is sampled when its step asks, under one policy
-    at_once: int = 0  # rollout.vllm_generate_batch_size, for a batch under one policy
+    at_once: int = 0  # groups in flight for a batch under one policy: rollout.vllm_generate_batch_size, or the batch
     tries: int = 0  # algo.dynamic_filtering_max_tries
     ahead: int = 0  # groups of a batch that may be begun by older policies: train.staleness_threshold of the batch
+    rounds: bool = False  # groups begin together when all of before are judged
 
     @property
     def most(self) -> int:
@@ -46,25 +54,31 @@ class Rule:
 
 
 @dataclass(slots=True, eq=False)
-class GroupStream(Batches):
-    """Samples groups of any age within the bound, or, where `rule.size` is None, fresh ones.
+class GroupStream:
+    """Gives each step its batch: of groups of any age within the bound, or of fresh ones, if `rule.size` is None.
 
     With groups of any age, those that are in flight or left over stay for the next batch. With fresh ones nothing
     begins unless a step waits, and a batch has the first passing groups in the order of the prompts. Further groups
     would be stale in the next step, so they are forgotten and their prompts come first there: the prompts of a step do
     not depend on time, and the checkpoint is one number.
+
+    With rounds (no filter, train.full_determinism, rollout.engine = hf) the size of a round, and which engine gets
+    which prompt, depend on the groups that passed before and never on time, so the metrics are equal bit for bit. The
+    price: engines wait for the last response of a round.
     """
 
+    parts: Parts
     rule: Rule
     counts: FilterCounts | None  # of dynamic sampling; None: every group is trained on
     _groups: list[PromptGroup] = field(default_factory=list, init=False)  # those since the last batch, in order
+    _coming: deque[PromptGroup] = field(default_factory=deque, init=False)  # those that begin next
     _open: dict[PromptGroup, list[asyncio.Task[None]]] = field(default_factory=dict, init=False)  # those in flight
     _finished: list[PromptGroup] = field(default_factory=list, init=False)  # finished, but not judged
     _judging: list[PromptGroup] = field(default_factory=list, init=False)
     _next: list[PromptGroup] | None = field(default=None, init=False)  # the batch that could be taken now
     _changed: bool = field(default=True, init=False)  # groups have changed since `_next` was chosen
     _version: int = field(default=0, init=False)  # oldest policy version in the engines
-    _step: int = field(default=1, init=False)  # next step to be trained
+    _step: int = field(default=0, init=False)  # next step to be trained; 0: none has asked yet
     _wanted: bool = field(default=False, init=False)  # True: the step waits for its batch
     _paused: bool = field(default=False, init=False)
     _quiet_noted: bool = field(default=False, init=False)  # True: the main thread knows that none is in flight
@@ -72,25 +86,38 @@ class GroupStream(Batches):
     _ready: SimpleQueue[Batch | BaseException] = field(default_factory=SimpleQueue, init=False)
     _quiet: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue, init=False)
 
+    _sampling: Sampling = field(init=False)
+
     def __post_init__(self) -> None:
+        self._sampling = sampling_of(self.parts.config)
         self.parts.episodes.post(self.parts.episodes.attach, self)
 
     def take(self, step: int) -> Batch:
+        """Wait for the batch of `step`; the engines' calls have the time-outs.
+
+        Raises what sampling raised, FilteredAway, and EpisodesOver where prompts run out before it is full.
+        """
         with self.parts.awake(step - 1):
             self.parts.episodes.post(self._want, step)
             return self.parts.episodes.wait(self._ready, step - 1)
 
     def updated(self, version: int) -> None:
+        """Note that all engines have policy `version`; return at once."""
         self.parts.episodes.post(self._update, version)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
+        """Begin no groups meanwhile, so that the engines can do other work."""
         self.parts.episodes.post(self._pause, True)
         try:
             self.parts.episodes.wait(self._quiet, self._version)
             yield
         finally:
             self.parts.episodes.post(self._pause, False)
+
+    def close(self) -> None:
+        """Begin no further group. Groups in flight are dropped with the engines; they can be sampled again."""
+        self.parts.episodes.close()
 
     # On the loop.
 
@@ -117,9 +144,9 @@ class GroupStream(Batches):
         self._judge()
         if self._wanted and (chosen := self._choose()) is not None:
             self._deliver(chosen)
-        while not self._paused and self.parts.order.left and self._room() > 0 and self._begin():
+        while not self._paused and self._admits() and self._begin():
             pass
-        if self._wanted and not self._busy():
+        if self._wanted and not self._busy() and not self._coming:
             self.failed(self._end())
         if not self._busy():
             self._tell_quiet()
@@ -147,15 +174,45 @@ class GroupStream(Batches):
         waiting = len(self._groups) - dropped
         return room(waiting, self._version, self._step, rule.size, rule.batch, rule.last, rule.ahead)
 
+    def _admits(self) -> bool:
+        """Tell whether a group may begin, the first of `_coming`."""
+        order = self.parts.order
+        if not self._step:
+            return False
+        if self.rule.rounds:
+            if self._wanted and not self._busy() and not self._coming:
+                self._coming.extend(self._round())
+        elif self._room() <= 0:
+            return False
+        elif not self._coming and order.left:
+            (place,) = order.take(1)
+            self._coming.append(self._group(place, place // self.rule.batch))
+        return bool(self._coming)
+
+    def _round(self) -> list[PromptGroup]:
+        """Make the groups of the next round; fewer at an episode's end: no prompt comes twice."""
+        rule, order, judged = self.rule, self.parts.order, len(self._groups)
+        passed = sum(group.verdict is True for group in self._groups)
+        count = refill(rule.batch - passed, passed, judged, rule.at_once) if judged else rule.at_once
+        places = order.take(min(count, rule.most - judged))
+        behind = [place for place in places if order.episode_of(place) != order.episode_of(places[0])]
+        order.give_back(behind)
+        # The batch that the first place is in seeds them: a prompt that comes again has other responses.
+        return [self._group(place, places[0] // rule.batch) for place in places if place not in behind]
+
+    def _group(self, place: int, round: int) -> PromptGroup:
+        prompt = self.parts.prompts[self.parts.order.position(place)]
+        return PromptGroup(place, prompt, GroupState(self._version), self._sampling, round)
+
     def _begin(self) -> bool:
         """Begin the next group; return False if no engine has room for it."""
-        (place,) = self.parts.order.take(1)
-        group = self.parts.group(place, self._version, place // self.rule.batch)
-        if not self.parts.episodes.scheduler.place(group):
-            self.parts.order.give_back([place])
+        group, episodes = self._coming[0], self.parts.episodes
+        left = len(self._coming) * group.sampling.n if self.rule.rounds else None
+        if not episodes.scheduler.place(group, left):
             return False
-        self._groups.append(group)
-        self._open[group] = self.parts.episodes.begin(group, self._ended)
+        self._groups.append(self._coming.popleft())
+        group.state.version = self._version
+        self._open[group] = episodes.begin(group, self._ended)
         return True
 
     def _ended(self, group: PromptGroup) -> None:
@@ -166,10 +223,10 @@ class GroupStream(Batches):
             self._finished.append(group)
 
     def _judge(self) -> None:
-        """Let the reward function judge the groups that have finished since its last call: one call at a time."""
-        if not self._finished or self._judging:
+        """Let the reward function judge what has finished since its last call: one call at a time, of whole rounds."""
+        if not self._finished or self._judging or (self.rule.rounds and (self._open or self._coming)):
             return
-        groups, self._finished = self._finished, []
+        groups, self._finished = sorted(self._finished, key=lambda group: group.place), []
         self._judging = groups
         call = in_thread(partial(self.parts.reward, owners_of(groups), responses_of(groups), self._step), "reward")
         call.add_done_callback(lambda call: self.parts.episodes.post(self._judged, groups, call))
@@ -204,15 +261,16 @@ class GroupStream(Batches):
         owed: list[int] = []
         if self.rule.size is None:
             behind = self._groups[self._groups.index(chosen[-1]) + 1 :]
-            self.parts.order.give_back(group.place for group in behind)
+            self.parts.order.give_back(group.place for group in [*self._coming, *behind])
             for task in (task for tasks in self._open.values() for task in tasks):
                 task.cancel()
             self._open.clear()
+            self._coming.clear()
             self._groups, self._finished = [], []
             self.parts.episodes.scheduler.forget()
         else:
             self._groups = [g for g in self._groups if g.verdict is not False and g not in chosen]
-            owed = [group.place for group in self._groups]
+            owed = [group.place for group in [*self._coming, *self._groups]]
         state, loads = self.parts.order.state_dict(owed), self.parts.episodes.scheduler.take_loads()
         self._ready.put(assemble_batch(self._step, chosen, loads, state, self.counts))
         self._step, self._wanted, self._changed = self._step + 1, False, True
@@ -223,3 +281,25 @@ class GroupStream(Batches):
         if self.counts is not None and len(self._groups) - kept * (rule.size is not None) >= rule.most:
             return self.counts.filtered_away(self._step, kept, rule.batch, rule.tries)
         return episodes_over(self._step, kept, rule.batch)
+
+
+def rule_of(config: Config, last: int) -> Rule:
+    """Return the limits on groups in a run of `last` steps."""
+    batch, train, filtered = config.rollout.batch_size, config.train, config.algo.dynamic_filtering_enable
+    ahead = config.vllm.sync_mode == "inflight"
+    return Rule(
+        batch=batch,
+        last=last,
+        size=train.async_queue_size if ahead else None,
+        at_once=prompts_at_once(config) if filtered else batch,
+        tries=config.algo.dynamic_filtering_max_tries,
+        ahead=int(train.staleness_threshold * batch),
+        rounds=not ahead and not (filtered and has_engines(config) and not train.full_determinism),
+    )
+
+
+def make_batches(parts: Parts) -> GroupStream:
+    """Make the stream of a run."""
+    config = parts.config
+    counts = FilterCounts(config.algo.dynamic_filtering_range) if config.algo.dynamic_filtering_enable else None
+    return GroupStream(parts, rule_of(config, parts.last), counts)

@@ -173,9 +173,8 @@ class Scheduler:
     def _send(self, work: EngineWork) -> None:
         """Send what an engine was not told of; one call at least is there for what it owes."""
         sent, work.unsent = work.unsent, []
-        for _, alike in itertools.groupby(sent, key=lambda request: id(request.group.sampling)):
-            requests = list(alike)
-            self._call(work, requests, requests[0].group.sampling)
+        for sampling, alike in itertools.groupby(sent, key=lambda request: request.group.sampling):
+            self._call(work, list(alike), sampling)
         if work.owed and not work.calls:
             self._call(work, [], Sampling())
 

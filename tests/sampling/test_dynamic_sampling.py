@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +11,20 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from group_engines import BATCH, SAMPLING, Judge, Streamed, answer, order_of, places, prompt_set
+from group_engines import BATCH, SAMPLING, Engines, Judge, Streamed, order_of, places, prompt_set
 from waiting import until
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import FilteredAway, RewardError
-from slurm_rlhf.records import EngineLoad, Prompt, Trajectory
+from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import Rewards, joined
-from slurm_rlhf.sampling.batch_sources import Rounds, make_batches
 from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, Parts, PromptGroup
+from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState
-from slurm_rlhf.sampling.group_stream import GroupStream, Rule
+from slurm_rlhf.sampling.group_stream import GroupStream, Rule, make_batches
+from slurm_rlhf.sampling.waves import Waves
+from slurm_rlhf.wire.calls import GenerateAnswer, GenerateBatch
 
 EVEN = set(range(0, 40, 2))
 
@@ -142,20 +145,20 @@ def test_what_the_reward_function_raises_comes_out_of_take(tmp_path: Path) -> No
     assert str(found[0]) == "reward.py:3: no"
 
 
-class Fixed:
-    """In place of `Episodes`, with train.full_determinism: remembers its rounds."""
+class Fixed(Engines):
+    """One engine that finishes all it is asked for at once, and remembers the rounds."""
 
     def __init__(self) -> None:
+        super().__init__(1)
         self.rounds: list[tuple[list[int], int]] = []
-        self.versions: list[int] = []
 
-    def finish(self, groups: list[PromptGroup]) -> dict[int, EngineLoad]:
-        (round,) = {group.round for group in groups}
-        self.rounds.append(([group.prompt.index for group in groups], round))
-        self.versions.append(groups[0].state.version)
-        for group in groups:
-            group.trajectories = [answer(group.prompt.index, sample) for sample in range(group.sampling.n)]
-        return {0: EngineLoad(tokens=1)}
+    def call(self, engine: int, method: Any, batch: GenerateBatch | None = None) -> Future[GenerateAnswer]:
+        call = super().call(engine, method, batch)
+        if asked := [*batch.asked] if batch else []:
+            (round,) = {one.round for one in asked}
+            self.rounds.append(([one.prompt for one in asked if not one.sample], round))
+            self.finish(*self.places())
+        return call
 
 
 class Graded:
@@ -168,7 +171,7 @@ class Graded:
 
 def rounds(
     path: Path, order: PromptOrder, good: set[int] | Graded, at_once: int = 0, prompts: int = 40, **algo: object
-) -> tuple[Rounds, Fixed]:
+) -> tuple[GroupStream, Fixed]:
     config, fixed = Config(), Fixed()
     for name, value in algo.items():
         setattr(config.algo, name, value)
@@ -176,10 +179,9 @@ def rounds(
     config.rollout.vllm_generate_batch_size = at_once
     config.algo.dynamic_filtering_enable = config.train.full_determinism = True
     judge = good if isinstance(good, Graded) else Judge(good)
-    parts: Any = Parts(config, prompt_set(path, prompts), order, 10, fixed, judge, lambda _: nullcontext())  # type: ignore[arg-type]
-    batches = make_batches(parts)
-    assert isinstance(batches, Rounds)
-    return batches, fixed
+    episodes = Episodes(Waves(cast("Any", fixed), 1, 64))
+    parts = Parts(config, prompt_set(path, prompts), order, 10, episodes, cast("Any", judge), lambda _: nullcontext())
+    return make_batches(parts), fixed
 
 
 def test_rounds_have_sizes_of_what_passed_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:
@@ -189,7 +191,6 @@ def test_rounds_have_sizes_of_what_passed_and_a_resumed_run_has_the_same(tmp_pat
     assert [places(batch) for batch in whole] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
     # Two of four pass, so the next round has 2 * 5 / 3; the place behind the last that is used comes next.
     assert fixed.rounds[:3] == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 1), ([7, 8, 9, 10], 1)]
-    assert fixed.versions[:3] == [0, 0, 1]  # of the policy, whatever seeds the round
     assert whole[0].metrics == {"dynamic_filtering/prompts": 8, "dynamic_filtering/pass_rate": 0.5}
     again = order_of(40, BATCH)
     again.load_state_dict(whole[0].order)
@@ -247,28 +248,25 @@ def test_a_group_is_judged_by_its_scores_and_without_them_by_its_rewards(
     assert (counts.judged, counts.passed) == (2, 1)
 
 
-def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> None:
-    config, fixed = Config(), cast("Any", SimpleNamespace(post=lambda *_: None, attach=None))
-    parts = Parts(config, prompt_set(tmp_path, 4), order_of(4, 4), 1, fixed, cast("Any", None), lambda _: nullcontext())
-
-    def made() -> Any:
-        return make_batches(parts)
-
-    assert not made().filtered
-    config.rollout.engine, config.algo.dynamic_filtering_enable = "hf", True
-    assert made().filtered  # rounds: the actor has no stream
-    config.rollout.engine, config.algo.dynamic_filtering_enable = "vllm", False
-    config.vllm.sync_mode = "inflight"
-    stream = made()
-    assert isinstance(stream, GroupStream)
-    assert stream.counts is None
-    config.algo.dynamic_filtering_enable, config.algo.dynamic_filtering_range = True, [0.2, 0.9]
-    assert made().counts == FilterCounts([0.2, 0.9])
-    config.vllm.sync_mode = "drain"
-    assert made().rule.size is None
-    assert made().counts == FilterCounts([0.2, 0.9])
-    config.train.full_determinism = True
-    assert isinstance(made(), Rounds)
+@pytest.mark.parametrize(
+    ("engine", "filtered", "mode", "fixed", "expected"),
+    [
+        ("vllm", False, "drain", False, (True, None, False)),
+        ("hf", True, "drain", False, (True, None, True)),  # rounds: the actor has no stream
+        ("vllm", False, "inflight", False, (False, 1, False)),
+        ("vllm", True, "inflight", False, (False, 1, True)),
+        ("vllm", True, "drain", False, (False, None, True)),
+        ("vllm", True, "drain", True, (True, None, True)),
+    ],
+)
+def test_streams_and_rounds_are_chosen_by_the_configuration(
+    engine: Any, filtered: bool, mode: Any, fixed: bool, expected: tuple[bool, int | None, bool]
+) -> None:
+    config, episodes = Config(), cast("Any", SimpleNamespace(post=lambda *_: None, attach=None))
+    config.rollout.engine, config.algo.dynamic_filtering_enable = engine, filtered
+    config.vllm.sync_mode, config.train.full_determinism = mode, fixed
+    made = make_batches(cast("Any", SimpleNamespace(config=config, last=1, episodes=episodes)))
+    assert (made.rule.rounds, made.rule.size, made.counts is not None) == expected
 
 
 def test_rewards_of_several_calls_are_joined() -> None:

@@ -16,9 +16,8 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.sampling import episodes
-from slurm_rlhf.sampling.batch_sources import rule_of
 from slurm_rlhf.sampling.batches import Batch
-from slurm_rlhf.sampling.group_stream import Rule
+from slurm_rlhf.sampling.group_stream import Rule, rule_of
 
 
 def ahead(size: int, last: int = 10, stale: int = 8 * BATCH) -> Rule:

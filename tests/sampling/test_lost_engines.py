@@ -62,6 +62,7 @@ def test_the_part_of_a_lost_engine_goes_whole_to_one_that_has_done_its_own() -> 
     engines = Engines()
     batch = Batch(engines, 6, deterministic=True)
     until(lambda: owners(engines, 0) == [0, 2, 4] and owners(engines, 1) == [1, 3, 5])
+    assert engines.messages == [[(prompt, k) for prompt in part for k in (0, 1)] for part in ((0, 2, 4), (1, 3, 5))]
     engines.lose(1)
     engines.finish(0, 2, 4)
     until(lambda: owners(engines, 0) == [1, 3, 5])  # at a time, as the lost one had them
