@@ -17,12 +17,12 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
 from slurm_rlhf.nodes.accelerators import Wanted
-from slurm_rlhf.nodes.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.nodes.examination import Examination, look_here
+from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, lock_problem
 from slurm_rlhf.nodes.report import Report
-from slurm_rlhf.nodes.slurm_engines import SlurmEngines
+from slurm_rlhf.nodes.slurm import SlurmLauncher
 from slurm_rlhf.nodes.slurm_run import SlurmRun
 from slurm_rlhf.nodes.srun import container_of
 from slurm_rlhf.nodes.starters import by_srun
@@ -68,7 +68,7 @@ def refuse_many_processes(command: str) -> None:
         )
 
 
-def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Places) -> EngineLauncher:
+def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Places) -> Launcher:
     """Examine the nodes, and make the launcher of their engines. Raises PlacementError if they cannot start there."""
     slurm, nodes = read_slurm(os.environ), ranks.used_nodes
     if config.preflight != OFF:
@@ -77,10 +77,10 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
         for note in report.notes():
             print(printable(note), flush=True)
     if slurm is None:
-        return LocalEngines(directory, ranks)
+        return LocalLauncher(directory, ranks)
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmEngines(SlurmRun(directory, slurm, container_of(config)), ranks)
+    return SlurmLauncher(SlurmRun(directory, slurm, container_of(config)), ranks)
 
 
 def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm: SlurmEnvironment | None) -> Report:

@@ -5,6 +5,7 @@ A stop may drop work in flight only inside `droppable`; elsewhere it waits until
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -79,9 +80,13 @@ _early = threading.Event()
 
 
 def note_early() -> None:
-    """Keep SIGUSR1 for the first Stop, so that it does not end this process. Only the main thread may call it."""
+    """Keep SIGUSR1 for the first Stop, so that it does not end this process. Only the main thread may call it.
+
+    While the interpreter ends, SIGUSR1 is ignored: `scancel --signal` on a task of an array repeats it until the end.
+    """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, lambda number, frame: _early.set())
+        atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def space_of(config: Config) -> Space | None:
         models = read_models(config)
     except ModelError:
         return None
-    saved = [role for role in running_roles(config) if role.saves]
+    saved = [role for role in running_roles(config) if role.kind == "trained"]
     width = _FP32 if config.ds.param_dtype == "fp32" else 2
     one = sum(models[role.name].parameters * (width + _ADAM) for role in saved)
     files = _FILES_BESIDE + sum(_FILES_OF_A_RANK * role.ranks(config) for role in saved)

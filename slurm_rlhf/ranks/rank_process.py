@@ -59,11 +59,6 @@ def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
     return RankInfo(role, first_rank + local_rank, world, local_rank, node_name())
 
 
-def collect_rarely() -> None:
-    """Collect garbage rarely until `collect_as_usual`: imports make a million objects, and next to no garbage."""
-    gc.set_threshold(_RARELY)
-
-
 def collect_as_usual() -> None:
     """Collect garbage as usual again; what the start has made stays, and later collections pass over it."""
     gc.collect()
@@ -136,13 +131,6 @@ def import_libraries(config: Config, info: RankInfo) -> None:
     from slurm_rlhf.trainer.backends import import_trainers
 
     import_trainers(config, info.role, info.world)
-
-
-def protect_groups(keys: RunKeys) -> None:
-    """Keep strangers out of the process groups that this rank will be in."""
-    from slurm_rlhf.process_groups._torch import protect  # it needs torch
-
-    protect(keys.client_secret)
 
 
 def open_store(info: RankInfo, keys: RunKeys) -> TCPStore | None:
@@ -242,7 +230,7 @@ def main() -> None:
     parser.add_argument("--role_start", default=0, type=int, help="which start of the role this is")
     arguments = parser.parse_args()
 
-    collect_rarely()
+    gc.set_threshold(_RARELY)  # until `collect_as_usual`: imports make a million objects, and next to no garbage
     keep_others_out()
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
@@ -259,7 +247,9 @@ def main() -> None:
     store = open_store(info, keys)  # alive as long as this process
     # Before there is a client: from its hello on, a silent rank counts as lost.
     import_libraries(config, info)
-    protect_groups(keys)
+    from slurm_rlhf.process_groups._torch import protect  # it needs torch
+
+    protect(keys.client_secret)
     make_worker = ROLES[info.role].load_worker()
     client = ControlClient(
         arguments.endpoint,

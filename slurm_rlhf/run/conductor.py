@@ -164,8 +164,8 @@ class Conductor:
             self.reporting.note("not all engines answer: they start again, too")
             supervisor.end((ROLLOUT,), plan.ranks)
             roles = tuple(plan.ranks.roles)
-        elif plan.keeps_engines:
-            supervisor.move_engines(plan.ranks, plan.left_out)
+        elif plan.keeps_engines and supervisor.engines is not None:
+            supervisor.engines.leave_out(plan.ranks.engine_nodes, plan.left_out)
         checkpoint = back.find(self.reporting.note)
         self.state = RunState(seed=self.config.train.seed)
         if checkpoint is not None:
@@ -203,7 +203,7 @@ class Conductor:
         checkpoint = checkpoints.resolve(self.config.resume)
         if checkpoint is None:
             return RunState(seed=self.config.train.seed), None, True
-        saving = [role.name for role in running_roles(self.config) if role.saves]
+        saving = [role.name for role in running_roles(self.config) if role.kind == "trained"]
         state = checkpoints.load_state(checkpoint, saving)
         refuse_other_model(state.get(MODEL, {}), inputs.model)
         inputs.order.check(state["order"])
