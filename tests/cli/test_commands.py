@@ -364,4 +364,4 @@ def test_plan_without_shapes_shows_no_transfer(file: Path, capsys: pytest.Captur
     assert main(["plan", str(file)]) == 0
     assert "weight transfer" not in capsys.readouterr().out
     assert main(["plan", str(file), "--network_gbits=fast"]) == 2
-    assert "--network_gbits takes a rate in Gbit/s above 0, got 'fast'" in capsys.readouterr().err
+    assert "--network_gbits takes a number of at least 0.001, got 'fast'" in capsys.readouterr().err
