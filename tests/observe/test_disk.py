@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from small_disk import small_disk
 
-from slurm_rlhf import disk
+from slurm_rlhf import run_directory as disk
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.config.schema import Config
