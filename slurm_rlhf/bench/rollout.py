@@ -23,10 +23,9 @@ from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.dispatch import Dispatcher
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import EngineCalls, StartRequest
+from slurm_rlhf.wire.calls import EngineCalls
 from slurm_rlhf.wire.client import ControlClient
-from slurm_rlhf.wire.handles import EngineHandle
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle
 
 
 def run_bench(given: Given) -> dict[str, Any]:
@@ -60,7 +59,7 @@ class _Worker:
         self._thread = threading.Thread(target=serve, args=(client, role), name="rollout", daemon=True)
         self._thread.start()
         self.handle = EngineHandle(self.server, "rollout", 1, 1, config.timeout)
-        self.handle.call(0, EngineCalls.start, StartRequest(total_steps=1)).result()
+        self.handle.call(0, EngineCalls.start, 1).result()
 
     def close(self) -> None:
         self.handle.call(0, EngineCalls.shutdown).result()

@@ -29,10 +29,9 @@ from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import gloo_group, nccl_group
 from slurm_rlhf.run_directory import write_atomically
+from slurm_rlhf.weights.ends import Held, Receiver, Sender
 from slurm_rlhf.weights.group import SyncGroup, join
-from slurm_rlhf.weights.receiver import Receiver
 from slurm_rlhf.weights.rendezvous import Membership, SyncStore
-from slurm_rlhf.weights.sender import Held, Sender
 from slurm_rlhf.weights.transfer_plan import Layout, Parameter, SyncPlan, make_plan
 
 RAW_PIECE = 64 << 20

@@ -25,7 +25,7 @@ from slurm_rlhf.trainer._deepspeed import import_deepspeed
 from slurm_rlhf.trainer.deepspeed import deepspeed_config
 from slurm_rlhf.trainer.distributed import join_world
 from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
-from slurm_rlhf.wire.calls import StartRequest, TrainBatch
+from slurm_rlhf.wire.calls import TrainBatch
 from slurm_rlhf.wire.client import ControlClient
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
@@ -60,7 +60,7 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     longest = prompt_tokens + config.rollout.max_new_tokens
     micro = max(1, config.train.max_tokens_per_gpu // longest)
     role = ActorWorker(config, RankInfo("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
-    role.start(StartRequest(total_steps=1))
+    role.start(1)
     baseline = BaselineTrainer(config, micro)
     shape, gpu = read_shape("actor.model_name_or_path", config.actor.model_name_or_path), _gpu()
     result: dict[str, Any] = {"bench": "train", "unit": "tokens/s", "gpu": gpu}

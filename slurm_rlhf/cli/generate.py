@@ -135,7 +135,7 @@ def run_eval(words: list[str]) -> int:
     if model is None:
         raise ConfigError(f"--model is missing: name the model, run or checkpoint to evaluate\n{EVAL_USAGE}")
     config = configured(arguments)
-    from slurm_rlhf.eval.words import report_text
+    from slurm_rlhf.eval.report import report_text
     from slurm_rlhf.generate.eval_job import EvalJob
     from slurm_rlhf.generate.start import engines_everywhere
 

@@ -23,8 +23,8 @@ from typing import Protocol
 from slurm_rlhf import __version__
 from slurm_rlhf.cluster.processes import keep_others_out, raise_descriptors
 from slurm_rlhf.cluster.stop import note_early
-from slurm_rlhf.config.key_text import help_text, key_names, listed
 from slurm_rlhf.config.keys import all_keys, groups
+from slurm_rlhf.config.text import help_text, key_names, listed
 from slurm_rlhf.disk import files_exhausted, refusal
 from slurm_rlhf.errors import ConfigError, SlurmRlhfError, meant, printable, system_cause
 

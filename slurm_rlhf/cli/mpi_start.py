@@ -234,7 +234,7 @@ class MpiStarter:
         return len(self._printed) == len(self._agents)
 
     def end(self) -> None:
-        """Wait for the agents, which end with the desk: what a rank said later would be taken for a report."""
+        """Wait for the agents, which end at the goodbye: what a rank said later would be taken for a report."""
         wait_until(self.over, self._limit_s + timeouts.MPI_EXAMINE_S, timeouts.POLL_S, timeouts.POLL_S)
 
     def _hear(self) -> None:

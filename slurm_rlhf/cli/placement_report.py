@@ -10,16 +10,14 @@ from typing import Any
 from slurm_rlhf.cluster.gpu_memory import Memory, memory_on
 from slurm_rlhf.cluster.resources import current_topology
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT, colocations
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.memory import Account, Row, gib
+from slurm_rlhf.placement.memory import Account, Row, gib, help_for
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.spares import chosen
-from slurm_rlhf.placement.too_large import help_for
-from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names
+from slurm_rlhf.placement.replacement import chosen
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
 _WIDTH = 100

@@ -12,7 +12,7 @@ from slurm_rlhf.config.model_directory import check_tensor_parallel
 from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, told_size
+from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, size_by_keys
 from slurm_rlhf.placement.memory import Account, Models, account, read_models
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
@@ -33,7 +33,7 @@ def memory_of(config: Config, found: GpuSize | None) -> Memory:
 
     Raises ConfigError for an unknown kind of GPU, and for a tensor-parallel size that does not divide the model.
     """
-    size = told_size(config.train.gpu, config.train.gpu_memory_gb) or found
+    size = size_by_keys(config.train.gpu, config.train.gpu_memory_gb) or found
     if size is None:
         return Memory(GpuSize(0), f"there are no GPUs here; to estimate it for a machine with GPUs, add {TELL}")
     if not size.memory:

@@ -14,8 +14,7 @@ from slurm_rlhf.cluster.slurm_job import ask_scontrol
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import place, process_slots
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, role_sizes
 
 
 def local_topology(

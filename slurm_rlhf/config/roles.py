@@ -53,13 +53,13 @@ class RoleSpec:
 
     name: str
     group: str  # group of the configuration with num_nodes, and num_gpus_per_node unless the role is made of engines
-    letter: str  # in the grid of `plan`
+    letter: str  # letter of its ranks in the grid of `plan`
     worker: str  # "module:name" of what `ranks.rank_process` calls with (config, rank info, client)
     kind: Kind
     model_keys: tuple[str, ...]  # name the directory of its model; the first that is set counts
-    head: bool = False  # its model keeps the head over the vocabulary; otherwise one score for each token
-    saves: bool = False  # its state is part of a checkpoint
-    sleeps: bool = False  # has optimizer states that ds.enable_sleep moves away while engines work
+    head: bool = False  # True: its model keeps the head over the vocabulary; False: it has one score for each token
+    saves: bool = False  # True: its state is part of a checkpoint
+    sleeps: bool = False  # True: it has optimizer states that ds.enable_sleep moves away while engines work
     colocates: str = ""  # role whose slots it shares where train.colocate_<group>_<group> says so; "": none
     phase: Phase = "training"  # roles of one phase compute at the same time and share the CPUs of a node
     runs: Callable[[Config], bool] = _always  # whether a run with this configuration starts the role

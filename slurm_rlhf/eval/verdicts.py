@@ -220,7 +220,7 @@ SHARES: dict[str, Share] = {
     "reward_clipped": Share(
         1.0,
         "clipped",
-        "",  # `algorithms.reward_scale.clip_warning`, in every step
+        "",  # `algorithms.reward_shaping.clip_warning`, in every step
     ),
     "reward_constant": Share(
         0.8,

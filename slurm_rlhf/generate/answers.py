@@ -17,9 +17,8 @@ from slurm_rlhf.generate.progress import JobProgress
 from slurm_rlhf.generate.prompts import BadRow
 from slurm_rlhf.generate.row_calls import Answered, RowCalls
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.function import RewardFunction, Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.values import Rewards
 from slurm_rlhf.sampling.dispatch import allowance
 from slurm_rlhf.sampling.row_queue import RowQueue
 from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens

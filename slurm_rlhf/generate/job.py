@@ -12,9 +12,9 @@ from typing import Any
 
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.stop import Stop, StopRequested
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import RoleDied, printable
 from slurm_rlhf.generate.answers import VERSION, PendingRows

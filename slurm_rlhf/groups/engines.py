@@ -23,10 +23,9 @@ from slurm_rlhf.groups.state import Unit
 from slurm_rlhf.nodes.engine_launcher import EngineLauncher
 from slurm_rlhf.observe.events import ENGINE_JOINED, ENGINE_LOST
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.calls import EngineCalls, StartRequest
-from slurm_rlhf.wire.handles import EngineHandle
+from slurm_rlhf.wire.calls import EngineCalls
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle
 from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.server import ControlServer
 
 log = logging.getLogger(__name__)
 
@@ -251,7 +250,7 @@ class Engines:
             if unit.state != "starting" or not self._here(engine):
                 return
             self._put(engine, asked=True)
-        call = self._handle.call(engine, EngineCalls.start, StartRequest(0))
+        call = self._handle.call(engine, EngineCalls.start, 0)
         call.add_done_callback(partial(self._answered, engine, unit.life))
 
     def _answered(self, engine: int, life: int, call: Future[Any]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
-from slurm_rlhf.config.schema import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.placement.rank_map import NodeShare
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.server import ControlServer
 
 SILENT_BEATS = 3  # number of missed heartbeats that is no accident
 

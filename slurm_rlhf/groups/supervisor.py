@@ -26,10 +26,8 @@ from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.handles import EngineHandle, RoleHandle
-from slurm_rlhf.wire.messages import FAILURE, TERMINATION, Peer
-from slurm_rlhf.wire.preemption import Preemption
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle, RoleHandle
+from slurm_rlhf.wire.messages import FAILURE, TERMINATION, Peer, Preemption
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.replacement import Fits, Replacement, passed_over, replaced
-from slurm_rlhf.placement.spares import with_engine_on
+from slurm_rlhf.placement.replacement import Fits, Replacement, passed_over, replaced, with_engine_on
 from slurm_rlhf.placement.topology import Topology
 
 

@@ -30,7 +30,7 @@ from slurm_rlhf.observe.timing import Budget, WaitBudgets
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.io_thread import ListeningClock
-from slurm_rlhf.wire.pending_calls import Flight
+from slurm_rlhf.wire.messages import Flight
 
 log = logging.getLogger(__name__)
 

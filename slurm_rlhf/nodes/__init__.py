@@ -4,9 +4,10 @@ Starting: `launcher` (the protocol, and one machine), `slurm` with `srun` (the s
 of MPI); `engine_launcher` (the protocol of engines, and one machine), `slurm_engines`, `engine_node`;
 `slurm_run` (what all steps of a run share), `step_spec` (what a role's processes are started with), `child_process`.
 Jobs: `requeue` (the next job of a run), `headless` (a job that has lost its first node), `submitit_job`.
-Looking: `examination` asks the nodes and judges, `needs` says what a run wants of them; `examiner` is the process on
-each node: it collects `facts` with `collect`; `group_host` starts a light process per rank for the collectives that
-`groups` lists. Pure: `network_checks`, `node_checks`, `file_checks` and `speed_checks`; `report` shows them.
+Looking: `examination` asks the nodes and judges, `needs` says what a run wants of them; `agents` reaches the `agent` on
+each node, a process that collects `facts` with `collect`; `group_host` starts a light process per rank for the
+collectives that `groups` lists. Pure: `network_checks`, `node_checks`, `file_checks` and `speed_checks`; `report`
+shows them.
 `node_look` says what a node has and what its processes do in a hang, `accelerators` has checks before a start.
 
 mpi4py only in `mpi/communicator`, submitit only in `submitit_job`, torch only in `group_rank`, inside functions.

@@ -8,22 +8,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.nodes import file_checks, network_checks, node_checks, speed_checks
 from slurm_rlhf.nodes.collect import collect
-from slurm_rlhf.nodes.desk import Desk
-from slurm_rlhf.nodes.facts import NodeFacts, Orders
+from slurm_rlhf.nodes.facts import Introduction, NodeFacts, Orders
 from slurm_rlhf.nodes.groups import Outcome, links, role_groups
-from slurm_rlhf.nodes.hearing import Hearing, measure_groups, measure_links
 from slurm_rlhf.nodes.needs import Needs
 from slurm_rlhf.nodes.network_checks import names
 from slurm_rlhf.nodes.node_look import MISSING
 from slurm_rlhf.nodes.report import FAILED, Check, Report
 from slurm_rlhf.nodes.starters import Starter
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.spares import chosen
+from slurm_rlhf.placement.replacement import chosen
 from slurm_rlhf.wire import timeouts
+
+if TYPE_CHECKING:
+    from slurm_rlhf.nodes.agents import Agents
 
 INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.65, 0.95
 """Parts of the time limit at which the next stage begins, whoever is missing."""
@@ -68,55 +69,47 @@ class Examination:
 
     def run(self) -> Answer:
         """Return what was found. Raises RunError if no agent can be started, OSError for a bad run directory."""
+        from slurm_rlhf.nodes.agents import Agents
+
         asked = self._question
-        secret = secrets.token_hex(32)
-        desk = Desk(asked.address, secret)
-        heard = Hearing(desk, self._starter, asked.limit_s)
+        agents = Agents(asked.address, self._starter, asked.limit_s)
         try:
             with canary_in(Path(asked.needs.run_dir)) as (canary, token):
-                self._starter.start(_orders(asked, secret, desk, canary))
-                self._hear_facts(heard)
-            evidence = self._measured(heard, self._evidence(heard, token))
+                self._starter.start(_orders(asked, agents, canary))
+                agents.meet(asked.nodes, INTRODUCED)
+                agents.learn({node: _peers(node, asked, agents.met) for node in list(agents.met)}, FACTS)
+            evidence = self._measured(agents, self._evidence(agents, token))
         finally:
-            desk.close()
+            agents.close()
             self._starter.end()
-        report = self._report(evidence, heard.seconds())
+        report = self._report(evidence, agents.seconds())
         ranks = self._placed(evidence)
         taken = {node.name for node in ranks.topology.nodes}
         gone = tuple(node for node in report.bad_nodes() if node not in taken)
         return Answer(replace(report, left_out=gone), ranks)
 
-    def _hear_facts(self, heard: Hearing) -> None:
-        nodes = set(self._question.nodes)
-        heard.listen(INTRODUCED, lambda: nodes <= {*heard.ports, *heard.printed()})
-        for node in heard.ports:
-            heard.desk.send(node, {"peers": _peers(node, self._question, heard.ports)})
-        heard.listen(FACTS, lambda: set(heard.ports) <= heard.facts.keys())
-        for node, facts in heard.printed().items():
-            heard.facts.setdefault(node, facts)
-
-    def _measured(self, heard: Hearing, evidence: Evidence) -> Evidence:
+    def _measured(self, agents: Agents, evidence: Evidence) -> Evidence:
         """Add links and groups. A run that cannot start anyhow is to end in seconds, without them."""
         asked = self._question
         if not asked.measure:
             return evidence
         if not (asked.thorough or asked.spares) and self._report(evidence).verdict == FAILED:
             return replace(evidence, unmeasured="a run cannot start here anyhow")
-        away = self._cut_off(heard, evidence)
+        away = self._cut_off(agents, evidence)
         slots = {share.node: min(share.gpus) for shares in asked.ranks.roles.values() for share in shares}
         pairs = links([node for node in asked.nodes if node not in away], slots)
-        evidence = replace(evidence, links=measure_links(heard, pairs, asked.ranks.topology, LINKS))
+        evidence = replace(evidence, links=agents.measure_links(pairs, asked.ranks.topology, LINKS))
         ranks = self._placed(evidence)
-        away |= {node for node in evidence.nodes if node not in heard.desk.nodes}
-        return replace(evidence, groups=measure_groups(heard, role_groups(ranks, away), ranks.topology, GROUPS))
+        away |= {node for node in evidence.nodes if node not in agents.here}
+        return replace(evidence, groups=agents.measure_groups(role_groups(ranks, away), ranks.topology, GROUPS))
 
-    def _evidence(self, heard: Hearing, token: str) -> Evidence:
+    def _evidence(self, agents: Agents, token: str) -> Evidence:
         asked = self._question
         known = asked.equipment
         facts = {
-            node: replace(heard.facts[node], equipment=known.get(node, heard.facts[node].equipment))
+            node: replace(agents.facts[node], equipment=known.get(node, agents.facts[node].equipment))
             for node in asked.nodes
-            if node in heard.facts
+            if node in agents.facts
         }
         mine = dict(asked.versions)
         if asked.inside and facts:
@@ -124,7 +117,7 @@ class Examination:
         return Evidence(
             asked.nodes,
             asked.here,
-            f"{asked.here} ({heard.desk.address}:{heard.desk.port})",
+            f"{asked.here} ({asked.address}:{agents.port})",
             asked.needs,
             mine,
             token,
@@ -135,10 +128,10 @@ class Examination:
             unmeasured="" if asked.measure else "preflight = quick",
         )
 
-    def _cut_off(self, heard: Hearing, evidence: Evidence) -> set[str]:
+    def _cut_off(self, agents: Agents, evidence: Evidence) -> set[str]:
         """Return the nodes that take no part in measurements: silent, or not to be reached."""
         unreached = {node for each in names(evidence.facts).findings if each.verdict == FAILED for node in each.nodes}
-        return (set(self._question.nodes) - set(heard.ports)) | unreached
+        return (set(self._question.nodes) - set(agents.met)) | unreached
 
     def _placed(self, evidence: Evidence) -> RankMap:
         """Return the rank map on good nodes, where there are nodes to spare."""
@@ -184,11 +177,11 @@ def canary_in(run_dir: Path) -> Iterator[tuple[Path, str]]:
         canary.unlink(missing_ok=True)
 
 
-def _orders(asked: Question, secret: str, desk: Desk, canary: Path) -> Orders:
+def _orders(asked: Question, agents: Agents, canary: Path) -> Orders:
     return Orders(
-        secret,
-        desk.address,
-        desk.port,
+        agents.keys.text(),
+        asked.address,
+        agents.port,
         str(Path(asked.needs.run_dir).absolute()),
         str(canary.absolute()),
         asked.needs.places,
@@ -200,12 +193,12 @@ def _orders(asked: Question, secret: str, desk: Desk, canary: Path) -> Orders:
     )
 
 
-def _peers(node: str, asked: Question, ports: Mapping[str, int]) -> dict[str, int]:
+def _peers(node: str, asked: Question, met: Mapping[str, Introduction]) -> dict[str, int]:
     """Choose whom a node tries to reach: its neighbours in the list, and the conductor's node."""
-    ring = [other for other in asked.nodes if other in ports]
+    ring = [other for other in asked.nodes if other in met]
     at = ring.index(node) if node in ring else 0
     near = [ring[(at + step) % len(ring)] for distance in range(1, _PEERS + 1) for step in (distance, -distance)]
-    return {other: ports[other] for other in dict.fromkeys([*near, asked.here]) if other != node and other in ports}
+    return {other: met[other].links for other in dict.fromkeys([*near, asked.here]) if other != node and other in met}
 
 
 @dataclass(frozen=True, slots=True)

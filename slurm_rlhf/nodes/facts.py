@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-VARIABLE = "SLURM_RLHF_PREFLIGHT"
-"""The environment variable of an agent; it holds a secret, so it is no argument, which other users could read."""
+VARIABLE = "SLURM_RLHF_AGENT"
+"""The environment variable of an agent; it holds keys, so it is no argument, which other users could read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Tell an agent what to do. `address` and `port` are those of the conductor's desk, `secret` proves who comes."""
+    """Tell an agent what to do. The conductor listens at `address` and `port`, `keys` admit to it."""
 
-    secret: str
+    keys: str
     address: str
     port: int
     run_dir: str
@@ -32,9 +32,19 @@ class Orders:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Orders:
         """Read what `to_environment` made. Raises KeyError without the variable."""
-        data: dict[str, Any] = json.loads(environ[VARIABLE])
-        data["places"] = tuple((key, path) for key, path in data["places"])
-        return cls(**data)
+        from msgspec import convert
+
+        return convert(json.loads(environ[VARIABLE]), cls)
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """Say where other nodes reach an agent, and what its clock shows."""
+
+    address: str
+    links: int  # port at which it answers measurements
+    store: int  # port at which a store may listen
+    clock: float  # seconds since the epoch
 
 
 UNKNOWN = -1
@@ -87,15 +97,4 @@ class NodeFacts:
     unhealthy: tuple[str, ...] = ()  # GPUs with errors of memory, or throttled
     conductor: str = ""  # why it does not reach the conductor
     skew_s: float = 0.0  # its clock minus the conductor's, beyond the error of measuring
-    reached: tuple[Reach, ...] = field(default=())
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> NodeFacts:
-        """Read `dataclasses.asdict` of a record, or what JSON made of it. Raises TypeError for another record."""
-        records: dict[str, Any] = {
-            "places": tuple(Place(**each) for each in data.get("places", ())),
-            "reached": tuple(Reach(**each) for each in data.get("reached", ())),
-        }
-        for name in ("addresses", "exported", "unhealthy"):
-            records[name] = tuple(data.get(name, ()))
-        return cls(**{**data, **records})
+    reached: tuple[Reach, ...] = ()

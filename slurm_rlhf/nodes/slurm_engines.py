@@ -19,7 +19,7 @@ from slurm_rlhf.nodes.slurm_run import SlurmRun
 from slurm_rlhf.nodes.srun import RunningStep, role_step
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.spares import with_engine_on
+from slurm_rlhf.placement.replacement import with_engine_on
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts

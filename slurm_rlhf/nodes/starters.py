@@ -15,7 +15,7 @@ from slurm_rlhf.nodes.facts import Orders
 from slurm_rlhf.nodes.srun import HOST, Container, Step, step_command, step_environment
 from slurm_rlhf.wire import timeouts
 
-AGENT = "slurm_rlhf.nodes.examiner"
+AGENT = "slurm_rlhf.nodes.agent"
 
 
 class Starter(Protocol):

@@ -5,5 +5,5 @@ what does not fit, and the memory estimate with the keys that help. Pure: no tor
 are config.json of the models. May import the base modules and config.
 
 To add a role: its row in `config.roles` is all that this room needs. To add an architecture to the memory estimate: a
-row in `model_shape.FAMILIES`. To add a GPU: a row in `gpus.GPUS`.
+row in `model_shape.FAMILIES`. To add a GPU: a row in `gpus.json`.
 """

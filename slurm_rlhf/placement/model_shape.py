@@ -24,8 +24,8 @@ class Family:
     qk_norm: str = ""  # "head": over each head's width, "full": over all heads together
     norms: int = 2  # norms of a layer over the hidden state
     float_norms: bool = False  # norms multiply by their weight before they go back to bf16
-    tied: bool = False  # where config.json says nothing
-    head_dim: int = 0  # where config.json says nothing; 0: hidden_size / num_attention_heads
+    tied: bool = False  # used if config.json says nothing
+    head_dim: int = 0  # used if config.json says nothing; 0: hidden_size / num_attention_heads
     windows: bool = False  # `sliding_window` counts unless `use_sliding_window` says no
     experts: tuple[str, str, str] = ("", "", "")  # fields: their number, how many a token visits, their inner width
 

@@ -11,8 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +35,7 @@ from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import system_cause
 from slurm_rlhf.observe.stacks import late_s
-from slurm_rlhf.ranks.own_stacks import answer, expect_beat, expect_none, record_flights
-from slurm_rlhf.ranks.worker import RankInfo, Worker
+from slurm_rlhf.ranks.worker import RankInfo, Worker, expect_beat, expect_none, record_flights, take_stacks
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
@@ -74,9 +72,9 @@ def collect_as_usual() -> None:
 
 
 def crash_at_once() -> None:
-    """End at once where memory is violated, as without libraries.
+    """End at once on a segmentation fault.
 
-    One that engines load (tvm_ffi) writes C stacks first, for up to 14 s: so long a dead engine passes for alive.
+    A library that engines load (tvm_ffi) writes C stacks first, for up to 14 s, in which a dead engine seems alive.
     """
     if not faulthandler.is_enabled():  # a user wants the Python stacks, which takes no time
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
@@ -93,7 +91,7 @@ def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
 
 
 def has_loaded(cache: KernelCache | None, info: RankInfo, keys: RunKeys, failed: bool) -> None:
-    """Do what comes after the first call, by which a rank has loaded what it works with, unless it `failed`."""
+    """Complete the start after the first call, in which a rank has loaded its model unless it `failed`."""
     crash_at_once()
     collect_as_usual()
     tell_joined(info, keys)
@@ -147,44 +145,37 @@ def protect_groups(keys: RunKeys) -> None:
     protect(keys.client_secret)
 
 
-def open_store(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.environ) -> TCPStore | None:
+def open_store(info: RankInfo, keys: RunKeys) -> TCPStore | None:
     """Open the store of the role's ranks on the socket that this process inherited; None: another process has it.
 
     For launches without torchrun. The port was bound before anybody knew it, so nobody else can have it.
     """
-    if STORE_FD not in environ:
+    if STORE_FD not in os.environ:
         return None
     from torch.distributed import TCPStore
 
-    number = int(environ[STORE_FD])
+    number = int(os.environ[STORE_FD])
     store = TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=number,
     )
-    if STORE_RANKS in environ:
-        ranks = range(info.rank, info.rank + int(environ[STORE_RANKS]))  # those of an engine, or of the whole role
+    if STORE_RANKS in os.environ:
+        ranks = range(info.rank, info.rank + int(os.environ[STORE_RANKS]))  # those of an engine, or of the whole role
         listeners.shut_when_joined(store, number, ranks, keys.client_secret)
     return store
 
 
-def tell_joined(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.environ) -> None:
+def tell_joined(info: RankInfo, keys: RunKeys) -> None:
     """Tell the role's store that this rank needs no further connection to it; with GPUs it listens on nevertheless."""
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STORE_RANKS not in environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STORE_RANKS not in os.environ:
         return
-    from torch.distributed import TCPStore
+    from slurm_rlhf.process_groups._torch import torchrun_store
 
     try:
-        store = TCPStore(
-            environ["MASTER_ADDR"],
-            int(environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeouts.STORE_JOIN_S),
-        )
-        listeners.tell_joined(store, info.rank, keys.client_secret)
+        listeners.tell_joined(torchrun_store(timeouts.STORE_JOIN_S), info.rank, keys.client_secret)
     except RuntimeError as error:  # it listens on, that is all
         print(f"the store of the role does not answer: {error}", flush=True)
 
@@ -282,7 +273,7 @@ def main() -> None:
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,
         on_beat=partial(beat, late_s(config.timeout.heartbeat)),
-        threaded={RankCalls.stacks.__name__: answer, ActorCalls.sync_abort.__name__: abort_forming},
+        threaded={RankCalls.stacks.__name__: take_stacks, ActorCalls.sync_abort.__name__: abort_forming},
     )
     client.connect(config.timeout.connect)
     if held:

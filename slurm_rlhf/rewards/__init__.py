@@ -1,7 +1,7 @@
 """Rewards of a batch of responses: from a user's Python function, or from the reward model's ranks.
 
-What lives here: `function` (load, register and call the user's function, and what it is passed), `values` (what
-it may answer), `model` (spread responses over the reward model's ranks; for both, deadlines and where prints go).
+What lives here: `function` (load, register and call the user's function, what it is passed and what it may answer),
+`model` (spread responses over the reward model's ranks; for both, deadlines and where prints go).
 
 May import: base modules, algorithms, control. No torch.
 

@@ -13,9 +13,9 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
 from slurm_rlhf.cluster.gpu_memory import fits_gpus
 from slurm_rlhf.cluster.resources import current_topology, node_name
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import CheckpointError, ConfigError, DiskError, RunError
 from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.groups.supervisor import Supervisor
@@ -65,15 +65,10 @@ class Conductor:
     ranks: RankMap
     launcher: Launcher
     reporting: Reporting
-    node: str  # where this process runs
+    node: str  # name of the node where this process runs
     stop: Stop = field(init=False)
     state: RunState = field(init=False)
     started: float = field(default_factory=time.monotonic)
-
-    def work(self, stop: Stop) -> None:
-        """Train to the end, or until `stop` is asked for."""
-        self.stop = stop
-        self.run()
 
     def stopped(self, request: StopRequested) -> bool:
         """Tell that the run stops; answer whether it did a step."""
@@ -94,8 +89,9 @@ class Conductor:
         """Tell the user something."""
         self.reporting.note(line)
 
-    def run(self) -> None:
-        """Train to the end. All that a user may have got wrong is checked before the first process starts."""
+    def work(self, stop: Stop) -> None:
+        """Train to the end, or until `stop` is asked for. Mistakes of the user are found before a process starts."""
+        self.stop = stop
         inputs = Inputs.read(self.config, self.reporting.note)
         self.state, checkpoint, complete = self._resume(inputs)
         changed = changed_keys(_config_of(checkpoint), self.config) if checkpoint else []

@@ -210,8 +210,8 @@ class GpuAccount:
                 # Engines that take turns have all started before the first one is ready.
                 ready = handle.ready if isinstance(handle, EngineHandle) else []
                 ranks = ready or range(handle.world)
-                answers = gather([handle.call(rank, RankCalls.about) for rank in ranks])
-                self._reports[role] = [answer for answer in answers if answer]
+                answers = gather([handle.call(rank, RankCalls.memory) for rank in ranks])
+                self._reports[role] = [answer for answer in answers if answer.gpu]
         except RunError as error:
             log.warning("the ranks could not be asked about their GPUs: %s", error)
 

@@ -20,8 +20,7 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.recording import Recorder
-from slurm_rlhf.run.run_state import RunState
-from slurm_rlhf.run.saves import Best
+from slurm_rlhf.run.run_state import Best, RunState
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.batches import Batch
 
@@ -69,7 +68,7 @@ class Reporting:
         log.info("%s", text)
         self._progress.note(text)
         if self._starting:
-            self._write("running", starting=text)  # for `slurm-rlhf status`
+            self._write("running", starting=text)  # `slurm-rlhf status` shows it
         if kind := kind or events.kind_of_note(text):
             self.recorder.event(kind, text, engine)
 
@@ -205,7 +204,7 @@ class Reporting:
 
         `seconds`: time until it was there; the run waited for `waited_s` of it.
         """
-        rest = f", {seconds - waited_s:.1f} s of it beside the steps" if waited_s < seconds else ""
+        rest = f", {seconds - waited_s:.1f} s of it during the steps" if waited_s < seconds else ""
         log.info("checkpoint of step %d saved in %.1f s%s", step, seconds, rest)
         self.recorder.event(events.CHECKPOINT, f"saved in {seconds:.1f} s" + (f", of step {step}{rest}" * bool(rest)))
         lead = self._lead_s

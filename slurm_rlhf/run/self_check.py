@@ -15,12 +15,11 @@ from msgspec import structs
 
 from slurm_rlhf.algorithms.batching import assemble
 from slurm_rlhf.algorithms.policy_distance import ages
-from slurm_rlhf.algorithms.reward_scale import clip_warning
+from slurm_rlhf.algorithms.reward_shaping import clip_warning
 from slurm_rlhf.config.correction import before_update, of_the_update
 from slurm_rlhf.config.schema import Config, Data
-from slurm_rlhf.data.framing import has_double_bos, missing_eos
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, missing_eos
 from slurm_rlhf.errors import ModelError, SelfCheckError
 from slurm_rlhf.eval.verdicts import (
     ALL_THE_SAME,

@@ -34,8 +34,7 @@ from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_inputs import Inputs
-from slurm_rlhf.run.run_state import RunCheckpoints, RunState
-from slurm_rlhf.run.saves import SaveCadence
+from slurm_rlhf.run.run_state import RunCheckpoints, RunState, SaveCadence
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
@@ -43,7 +42,7 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.actor_sampler import ActorSampler
 from slurm_rlhf.sampling.dispatch import Dispatcher, Sampler
 from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.wire.calls import EngineCalls, StartAnswer, StartCalls, StartRequest
+from slurm_rlhf.wire.calls import EngineCalls, StartAnswer, StartCalls
 from slurm_rlhf.wire.handles import EngineHandle, gather
 
 log = logging.getLogger(__name__)
@@ -200,9 +199,7 @@ class Startup:
         engines = f"; starting {self.supervisor.roles[ROLLOUT].world} engines" if pool else ""
         self.reporting.note(f"loading {', '.join(trainers)}{engines}")
         starts: dict[str, list[Future[StartAnswer]]] = {
-            role: handle.start_all(
-                StartCalls.start, StartRequest(optimizer_steps(config, role, self.inputs.total_steps))
-            )
+            role: handle.start_all(StartCalls.start, optimizer_steps(config, role, self.inputs.total_steps))
             for role, handle in trainers.items()
         }
         for role, futures in starts.items():

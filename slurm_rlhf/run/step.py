@@ -29,7 +29,7 @@ from slurm_rlhf.algorithms.batching import Shard, assemble
 from slurm_rlhf.algorithms.correction import mask_not_finite
 from slurm_rlhf.algorithms.policy_distance import KLController, ages, staleness
 from slurm_rlhf.algorithms.registry import Algorithm
-from slurm_rlhf.algorithms.reward_scale import RewardScale
+from slurm_rlhf.algorithms.reward_shaping import RewardScale
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.correction import before_update, of_the_update
 from slurm_rlhf.config.roles import REWARD
@@ -40,8 +40,8 @@ from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Prompt, Sampling, Trajectory, pack
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.values import Rewards
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.experience import (
     counting,

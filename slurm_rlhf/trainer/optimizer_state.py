@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from slurm_rlhf.errors import CheckpointError
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.trainer.distributed import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state for each element
@@ -162,21 +163,21 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return target.copy_(tensor)
 
 
+def move_moments(state: dict[str, Tensor], device: torch.device) -> None:
+    """Move AdamW's moments in `state` of a master; before the first step there are none."""
+    for moment in MOMENTS:
+        if moment in state:
+            state[moment].data = moved(state[moment].data, device)
+
+
 # --- behind the next steps -------------------------------------------------------------------------------------------
 
 
-def _nothing() -> Future[None]:
-    """Return a Future that is done."""
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """Describes a save that is under way; without arguments, one that is done."""
-
-    written: Future[None] = field(default_factory=_nothing)  # raises what the write has raised
+def done() -> Future[None]:
+    """Return the Future of a save that is written."""
+    written: Future[None] = Future()
+    written.set_result(None)
+    return written
 
 
 class HostCopy:
@@ -214,20 +215,20 @@ class AsyncSave:
 
     def __init__(self) -> None:
         self.copies = HostCopy()
-        self._writer = ThreadPoolExecutor(1, "async-save")
-        self._pending = Pending()
+        self._written = done()
 
     def begin(
         self, fragments: Iterable[Fragment], device: torch.device, write: Callable[[list[Fragment]], None]
-    ) -> Pending:
-        """Copy fragments and have a thread `write` the copies. Waits for the write before."""
+    ) -> Future[None]:
+        """Copy fragments and have a thread `write` the copies; return what it ends with. Waits for the write before."""
         self.wait()
-        self._pending = Pending(self._writer.submit(write, self.copies.take(fragments, device)))
-        return self._pending
+        copies = self.copies.take(fragments, device)
+        self._written = in_thread(lambda: write(copies), "async-save")
+        return self._written
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
-        wait([self._pending.written])
+        wait([self._written])
 
 
 def flush(files: Iterable[Path]) -> None:

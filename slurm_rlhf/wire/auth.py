@@ -41,15 +41,22 @@ class RunKeys:
     client_secret: str = field(repr=False)
 
     @classmethod
+    def new(cls) -> RunKeys:
+        """Make new keys."""
+        pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
+        return cls(*(key.decode() for key in pairs))
+
+    @classmethod
     def create(cls, path: Path | str) -> RunKeys:
         """Write new keys to `path` with mode 0600, atomically in place of those of an earlier run."""
-        path = Path(path)
-        server_public, server_secret = zmq.curve_keypair()
-        client_public, client_secret = zmq.curve_keypair()
-        keys = cls(*(key.decode() for key in (server_public, server_secret, client_public, client_secret)))
+        path, keys = Path(path), cls.new()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(keys)), durable=True, private=True)
+        write_atomically(path, keys.text(), durable=True, private=True)
         return keys
+
+    def text(self) -> str:
+        """Write them as `parse` reads them."""
+        return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, path: Path | str) -> RunKeys:
@@ -66,7 +73,7 @@ class RunKeys:
 
     @classmethod
     def parse(cls, content: str | bytes, origin: Path | str) -> RunKeys:
-        """Read keys as `create` writes them. Raises ConfigError naming `origin` when these are none."""
+        """Read keys as `create` writes them. Raises ConfigError naming `origin` if it holds none."""
         try:
             values = json.loads(content)
             keys = cls(**{name.name: str(values[name.name]) for name in fields(cls)})
@@ -102,7 +109,7 @@ log = CarefulLog(logging.getLogger(__name__))
 _EVENTS_PER_ROUND = 200
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _QUIET_MS = 10  # no news for so long means that no connection is being made
-_SHARE = 4  # one descriptor in so many may be that of a connection whose handshake is not done
+_SHARE = 4  # connections whose handshake is not done may take one descriptor in so many
 
 
 class Authenticator:
@@ -119,7 +126,7 @@ class Authenticator:
         """Call it before `socket` binds; a context has room for one authenticator."""
         self.refused = 0
         self.obstacle = ""
-        """Why connections of anybody were not accepted."""
+        """Why connections were not accepted; empty: all were."""
         self._pending = 0
         self._most = max(1, most_files() // _SHARE)
         self._unheard: dict[int, None] = {}  # descriptors of connections that brought no message yet, oldest first
@@ -134,7 +141,7 @@ class Authenticator:
         socket.zap_domain = b"slurm_rlhf"
         self._monitor = socket.get_monitor_socket(_WATCHED)
         self._monitored = socket
-        self._hand = os.dup(self._zap.fileno())  # to look at what has the number of a connection, and at nothing else
+        self._hand = os.dup(self._zap.fileno())  # for a look at a connection, so that nothing else is ended by mistake
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
@@ -162,7 +169,7 @@ class Authenticator:
         """Close, before the socket does, what the end of the context would wait for."""
         with contextlib.suppress(zmq.ZMQError):  # it was never bound
             self._monitored.unbind(self._monitored.getsockopt_string(zmq.LAST_ENDPOINT))
-        # Where ZeroMQ has no room for its news it waits with a lock taken, and `disable_monitor` for that lock.
+        # ZeroMQ without room for its events waits with a lock held, for which `disable_monitor` would wait.
         while self._monitor.poll(_QUIET_MS):
             self._monitor.recv_multipart()
         self._monitored.disable_monitor()

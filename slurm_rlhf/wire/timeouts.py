@@ -1,4 +1,4 @@
-"""One table of the time-outs that no key of the configuration sets; those of keys are `config.schema_cluster.Timeout`.
+"""One table of the time-outs that no key of the configuration sets; those of keys are `config.schema_jobs.Timeout`.
 
 In seconds; names in MS are in milliseconds. Each says what it bounds.
 """
@@ -50,7 +50,9 @@ MPI_LEAVE_S = 600.0  # the common end of an MPI start: the conductor may still a
 
 # --- preflight ---
 CONNECT_S = 3.0  # a connection to another node's port, where one that does not answer counts as not reached
-PREFLIGHT_S = 5.0  # a message to an agent, its end, or a measurement beyond its own limit
+PREFLIGHT_S = 5.0  # the end of the agents, or a measurement beyond its own limit
+AGENT_BEAT_S = 1.0  # the pause between two heartbeats of an agent
+AGENT_SILENT_S = 10.0  # the silence of an agent after which it counts as gone
 CANARY_S = 5.0  # a file system that is slow to show a new file
 REPORT_S = 1.0  # the reports of the agents, before the time for a measurement is over
 GROUP_LEAVE_S = 10.0  # the others of a group that was measured, at its end

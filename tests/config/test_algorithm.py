@@ -21,8 +21,7 @@ from slurm_rlhf.nodes.mpi.assignment import Launched, Process, place_processes
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import RankMap, draw, place
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import Topology, role_sizes
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run.gpu_account import StepFlops
 

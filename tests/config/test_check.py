@@ -13,9 +13,9 @@ from waiting import HANG_S
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.check import check, check_sft, warnings
-from slurm_rlhf.config.key_text import from_text
 from slurm_rlhf.config.keys import all_keys, put
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import from_text
 from slurm_rlhf.errors import ConfigError, ModelError
 
 COLOCATED = (

@@ -16,7 +16,7 @@ from sync_peer import describe, hold, make_weights
 from torch.distributed import HashStore
 from waiting import HANG_S
 
-import slurm_rlhf.weights.sender as push_module
+import slurm_rlhf.weights.ends as push_module
 from slurm_rlhf.bench import sync as bench_sync
 from slurm_rlhf.bench import train as bench_train
 from slurm_rlhf.bench.options import BENCHES, read
@@ -24,7 +24,7 @@ from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import OWN_ERRORS
-from slurm_rlhf.weights.backends.backend import TransportFailure
+from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.backends.device_ipc import DeviceIpc, ordinal_of
 from slurm_rlhf.weights.backends.nccl import Nccl, NcclCommunicator, in_time, name_interface
 from slurm_rlhf.weights.group import SyncGroup

@@ -24,8 +24,7 @@ from slurm_rlhf.groups.supervisor import POLL_S, Supervisor
 from slurm_rlhf.nodes.launcher import Ended, LocalLauncher
 from slurm_rlhf.observe.log_tail import _ROOT_CAUSE
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts

@@ -15,8 +15,7 @@ from slurm_rlhf.groups.restarts import RunFailure, offenders, refusal
 from slurm_rlhf.groups.state import Unit
 from slurm_rlhf.groups.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import Topology, role_sizes
 
 KILLED = "role critic died: rank 0 on n2 (pid {}) was killed by SIGKILL.\nThe last lines of critic.log:\n    none"
 CRASHED = (

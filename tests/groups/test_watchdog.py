@@ -28,8 +28,7 @@ from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.nodes.node_look import look_here
 from slurm_rlhf.observe.timing import LEARNED, UNKNOWN
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.slow]

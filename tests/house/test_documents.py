@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import slurm_rlhf
-from slurm_rlhf.config.key_text import default_text
 from slurm_rlhf.config.keys import all_keys, documentation
+from slurm_rlhf.config.text import default_text
 from slurm_rlhf.docs.pages import TOPICS, page
 
 ROOT = Path(slurm_rlhf.__file__).parents[1]

@@ -170,7 +170,7 @@ def test_rooms_keep_to_the_table() -> None:
         ("ranks/x.py", "import slurm_rlhf.cli.main", "ranks may not import cli"),
         ("ranks/x.py", "import importlib\nimportlib.import_module('vllm.config')", "x.py:2: vllm belongs to"),
         (
-            "weights/sender.py",
+            "weights/ends.py",
             "from vllm import LLM",
             "vllm belongs to engine/ and bench/",
         ),

@@ -14,10 +14,7 @@ from waiting import HANG_S
 from slurm_rlhf.cluster.gpu_query import ask_health, parse_health
 from slurm_rlhf.nodes.collect import collect
 from slurm_rlhf.nodes.facts import UNKNOWN, Orders
-from slurm_rlhf.nodes.groups import Lineup
-from slurm_rlhf.nodes.hearing import measure_groups
 from slurm_rlhf.nodes.node_look import MISSING, versions
-from slurm_rlhf.placement.topology import Topology
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +102,3 @@ def test_the_program_is_asked_by_both_names(tmp_path: Path, monkeypatch: pytest.
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     assert ask_health(environ) == ["GPU 0: 3 uncorrected ECC errors since the driver was loaded"]
     assert ask_health({"PATH": str(tmp_path / "none")}) == []
-
-
-def test_without_a_group_nothing_is_measured() -> None:
-    assert measure_groups(None, Lineup("none", (), ()), Topology.uniform(["n1"], 1), 0.0) == []  # type: ignore[arg-type]

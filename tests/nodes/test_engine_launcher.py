@@ -17,8 +17,7 @@ from slurm_rlhf.nodes import engine_node
 from slurm_rlhf.nodes.engine_launcher import EngineEnds, LocalEngines
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.wire import timeouts
 
 

@@ -1,4 +1,4 @@
-"""A real agent on this machine, strangers at the desk, and an agent that does not reach it."""
+"""A real agent on this machine, one that does not reach the conductor, and links."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from slurm_rlhf.cli import examine
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes.accelerators import Wanted
-from slurm_rlhf.nodes.desk import Desk, encode, proof
+from slurm_rlhf.nodes.agents import skew
 from slurm_rlhf.nodes.examination import Examination, Question, look_here
+from slurm_rlhf.nodes.link_test import Answerer, measure
 from slurm_rlhf.nodes.needs import Needs, allocation_problem, earlier_nodes, needs_of
 from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.report import FAILED, OK, draw
 from slurm_rlhf.nodes.starters import AGENT, CommandStarter, here
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import CPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 
 NODE = socket.gethostname().partition(".")[0]
 DEAF = (
     "import json, os, runpy\n"
-    "orders = json.loads(os.environ['SLURM_RLHF_PREFLIGHT'])\n"
+    "orders = json.loads(os.environ['SLURM_RLHF_AGENT'])\n"
     "orders['port'] = 1\n"
-    "os.environ['SLURM_RLHF_PREFLIGHT'] = json.dumps(orders)\n"
+    "os.environ['SLURM_RLHF_AGENT'] = json.dumps(orders)\n"
     f"runpy.run_module({AGENT!r}, run_name='__main__')\n"
 )
-"""An agent that looks for the desk where nobody is."""
+"""An agent that looks for the conductor where nobody is."""
 
 
 @pytest.fixture(autouse=True)
@@ -103,44 +103,19 @@ def test_nothing_is_started_for_the_quick_look(tmp_path: Path) -> None:
     assert report.seconds <= time.monotonic() - begun
 
 
-def test_strangers_get_nowhere() -> None:
-    """Garbage, a wrong proof, and a proof that was heard before: refused and counted, the agent is not disturbed."""
-    desk = Desk("127.0.0.1", "secret")
-    try:
-        agent = _connected(desk)
-        number = _number(desk, agent)
-        right = {"node": "n1", "proof": proof("secret", number, "n1"), "clock": time.time() + 3600.0}
-        agent.sendall(encode(right))
-        assert _heard(desk) == [("n1", right)]
-        assert 3590 < desk.skews["n1"] <= 3600.1
-        for line in (b"\x80\x04garbage\n", encode({**right, "proof": "0" * 64}), encode(right), b"[" * 9000):
-            stranger = _connected(desk)
-            _number(desk, stranger)
-            stranger.sendall(line)
-            assert _heard(desk) == []
-            assert stranger.recv(10) == b""  # hung up
-            stranger.close()
-        assert desk.refused == 4
-        desk.send("n1", {"peers": {}})
-        assert json.loads(agent.recv(4096)) == {"peers": {}}
-        agent.close()
-        assert _heard(desk) == []
-        assert desk.nodes == []
-    finally:
-        desk.close()
+def test_a_clock_is_ahead_by_what_is_certain() -> None:
+    assert skew(100.0, 3700.5, 101.0) == 3599.5
+    assert skew(100.0, 90.5, 101.0) == -9.5
+    assert abs(skew(100.0, 100.9, 101.0)) == 0.0
 
 
-def _connected(desk: Desk) -> socket.socket:
-    return socket.create_connection((desk.address, desk.port), 10)
-
-
-def _number(desk: Desk, guest: socket.socket) -> str:
-    desk.poll(10.0)
-    return str(json.loads(guest.recv(4096))["number"])
-
-
-def _heard(desk: Desk) -> list[tuple[str, object]]:
-    return desk.poll(10.0)
+def test_a_link_is_measured_for_those_with_the_secret_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        Answerer(listening, "secret", 10.0)
+        port = listening.getsockname()[1]
+        assert measure("127.0.0.1", port, "secret", 10.0)["there_s"] > 0
+        with pytest.raises(ConnectionError):
+            measure("127.0.0.1", port, "another", 10.0)
 
 
 def test_needs_of_a_configuration(tmp_path: Path) -> None:

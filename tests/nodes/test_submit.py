@@ -15,7 +15,7 @@ import slurm_rlhf.nodes
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
-from slurm_rlhf.config.schema_cluster import minutes
+from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError, UserError
 from slurm_rlhf.nodes import requeue, submitit_job
 from slurm_rlhf.nodes.requeue import PARENT_REQUEUES, ChainContinuation, ParentContinuation, continuation_of

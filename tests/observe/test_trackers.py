@@ -19,8 +19,8 @@ from recorded_run import sample
 from tracker_files import history, trackio_rows, wandb_starts
 from waiting import HANG_S
 
+from slurm_rlhf.config.check import tracker_problems, without_secrets
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.trackers import tracker_problems, without_secrets
 from slurm_rlhf.observe.metrics import TensorBoardEvents
 from slurm_rlhf.observe.trackers.process import ProcessSink, TrackerFailed
 from slurm_rlhf.observe.trackers.sink import TrackedRun
@@ -76,7 +76,7 @@ def test_what_is_missing_is_said_before_the_start(
     names: list[str], problems: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = ("wandb", "sqlalchemy")
-    monkeypatch.setattr("slurm_rlhf.config.trackers.find_spec", lambda name: name in there or None)
+    monkeypatch.setattr("slurm_rlhf.config.check.find_spec", lambda name: name in there or None)
     config = Config()
     config.logger.use = names
     found = list(tracker_problems(config))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.evaluation import EvalSettings
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.eval.report import report_of
 from slurm_rlhf.eval.responses import ScoredResponse
 from slurm_rlhf.observe.events import EventLog

@@ -7,6 +7,6 @@ TensorBoard's events are a file of ours and are written by the conductor. The ot
 handlers of signals, servers and a network: each runs in a process of its own, so that nothing they do can hold or end
 the run.
 
-To add a tracker: a file with a class that has the methods of `sink.Sink`, a row in `config.trackers.PACKAGES` and in
+To add a tracker: a file with a class that has the methods of `sink.Sink`, a row in `config.check.PACKAGES` and in
 `__main__.sink_of`, an extra in pyproject.toml.
 """

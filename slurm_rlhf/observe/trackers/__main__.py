@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import Any
 
-from slurm_rlhf.config.trackers import without_secrets
+from slurm_rlhf.config.check import without_secrets
 from slurm_rlhf.observe.samples import Sample
 from slurm_rlhf.observe.trackers.sink import Sink, TrackedRun
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from slurm_rlhf.config.check import TENSORBOARD
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.trackers import TENSORBOARD
 from slurm_rlhf.observe.metrics import TensorBoardEvents
 from slurm_rlhf.observe.samples import Sample
 from slurm_rlhf.observe.trackers.process import ProcessSink

@@ -7,14 +7,13 @@ import math
 import re
 import textwrap
 import tomllib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-from slurm_rlhf.config.aliases import VALUES, key_of, meaning
 from slurm_rlhf.config.evaluation import entry_table, read_entry
-from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, documentation, get
+from slurm_rlhf.config.keys import DATA_SETS, VALUES, Key, all_keys, documentation, get, key_of, meaning
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_eval import EvalDataSet
+from slurm_rlhf.config.schema_jobs import EvalDataSet
 
 
 class BadValue(ValueError):
@@ -65,6 +64,13 @@ _PLAIN = re.compile(r"\[[\w ,./-]*\]")
 """A list without the quotes that TOML wants, as a shell leaves it."""
 _NAMES = ("logger.use",)
 """Lists of names, which hold no comma."""
+_WORDS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("str", "path", "dataset"), str),
+    "int": int,
+    "float": float,
+    "bool": lambda word: {"true": True, "false": False}[word.lower()],
+}
+"""Kind of a key -> how a word of the command line is read; raises KeyError or ValueError."""
 
 
 def from_text(key: Key, words: list[str]) -> Any:
@@ -81,39 +87,31 @@ def from_text(key: Key, words: list[str]) -> Any:
         return True
     if len(words) != 1:
         raise BadValue(key, " ".join(words) if words else None)
-    word = words[0]
-    value: Any = word
-    if word in key.words:
-        return word
     try:
-        if key.kind == "bool":
-            value = {"true": True, "false": False}[word.lower()]
-        elif key.kind in ("int", "float"):
-            value = int(word) if key.kind == "int" else float(word)
+        value = words[0] if words[0] in key.words else _WORDS[key.kind](words[0])
     except (KeyError, ValueError):
-        raise BadValue(key, word) from None
+        raise BadValue(key, words[0]) from None
     return from_toml(key, value)
 
 
 def _list_from_words(key: Key, words: list[str]) -> list[Any]:
     if not words:
         raise BadValue(key, None)
+    kind, given = key.kind[len("list[") : -1], " ".join(words)
     if len(words) == 1 and words[0].startswith("["):
         try:
-            return list(from_toml(key, tomllib.loads(f"list = {words[0]}")["list"]))
+            return list(from_toml(key, tomllib.loads(f"list = {given}")["list"]))
         except tomllib.TOMLDecodeError:
-            if key.kind not in ("list[str]", "list[path]") or not _PLAIN.fullmatch(words[0]):
-                raise BadValue(key, words[0]) from None
-            return list(from_toml(key, words[0].strip("[] ").replace(",", " ").split()))
-    if key.name in _NAMES:
-        words = [name for word in words for name in word.split(",")]
-    if key.kind in ("list[str]", "list[path]", DATA_SETS):
-        return list(from_toml(key, words))
-    number = int if key.kind == "list[int]" else float
+            if kind not in ("str", "path") or not _PLAIN.fullmatch(words[0]):
+                raise BadValue(key, given) from None
+            words = words[0].strip("[] ").replace(",", " ").split()
+    elif kind in ("int", "float") or key.name in _NAMES:
+        words = [part for word in words for part in word.split(",")]
     try:
-        return list(from_toml(key, [number(part) for word in words for part in word.split(",")]))
+        values = [_WORDS[kind](word) for word in words]
     except ValueError:
-        raise BadValue(key, " ".join(words)) from None
+        raise BadValue(key, given) from None
+    return list(from_toml(key, values))
 
 
 def _is_unicode(text: str) -> bool:

@@ -1,0 +1,202 @@
+"""Reach the agents of an examination: what they say, and what they measure: links round by round, then groups."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from slurm_rlhf.errors import WireError
+from slurm_rlhf.nodes.facts import Introduction, NodeFacts
+from slurm_rlhf.nodes.groups import Group, Lineup, Outcome, orders_for, outcomes
+from slurm_rlhf.nodes.starters import Starter
+from slurm_rlhf.placement.topology import GPU, Topology
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.codec import decode, read
+from slurm_rlhf.wire.messages import Peer
+from slurm_rlhf.wire.server import ControlServer
+
+T = TypeVar("T")
+_PAUSE_S = 0.02
+
+SUSPICIOUS = 0.5
+"""Of the fastest link: what is below is measured once more, alone, for a busy moment of a node is no slow link."""
+
+
+class Agents:
+    """Calls the agents of one examination, and holds what they have said so far. Used from one thread."""
+
+    def __init__(self, address: str, starter: Starter, limit_s: float) -> None:
+        """Listen on `address` alone. Raises RunError where that is none of this node."""
+        self.keys = RunKeys.new()
+        self._server = ControlServer(
+            self.keys,
+            host=address,
+            heartbeat_interval=timeouts.AGENT_BEAT_S,
+            heartbeat_limit=timeouts.AGENT_SILENT_S,
+            on_event=self._note,
+        )
+        self.port = self._server.port
+        self.met: dict[str, Introduction] = {}
+        """Node -> where its agent is reached; the agents that have introduced themselves."""
+        self.facts: dict[str, NodeFacts] = {}
+        self.reports: list[Mapping[str, Any]] = []
+        """What members of groups have told of them."""
+        self._skews: dict[str, float] = {}
+        self._starter = starter
+        self._limit_s = limit_s
+        self._begun = time.monotonic()
+        self._clock = time.time()
+
+    def close(self) -> None:
+        """Say goodbye to the agents, which end."""
+        self._server.close()
+
+    @property
+    def here(self) -> list[str]:
+        """Return the nodes whose agents can be called."""
+        return [node for node in list(self.met) if not self._server.peers(node)[0].lost]
+
+    def seconds(self) -> float:
+        """Return the time since the begin."""
+        return time.monotonic() - self._begun
+
+    def left(self, until: float) -> float:
+        """Return the seconds until a part of the time, from 0 to 1, is over."""
+        return until * self._limit_s - self.seconds()
+
+    def meet(self, nodes: Collection[str], until: float) -> None:
+        """Wait for the agents of `nodes`, and let each introduce itself."""
+        asked: set[str] = set()
+
+        def all_known() -> bool:
+            for node in nodes:
+                if node not in asked and self._server.peers(node):
+                    asked.add(node)
+                    answer = self.call(node, "introduce", None, Introduction)
+                    answer.add_done_callback(partial(self._take_introduction, node, time.time()))
+            return self._starter.over() or set(nodes) <= {*self.met, *self.printed()}
+
+        wait_until(all_known, self.left(until), _PAUSE_S)
+
+    def learn(self, peers: Mapping[str, Mapping[str, int]], until: float) -> None:
+        """Collect the facts of the agents; each tries to reach its `peers`, and the port of each."""
+        calls = {node: self.call(node, "facts", others, NodeFacts) for node, others in peers.items()}
+        for node, facts in self.gather(calls, until).items():
+            self.facts[node] = replace(facts, node=node, skew_s=self._skews[node])
+        for node, facts in self.printed().items():
+            self.facts.setdefault(node, facts)
+
+    def call(self, node: str, method: str, argument: Any, result: Any) -> Future[Any]:
+        """Call an agent, which answers with a `result`. Does not block."""
+        limit_s = max(self.left(1.0), 0.0)
+        reader = partial(decode, declared=result, name=f"the answer to {method}")
+        return self._server.call(node, 0, method, argument, limit_s, reader)
+
+    def gather(self, calls: Mapping[str, Future[T]], until: float) -> dict[str, T]:
+        """Return the answers that come before this part of the time is over."""
+
+        def enough() -> bool:
+            return all(call.done() for call in calls.values()) or self._starter.over()
+
+        wait_until(enough, self.left(until), _PAUSE_S, _PAUSE_S)
+        done = {node: call for node, call in calls.items() if call.done() and call.exception() is None}
+        return {node: call.result() for node, call in done.items()}
+
+    def printed(self) -> dict[str, NodeFacts]:
+        """Return the facts that agents printed: those that do not reach this process."""
+        found = {}
+        now = time.time()
+        for line in self._starter.said()[0].splitlines():
+            try:
+                facts: NodeFacts = read(NodeFacts, json.loads(line)["facts"], "what an agent printed")
+            except (WireError, ValueError, KeyError, TypeError):
+                continue  # a message of the day, a module's greeting
+            early, late = facts.clock - self._clock, facts.clock - now
+            found[facts.node] = replace(facts, skew_s=min(early, 0.0) + max(late, 0.0))
+        return found
+
+    def _take_introduction(self, node: str, asked: float, answer: Future[Introduction]) -> None:
+        if answer.exception() is None:
+            said = answer.result()
+            self._skews[node] = skew(asked, said.clock, time.time())
+            self.met[node] = said
+
+    def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+        self.reports.append(data)
+
+    def _on_gpus(self, topology: Topology) -> bool:
+        """Tell whether ranks compute on GPUs: there are some, and torch is built for them everywhere."""
+        return topology.accelerator == GPU and all(each.equipment.get("cuda_build") for each in self.facts.values())
+
+    def measure_links(self, lineup: Lineup, topology: Topology, until: float) -> list[Outcome]:
+        """Measure the pairs of `lineup`: over NCCL where ranks use it, which has networks of its own, else over TCP."""
+        if self._on_gpus(topology):
+            return self.measure_groups(lineup, topology, until)
+        for stage in lineup.stages:
+            self._measure_round(lineup, stage, until)
+        seen = self._link_outcomes(lineup)
+        for each in seen:
+            if each.figures is not None and each.figures.rate < SUSPICIOUS * max(map(_rate, seen)):
+                self._measure_round(lineup, (each.group,), until)
+        again = self._link_outcomes(lineup)
+        return [max(pair, key=_rate) for pair in zip(seen, again, strict=True)]
+
+    def _link_outcomes(self, lineup: Lineup) -> list[Outcome]:
+        reports = [*self.reports]
+        for group in lineup.groups:  # the other end has seen the same
+            reports += [{**said, "seat": group.seats[1]} for said in self.reports if said.get("group") == group.name]
+        return outcomes(lineup, reports)
+
+    def _measure_round(self, lineup: Lineup, stage: tuple[Group, ...], until: float) -> None:
+        """Let all pairs of a round measure at the same time; nobody else is on their links then."""
+        calls, firsts = {}, {}
+        for group in stage:
+            here, there = (lineup.seats[seat].node for seat in group.seats)
+            met = self.met[there]
+            calls[here] = self.call(here, "link", (met.address, met.links), dict[str, Any])
+            firsts[here] = {"seat": group.seats[0], "group": group.name}
+        self.reports += [{**firsts[here], **said} for here, said in self.gather(calls, until).items()]
+
+    def measure_groups(self, lineup: Lineup, topology: Topology, until: float) -> list[Outcome]:
+        """Let a process for each seat of `lineup` go through its groups."""
+        if not lineup.groups:
+            return []
+        first = lineup.seats[0].node
+        known = {node.name: node for node in topology.nodes}
+        taking_part = dict.fromkeys(seat.node for seat in lineup.seats)
+        calls = {}
+        for node in taking_part:
+            place = known.get(node, topology.nodes[0])
+            order = {
+                **orders_for(lineup, node),
+                "node": node,
+                "gpus": place.gpus,
+                "devices": list(place.devices),
+                "accelerator": topology.accelerator,
+                "host": self.met[first].address,
+                "port": self.met[first].store,
+                "backend": "nccl" if self._on_gpus(topology) else "gloo",
+                "seats_in_all": len(lineup.seats),
+                "limit_s": max(self.left(until) - timeouts.REPORT_S, timeouts.REPORT_S),
+            }
+            calls[node] = self.call(node, "groups", order, None)
+        self.gather(calls, until)
+        return outcomes(lineup, self.reports)
+
+
+def skew(asked: float, clock: float, heard: float) -> float:
+    """Return the seconds by which a clock is ahead that was read between two moments, as far as that is certain."""
+    ahead = clock - (asked + heard) / 2
+    return math.copysign(max(abs(ahead) - (heard - asked) / 2, 0.0), ahead)
+
+
+def _rate(outcome: Outcome) -> float:
+    return outcome.figures.rate if outcome.figures is not None else 0.0
