@@ -19,8 +19,8 @@ from typing import Any
 
 from slurm_rlhf.checkpoint import resume
 from slurm_rlhf.checkpoint.resume import describe, entries, passed_over, read, verify, write, write_state
-from slurm_rlhf.disk import MIB, refusal, remedy, size_of, vanished
 from slurm_rlhf.errors import CheckpointError, ConfigError, RemoteError
+from slurm_rlhf.run_directory import MIB, refusal, remedy, size_of, vanished
 
 
 class CheckpointDir:

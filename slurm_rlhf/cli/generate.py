@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_rlhf.cli.examine import OFF, question
 from slurm_rlhf.cli.main import Command, parse, take_options
+from slurm_rlhf.cli.preflight import OFF, question
 from slurm_rlhf.cli.train import configured
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import nodes_here
@@ -33,11 +33,11 @@ USAGE = (
     "       slurm-rlhf generate merge RUN_DIR [--output FILE] [--partial]"
 )
 Places = Sequence[tuple[str, str]]
-"""(key, path) of files that every node reads."""
+"""(key, path) of each file that every node reads."""
 SETTINGS = ("train", "ds", "logger", "timeout", "slurm")
 OPTIONS = {
-    "output": "of merge: the file to write; merged.jsonl in RUN_DIR without it. A file that is there is not replaced",
-    "partial": "of merge: write what there is, although rows are missing",
+    "output": "for merge: the file to write [merged.jsonl in RUN_DIR]; an existing file is not replaced",
+    "partial": "for merge: write the rows that are done, although others are missing",
 }
 
 
@@ -60,7 +60,7 @@ def run(words: list[str]) -> int:
 
 
 def refuse_many_processes(command: str) -> None:
-    """Raise ConfigError where MPI has started this process several times."""
+    """Raise ConfigError if MPI has started several of this process."""
     if launched(os.environ) is not None:
         raise ConfigError(
             "this process is one of several that mpirun or srun --mpi started, and each would answer all rows: start "
@@ -69,10 +69,7 @@ def refuse_many_processes(command: str) -> None:
 
 
 def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Places) -> Launcher:
-    """Look at the nodes, and make the launcher of their engines. Raises PlacementError if they cannot start there.
-
-    `places`: (key, path) of the files that are read.
-    """
+    """Examine the nodes, and make the launcher of their engines. Raises PlacementError if they cannot start there."""
     slurm, nodes = read_slurm(os.environ), ranks.used_nodes
     if config.preflight != OFF:
         report = _look(config, directory, ranks, places, slurm)
@@ -87,7 +84,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
 
 
 def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm: SlurmEnvironment | None) -> Report:
-    """Look at each node by itself: engines do not talk to each other, so links between nodes do not matter."""
+    """Examine each node by itself: engines do not talk to each other, so links between nodes do not matter."""
     directory.mkdir(parents=True, exist_ok=True)
     nodes = ranks.used_nodes
     needs = Needs(
@@ -119,9 +116,8 @@ def _merge(words: list[str]) -> int:
 EVAL_USAGE = "usage: slurm-rlhf eval FILE.toml [FILE.toml ...] --model=DIR [--output=DIR] [--KEY=VALUE ...]"
 EVAL_OPTIONS = {
     "model": "what to evaluate: a Hugging Face directory, a run directory (its final model, else its newest "
-    "checkpoint), or a checkpoint of a run, for instance the best one",
-    "output": "where responses and report go; without it eval/<name of the model> in the run that the model is of; for "
-    "a model of no run, in run_dir",
+    "checkpoint), or a checkpoint of a run",
+    "output": "directory for responses and report [eval/<name of the model> in the run of the model, else in run_dir]",
 }
 
 

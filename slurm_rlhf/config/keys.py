@@ -56,19 +56,20 @@ class Key:
         """Describe the kind, for error messages."""
         if self.choices:
             return "one of " + ", ".join(choice or '""' for choice in self.choices)
-        instead = "".join(f" or {word}" for word in self.words)
-        return {
-            "str": "a string",
-            "path": "a path (a string)",
-            "int": "a whole number",
-            "float": "a number",
-            "bool": "true or false",
-            "list[int]": "a list of whole numbers",
-            "list[float]": "a list of numbers",
-            "list[str]": "a list of strings",
-            "list[path]": "a list of paths (strings)",
-            DATA_SETS: "a list of paths (strings) and of tables with path, name, n_samples_per_prompt, ...",
-        }[self.kind] + instead
+        kind = self.kind.removeprefix("list[").removesuffix("]")
+        one, several = _EXPECTED[kind]
+        return (one if kind == self.kind else f"a list of {several}") + "".join(f" or {word}" for word in self.words)
+
+
+_EXPECTED = {
+    "str": ("a string", "strings"),
+    "path": ("a path (a string)", "paths (strings)"),
+    "int": ("a whole number", "whole numbers"),
+    "float": ("a number", "numbers"),
+    "bool": ("true or false", ""),
+    "dataset": ("", "paths (strings) and of tables with path, name, n_samples_per_prompt, ..."),
+}
+"""Kind -> how errors call one value, and several."""
 
 
 @cache

@@ -72,13 +72,10 @@ def minutes(text: str) -> int:
             f"slurm.time = {text!r} is no time limit: write minutes, minutes:seconds, hours:minutes:seconds, "
             "days-hours or days-hours:minutes:seconds, for example 24:00:00"
         )
-    days, first, second, third = (int(group) if group else 0 for group in match.groups())
-    if match[1] is not None:
-        seconds = ((days * 24 + first) * 60 + second) * 60 + third
-    elif match[4] is not None:
-        seconds = (first * 60 + second) * 60 + third
-    else:
-        seconds = first * 60 + second
+    days, *numbers = (int(group or 0) for group in match.groups())
+    begins_with_hours = match[1] is not None or match[4] is not None
+    units = (3600, 60, 1) if begins_with_hours else (60, 1, 0)
+    seconds = 86400 * days + sum(number * unit for number, unit in zip(numbers, units, strict=True))
     if seconds == 0:
         raise ConfigError(f"slurm.time = {text!r} is no time at all: write for example 24:00:00")
     return -(-seconds // 60)

@@ -159,12 +159,11 @@ class TpEngine(VllmEngine):
         """Start with the engine's `store` and `identity`; `report` gets the number and digest of each batch."""
         self.place = place
         self.tp_digest = TpDigest()
-        self._report = report
         # The names go as soon as every rank has opened the memory: nothing stays behind, however the engine ends.
         self._executor = tp_executor(identity, lambda: unlink_segments(identity))
         with engine_group(place, store, config.timeout.collective):
             super().__init__(config, place.engine)
-        self._core.before_each_batch(self._before_batch)
+        self._core.before_each_batch(lambda scheduled: report(*self.tp_digest.planned(scheduled)))
 
     def add(self, request: GenerateRequest) -> None:
         super().add(request)
@@ -176,6 +175,3 @@ class TpEngine(VllmEngine):
 
     def _sampled(self, key: str, tokens: list[int]) -> None:
         self.tp_digest.sampled(key, tokens)
-
-    def _before_batch(self, scheduled: Mapping[str, int]) -> None:
-        self._report(*self.tp_digest.planned(scheduled))

@@ -15,7 +15,6 @@ from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import RoleDied, printable
 from slurm_rlhf.generate.answers import VERSION, PendingRows
 from slurm_rlhf.generate.merge import merge
@@ -29,7 +28,7 @@ from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe.run_status import write_summary
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.run_directory import RunDirectory, run_directory_kept
 from slurm_rlhf.wire.handles import EngineHandle
 
 WAIT_S = 0.2

@@ -20,8 +20,8 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.codec import decode, read
+from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.server import ControlServer
 
 T = TypeVar("T")
 _PAUSE_S = 0.02

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from slurm_rlhf.cluster.kernel_cache import cache_variables
-from slurm_rlhf.cluster.local_directory import OWN, take_temporary
+from slurm_rlhf.cluster.local_directory import OWN, cache_variables, take_temporary
 from slurm_rlhf.cluster.network import address_towards, interface_of
 from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.cluster.resources import node_name

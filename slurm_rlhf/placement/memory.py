@@ -5,8 +5,10 @@ An `Account` has a row for each use of a GPU.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, has_engines, roles_by_slots, running_roles
@@ -259,26 +261,7 @@ def gib(size: float) -> str:
 
 LOWER, RAISE = "lower", "raise"
 
-WAYS = (
-    ("trained", "activations", "actor.gradient_checkpointing_enable", True),
-    ("trained", "activations", "train.max_tokens_per_gpu", LOWER),
-    ("trained", "backward", "train.max_tokens_per_gpu", LOWER),
-    ("trained frozen", "forward activations", "train.forward_max_tokens_per_gpu", LOWER),
-    ("trained frozen", "logits", "train.logprob_chunk_tokens", LOWER),
-    ("trained", "optimizer states", "ds.zero_stage", 2),
-    ("trained", "optimizer states", "{group}.num_nodes", RAISE),
-    ("trained", "gradients", "ds.zero_stage", 2),
-    ("trained", "parameters", "ds.zero_stage", 3),
-    ("trained", "KV cache", "rollout.hf_max_num_seqs", LOWER),
-    ("trained", "activations of prompts", "rollout.hf_max_num_seqs", LOWER),
-    ("trained", "gathered parameters", "rollout.hf_gather", "layer"),
-    ("frozen", "parameters", "{group}.zero_stage", 3),
-    ("frozen", "parameters", "{group}.offload", True),
-    ("engine", "KV cache", "vllm.gpu_memory_utilization", LOWER),
-    ("engine", "weights", "vllm.tensor_parallel_size", RAISE),
-    ("trained", "activations", "data.max_len", LOWER),
-    ("trained frozen", "forward activations", "data.max_len", LOWER),
-)
+WAYS: list[tuple[str, str, str, object]] = json.loads(Path(__file__).with_name("ways.json").read_text(encoding="utf-8"))
 """Kinds of roles, their term, the key that makes it smaller, and how: a value (of stages: or more), lower, or raise."""
 
 _FOR_ONE_SEQUENCE: list[tuple[str, object]] = [

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import Engine, GenerateRequest, backend
-from slurm_rlhf.engine.tp_engine import EnginePlace, TpEngine, engine_store
+from slurm_rlhf.engine.tp_engine import EnginePlace, TpEngine, engine_store, unlink_segments
 from slurm_rlhf.ranks.follower_links import EngineCommand, FollowerAnswer, FollowerCalls, LeaderMessage, connect_local
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import SyncConnection, SyncReport
@@ -93,8 +93,6 @@ def segment_prefix(config: Config, place: EnginePlace) -> str:
 
 def publish_address(store: Any, config: Config, place: EnginePlace, path: str) -> str:
     """Leader: publish where it listens; remove shared memory of earlier starts and return its new name."""
-    from slurm_rlhf.engine.tp_engine import unlink_segments
-
     prefix = segment_prefix(config, place)
     unlink_segments(prefix)
     identity = prefix + secrets.token_hex(8)

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cluster import listeners
-from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
+from slurm_rlhf.cluster import network
+from slurm_rlhf.cluster.local_directory import KernelCache, cache_variables, take_kernel_cache
 from slurm_rlhf.cluster.processes import (
     CONDUCTOR_GONE,
     CONDUCTOR_GONE_STATUS,
@@ -57,11 +57,6 @@ def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
     """Find out who this process is: torchrun counts the processes of a node, from `first_rank` of the rank map on."""
     local_rank = int(os.environ["LOCAL_RANK"])
     return RankInfo(role, first_rank + local_rank, world, local_rank, node_name())
-
-
-def collect_rarely() -> None:
-    """Collect garbage rarely until `collect_as_usual`: imports make a million objects, and next to no garbage."""
-    gc.set_threshold(_RARELY)
 
 
 def collect_as_usual() -> None:
@@ -138,13 +133,6 @@ def import_libraries(config: Config, info: RankInfo) -> None:
     import_trainers(config, info.role, info.world)
 
 
-def protect_groups(keys: RunKeys) -> None:
-    """Keep strangers out of the process groups that this rank will be in."""
-    from slurm_rlhf.process_groups._torch import protect  # it needs torch
-
-    protect(keys.client_secret)
-
-
 def open_store(info: RankInfo, keys: RunKeys) -> TCPStore | None:
     """Open the store of the role's ranks on the socket that this process inherited; None: another process has it.
 
@@ -164,7 +152,7 @@ def open_store(info: RankInfo, keys: RunKeys) -> TCPStore | None:
     )
     if STORE_RANKS in os.environ:
         ranks = range(info.rank, info.rank + int(os.environ[STORE_RANKS]))  # those of an engine, or of the whole role
-        listeners.shut_when_joined(store, number, ranks, keys.client_secret)
+        network.shut_when_joined(store, number, ranks, keys.client_secret)
     return store
 
 
@@ -175,7 +163,7 @@ def tell_joined(info: RankInfo, keys: RunKeys) -> None:
     from slurm_rlhf.process_groups._torch import torchrun_store
 
     try:
-        listeners.tell_joined(torchrun_store(timeouts.STORE_JOIN_S), info.rank, keys.client_secret)
+        network.tell_joined(torchrun_store(timeouts.STORE_JOIN_S), info.rank, keys.client_secret)
     except RuntimeError as error:  # it listens on, that is all
         print(f"the store of the role does not answer: {error}", flush=True)
 
@@ -242,7 +230,7 @@ def main() -> None:
     parser.add_argument("--role_start", default=0, type=int, help="which start of the role this is")
     arguments = parser.parse_args()
 
-    collect_rarely()
+    gc.set_threshold(_RARELY)  # until `collect_as_usual`: imports make a million objects, and next to no garbage
     keep_others_out()
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
@@ -259,7 +247,9 @@ def main() -> None:
     store = open_store(info, keys)  # alive as long as this process
     # Before there is a client: from its hello on, a silent rank counts as lost.
     import_libraries(config, info)
-    protect_groups(keys)
+    from slurm_rlhf.process_groups._torch import protect  # it needs torch
+
+    protect(keys.client_secret)
     make_worker = ROLES[info.role].load_worker()
     client = ControlClient(
         arguments.endpoint,

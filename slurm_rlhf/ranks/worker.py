@@ -21,8 +21,7 @@ from typing import Any
 from slurm_rlhf.cluster.processes import node_load
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.late_stacks import LateStacks
-from slurm_rlhf.observe.stacks import own_stacks, written
+from slurm_rlhf.observe.stacks import LateStacks, own_stacks, written
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls, StacksAnswer
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.codec import calls_of

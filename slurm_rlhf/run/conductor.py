@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
-from slurm_rlhf.cluster.gpu_memory import fits_gpus
-from slurm_rlhf.cluster.resources import current_topology, node_name
+from slurm_rlhf.cluster.resources import current_topology, fits_gpus, node_name
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
@@ -23,7 +22,7 @@ from slurm_rlhf.groups.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.requeue import continuation_of
-from slurm_rlhf.observe import events
+from slurm_rlhf.observe import run_log
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run.loop import TrainingLoop
@@ -105,7 +104,7 @@ class Conductor:
         self._write_config()
         self.reporting.begin(self.state, inputs.total_steps, checkpoint)
         if changed:
-            self.reporting.note(f"changed since step {self.state.step}: {', '.join(changed)}", events.WARNING)
+            self.reporting.note(f"changed since step {self.state.step}: {', '.join(changed)}", run_log.WARNING)
         self.reporting.place(self.ranks)
         self.reporting.recorder.pieces = inputs.tokenizer.pieces
         supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
@@ -204,7 +203,7 @@ class Conductor:
         checkpoint = checkpoints.resolve(self.config.resume)
         if checkpoint is None:
             return RunState(seed=self.config.train.seed), None, True
-        saving = [role.name for role in running_roles(self.config) if role.saves]
+        saving = [role.name for role in running_roles(self.config) if role.kind == "trained"]
         state = checkpoints.load_state(checkpoint, saving)
         refuse_other_model(state.get(MODEL, {}), inputs.model)
         inputs.order.check(state["order"])

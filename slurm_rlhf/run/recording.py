@@ -18,11 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.observe.events import START, EventLog, WarningEvents
-from slurm_rlhf.observe.jsonl import truncate_after
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.observe.samples import Sample, SampleLog, choose
-from slurm_rlhf.observe.spans import CallSpans, TimelineLog
+from slurm_rlhf.observe.run_log import START, EventLog, Sample, SampleLog, WarningEvents, choose, truncate_after
+from slurm_rlhf.observe.timing import CallSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience, SyncConnection, Trajectory
 from slurm_rlhf.report.page import write_report

@@ -334,7 +334,7 @@ class RunCheckpoints:
         self.clock = now
 
     def _saving(self) -> list[str]:
-        return [role for role in self.roles if ROLES[role].saves]
+        return [role for role in self.roles if ROLES[role].kind == "trained"]
 
     def _state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"run": self.state.to_json(), "order": self.order, "kl": self.step.kl.state_dict()}

@@ -23,11 +23,10 @@ from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.trainer_recovery import Plan
 from slurm_rlhf.groups.watchdog import Watchdog
-from slurm_rlhf.observe.events import read_events
+from slurm_rlhf.observe.run_log import read_events
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU, GPU
-from slurm_rlhf.records import SyncConnection
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.gpu_account import GpuAccount
@@ -117,14 +116,14 @@ class Startup:
         if isinstance(engines, EngineHandle) and units is not None:
             units.tell = self.reporting.note
             weight_sync = self._weight_sync(engines)
-            gpus = self._gpus(weight_sync)
             self.reporting.recorder.transfer = lambda: weight_sync.connection
+            gpus = self._gpus()
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
             pool = self._start_engines(units, engines, weight_sync, colocation)
             self._start_trainers(pool)
             step = self._step(self._dispatcher(engines, pool), pool, colocation)
         else:
-            gpus = self._gpus(None)
+            gpus = self._gpus()
             self._start_trainers(None)
             at_once = config.rollout.hf_at_once(on_gpus=self.ranks.topology.accelerator == GPU)
             sampler = ActorSampler(roles[ACTOR], config.train.seed, at_once, self.reporting.answered)
@@ -167,14 +166,11 @@ class Startup:
         self.reporting.phase(name)
         self.watchdog.phase(name)
 
-    def _gpus(self, weight_sync: WeightSync | None) -> GpuAccount | None:
+    def _gpus(self) -> GpuAccount | None:
         if self.ranks.topology.accelerator == CPU:
             return None
-
-        def transfer() -> SyncConnection | None:
-            return weight_sync.connection if weight_sync else None
-
-        account = self.reporting.gpus = GpuAccount(self.config, self.ranks, self.clock, transfer, self.reporting.note)
+        report = self.reporting
+        account = report.gpus = GpuAccount(self.config, self.ranks, self.clock, report.recorder.transfer, report.note)
         account.watch(self.supervisor.roles)
         return account
 

@@ -93,11 +93,6 @@ class TrainingStep:
         parts = Parts(self.config, self.prompts, self.order, last, self.dispatcher, self.reward, awake)
         self.batches = make_batches(parts, self.sample)
 
-    @property
-    def _of_update(self) -> bool:
-        """Tell whether the old log-probs come from the update's own pass."""
-        return of_the_update(self.config)
-
     def run(
         self, number: int, version: int, checked: Callable[[], None], overlap: Overlap | None = None
     ) -> tuple[Batch, Experience, Metrics]:
@@ -207,7 +202,7 @@ class TrainingStep:
         if first is None:  # the actor is frozen, or all was skipped
             return {}
         rows, logprobs = first
-        if self._of_update:
+        if of_the_update(self.config):
             experience.columns["logprobs"] = assemble(experience, [Shard(rows, experience, [])], [logprobs])
             return self._compare(trajectories, experience, version)
         part = experience.select(rows)

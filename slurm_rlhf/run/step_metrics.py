@@ -11,7 +11,7 @@ from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.eval.verdicts import constant_share
-from slurm_rlhf.observe.events import WARNING
+from slurm_rlhf.observe.run_log import WARNING
 from slurm_rlhf.records import REPETITION, STOP, EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.function import Rewards
 

@@ -21,14 +21,12 @@ from typing import Any
 import torch
 from torch.distributed import Store, TCPStore
 
-from slurm_rlhf.cluster.listeners import shut
-from slurm_rlhf.cluster.network import is_loopback, own_address
+from slurm_rlhf.cluster.network import is_loopback, own_address, shut
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import connect_store, signed
 from slurm_rlhf.wire import timeouts
 
-BACKENDS = ("auto", "gloo", "nccl", "ipc", "disk")
 _BACKLOG = 4096
 _PROBES = 16  # connections that are tried at a time
 

@@ -22,9 +22,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 from zmq.utils.z85 import decode as z85_decode
 
-from slurm_rlhf.disk import files_exhausted, most_files
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.run_directory import write_atomically
+from slurm_rlhf.run_directory import files_exhausted, most_files, write_atomically
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.io_thread import CarefulLog
 

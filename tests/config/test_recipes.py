@@ -13,7 +13,7 @@ from model_configs import SHAPES
 from waiting import HANG_S
 
 from slurm_rlhf.algorithms.policy_losses import aggregation_of, clip_range
-from slurm_rlhf.cli.placement_report import layout_on
+from slurm_rlhf.cli.plan import layout_on
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, ROLES, ROLLOUT, algorithm_of, running_roles
 from slurm_rlhf.config.rules import rule_problems

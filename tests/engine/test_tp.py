@@ -19,7 +19,7 @@ from tiny_models import make_tiny
 from waiting import HANG_S, scaled
 from zygote import Zygote
 
-from slurm_rlhf.cluster import kernel_cache
+from slurm_rlhf.cluster import local_directory
 from slurm_rlhf.engine.tp_engine import SHARED_MEMORY, EnginePlace
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.ranks.engine_follower import segment_prefix
@@ -186,7 +186,7 @@ def test_each_rank_keeps_what_it_compiles_in_a_directory_of_its_own(pair: Rollou
     for rank, slot in enumerate(slots):
         assert f"compiled kernels are kept in {slot}" in single.log(rank)
         assert not (slot / ".starting").exists()  # what starting compiles is whole
-        assert kernel_cache._try_lock(slot) is None  # while it lives
+        assert local_directory._try_lock(slot) is None  # while it lives
 
 
 def test_an_idle_engine_waits_and_does_not_look_again_and_again(pair: RolloutFleet) -> None:

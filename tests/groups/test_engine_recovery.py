@@ -20,7 +20,7 @@ from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.observe.events import EventLog, engines_lost, read_events
+from slurm_rlhf.observe.run_log import EventLog, engines_lost, read_events
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap, place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.polling import in_thread

@@ -177,7 +177,7 @@ def test_a_hang_of_the_first_step_is_told_long_before_the_deadline_and_ends_the_
         call = run.call(1, "work_in_python")
         told = run.told()
         assert "behind is actor rank 1 on n1" in told
-        assert f"(budget {UNKNOWN * 0.2:g} s: the first time, it is not known what is usual)" in told
+        assert f"(budget {UNKNOWN * 0.2:g} s: the usual wait is not known in the first pass)" in told
         left = float(re.search(r"If nothing moves for ([\d.]+) s more, the run ends", told)[1])  # type: ignore[index]
         assert 0.5 * HANG_S < left < 0.9 * HANG_S
         time.sleep(5 * run.dog._config.timeout.hang_grace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rlhf.cli.placement_report import draw_layout, layout_here, layout_on
+from slurm_rlhf.cli.plan import draw_layout, layout_here, layout_on
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError

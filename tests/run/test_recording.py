@@ -12,8 +12,7 @@ import pytest
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RoleDied
-from slurm_rlhf.observe.events import read_events
-from slurm_rlhf.observe.samples import read_samples
+from slurm_rlhf.observe.run_log import read_events, read_samples
 from slurm_rlhf.records import Experience, Prompt, SyncConnection, Trajectory, VersionSpan, pack
 from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.run.recording import Recorder
