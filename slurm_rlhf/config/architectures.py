@@ -52,7 +52,7 @@ class Compared:
     """Describe an architecture for which trainer, plain transformers and vLLM gave the same log-probs.
 
     They agreed to 1e-5 in fp32 on CPUs, from the directory and after an update of all weights: `pytest -m ""
-    tests/trainer/test_architectures.py tests/engine/test_architectures.py`.
+    tests/trainer/test_models.py tests/engine/test_vllm.py`.
     """
 
     model_type: str

@@ -29,6 +29,7 @@ from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
 from slurm_rlhf.config.rules import colocated, key_problems, length_problems, out_of_range, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import minutes
+from slurm_rlhf.config.schema_models import REWARD_SOURCES
 from slurm_rlhf.errors import ConfigError, ModelError, UserError
 
 MODEL = "reward.model_name_or_path"
@@ -218,17 +219,14 @@ def _slurm(config: Config) -> Iterator[str]:
 
 def reward_source(config: Config) -> Iterator[str]:
     """Check the keys that name where rewards come from: exactly one of them is needed."""
-    source, model = config.reward.remote_url, config.reward.model_name_or_path
-    keys = {"reward.remote_url": source, "reward.function": config.reward.function, MODEL: model}
-    named = [key for key, value in keys.items() if value]
+    source = config.reward.remote_url
+    named = [f"reward.{name}" for name in REWARD_SOURCES if getattr(config.reward, name)]
     if len(named) > 1:
         both = "both" if len(named) == 2 else "all"
         yield f"{' and '.join(named)} are {both} set: rewards come from a function or a model, leave all out but one"
     elif not named:
-        yield (
-            f"neither reward.remote_url (a Python file with reward_func) nor {MODEL} nor reward.function (one that a "
-            "plugin registers) is set: name one"
-        )
+        known = " nor ".join(f"reward.{name} ({what})" for name, what in REWARD_SOURCES.items())
+        yield f"neither {known} is set: name one"
     elif source.startswith(("http://", "https://")):
         yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
     elif source:

@@ -1,7 +1,7 @@
 """The table of roles: every kind of process group that a run may start, one row each.
 
-Adding a role: a row here, its worker's file in `workers/`, its group in `schema.py`. Placement, `plan`, the memory
-table, environments and checkpoints read this table and name no role themselves.
+Placement, `plan`, the memory table, environments and checkpoints read this table and name no role themselves. To add a
+role: .github/CONTRIBUTING.md.
 """
 
 from __future__ import annotations

@@ -5,6 +5,6 @@ What lives here: `function` (load, register and call the user's function, what i
 
 May import: base modules, algorithms, control. No torch.
 
-To add a source of rewards: a class that is called as `RewardFunction` is, its key in `config/schema.py`, its rule in
-`config/check.py`, and its place in the conductor's inputs.
+To add a source of rewards: a class that is called as `RewardFunction` is, its key and its row of `REWARD_SOURCES` in
+`config/schema_models.py`, and the place in `run/run_inputs.py` where it is made.
 """

@@ -18,6 +18,7 @@ from typing import Any
 from torch.distributed import Store
 
 from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, link_mbits
+from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.polling import in_thread, wait_until
@@ -26,7 +27,6 @@ from slurm_rlhf.weights.backends import Backend, TransportFailure
 from slurm_rlhf.weights.backends.gloo import GlooTransport
 from slurm_rlhf.weights.diagnosis import FailureBoard, Heartbeat
 from slurm_rlhf.weights.rendezvous import (
-    BACKENDS,
     Member,
     Membership,
     call_roll,
@@ -334,8 +334,9 @@ def connection(group: SyncGroup) -> SyncConnection:
 
 
 def _known(backend: str) -> str:
-    if backend not in BACKENDS:
-        raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(BACKENDS)}")
+    known = all_keys()["sync.backend"].choices
+    if backend not in known:
+        raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(known)}")
     if backend == "nccl" and not nccl_available():
         raise ConfigError("sync.backend: nccl needs a GPU and a torch that has NCCL; auto and gloo run here")
     return backend

@@ -27,7 +27,6 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import connect_store, signed
 from slurm_rlhf.wire import timeouts
 
-BACKENDS = ("auto", "gloo", "nccl", "ipc", "disk")
 _BACKLOG = 4096
 _PROBES = 16  # connections that are tried at a time
 

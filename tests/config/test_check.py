@@ -148,7 +148,7 @@ FILTERED = ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=
         (["eval.dataset=/"], ["eval.dataset: is a directory, not a file: /"]),
         (
             ["reward.remote_url="],
-            ["neither reward.remote_url (a Python file", "nor reward.model_name_or_path nor reward.function"],
+            ["neither reward.remote_url (a Python file", "nor reward.function (one", "nor reward.model_name_or_path ("],
         ),
         (["reward.model_name_or_path=/rm"], ["reward.remote_url and reward.model_name_or_path are both set"]),
         (

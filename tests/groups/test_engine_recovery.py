@@ -12,7 +12,6 @@ from pathlib import Path
 
 import hang_peer
 import pytest
-from slurm_rlhf.placement.role_sizes import RoleSize
 from waiting import HANG_S, until
 
 from slurm_rlhf.cluster.processes import exit_text
@@ -23,7 +22,7 @@ from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.observe.run_log import EventLog, engines_lost, read_events
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap, place
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.handles import EngineHandle

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from small_disk import small_disk
 
-from slurm_rlhf import run_directory as disk
+from slurm_rlhf import run_directory
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.config.schema import Config
@@ -31,8 +31,8 @@ SHORT_WRITE = RemoteError("save failed on actor 0 on n1: RuntimeError: [enforce 
 def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What statvfs answers: 3 MiB of 8 GiB are free, inodes as well."""
     answer = SimpleNamespace(f_bavail=768, f_frsize=4096, f_files=1000, f_favail=10)
-    monkeypatch.setattr(disk.os, "statvfs", lambda path: answer)
-    monkeypatch.setattr(disk, "mount_of", lambda path: (Path("/scratch"), "lustre"))
+    monkeypatch.setattr(run_directory.os, "statvfs", lambda path: answer)
+    monkeypatch.setattr(run_directory, "mount_of", lambda path: (Path("/scratch"), "lustre"))
     return answer
 
 

@@ -2,9 +2,7 @@
 
 A backend is one member's end of such a way: `gloo` (chunks over sockets, and through `shared_memory` inside a node),
 `nccl`, `device_ipc` (memory of one GPU) and `disk`; `table` makes the one that the members agreed on. The group finds
-out who is behind a `TransportFailure`. To add one: a class with the five methods of `Backend`, a branch in `table`, its
-name and its conditions in `rendezvous.choose`, and its name in the parameters of tests/weights/test_backends.py, the
-conformance test of all backends.
+out who is behind a `TransportFailure`. To add one: .github/CONTRIBUTING.md.
 """
 
 from __future__ import annotations
