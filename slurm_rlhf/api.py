@@ -70,9 +70,9 @@ def train(
 def submit(config: Config, *, local: bool = False) -> Any:
     """Submit a run to Slurm, as `slurm-rlhf submit` does; returns a submitit job.
 
-    `job.result()` waits and returns the run's summary as a dict. Your own rewards and algorithms must be in files
-    that train.plugins names. `local`: run on this machine, in a process that goes on when this one ends. Raises ConfigError,
-    PlacementError, ModelError, and RunError if sbatch refuses.
+    `job.result()` waits and returns the run's summary as a dict. Your own rewards and algorithms must be in files that
+    train.plugins names. `local`: run on this machine, in a process that goes on when this one ends.
+    Raises ConfigError, PlacementError, ModelError, and RunError if sbatch refuses.
     """
     from slurm_rlhf.nodes import submit as by_submitit
 
