@@ -114,7 +114,7 @@ class Watched:
         self.dog.phase(phase)
 
     def call(self, rank: int, method: str, timeout_s: float = HANG_S) -> Future[Any]:
-        return self.supervisor.server.call("actor", rank, method, {"seconds": HANG_S}, timeout_s, lambda value: value)
+        return self.supervisor.server.call("actor", rank, method, HANG_S, timeout_s, lambda value: value)
 
     def told(self) -> str:
         """The first paragraph, once it is there."""
