@@ -1,8 +1,14 @@
-"""What an engine's leader tells its followers over real sockets: records there, records back, all else refused."""
+"""The links between the ranks of an engine: leader and followers, the local stream, and pending responses."""
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -10,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 from waiting import HANG_S
 
@@ -17,8 +25,9 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.engine.engine import GenerateRequest
 from slurm_rlhf.engine.tp_engine import EnginePlace
-from slurm_rlhf.errors import CallTimeout, RunError, WireError
+from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 from slurm_rlhf.ranks.engine_follower import LEADER_ADDRESS, EngineFollower, read_address
+from slurm_rlhf.ranks.engine_leader import PendingResponses
 from slurm_rlhf.ranks.follower_links import (
     FollowerAnswer,
     FollowerCalls,
@@ -198,3 +207,188 @@ def test_a_rank_waits_for_its_leader_as_long_as_it_says() -> None:
     store.set(LEADER_ADDRESS, '["path", "identity"]')
     assert read_address(store, 1.5) == ("path", "identity")
     assert waits == [([LEADER_ADDRESS], timedelta(seconds=1.5))]
+
+
+# --- local stream -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener() -> Iterator[LocalListener]:
+    made = LocalListener(4)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ends(listener: LocalListener) -> Iterator[tuple[LocalStream, LocalStream]]:
+    one = connect_local(listener.path, HANG_S)
+    other = listener.accept(HANG_S)
+    yield one, other
+    one.close()
+    other.close()
+
+
+def test_messages_arrive_whole_and_in_order(ends: tuple[LocalStream, LocalStream]) -> None:
+    one, other = ends
+    heard: SimpleQueue[Any] = SimpleQueue()
+    other.listen(heard.put, heard.put)
+    large = np.arange(3_000_000, dtype=np.float32)
+    for number in range(50):
+        one.send([number, {"name": "x" * number, "array": np.arange(number)}])
+    one.send(large)
+    for number in range(50):
+        got, content = heard.get(timeout=HANG_S)
+        assert got == number
+        assert content["array"].tolist() == list(range(number))
+    assert np.array_equal(heard.get(timeout=HANG_S), large)
+    other.send("back")
+    assert one.receive(HANG_S) == "back"
+
+
+def test_the_end_of_the_other_process_is_noticed_at_once(listener: LocalListener) -> None:
+    child = os.fork()
+    if child == 0:
+        stream = connect_local(listener.path, HANG_S)
+        stream.send("here")
+        time.sleep(60)
+        os._exit(0)
+    stream = listener.accept(HANG_S)
+    assert stream.pid == child
+    assert stream.receive(HANG_S) == "here"
+    ended: SimpleQueue[Exception] = SimpleQueue()
+    stream.listen(lambda _: None, ended.put)
+    os.kill(child, 9)
+    error = ended.get(timeout=HANG_S)
+    os.waitpid(child, 0)
+    assert isinstance(error, RoleDied)
+    assert str(child) in str(error)
+    with pytest.raises(RoleDied):
+        stream.send("anybody?")
+
+
+def test_ones_own_end_is_no_event(ends: tuple[LocalStream, LocalStream]) -> None:
+    one, other = ends
+    mine: SimpleQueue[Exception] = SimpleQueue()
+    theirs: SimpleQueue[Exception] = SimpleQueue()
+    one.listen(lambda _: None, mine.put)
+    other.listen(lambda _: None, theirs.put)
+    one.close()
+    theirs.get(timeout=HANG_S)
+    assert mine.empty()
+
+
+def test_what_is_no_message_is_an_error(listener: LocalListener) -> None:
+    bare = socket.socket(socket.AF_UNIX)
+    bare.connect(listener.path)
+    stream = listener.accept(HANG_S)
+    bare.sendall(struct.pack("<I", 1 << 31))
+    with pytest.raises(WireError, match="2147483648 frames"):
+        stream.receive(HANG_S)
+    bare.sendall(struct.pack("<IQ", 1, 1 << 40))
+    with pytest.raises(WireError, match="frame of 1099511627776 bytes"):
+        stream.receive(HANG_S)
+    bare.sendall(struct.pack("<IQ", 1, 4) + b"\xc1\xc1\xc1\xc1")
+    with pytest.raises(WireError, match="does not decode"):
+        stream.receive(HANG_S)
+    with pytest.raises(CallTimeout):
+        stream.receive(0.05)
+    bare.close()
+
+
+def test_nobody_else_can_connect(listener: LocalListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = os.path.dirname(listener.path)
+    assert os.stat(directory).st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(WireError, match="of user 54321"):
+        connect_local(listener.path, HANG_S)
+
+
+def test_everybody_is_awaited_and_the_missing_are_named(listener: LocalListener) -> None:
+    def come(number: int) -> None:
+        connect_local(listener.path, HANG_S).send(number)
+
+    for number in (3, 1):
+        threading.Thread(target=come, args=(number,)).start()
+    with pytest.raises(CallTimeout, match=r"rank \[2\] did not connect within 0.5 s"):
+        listener.accept_all({1, 2, 3}, 0.5)
+    threading.Thread(target=come, args=(7,)).start()
+    with pytest.raises(WireError, match="says it is rank 7"):
+        listener.accept_all({1, 2}, 5)
+    listener.close()
+    assert not os.path.exists(listener.path)
+    with pytest.raises(RoleDied, match="nobody listens"):
+        connect_local(listener.path, 1)
+
+
+# --- pending responses ------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_every_response_goes_back_once_and_calls_in_their_order(counts: list[int], dice: Any) -> None:
+    pending = PendingResponses()
+    requests: list[Any] = [Future() for _ in counts]
+    for request, count in zip(requests, counts, strict=True):
+        pending.open(7, request, count)
+    responses = list(range(sum(counts)))
+    dice.shuffle(responses)
+    order: list[Any] = []
+    for done, response in enumerate(responses, start=1):
+        if completed := pending.finish(7, response):
+            request, found = completed
+            request.set_result(found)
+            order.append(request)
+            # Answered as soon as there is enough, whichever call they belong to.
+            assert done == sum(counts[: len(order)])
+    assert order == requests
+    assert [len(request.result(0)) for request in order] == counts
+    assert sorted(x for request in order for x in request.result(0)) == sorted(responses)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_one_call_may_ask_for_what_others_come_for_whenever_they_come(counts: list[int], dice: Any) -> None:
+    pending = PendingResponses()
+    requests: list[Any] = [Future() for _ in counts]
+    assert pending.open(7, requests[0], counts[0], sum(counts)) is None
+    events = ["finish"] * sum(counts) + ["come"] * (len(counts) - 1)
+    dice.shuffle(events)
+    answered: list[list[int]] = []
+    responses, coming = iter(range(sum(counts))), iter(range(1, len(counts)))
+    for event in events:
+        if event == "come":
+            call = next(coming)
+            found = pending.open(7, requests[call], counts[call], 0)
+        else:
+            completed = pending.finish(7, next(responses))
+            found = completed[1] if completed else None
+            assert completed is None or completed[0] is requests[len(answered)]
+        if found is not None:
+            answered.append(found)
+    assert [len(found) for found in answered] == counts
+    assert [response for found in answered for response in found] == list(range(sum(counts)))
+    with pytest.raises(RunError, match="a call came for 1 responses of stream 7, and 0 are left"):
+        pending.open(7, requests[0], 1, 0)
+    with pytest.raises(KeyError):
+        pending.finish(7, "one too many")
+
+
+def test_streams_do_not_mix() -> None:
+    pending = PendingResponses()
+    training, evaluation = Future[Any](), Future[Any]()
+    pending.open(1, training, 1)
+    pending.open(2, evaluation, 1)
+    assert pending.finish(2, "evaluated") == (evaluation, ["evaluated"])
+    assert pending.finish(1, "trained") == (training, ["trained"])
+    with pytest.raises(KeyError):
+        pending.finish(1, "one too many")
+
+
+def test_a_failed_engine_fails_every_open_call() -> None:
+    pending = PendingResponses()
+    answers = [Future[Any]() for _ in range(3)]
+    for stream, answer in zip((1, 1, 2), answers, strict=True):
+        pending.open(stream, answer, 2)
+    pending.finish(1, "lost")
+    pending.fail(RunError("the engine broke"))
+    assert all("the engine broke" in str(answer.exception(0)) for answer in answers)
+    with pytest.raises(KeyError):
+        pending.finish(2, "late")
