@@ -19,7 +19,7 @@ from slurm_rlhf.cli.watch import INTERVAL_S, extra_lines, repeated, rows_of, sho
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, SESSION_FILE, Session, attach_line, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, place_in_queue, reason_words, state_words
 from slurm_rlhf.errors import ConfigError, RunError, printable, shortened
-from slurm_rlhf.nodes.headless import last_words
+from slurm_rlhf.nodes.orphan import last_words
 from slurm_rlhf.observe.events import engines_lost, read_events
 from slurm_rlhf.observe.log_tail import ends_in_error, tail
 from slurm_rlhf.observe.progress import duration

@@ -33,10 +33,6 @@ class LocalDirectory:
         self._lock = None
 
 
-OWN = "SLURM_RLHF_TMPDIR"
-"""Variable with the directory that a process removes when it ends, because who has made it became that process."""
-
-
 def remove_directory(path: Path) -> None:
     """Remove a directory of this user's, and the one above it if it was the last."""
     shutil.rmtree(path, ignore_errors=True)

@@ -13,7 +13,7 @@ from waiting import HANG_S
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cluster.processes import Session, read_session
 from slurm_rlhf.errors import printable
-from slurm_rlhf.nodes.headless import mark
+from slurm_rlhf.nodes.orphan import mark
 from slurm_rlhf.wire import timeouts
 
 SHOWN = (

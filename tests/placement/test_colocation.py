@@ -8,7 +8,7 @@ from slurm_rlhf.cli.placement_report import draw_layout, layout_here, layout_on
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.nodes.node import visible_gpus
+from slurm_rlhf.nodes.environment import visible_gpus
 from slurm_rlhf.placement.rank_map import draw
 
 EVERYBODY = frozenset({"actor", "critic", "reference", "reward", "rollout"})

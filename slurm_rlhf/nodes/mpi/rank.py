@@ -29,7 +29,7 @@ from slurm_rlhf.nodes.child_process import bound_to_parent, start_child
 from slurm_rlhf.nodes.mpi.assignment import Assignment
 from slurm_rlhf.nodes.mpi.communicator import Communicator
 from slurm_rlhf.nodes.mpi.launcher import Channel
-from slurm_rlhf.nodes.node import (
+from slurm_rlhf.nodes.environment import (
     IGNORED,
     interface_to_others,
     node_environment,
