@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slurm_rlhf.algorithms.policy_loss_inputs import PolicyInputs
+    from slurm_rlhf.algorithms.losses import PolicyInputs
     from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm, register_algorithm
     from slurm_rlhf.api import submit, train
     from slurm_rlhf.config.load import load_config
@@ -45,7 +45,7 @@ _HOMES = {
     "Algorithm": "slurm_rlhf.algorithms.registry",
     "Config": "slurm_rlhf.config.schema",
     "Experience": "slurm_rlhf.records",
-    "PolicyInputs": "slurm_rlhf.algorithms.policy_loss_inputs",
+    "PolicyInputs": "slurm_rlhf.algorithms.losses",
     "Summary": "slurm_rlhf.observe.run_status",
     "Trajectory": "slurm_rlhf.records",
     "load_config": "slurm_rlhf.config.load",

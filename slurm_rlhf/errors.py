@@ -161,7 +161,7 @@ class SyncBroken(SyncError):
 
 
 def of_hang(hang: bool) -> dict[str, bool]:
-    """Return the `extra` of a logged warning that says whether it is about a hang; see `observe.events`."""
+    """Return the `extra` of a logged warning that says whether it is about a hang; see `observe.run_log`."""
     return {"hang": hang}
 
 

@@ -1,13 +1,18 @@
-"""Say where everything of a run lies, and write files that a reader sees whole or not at all."""
+"""Say where everything of a run lies, write files in one step, and explain why a disk refused."""
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+from slurm_rlhf.errors import DiskError, RemoteError
 
 
 class RunDirectory:
@@ -87,3 +92,176 @@ def write_atomically(
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+MIB = 1 << 20
+MOUNTS = Path("/proc/self/mounts")
+_LITTLE = 64 * MIB
+_FULL = ("No space left on device", "inline_container.cc", "PytorchStreamWriter")
+_QUOTA = "Disk quota exceeded"
+_LARGE = "File too large"
+_READ_ONLY = "Read-only file system"
+"""Words of errors that have lost their number on the way through a library or from another process; torch's tell of any
+short write. Another disk of that process may be full: they count where little is free here."""
+
+
+def refusal(error: BaseException, place: Path, needed: int = 0) -> str:
+    """Say why the file system of `place` refused; empty where `error` has another reason.
+
+    `needed`: bytes that were about to be written, where that is known.
+    """
+    number = _number(error, place, needed)
+    point, kind = mount_of(place)
+    where = f"the file system {point}{f' ({kind})' if kind else ''} has {_mib(_free(place))} MiB free"
+    wanted = f", and {_mib(needed)} MiB are needed" if needed else ""
+    if number == errno.ENOSPC:
+        return f"No space left on device: {where}{wanted}{_inodes(place)}"
+    if number == errno.EDQUOT:
+        return (
+            f"Disk quota exceeded: {where}, but your quota on it is used up{wanted}: `quota -s`, or `lfs quota -h -u "
+            f"$USER {point}` on Lustre, shows it"
+        )
+    if number == errno.EFBIG:
+        return f"File too large: {where}, but this process may write no larger file: raise `ulimit -f`"
+    if number == errno.EROFS:
+        return f"the file system {point} is mounted for reading only"
+    return ""
+
+
+def remedy(error: BaseException, place: Path, needed: int = 0, there: str = "") -> str:
+    """Say what to do about what `refusal` says of the same; `there`: more about the checkpoints that are kept."""
+    number = _number(error, place, needed)
+    if number == errno.EFBIG:
+        return "Raise that limit"
+    other = "set run_dir to another disk"
+    if number == errno.EROFS:
+        return f"Have it mounted for writing again, or {other}"
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"Free space there, keep fewer checkpoints (ckpt.max_num{there}), or {other}"
+    return other.capitalize()
+
+
+def most_files() -> int:
+    """Return how many files and connections this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def files_exhausted() -> str:
+    """Say that no more files or connections can be opened, and what to do."""
+    return (
+        f"Too many open files: this process may have {most_files()} open, connections included (`ulimit -n`). Raise "
+        "that limit (nofile in limits.conf, LimitNOFILE of slurmd)"
+    )
+
+
+def vanished(root: Path) -> str:
+    """Say that the run directory `root` is gone, and what to do."""
+    return (
+        f"run_dir {root} has vanished: it was removed or renamed, or its disk unmounted, while the run was going. Put "
+        "it back to go on from its newest checkpoint; without it the run starts from the beginning"
+    )
+
+
+def make_run_directory(root: Path, make: Callable[[], None]) -> None:
+    """Call `make`, which makes the run directory `root`. Raises DiskError where that is not possible."""
+    try:
+        make()
+    except OSError as error:
+        why = refusal(error, root) or error.strerror
+        raise DiskError(f"run_dir {root} cannot be made: {why}: give another --run_dir (of eval: --output)") from error
+
+
+@contextmanager
+def run_directory_kept(root: Path) -> Iterator[None]:
+    """Turn an error because the disk of the run directory `root` is full, or `root` has vanished, into a DiskError.
+
+    Errors of roles count, too.
+    """
+    try:
+        yield
+    except (OSError, RemoteError) as error:
+        file = getattr(error, "filename", None)
+        if file and not Path(str(file)).absolute().is_relative_to(root.absolute()):
+            raise
+        if not root.is_dir():
+            raise DiskError(vanished(root)) from error
+        reason = refusal(error, root)
+        if not reason:
+            raise
+        raise DiskError(f"run_dir {root}: {reason}. {remedy(error, root)}, then start the same again") from error
+
+
+def mount_of(path: Path, table: Path = MOUNTS) -> tuple[Path, str]:
+    """Return the mount point of `path` and the type of its file system; "/" and "" where the table does not say."""
+    _, point, kind = _mounted(path, table)
+    return point, kind
+
+
+def device_of(point: Path, table: Path = MOUNTS) -> str:
+    """Return what is mounted at `point`: a device, or `server:/directory`; empty where the table does not say."""
+    device, found, _ = _mounted(point, table)
+    return device if found == point else ""
+
+
+def _mounted(path: Path, table: Path) -> tuple[str, Path, str]:
+    device, best, kind = "", Path("/"), ""
+    try:
+        lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return device, best, kind
+    path = path.resolve()
+    for line in lines:
+        source, mount, name = (word.replace("\\040", " ") for word in line.split()[:3])
+        point = Path(mount)
+        if path.is_relative_to(point) and len(point.parts) >= len(best.parts):
+            device, best, kind = source, point, name
+    return device, best, kind
+
+
+def size_of(directory: Path) -> int:
+    """Add up the bytes of all files below `directory`; those that vanish meanwhile do not count."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:
+                continue
+    return total
+
+
+def _number(error: BaseException, place: Path, needed: int) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    words = str(error)
+    if _QUOTA in words:
+        return errno.EDQUOT
+    if _LARGE in words:
+        return errno.EFBIG
+    if _READ_ONLY in words and (found := _statvfs(place)) and found.f_flag & os.ST_RDONLY:
+        return errno.EROFS
+    little = _free(place) < max(needed, _LITTLE)
+    return errno.ENOSPC if little and any(text in words for text in _FULL) else 0
+
+
+def _statvfs(place: Path) -> os.statvfs_result | None:
+    there = next(path for path in (place, *place.absolute().parents) if path.exists())
+    try:
+        return os.statvfs(there)
+    except OSError:
+        return None
+
+
+def _free(place: Path) -> int:
+    found = _statvfs(place)
+    return found.f_bavail * found.f_frsize if found else 0
+
+
+def _inodes(place: Path) -> str:
+    found = _statvfs(place)
+    return " (no inode is left: it holds too many files)" if found and found.f_files and not found.f_favail else ""
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.0f}" if size >= 10 * MIB else f"{size / MIB:.1f}"

@@ -1,6 +1,6 @@
 """The losses of the policy: functions of one micro-batch, and the table from which `actor.policy_loss_type` chooses.
 
-All of them call methods of tensors and import no torch. `policy_loss_inputs` says what they may look at.
+All of them call methods of tensors and import no torch. `losses.PolicyInputs` says what they may look at.
 
 To add one: a function with formula and source, its record in the table, its name in `config/schema_models.py`. The
 tests in `tests/algorithms/test_policy_losses.py` walk the table.
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, PolicyLoss, Ratios, aggregated
 from slurm_rlhf.algorithms.packed import actions_only
 from slurm_rlhf.algorithms.policy_distance import MAX_LOG_RATIO
-from slurm_rlhf.algorithms.policy_loss_inputs import Metrics, PolicyInputs, PolicyLoss, Ratios, aggregated
 
 if TYPE_CHECKING:
     from torch import Tensor

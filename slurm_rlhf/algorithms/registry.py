@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the command line and the planner read records, and start wi
     import numpy as np
     from numpy.typing import NDArray
 
-    from slurm_rlhf.algorithms.policy_loss_inputs import PolicyLoss
+    from slurm_rlhf.algorithms.losses import PolicyLoss
     from slurm_rlhf.records import F32, Bool
 
 
@@ -158,7 +158,7 @@ def policy_loss_of(name: str, loss_type: str) -> PolicyLoss:
     An algorithm that a rank does not know was given to `slurm_rlhf.train` as an object, which is refused if it has a
     loss of its own.
     """
-    from slurm_rlhf.algorithms.policy_loss_inputs import checked_loss
+    from slurm_rlhf.algorithms.losses import checked_loss
     from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
 
     known = built_in().get(name) or _REGISTERED.get(name)

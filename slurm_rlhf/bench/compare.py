@@ -1,7 +1,4 @@
-"""Two ways to do the same on one model, timed in turns: whatever else the machine does meets both.
-
-Where no model is at hand, one with random weights and a tokenizer is made for it.
-"""
+"""Time two ways to do the same work in turns, so that other load on the machine slows both; make random models."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.bench.options import Given
 from slurm_rlhf.config.schema import Config
 
 
@@ -29,7 +25,7 @@ class Times:
 
 @dataclass(slots=True)
 class Comparison:
-    """Keep the times of both sides; repetition i of one ran right after that of the other."""
+    """Keep the times of both sides. Repetition i of one side ran right after repetition i of the other."""
 
     ours: Times = field(default_factory=Times)
     baseline: Times = field(default_factory=Times)
@@ -37,8 +33,7 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """Return medians, `ratio` and `cpu_ratio` (ours over bare, medians of the pairs), the single runs, `load`.
 
-        `load`: processes that wanted to run, a mean over the last minute; other work than this makes the ratio of
-        single runs jump, the one of CPU time much less.
+        `load` is the machine's load average. Other work on the machine changes `ratio` much more than `cpu_ratio`.
         """
         return {
             "ours": statistics.median(self.ours.rates),
@@ -51,16 +46,16 @@ class Comparison:
 
 
 def compare(ours: Callable[[int], int], baseline: Callable[[int], int], repeats: int) -> Comparison:
-    """Call both with 0 .. repeats, in turns, the first of each pair taking turns as well.
+    """Call both with 0 .. repeats, in turns, and alternate which side goes first.
 
-    Both return how many tokens they have done. Repetition 0 is a warm-up of both that does not count.
+    Both return how many tokens they have processed. Repetition 0 is a warm-up that does not count.
     """
     result = Comparison()
     for number in range(repeats + 1):
         sides = [(ours, result.ours), (baseline, result.baseline)]
-        for run, times in sides if number % 2 else reversed(sides):
+        for work, times in sides if number % 2 else reversed(sides):
             began, began_cpu = time.perf_counter(), time.process_time()
-            tokens = run(number)
+            tokens = work(number)
             seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
             if number:
                 times.rates.append(tokens / seconds)
@@ -69,9 +64,8 @@ def compare(ours: Callable[[int], int], baseline: Callable[[int], int], repeats:
 
 
 @contextmanager
-def model_of(given: Given, mean_response: int) -> Iterator[Config]:
-    """Yield the configuration with a model: the one it names, or a random one for as long as the block runs."""
-    config, options = given.config, given.options
+def with_model(options: Mapping[str, Any], config: Config, mean_response: int) -> Iterator[Config]:
+    """Yield `config` with a model: the one it names, or a random one that is removed after the block."""
     if config.actor.model_name_or_path:
         yield config
         return
@@ -82,7 +76,7 @@ def model_of(given: Given, mean_response: int) -> Iterator[Config]:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]], unit: str) -> str:
-    """Show both sides of each comparison, their ratio, and the load they ran under."""
+    """Format both sides of each comparison, their ratio, and the load of the machine."""
     width = max(map(len, rows))
     lines = [f"{unit.ljust(width)}  {'slurm-rlhf':>10}  {'bare':>10}  {'ratio':>6}  {'by CPU time':>11}  load"]
     lines += [
@@ -106,13 +100,13 @@ class ModelSize:
     layers: int = 4
     vocab: int = 8192
     positions: int = 2048
-    tied: bool = True  # input and output embeddings are one
+    tied: bool = True  # input and output embeddings are shared
 
 
 def make_random_model(path: Path, size: ModelSize, mean_response: int) -> Path:
     """Write a Qwen2 of `size` to directory `path`.
 
-    So many of its tokens end a sequence that responses have about `mean_response` tokens on average, of all lengths.
+    One in `mean_response` of its tokens ends a sequence, so responses have about that mean length.
     """
     from transformers import GenerationConfig
 
@@ -125,7 +119,7 @@ def make_random_model(path: Path, size: ModelSize, mean_response: int) -> Path:
 
 
 def write_qwen2(path: Path, tokenizer: Any, size: ModelSize, change: Callable[[Any], None]) -> Path:
-    """Write a random Qwen2 (head size 64 at most, fp32), which `change` changes, with its tokenizer; token 0 ends."""
+    """Write a random fp32 Qwen2 and its tokenizer, after `change` was applied; token 0 ends a sequence."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -152,7 +146,7 @@ def write_qwen2(path: Path, tokenizer: Any, size: ModelSize, change: Callable[[A
 
 
 def _tokenizer(vocab: int) -> Any:
-    """`vocab` tokens, at least 258: the end, a byte each, and words that no text is cut into."""
+    """Make a tokenizer with `vocab` tokens, at least 258: EOS, all bytes, and words that no text is encoded to."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -164,7 +158,7 @@ def _tokenizer(vocab: int) -> Any:
 
 
 def fast_tokenizer(tokenizer: Any) -> Any:
-    """Wrap a tokenizer of `tokenizers`, whose EOS ends and pads, for transformers."""
+    """Wrap a tokenizer of `tokenizers` for transformers; EOS is its pad token, too."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)

@@ -1,4 +1,4 @@
-"""`slurm-rlhf bench rollout`: the rollout worker and a bare `LLM.generate`, on the same prompts, in turns."""
+"""Measure for `slurm-rlhf bench rollout`: the rollout worker and a bare `LLM.generate`, in turns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slurm_rlhf.bench.compare import compare, model_of, table
-from slurm_rlhf.bench.options import Given
+from slurm_rlhf.bench.compare import compare, table, with_model
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import request_seed
 from slurm_rlhf.engine.vllm import engine_config
@@ -23,31 +22,29 @@ from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.dispatch import Dispatcher
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import EngineCalls, StartRequest
+from slurm_rlhf.wire.calls import EngineCalls
 from slurm_rlhf.wire.client import ControlClient
-from slurm_rlhf.wire.handles import EngineHandle
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle
 
 
-def run_bench(given: Given) -> dict[str, Any]:
+def run_bench(options: dict[str, Any], config: Config) -> dict[str, Any]:
     """Measure both sides. Raises ConfigError, ModelError, RunError."""
-    options = given.options
-    _check_length(given.config, options["prompt_tokens"])
-    with model_of(given, options["mean_response"]) as config:
+    _check_length(config, options["prompt_tokens"])
+    with with_model(options, config, options["mean_response"]):
         return bench_rollout(config, options["prompts"], options["prompt_tokens"], options["repeats"])
 
 
 def show(result: dict[str, Any]) -> str:
-    """Write the results for a reader."""
+    """Format the results for a terminal."""
     return (
         f"{table({'rollout': result}, 'tokens/s')}\n"
         f"{result['prompts']} prompts of {result['prompt_tokens']} tokens, {result['response_tokens']:.0f} tokens a "
-        f"response, {result['max_num_seqs']} at once; {result['same_tokens']:.0%} of the responses the same on both"
+        f"response, {result['max_num_seqs']} at once; {result['same_tokens']:.0%} of the responses are equal"
     )
 
 
 class _Worker:
-    """Run the rollout role and the conductor that calls it over the control plane in one process."""
+    """Run the rollout role, and a conductor that calls it by messages, in one process."""
 
     def __init__(self, config: Config, keys: Path) -> None:
         info = RankInfo("rollout", 0, 1, 0, socket.gethostname())
@@ -60,7 +57,7 @@ class _Worker:
         self._thread = threading.Thread(target=serve, args=(client, role), name="rollout", daemon=True)
         self._thread.start()
         self.handle = EngineHandle(self.server, "rollout", 1, 1, config.timeout)
-        self.handle.call(0, EngineCalls.start, StartRequest(total_steps=1)).result()
+        self.handle.call(0, EngineCalls.start, 1).result()
 
     def close(self) -> None:
         self.handle.call(0, EngineCalls.shutdown).result()
@@ -70,10 +67,10 @@ class _Worker:
 
 
 class BaselineEngine:
-    """Generate as a script does: `LLM.generate` on the model, precision, batch width and cache size of our engine."""
+    """Generate as a script does: by `LLM.generate`, with our engine's model, precision, batch size and cache size."""
 
     def __init__(self, config: Config) -> None:
-        """Load the model. Raises as an engine does. `prepare_environment` comes first."""
+        """Load the model, after `prepare_environment`. Raises what an engine raises."""
         from vllm import LLM
 
         same = engine_config(config)
@@ -95,7 +92,7 @@ class BaselineEngine:
         )
 
     def generate(self, prompts: list[I32], sampling: Sampling, seeds: list[int]) -> list[list[int]]:
-        """Return the token ids of a response to each of `prompts` (token ids, [P] each), in order."""
+        """Return the token ids of one response to each of `prompts`, token ids of shape [P]."""
         from vllm import SamplingParams
 
         how: list[Any] = [
@@ -118,16 +115,15 @@ class BaselineEngine:
 def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
     """Measure tokens/s of both sides over `repeats` repetitions, each with `prompts` new random prompts.
 
-    Prompts have `prompt_tokens` tokens on average, half to one and a half times as many. `same_tokens` in the answer is
-    the share of responses that are equal on both sides in the last repetition: 1 in fp32, less where the other order
-    of a batch decides a token. Raises ModelError for a model that cannot be used, RunError for a prompt that does not
-    fit.
+    Prompts have `prompt_tokens` tokens on average. `same_tokens` in the result is the share of responses that are equal
+    on both sides in the last repetition: 1 in fp32, less if rounding in another order of a batch changes a token.
+    Raises ModelError for a model that cannot be used, RunError for a prompt that does not fit.
     """
     r = config.rollout
     how = Sampling(1, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
     answered: dict[str, list[list[int]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        # Before anything else imports vllm, which reads the environment that a rank sets.
+        # First, because vllm reads the environment that this sets when it is imported.
         worker = _Worker(config, Path(scratch) / "keys.json")
         try:
             vocab = _vocab(config)
@@ -164,7 +160,7 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
 
 
 def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:
-    """Make the prompts of one repetition: random tokens, so that nothing of them is in the prefix cache."""
+    """Make the prompts of one repetition: random tokens, so that none is in the prefix cache."""
     dice = np.random.default_rng([number, count])
     lengths = dice.integers(max(1, tokens // 2), tokens + tokens // 2 + 1, count)
     return [Prompt(i, "", dice.integers(1, vocab, length).astype(np.int32)) for i, length in enumerate(lengths)]
@@ -182,6 +178,7 @@ def _check_length(config: Config, prompt_tokens: int) -> None:
     new, longest = config.rollout.max_new_tokens, prompt_tokens + prompt_tokens // 2
     if longest + new > config.data.max_len:
         raise ConfigError(
-            f"bench rollout: prompts of up to {longest} tokens and rollout.max_new_tokens = {new} make "
-            f"{longest + new}, more than data.max_len = {config.data.max_len}: lower one of them, or raise data.max_len"
+            f"bench rollout: prompts of up to {longest} tokens and rollout.max_new_tokens = {new} are "
+            f"{longest + new} tokens, more than data.max_len = {config.data.max_len}: lower one of them, or raise "
+            "data.max_len"
         )

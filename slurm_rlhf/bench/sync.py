@@ -1,4 +1,4 @@
-"""`slurm-rlhf bench sync`: how fast weights go from actor to engines, and how fast the bytes alone."""
+"""Measure for `slurm-rlhf bench sync`: how fast weights go from the actor to engines, and how fast plain bytes go."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.bench.options import Given
 from slurm_rlhf.cluster.gpu_query import local_gpus, share_gpus
 from slurm_rlhf.config.model_directory import stored_parameters
-from slurm_rlhf.config.schema import Sync
+from slurm_rlhf.config.schema import Config, Sync
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.wire import timeouts
 
@@ -36,58 +35,54 @@ class Spec:
     bucket_bytes: int = 64 << 20
     repeats: int = 3
     naive: bool = True
-    model: str = ""  # directory to load into; empty: no loading
+    model: str = ""  # directory of a model to load into; empty: no loading
     host: str = "127.0.0.1"  # address of the first actor rank
     port_file: str = ""  # where rank 0 writes its port
     timeout_s: float = timeouts.BENCH_SYNC_S
-    parent: int = 0  # the process that ranks end with; 0: whichever has started this one, on another machine
+    parent: int = 0  # process with which the ranks end; 0: their own parent, on other machines
 
 
-@dataclass(slots=True)
-class SyncWorld(Spec):
-    """Describe what is measured, and how ranks are started."""
-
-    prefix: Callable[[str], list[str]] = field(default=lambda node: [])  # node -> words before a rank's command
-    gpus: tuple[str, ...] = ()  # GPUs of each node, as CUDA_VISIBLE_DEVICES names them; empty: CPUs
-    remote: bool = False  # `prefix` starts ranks on other machines, which see `scratch`
-    scratch: str = ""  # directory for what the ranks are told; empty: the system's
+def run_bench(options: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Measure what the options say. Raises ConfigError, RunError, ModelError."""
+    gpus = local_gpus(os.environ) if options["backend"] in ("auto", "nccl", "ipc") else ()
+    return measure(_spec(options, bool(gpus)), gpus)
 
 
-def run_bench(given: Given) -> dict[str, Any]:
-    """Measure what the options ask for. Raises ConfigError, RunError, ModelError."""
-    return measure(_world(given.options))
-
-
-def measure(world: SyncWorld) -> dict[str, Any]:
+def measure(
+    spec: Spec, gpus: tuple[str, ...] = (), prefix: Callable[[str], list[str]] | None = None, scratch: str = ""
+) -> dict[str, Any]:
     """Start a process per rank, wait for all, and return what they measured.
 
-    Raises RunError with the last lines of a rank. Whatever happens, none of the processes is left.
+    `gpus`: GPUs of each node, as CUDA_VISIBLE_DEVICES names them; empty: CPUs. `prefix`: node -> the words that start a
+    rank's command on that node, which sees the directory `scratch`; None: all ranks run on this machine.
+
+    Raises RunError with the last lines of a rank's log. Ends all processes in any case.
     """
-    with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=world.scratch or None) as place:
-        spec = {each.name: getattr(world, each.name) for each in fields(Spec)}
-        spec |= {"port_file": f"{place}/port", "parent": 0 if world.remote else os.getpid()}
-        (Path(place) / "spec.json").write_text(json.dumps(spec))
+    with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=scratch or None) as place:
+        spec = replace(spec, port_file=f"{place}/port", parent=0 if prefix else os.getpid())
+        (Path(place) / "spec.json").write_text(json.dumps(asdict(spec)))
         processes: list[subprocess.Popen[str]] = []
-        nodes = [*world.actors, *world.engines]
-        gpus = share_gpus(nodes, world.gpus, one_machine=not world.remote)
+        nodes = [*spec.actors, *spec.engines]
+        devices = share_gpus(nodes, gpus, one_machine=prefix is None)
         try:
             for rank, node in enumerate(nodes):
                 command = [sys.executable, "-m", "slurm_rlhf.bench.sync_rank", f"{place}/spec.json", str(rank)]
-                own = gpus[rank] | ({} if world.remote else _LOOPBACK)
-                processes.append(_start([*world.prefix(node), *command], Path(place) / f"{rank}.log", own))
+                own = devices[rank] | ({} if prefix else _LOOPBACK)
+                words = [*(prefix(node) if prefix else ()), *command]
+                processes.append(_start(words, Path(place) / f"{rank}.log", own))
             measured = _results(processes, Path(place))
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-    return _derived(world, measured)
+    return _derived(spec, measured)
 
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 def parameters_of(nbytes: int) -> list[list[Any]]:
-    """Return [[name, shape, "bfloat16"], ...] of a made-up transformer of about `nbytes` bytes, at least one layer."""
+    """Return [[name, shape, "bfloat16"], ...] of a transformer with about `nbytes` bytes."""
     hidden = 128
     while 24 * (2 * hidden) ** 2 * 16 < nbytes:
         hidden *= 2
@@ -103,7 +98,7 @@ def parameters_of(nbytes: int) -> list[list[Any]]:
     return found
 
 
-def _world(options: dict[str, Any]) -> SyncWorld:
+def _spec(options: dict[str, Any], on_gpus: bool) -> Spec:
     if options["load"] and not options["model"]:
         raise ConfigError("--load needs the model that vLLM is to be started on: --model=DIRECTORY")
     if options["model"]:
@@ -113,18 +108,16 @@ def _world(options: dict[str, Any]) -> SyncWorld:
     actors, engines = _nodes("actors", options["actors"], "actor"), _nodes("engines", options["engines"], "rollout")
     if options["one_node"]:
         actors, engines = ["node"] * len(actors), ["node"] * len(engines)
-    gpus = local_gpus(os.environ) if options["backend"] in ("auto", "nccl", "ipc") else ()
-    return SyncWorld(
+    return Spec(
         parameters,
         actors,
         engines,
         zero=options["zero"],
         backend=options["backend"],
-        bucket_bytes=Sync(bucket_mb=options["bucket_mb"]).bucket_size_mb(bool(gpus)) << 20,
+        bucket_bytes=Sync(bucket_mb=options["bucket_mb"]).bucket_size_mb(on_gpus) << 20,
         repeats=options["repeats"],
-        naive=options["naive"],
+        naive=not options["no_naive"],
         model=options["model"] if options["load"] else "",
-        gpus=gpus,
     )
 
 
@@ -137,7 +130,7 @@ def _start(command: Sequence[str], log: Path, own: dict[str, str]) -> subprocess
 
 
 def _results(processes: Sequence[subprocess.Popen[str]], place: Path) -> dict[str, Any]:
-    """Wait for all ranks and return what rank 0 printed. Raises RunError as soon as a rank has failed."""
+    """Wait for all ranks, and return what rank 0 printed. Raises RunError as soon as a rank fails."""
     waiting = dict(enumerate(processes))
     while waiting:
         for rank, process in list(waiting.items()):
@@ -153,26 +146,22 @@ def _results(processes: Sequence[subprocess.Popen[str]], place: Path) -> dict[st
     return dict(json.loads(output.splitlines()[-1]))
 
 
-def _derived(world: SyncWorld, measured: dict[str, Any]) -> dict[str, Any]:
-    nbytes = sum(2 * math.prod(shape) for _, shape, _ in world.parameters)
-    rate = nbytes / measured["seconds"]
-    nodes = len(set(world.engines))
+def _derived(spec: Spec, measured: dict[str, Any]) -> dict[str, Any]:
+    nbytes = sum(2 * math.prod(shape) for _, shape, _ in spec.parameters)
     return {
         "bytes": nbytes,
-        "backend": world.backend,
-        "actors": _shape(world.actors),
-        "engines": _shape(world.engines),
-        "zero": world.zero,
+        "backend": spec.backend,
+        "actors": _shape(spec.actors),
+        "engines": _shape(spec.engines),
+        "zero": spec.zero,
         **measured,
-        "bytes_per_s": rate,  # arriving at each engine rank, and over the network at each engine node
-        "bytes_per_s_all_ranks": rate * len(world.engines),
-        "bytes_per_s_all_nodes": rate * nodes,
-        "naive_seconds": measured.get("naive_seconds"),
+        "bytes_per_s": nbytes / measured["seconds"],  # into each engine rank, and over the network into each node
+        "bytes_per_s_all_ranks": nbytes / measured["seconds"] * len(spec.engines),
     }
 
 
 def show(found: dict[str, Any]) -> str:
-    """Write the results for a reader."""
+    """Format the results for a terminal."""
     mega = 1e6
     lines = [
         f"{found['bytes'] / mega:.0f} MB, actor {found['actors']} -> engines {found['engines']}, ZeRO-{found['zero']}, "
@@ -183,13 +172,10 @@ def show(found: dict[str, Any]) -> str:
         f"(median of pairs; least {found['least_share_of_raw']:.0%})",
         f"  CPU           {found['cpu_seconds']:.3f} s of all ranks, {found['cpu_raw_seconds']:.3f} s of the raw way",
     ]
-    if found["naive_seconds"] is not None:
-        lines.append(f"  naive         {found['naive_seconds']:.3f} s")
-    if "seconds_with_loading" in found:
-        lines.append(f"  with loading  {found['seconds_with_loading']:.3f} s")
-    lines.append(f"  checksums     {found['checksum_seconds']:.3f} s of the slowest engine rank")
-    held = f"{found['resident_extra_bytes'] / mega:.0f} MB of a process are resident"
-    lines.append(f"  memory        {found['peak_extra_bytes'] / mega:.0f} MB at most on any rank; {held}")
+    for name, key in (("naive", "naive_seconds"), ("with loading", "seconds_with_loading")):
+        lines += [f"  {name:12}  {found[key]:.3f} s"] if key in found else []
+    lines.append(f"  checksums     {found['checksum_seconds']:.3f} s on the slowest engine rank")
+    lines.append(f"  memory        {found['peak_extra_bytes'] / mega:.0f} MB at most on any rank")
     return "\n".join(lines)
 
 

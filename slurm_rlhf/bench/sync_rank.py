@@ -1,22 +1,20 @@
-"""`python -m slurm_rlhf.bench.sync_rank SPEC.json RANK`: one rank of `slurm-rlhf bench sync`.
+"""Run one rank of `slurm-rlhf bench sync`: `python -m slurm_rlhf.bench.sync_rank SPEC.json RANK`.
 
-All ranks move the same synthetic weights on three ways, from a barrier to the last rank's word: as updates of the real
-run, as plain gloo does it with the same bytes, and naively, each parameter broadcast by itself.
+All ranks move the same synthetic weights in three ways: as a run does, raw, and naively with a broadcast per parameter.
+Each is timed from a barrier until the last rank has finished.
 
-The raw way has the same engine ranks and one actor rank, the same kind of sockets, and nothing of the rest: the bytes
-of one buffer, over and over, into one buffer, without checksums.
+The raw way sends the same number of bytes from one actor rank to the engine ranks over the same kind of sockets, always
+from one buffer into one buffer, without checksums.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,38 +27,14 @@ from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import gloo_group, nccl_group
 from slurm_rlhf.run_directory import write_atomically
+from slurm_rlhf.weights.ends import Held, Receiver, Sender
 from slurm_rlhf.weights.group import SyncGroup, join
-from slurm_rlhf.weights.receiver import Receiver
 from slurm_rlhf.weights.rendezvous import Membership, SyncStore
-from slurm_rlhf.weights.sender import Held, Sender
 from slurm_rlhf.weights.transfer_plan import Layout, Parameter, SyncPlan, make_plan
 
 RAW_PIECE = 64 << 20
 ON_GPUS = ("nccl", "ipc")
-"""Backends whose ranks have GPUs, where there are any."""
-
-
-class Resident:
-    """Read how much memory of this process is resident, in bytes, as the kernel counts it; 0 where it does not."""
-
-    def __init__(self, reset: bool = False) -> None:
-        """`reset`: the highest value begins anew."""
-        ctypes.CDLL(None).malloc_trim(0)  # memory that is free already is nobody's
-        if reset:
-            with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")
-        self.now = self._read("VmRSS")
-
-    def peak(self) -> int:
-        """Return the highest value since then."""
-        return self._read("VmHWM")
-
-    def _read(self, name: str) -> int:
-        with suppress(OSError):
-            for line in Path("/proc/self/status").read_text().splitlines():
-                if line.startswith(name):
-                    return int(line.split()[1]) << 10
-        return 0
+"""Backends whose ranks use GPUs if there are any."""
 
 
 class Rank:
@@ -88,26 +62,20 @@ class Rank:
         self.plan: SyncPlan = make_plan(spec.parameters, spec.bucket_bytes, self.group.layout(spec.zero))
         self.device = torch.device("cuda" if self.group.me.device and self.group.backend in ON_GPUS else "cpu")
         self.held: Held = _held(self.plan, rank, self.device) if self.is_actor else {}
-        self.without = Resident()
         self.sender = Sender(self.group, self.plan) if self.is_actor else None
         self.receiver = None if self.is_actor else Receiver(self.group, self.plan)
         self.plain = self._gloo("plain", range(self.group.world))
         self.raw = self._raw_group()
 
     def run(self) -> dict[str, Any]:
-        """Measure the seconds of each way, median of the repetitions."""
-        # The first update touches fresh memory; the bytes are compared in it, outside of what is measured.
+        """Measure all ways; return the median seconds of each, and more figures."""
+        # The first update compares the bytes, and touches fresh memory: it does not count.
         self._timed(lambda: self._update(0, compare=True))
         versions = iter(range(1, 1000))
-        resident = self._resident(lambda: self._update(next(versions)))
-        # In turn, so that whatever else the machine does falls on both.
-        ways: dict[str, Callable[[], None]] = {
-            "seconds": lambda: self._update(next(versions)),
-            "raw_seconds": self._raw,
-        }
-        results: dict[str, Any] = self._in_turn(ways)
-        results["peak_extra_bytes"] = self._peaks()
-        results["resident_extra_bytes"] = resident
+        # In turns, so that other load on the machine slows both.
+        results = self._in_turn({"seconds": lambda: self._update(next(versions)), "raw_seconds": self._raw})
+        end = self.sender or self.receiver
+        results["peak_extra_bytes"] = round(max(self._of_all(float(end.peak if end else 0))))
         results["checksum_seconds"] = max(self._of_all(self.receiver.verify_s if self.receiver else 0.0))
         if self.spec.model:
             results |= self._in_turn({"seconds_with_loading": lambda: self._load(next(versions))})
@@ -117,7 +85,7 @@ class Rank:
         return results
 
     def _in_turn(self, ways: dict[str, Callable[[], None]]) -> dict[str, Any]:
-        """Return the medians, and where the raw way is among them, which part of its rate the updates reach."""
+        """Return the medians, and with the raw way also the share of its rate that updates reach."""
         found: dict[str, list[float]] = {}
         for _ in range(self.spec.repeats):
             for name, work in ways.items():
@@ -130,7 +98,7 @@ class Rank:
         return results
 
     def _timed(self, work: Callable[[], None]) -> tuple[float, float]:
-        """Return the seconds from the first to the last rank, and of CPUs, all ranks together."""
+        """Return the seconds until the last rank has finished, and the CPU seconds of all ranks."""
         self.plain.barrier().wait()
         start, busy = time.monotonic(), time.process_time()
         work()
@@ -159,7 +127,7 @@ class Rank:
             self.engine.load(weights, version)
 
     def _raw(self) -> None:
-        """Move the bytes: over a network once over one link, by one stream; on loopback broadcast to all engines."""
+        """Move the bytes: on loopback by a broadcast to all engines, over a network to one remote engine."""
         if self.raw is None:
             return
         layout = Layout(tuple(self.spec.actors), tuple(self.spec.engines))
@@ -179,21 +147,11 @@ class Rank:
                 self.raw.recv([piece], 0, tag).wait()
 
     def _naive(self) -> None:
-        """Broadcast one parameter at a time from one root, to every engine rank for itself."""
+        """Broadcast one parameter at a time from rank 0."""
         whole = torch.zeros(max(parameter.nbytes for parameter in self.plan.parameters), dtype=torch.uint8)
         for parameter in self.plan.parameters:
             if parameter.nbytes:
                 self.plain.broadcast(whole[: parameter.nbytes], 0).wait()
-
-    def _peaks(self) -> int:
-        end = self.sender or self.receiver
-        return round(max(self._of_all(float(end.peak if end else 0))))
-
-    def _resident(self, work: Callable[[], None]) -> int:
-        """Return what the transfer takes of the process's memory while it does `work`, on the rank with the most."""
-        before = Resident(reset=True)
-        self._timed(work)
-        return round(max(self._of_all(float(max(before.peak() - self.without.now, 0)))))
 
     def _of_all(self, value: float) -> list[float]:
         """Return the values of all ranks."""
@@ -207,7 +165,7 @@ class Rank:
 
     @property
     def _of_raw(self) -> list[int]:
-        """Return the ranks of the raw transfer: rank 0, which sends, and the engine ranks, which receive."""
+        """List the ranks of the raw transfer: rank 0, which sends, and the engine ranks, which receive."""
         return [0, *range(len(self.spec.actors), self.group.world)]
 
     def _raw_group(self) -> Any:
@@ -221,7 +179,7 @@ class Rank:
             len(self._of_raw),
             self.spec.timeout_s,
         )
-        made.allreduce(torch.zeros(1, device="cuda")).wait()  # connects all, before anything is timed
+        made.allreduce(torch.zeros(1, device="cuda")).wait()  # connects all ranks before anything is timed
         torch.cuda.synchronize()
         return made
 
@@ -235,7 +193,7 @@ class Rank:
 
 
 def _held(plan: SyncPlan, rank: int, device: torch.device) -> Held:
-    """Make what an actor rank has: under ZeRO-3 its shard, else everything."""
+    """Make the parameters that an actor rank holds: under ZeRO-3 its shards, else all of them."""
     held = {}
     for index, parameter in enumerate(plan.parameters):
         step = -(-parameter.numel // len(plan.layout.actors)) if plan.layout.zero_stage == 3 else parameter.numel
@@ -246,7 +204,7 @@ def _held(plan: SyncPlan, rank: int, device: torch.device) -> Held:
 
 
 def _values(parameter: Parameter, index: int) -> torch.Tensor:
-    """Make numbers that differ between neighbours and between parameters, the same on every rank."""
+    """Make numbers that differ between neighbours and between parameters, and are the same on every rank."""
     flat = (torch.arange(parameter.numel, dtype=torch.int32) * 7919 + index * 104729) % 65521
     return (flat - 32760).to(getattr(torch, parameter.dtype)).view(parameter.shape)
 

@@ -1,4 +1,4 @@
-"""`slurm-rlhf bench train`: the actor's update and a bare DeepSpeed loop, on the same sequences, in turns."""
+"""Measure for `slurm-rlhf bench train`: the actor's update and a bare DeepSpeed loop, in turns."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import shards
-from slurm_rlhf.bench.compare import compare, model_of, table
-from slurm_rlhf.bench.options import Given
+from slurm_rlhf.bench.compare import compare, table, with_model
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.placement.gpus import find_gpu
@@ -25,21 +24,20 @@ from slurm_rlhf.trainer._deepspeed import import_deepspeed
 from slurm_rlhf.trainer.deepspeed import deepspeed_config
 from slurm_rlhf.trainer.distributed import join_world
 from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
-from slurm_rlhf.wire.calls import StartRequest, TrainBatch
+from slurm_rlhf.wire.calls import TrainBatch
 from slurm_rlhf.wire.client import ControlClient
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
 
-def run_bench(given: Given) -> dict[str, Any]:
+def run_bench(options: dict[str, Any], config: Config) -> dict[str, Any]:
     """Measure both sides. Raises ConfigError, ModelError, RunError."""
-    options = given.options
-    with model_of(given, mean_response=1) as config:
+    with with_model(options, config, mean_response=1):
         return bench_train(config, options["sequences"], options["prompt_tokens"], options["repeats"])
 
 
 def show(result: dict[str, Any]) -> str:
-    """Write the results for a reader."""
+    """Format the results for a terminal."""
     rates = [f"{name} {_speed(result[name])}" for name in ("equal", "ragged")]
     return (
         f"{table({name: result[name] for name in ('equal', 'ragged')}, 'tokens/s')}\n"
@@ -53,14 +51,14 @@ def show(result: dict[str, Any]) -> str:
 def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
     """Measure tokens/s (without padding) of both sides, on sequences of equal and of different lengths.
 
-    A response has rollout.max_new_tokens tokens; in the ragged batch between a sixteenth of that and all of it. The
-    bare loop's micro-batch is as many of the longest sequences as fit into train.max_tokens_per_gpu, so both sides
-    have the same peak of memory. Raises RunError when the losses of the two differ: they would not do the same.
+    A response has rollout.max_new_tokens tokens, in the ragged batch at least a sixteenth of that. The bare loop's
+    micro-batch has as many of the longest sequences as fit into train.max_tokens_per_gpu, so both sides need the same
+    memory. Raises RunError if the losses differ, because then the two sides do not do the same work.
     """
     longest = prompt_tokens + config.rollout.max_new_tokens
     micro = max(1, config.train.max_tokens_per_gpu // longest)
     role = ActorWorker(config, RankInfo("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
-    role.start(StartRequest(total_steps=1))
+    role.start(1)
     baseline = BaselineTrainer(config, micro)
     shape, gpu = read_shape("actor.model_name_or_path", config.actor.model_name_or_path), _gpu()
     result: dict[str, Any] = {"bench": "train", "unit": "tokens/s", "gpu": gpu}
@@ -102,10 +100,9 @@ def _compare(
 
 
 def utilisation(shape: ModelShape, batch: Experience, rate: float, dtype: str, gpu: str) -> dict[str, float | None]:
-    """Compute model FLOPs per second and their share of the peak, of an update of `batch` at `rate` tokens/s.
+    """Compute TFLOP/s of an update of `batch` at `rate` tokens/s, without recomputation, and its share of the peak.
 
-    `tflops`: without recomputation. `mfu`: the share of the peak that `gpu` has by name, in bf16; None where no peak is
-    known, and in fp32.
+    `mfu` is None in fp32, and if the peak of a GPU with the name `gpu` is not known.
     """
     tokens = int(batch.lengths.sum())
     flops = batch_flops(shape, batch.lengths.tolist(), backward=True, head_tokens=len(batch.action_mask))
@@ -116,7 +113,7 @@ def utilisation(shape: ModelShape, batch: Experience, rate: float, dtype: str, g
 
 
 def _gpu() -> str:
-    """Return the name of this process's GPU; empty without one."""
+    """Return the name of this process's GPU; empty if it has none."""
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
@@ -125,7 +122,7 @@ def _micros(config: Config, batch: Experience) -> list[list[int]]:
 
 
 def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, role: ActorWorker) -> Experience:
-    """Make random tokens; lengths as if drawn between the shortest and the longest; old log-probs from the actor."""
+    """Make sequences of random tokens with random lengths, and compute their old log-probs with the actor."""
     dice = np.random.default_rng(0)
     vocab = role.trainer.backend.module.model.config.vocab_size
     prompts = np.full(sequences, prompt_tokens, dtype=np.int32)
@@ -144,13 +141,13 @@ def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, ro
 
 
 def _speed(row: Mapping[str, Any]) -> str:
-    """Write TFLOP/s, and their share of the card's bf16 peak where that is known."""
+    """Format TFLOP/s, and the share of the GPU's bf16 peak if that is known."""
     share = f" (MFU {row['mfu']:.1%})" if row["mfu"] else ""
     return f"{row['tflops']:.3g} TFLOP/s{share}"
 
 
 class BaselineTrainer:
-    """Train as a script does: transformers under `deepspeed.initialize`, padded micro-batches of a fixed size."""
+    """Train as a script does: a transformers model in `deepspeed.initialize`, padded micro-batches of a fixed size."""
 
     def __init__(self, config: Config, micro_batch: int) -> None:
         """Load the model, with the optimizer, ZeRO stage and precision of `PolicyTrainer`.
@@ -203,7 +200,7 @@ class BaselineTrainer:
 
 
 def _pad(part: Experience) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad to the right: token ids and mask [B, L], and [B, L - 1] True where the next token is the policy's."""
+    """Return padded token ids and their mask, [B, L], and [B, L - 1]: True if the policy sampled the next token."""
     lengths = [int(length) for length in part.lengths]
     input_ids = torch.zeros(len(part), max(lengths), dtype=torch.int64)
     attention = torch.zeros_like(input_ids)
@@ -216,7 +213,7 @@ def _pad(part: Experience) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _spread(column: Any, actions: Tensor) -> Tensor:
-    """Spread a packed column to [B, L - 1], zero elsewhere."""
+    """Unpack a column to [B, L - 1], with zeros where there is no action."""
     spread = torch.zeros(actions.shape, dtype=torch.float32)
     spread[actions.cpu()] = torch.from_numpy(column)
     return spread.to(actions.device)

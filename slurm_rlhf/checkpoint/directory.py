@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.checkpoint import resume
-from slurm_rlhf.checkpoint.manifest import describe, read, verify, write, write_state
-from slurm_rlhf.checkpoint.resume import entries, passed_over
-from slurm_rlhf.disk import MIB, refusal, remedy, size_of, vanished
+from slurm_rlhf.checkpoint.resume import describe, entries, passed_over, read, verify, write, write_state
 from slurm_rlhf.errors import CheckpointError, ConfigError, RemoteError
+from slurm_rlhf.run_directory import MIB, refusal, remedy, size_of, vanished
 
 
 class CheckpointDir:
@@ -55,7 +54,7 @@ class CheckpointDir:
 
         Adds the state and the manifest, forces all of it to disk, then renames. Replaces a checkpoint of the same
         step. Blocks for as long as the disk needs. Raises CheckpointError when the disk refuses, TypeError for a state
-        that JSON would change (see `manifest.write_state`); the earlier checkpoints are untouched then.
+        that JSON would change (see `resume.write_state`); the earlier checkpoints are untouched then.
         """
         temporary, final = self._temporary(step), self.of(step)
         with self.explained(step):
@@ -98,7 +97,7 @@ class CheckpointDir:
         return self.root / f"step_{step:06d}"
 
     def latest(self) -> Path | None:
-        """Return the newest whole checkpoint. Reads all files, up to a size (see `manifest`): slow."""
+        """Return the newest whole checkpoint. Reads all files, up to a size (see `resume`): slow."""
         return resume.latest(self.root)
 
     def resolve(self, resume_key: str) -> Path | None:

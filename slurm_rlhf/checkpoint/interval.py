@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slurm_rlhf.observe.events import BEGINS, ENDS, ERROR, HANG, REQUEUE, RESTART, RunEvent
+from slurm_rlhf.observe.run_log import BEGINS, ENDS, ERROR, HANG, REQUEUE, RESTART, RunEvent
 
 LONGEST_S = 3600.0
 """No more work than this is at stake, however rare failures are ..."""

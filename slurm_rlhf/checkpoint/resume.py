@@ -1,16 +1,163 @@
-"""Find the checkpoint to resume from."""
+"""Find the checkpoint to resume from; list its files, check that they are what was written, keep the conductor's state.
+
+    checkpoints/step_000010/manifest.json
+        format, step, serial, files: {path: {size, sha256, whole}}, digest (SHA-256 of all that comes before)
+    checkpoints/step_000010/state.json
+        the state of the conductor: exactly what was given comes back, or the save fails at once
+
+`serial` counts the checkpoints of a run directory in the order in which they were written. The newest checkpoint is the
+one with the highest serial, not step: a run that was resumed from step 10 writes step 15 after the abandoned step 20.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.checkpoint.manifest import Manifest, read, read_state, verify
 from slurm_rlhf.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+FORMAT = 1
+WHOLE_LIMIT = 64 << 20  # larger files are not read as a whole: a checkpoint of 500 GB must not take an hour to check
+ENDS = 1 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class FileRecord:
+    """Describe one file as it was written."""
+
+    size: int  # bytes
+    sha256: str
+    whole: bool  # False: the hash is of the first and the last MiB only
+
+
+@dataclass(slots=True, frozen=True)
+class Manifest:
+    """List what a checkpoint directory has to hold."""
+
+    step: int
+    serial: int
+    files: dict[str, FileRecord]  # path relative to the directory, with forward slashes
+
+
+def describe(directory: Path, step: int, serial: int) -> Manifest:
+    """Make the manifest of all files that are in `directory` now. Raises OSError."""
+    paths = sorted(Path(parent, name) for parent, _, names in os.walk(directory) for name in names)
+    files = {p.relative_to(directory).as_posix(): _record(p) for p in paths if p != directory / MANIFEST}
+    return Manifest(step, serial, files)
+
+
+def write(manifest: Manifest, directory: Path) -> None:
+    """Write the manifest into the directory. Raises OSError."""
+    body: dict[str, Any] = {"format": FORMAT, **asdict(manifest)}
+    (directory / MANIFEST).write_text(json.dumps({**body, "digest": _digest(body)}, indent=1) + "\n", encoding="utf-8")
+
+
+def read(directory: Path) -> Manifest:
+    """Read the manifest of a directory. Raises CheckpointError when there is none that can be trusted."""
+    path = directory / MANIFEST
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what = "there is no manifest.json in it" if directory.is_dir() else "there is no such directory"
+        raise CheckpointError(f"{directory} is not a checkpoint: {what}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory} is damaged: its manifest.json cannot be read ({error})") from error
+    version = body.get("format") if isinstance(body, dict) else None
+    if isinstance(version, int) and version > FORMAT:
+        raise CheckpointError(f"{directory} has checkpoint format {version}, this version of slurm_rlhf reads {FORMAT}")
+    if not isinstance(body, dict) or body.pop("digest", None) != _digest(body):
+        raise CheckpointError(f"{directory} is damaged: its manifest.json is not what was written")
+    return Manifest(
+        body["step"], body["serial"], {path: FileRecord(**record) for path, record in body["files"].items()}
+    )
+
+
+def verify(directory: Path) -> Manifest:
+    """Check every file and return the manifest. Files that it does not list are ignored.
+
+    Raises CheckpointError that names the first file which is missing or differs.
+    """
+    manifest = read(directory)
+    for name, record in manifest.files.items():
+        problem = _difference(directory / name, record)
+        if problem:
+            raise CheckpointError(f"{directory} is damaged: {name} {problem}")
+    return manifest
+
+
+def write_state(state: dict[str, Any], directory: Path) -> None:
+    """Write `state` to state.json: None, bool, int, float, str, lists, dicts with string keys. Tuples become lists.
+
+    Floats come back bit for bit, NaN and infinities included. Raises TypeError that names the entry which JSON would
+    change or refuse (an array, a dict with integer keys), OSError from the disk.
+    """
+    _check_entry(state, "state")
+    (directory / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote. Raises CheckpointError."""
+    try:
+        state = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory} is damaged: its {STATE} cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{directory} is damaged: its {STATE} holds no object")
+    return state
+
+
+def _check_entry(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r}; JSON would turn it into a string: make it one")
+            _check_entry(entry, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            _check_entry(entry, f"{where}[{index}]")
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise TypeError(f"{where} is a {type(value).__name__}; make it a number, a string, a list or a dict")
+
+
+def _difference(path: Path, record: FileRecord) -> str:
+    try:
+        size = path.stat().st_size
+        if size != record.size:
+            return f"has {size} bytes instead of {record.size}"
+        return "" if _hash(path, record.whole) == record.sha256 else "does not have the contents that were written"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error})"
+
+
+def _record(path: Path) -> FileRecord:
+    size = path.stat().st_size
+    whole = size <= WHOLE_LIMIT
+    return FileRecord(size, _hash(path, whole), whole)
+
+
+def _hash(path: Path, whole: bool) -> str:
+    with path.open("rb") as file:
+        if whole:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        first = file.read(ENDS)
+        file.seek(-ENDS, os.SEEK_END)
+        return hashlib.sha256(first + file.read(ENDS)).hexdigest()
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Run `slurm-rlhf check FILE.toml`: look at everything that a run reads, without starting one."""
+"""Run `slurm-rlhf check FILE.toml`: read everything that a run reads, without starting one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.main import Command, parse
-from slurm_rlhf.cli.placement_report import layout_somewhere, require_fit
-from slurm_rlhf.cluster.gpu_memory import memory_on
+from slurm_rlhf.cli.plan import layout_somewhere, require_fit
+from slurm_rlhf.cluster.resources import memory_on
 from slurm_rlhf.config.check import check, warnings
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 USAGE = "usage: slurm-rlhf check FILE.toml [FILE.toml ...] [--KEY=VALUE ...]"
 ROWS = 4
-"""Rows that the reward function is called with."""
+"""Rows with which the reward function is called."""
 _WIDTH = 200  # characters of a prompt
 
 
 def run(words: list[str]) -> int:
-    """Print what a run would read and do. Raises UserError with what is wrong."""
+    """Print what a run would read and do. Raises UserError if something is wrong."""
     arguments = parse(words, USAGE)
     config = load_config(arguments.files, arguments.overrides)
     check(config)
     require_fit(config, memory_on(config, layout_somewhere(config)))
-    print(f"keys, files and model directories are sound; reading {config.data.prompt_dataset}", flush=True)
+    print(f"keys, files and model directories are right; reading {config.data.prompt_dataset}", flush=True)
     inputs = read(config)
     for line in chain(look(config, inputs), _rewards(config, inputs)):
         print(line, flush=True)
@@ -40,25 +40,25 @@ def run(words: list[str]) -> int:
 
 
 def read(config: Config) -> Inputs:
-    """Read what a run reads, and tell nothing of it. Raises UserError."""
+    """Read what a run reads, without notes to the user. Raises UserError."""
     from slurm_rlhf.run.run_inputs import Inputs
 
     return Inputs.read(config, lambda note: None)
 
 
 def look(config: Config, inputs: Inputs) -> Iterator[str]:
-    """Describe the data as the model sees it, and the steps that it is good for."""
+    """Describe the data as the model sees it, and for how many steps it is enough."""
     from slurm_rlhf.eval.sets import answered
     from slurm_rlhf.eval.verdicts import PROMPT_SHARES
     from slurm_rlhf.eval.verdicts import warnings as share_warnings
 
-    yield from (f"warning: {told}" for told in warnings(config))
+    yield from (f"warning: {text}" for text in warnings(config))
     yield _data("data.prompt_dataset", inputs.prompts, config)
     yield from (_data(f"evaluation {one.settings.name}", one.prompts, config) for one in inputs.evaluation)
     per_episode = inputs.order.batches_per_episode
     yield (
-        f"steps: {inputs.total_steps}, of {config.rollout.batch_size} prompts with "
-        f"{config.rollout.n_samples_per_prompt} responses each; the prompts are good for {per_episode} in an episode"
+        f"steps: {inputs.total_steps}, each with {config.rollout.batch_size} prompts and "
+        f"{config.rollout.n_samples_per_prompt} responses to each; one pass over the prompts is {per_episode} steps"
     )
     first = inputs.prompts[0]
     yield f"the first prompt, {len(first.token_ids)} tokens: {cut(repr(first.text), _WIDTH)}"
@@ -76,7 +76,7 @@ def _data(name: str, found: PromptSet, config: Config) -> str:
 
 
 def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
-    """Call the reward function with labels in place of responses. Raises RewardError for what it does wrong."""
+    """Call the reward function with labels in place of responses. Raises RewardError."""
     if inputs.reward is None:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
@@ -89,7 +89,7 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
 
 
 def _answered(prompt: Prompt) -> Trajectory:
-    """Make a response that says the label of its prompt; its tokens are the prompt's."""
+    """Make a response with the label as its text, and the prompt's tokens."""
     import numpy as np
 
     from slurm_rlhf.records import Trajectory
@@ -104,8 +104,8 @@ COMMANDS = {
     "check": Command(
         USAGE,
         "Reads what `train` would read and starts nothing: keys, model directories, the memory of the layout, all "
-        "prompts, the reward function, which is called with a few rows. Shows how many prompts are left, for how many "
-        "steps, and the first one as the model sees it.",
+        "prompts, and the reward function, which it calls with a few rows. Shows how many prompts fit, for how many "
+        "steps they are enough, and the first prompt as the model sees it.",
         run,
         keys=[field.name for field in fields(Config) if field.name not in ("sft", "generate")],
     ),

@@ -1,4 +1,4 @@
-"""Help users to find words: `slurm-rlhf docs [TOPIC]` shows a page, `completion SHELL` completes commands and keys."""
+"""Run `slurm-rlhf docs [TOPIC]`, which shows a page, and `completion SHELL`, which completes commands and keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USAGE = "usage: slurm-rlhf docs [TOPIC]"
 
 
 def run(words: list[str]) -> int:
-    """Print the list of pages, or one page: formatted on a terminal, as Markdown into a file or a pipe."""
+    """Print the list of pages, or one page: formatted on a terminal, else as Markdown."""
     if not words:
         print(f"{USAGE}\n\n{contents()}")
         return 0
@@ -34,7 +34,7 @@ def _show(text: str) -> None:
     from rich.markdown import Markdown, TableElement
 
     class Folded(TableElement):
-        """Breaks words that are longer than their column: rich cuts them, and nobody can guess half a key."""
+        """Break words that are longer than their column. Rich would cut them, and half a key is of no use."""
 
         def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
             for table in super().__rich_console__(console, options):
@@ -58,7 +58,7 @@ _SCRIPT = """_slurm_rlhf() {{
     COMPREPLY=($(compgen -W "{commands}" -- "$word"))
     return
   fi
-  # bash cuts words at "=": --KEY, =, and what is to be completed.
+  # bash splits words at "=": --KEY, =, and the value to complete.
   if [[ $word == "=" ]]; then key=$before word=
   elif [[ $before == "=" ]]; then key=${{COMP_WORDS[COMP_CWORD-2]}}
   elif [[ $before == --* ]]; then key=$before
@@ -79,7 +79,7 @@ complete -o default -F _slurm_rlhf slurm-rlhf
 
 
 def script() -> str:
-    """Return a script for bash: commands, `--` keys, the choices of a key, topics of the documentation; else files."""
+    """Return a script for bash that completes commands, keys and their choices, topics of the documentation, files."""
     choices: dict[str, list[str]] = {}
     for key in all_keys().values():
         words = [choice for choice in key.choices if choice] or (["true", "false"] if key.kind == "bool" else [])
@@ -93,7 +93,7 @@ def script() -> str:
 
 
 def run_completion(words: list[str]) -> int:
-    """Print the script. Raises ConfigError for another shell."""
+    """Print the script for a shell. Raises ConfigError for another shell than bash and zsh."""
     if words not in (["bash"], ["zsh"]):
         raise ConfigError(f"no completion for {unknown(' '.join(words), ['bash', 'zsh'])}\n{COMPLETION_USAGE}")
     zsh = "autoload -U +X bashcompinit && bashcompinit\n" if words == ["zsh"] else ""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_rlhf.cli.examine import OFF, question
 from slurm_rlhf.cli.main import Command, parse, take_options
+from slurm_rlhf.cli.preflight import OFF, question
 from slurm_rlhf.cli.train import configured
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import nodes_here
@@ -17,12 +17,12 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
 from slurm_rlhf.nodes.accelerators import Wanted
-from slurm_rlhf.nodes.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.nodes.examination import Examination, look_here
+from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, lock_problem
 from slurm_rlhf.nodes.report import Report
-from slurm_rlhf.nodes.slurm_engines import SlurmEngines
+from slurm_rlhf.nodes.slurm import SlurmLauncher
 from slurm_rlhf.nodes.slurm_run import SlurmRun
 from slurm_rlhf.nodes.srun import container_of
 from slurm_rlhf.nodes.starters import by_srun
@@ -33,11 +33,11 @@ USAGE = (
     "       slurm-rlhf generate merge RUN_DIR [--output FILE] [--partial]"
 )
 Places = Sequence[tuple[str, str]]
-"""(key, path) of files that every node reads."""
+"""(key, path) of each file that every node reads."""
 SETTINGS = ("train", "ds", "logger", "timeout", "slurm")
 OPTIONS = {
-    "output": "of merge: the file to write; merged.jsonl in RUN_DIR without it. A file that is there is not replaced",
-    "partial": "of merge: write what there is, although rows are missing",
+    "output": "for merge: the file to write [merged.jsonl in RUN_DIR]; an existing file is not replaced",
+    "partial": "for merge: write the rows that are done, although others are missing",
 }
 
 
@@ -60,7 +60,7 @@ def run(words: list[str]) -> int:
 
 
 def refuse_many_processes(command: str) -> None:
-    """Raise ConfigError where MPI has started this process several times."""
+    """Raise ConfigError if MPI has started several of this process."""
     if launched(os.environ) is not None:
         raise ConfigError(
             "this process is one of several that mpirun or srun --mpi started, and each would answer all rows: start "
@@ -68,11 +68,8 @@ def refuse_many_processes(command: str) -> None:
         )
 
 
-def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Places) -> EngineLauncher:
-    """Look at the nodes, and make the launcher of their engines. Raises PlacementError if they cannot start there.
-
-    `places`: (key, path) of the files that are read.
-    """
+def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Places) -> Launcher:
+    """Examine the nodes, and make the launcher of their engines. Raises PlacementError if they cannot start there."""
     slurm, nodes = read_slurm(os.environ), ranks.used_nodes
     if config.preflight != OFF:
         report = _look(config, directory, ranks, places, slurm)
@@ -80,14 +77,14 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
         for note in report.notes():
             print(printable(note), flush=True)
     if slurm is None:
-        return LocalEngines(directory, ranks)
+        return LocalLauncher(directory, ranks)
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmEngines(SlurmRun(directory, slurm, container_of(config), timeout=config.timeout), ranks)
+    return SlurmLauncher(SlurmRun(directory, slurm, container_of(config), timeout=config.timeout), ranks)
 
 
 def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm: SlurmEnvironment | None) -> Report:
-    """Look at each node by itself: engines do not talk to each other, so links between nodes do not matter."""
+    """Examine each node by itself: engines do not talk to each other, so links between nodes do not matter."""
     directory.mkdir(parents=True, exist_ok=True)
     nodes = ranks.used_nodes
     needs = Needs(
@@ -119,9 +116,8 @@ def _merge(words: list[str]) -> int:
 EVAL_USAGE = "usage: slurm-rlhf eval FILE.toml [FILE.toml ...] --model=DIR [--output=DIR] [--KEY=VALUE ...]"
 EVAL_OPTIONS = {
     "model": "what to evaluate: a Hugging Face directory, a run directory (its final model, else its newest "
-    "checkpoint), or a checkpoint of a run, for instance the best one",
-    "output": "where responses and report go; without it eval/<name of the model> in the run that the model is of; for "
-    "a model of no run, in run_dir",
+    "checkpoint), or a checkpoint of a run",
+    "output": "directory for responses and report [eval/<name of the model> in the run of the model, else in run_dir]",
 }
 
 
@@ -135,7 +131,7 @@ def run_eval(words: list[str]) -> int:
     if model is None:
         raise ConfigError(f"--model is missing: name the model, run or checkpoint to evaluate\n{EVAL_USAGE}")
     config = configured(arguments)
-    from slurm_rlhf.eval.words import report_text
+    from slurm_rlhf.eval.report import report_text
     from slurm_rlhf.generate.eval_job import EvalJob
     from slurm_rlhf.generate.start import engines_everywhere
 

@@ -2,17 +2,148 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurm_rlhf.cli.main import Command, take_options, unknown
-from slurm_rlhf.cluster.partitions import Partition, ask_modules, ask_partitions, best, proposed
+from slurm_rlhf.cli.main import Command, number, take_options, unknown
+from slurm_rlhf.cluster.resources import Partition, ask_modules, ask_partitions, best, proposed
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
-from slurm_rlhf.nodes.starter import Start, reward, script, toml
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Hold the answers to the questions of `slurm-rlhf init`."""
+
+    name: str  # the run's name, also for its files and its job
+    model: str  # directory
+    prompts: str  # JSONL file
+    nodes: int = 1
+    gpus: int = 0  # GPUs of a node; 0: CPUs
+    tensor_parallel_size: int = 1
+    partition: str = ""
+    time: str = ""
+    account: str = ""
+    modules: tuple[str, ...] = ()  # modules for the batch script
+
+    @property
+    def slots(self) -> int:
+        """Count the accelerators of the run; without GPUs, one process per role."""
+        return max(self.nodes * self.gpus, 1)
+
+
+def toml(start: Start) -> str:
+    """Write the configuration: GRPO, with all roles in turns on all GPUs, for any number of GPUs."""
+    colocated = start.gpus > 0
+    prompts = math.ceil(64 / start.slots) * start.slots  # at least 64, and divisible by the number of ranks
+    lines = [
+        "# A run of slurm_rlhf. `slurm-rlhf docs keys` explains every key. Keys that are not here have their defaults.",
+        f"#   slurm-rlhf check {start.name}.toml     reads all files that are named here, and starts nothing",
+        "",
+        "[data]",
+        f'prompt_dataset = "{start.prompts}"  # {{"input": "...", "label": "..."}} in each line',
+        "apply_chat_template = true  # the input is a user's message; false: plain text",
+        "max_len = 2048  # tokens of prompt and response",
+        "",
+        "[actor]",
+        f'model_name_or_path = "{start.model}"  # a Hugging Face directory with its tokenizer',
+        f"num_nodes = {start.nodes}",
+        f"num_gpus_per_node = {max(start.gpus, 1)}",
+        "learning_rate = 1e-6",
+        "gradient_checkpointing_enable = true  # less memory, a third more computing",
+        "",
+        "[vllm]",
+        f"num_engines = {start.slots // start.tensor_parallel_size}",
+        f"tensor_parallel_size = {start.tensor_parallel_size}  # GPUs of an engine, on one node",
+        *(["gpu_memory_utilization = 0.5  # the trainer needs the rest"] if colocated else []),
+        "",
+        "[reward]",
+        f'remote_url = "{start.name}_reward.py"',
+        "",
+        "[rollout]",
+        f"batch_size = {prompts}  # prompts of a step",
+        "n_samples_per_prompt = 8  # responses to each: the mean of a group is the baseline",
+        "max_new_tokens = 1024",
+        "",
+        "[algo.advantage]",
+        'estimator = "group_norm"  # GRPO; gae is PPO with a critic: slurm-rlhf docs algorithms',
+        "",
+        "[algo.kl]",
+        "init_coef = 0  # above 0: a KL penalty, and a reference model",
+        "",
+        "[ds]",
+        f"zero_stage = {3 if start.slots > 1 else 2}",
+        *([] if colocated else ['param_dtype = "fp32"  # on CPUs']),
+        "",
+        "[train]",
+        f"batch_size = {prompts * 4}  # responses of an optimizer step: two steps for each set of responses",
+        *(["colocate_all = true  # engines and trainers share the GPUs, in turns"] if colocated else []),
+        "",
+        "[ckpt]",
+        "save_steps = 20",
+        "",
+        "# [eval]",
+        '# dataset = "eval.jsonl"',
+        "# steps = 20",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def reward() -> str:
+    """Write a reward function that works: 1 for a response that contains the label."""
+    return '''"""The reward: how good each response is. `slurm-rlhf docs data_and_reward` lists its arguments."""
+
+
+def reward_func(responses, labels):
+    """Takes lists with an entry per response; `labels` is the column `label` of the prompts."""
+    right = [float(label is not None and str(label) in response) for response, label in zip(responses, labels)]
+    return {"rewards": right, "scores": right}
+'''
+
+
+def script(start: Start) -> str:
+    """Write the batch script of a job that saves and requeues itself before its time is up."""
+    headers = {
+        "job-name": start.name,
+        "nodes": str(start.nodes),
+        "ntasks-per-node": "1",
+        "gres": f"gpu:{start.gpus}" if start.gpus else "",
+        "exclusive": None,
+        "mem": "0",
+        "time": start.time or "24:00:00",
+        "signal": "B:USR1@600",
+        "requeue": None,
+        "open-mode": "append",
+        "output": "%x.%j.log",
+        "partition": start.partition,
+        "account": start.account,
+    }
+    lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in headers.items() if value != ""]
+    return "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *lines,
+            "# Ten minutes before its time is up the run saves and requeues itself, and goes on from there.",
+            "set -euo pipefail",
+            "",
+            "# Commands that make slurm-rlhf available on your cluster: module load ..., source VENV/bin/activate",
+            *(_MODULES.format(" ".join(start.modules)).splitlines() if start.modules else ()),
+            "",
+            'cd "${SLURM_SUBMIT_DIR:-$PWD}"',
+            "# exec: Slurm's signals reach the run itself, and its exit code is the job's.",
+            f'exec slurm-rlhf train {start.name}.toml "$@"',
+            "",
+        ]
+    )
+
+
+_MODULES = """# Modules of this cluster that you may need (`module avail`); wheels of torch and vLLM contain CUDA:
+# module load {}"""
+
 
 USAGE = (
     "usage: slurm-rlhf init NAME [--model=DIR] [--prompts=FILE] [--nodes=N] [--gpus_per_node=N] [--partition=NAME] ..."
@@ -20,20 +151,20 @@ USAGE = (
 OPTIONS = {
     "model": "directory of the Hugging Face model to train",
     "prompts": "JSONL file with the prompts",
-    "partition": "of Slurm; by default the one with the most GPUs per node",
-    "nodes": "nodes of the job",
-    "gpus_per_node": "GPUs of each; by default as many as a node of the partition has",
-    "tensor_parallel_size": "GPUs of an engine",
-    "time": "limit of the job",
-    "account": "that the job is charged to",
-    "yes": "ask nothing: what is not given has its default",
+    "partition": "partition of Slurm [the one with the most GPUs per node]",
+    "nodes": "nodes of the job [1]",
+    "gpus_per_node": "GPUs of each node [all]",
+    "tensor_parallel_size": "GPUs of an engine [1]",
+    "time": "time limit of the job",
+    "account": "account of the job",
+    "yes": "ask no questions: options that are not given have their defaults",
 }
 Ask = Callable[[str, str], str]
 """(question, default) -> answer."""
 
 
 def run(words: list[str]) -> int:
-    """Write NAME.toml, NAME_reward.py and, where there is Slurm, NAME.sh; none of them over a file that is there."""
+    """Write NAME.toml, NAME_reward.py and, with Slurm, NAME.sh, unless one of them exists."""
     given, names = take_options(words, OPTIONS, USAGE, ("yes",))
     if len(names) != 1 or not re.fullmatch(r"[A-Za-z0-9_]+", names[0]):
         raise ConfigError(f"give the run a name of letters, digits and _\n{USAGE}")
@@ -41,7 +172,7 @@ def run(words: list[str]) -> int:
     try:
         partitions = ask_partitions()
     except RunError as error:
-        print(f"warning: {error}. The files are written without what it would have told", file=sys.stderr)
+        print(f"warning: {error}. The files are written without information on the cluster", file=sys.stderr)
         partitions = []
     start = choose(names[0], given, partitions, _question if asked else _default)
     if partitions:
@@ -49,9 +180,9 @@ def run(words: list[str]) -> int:
     files = {f"{start.name}.toml": toml(start), f"{start.name}_reward.py": reward()}
     if partitions:
         files[f"{start.name}.sh"] = script(start)
-    there = [name for name in files if Path(name).exists()]
-    if there:
-        raise ConfigError(f"{', '.join(there)} is there already: choose another name, or move it away")
+    existing = [name for name in files if Path(name).exists()]
+    if existing:
+        raise ConfigError(f"{', '.join(existing)} exists already: choose another name, or move it away")
     for name, text in files.items():
         Path(name).write_text(text, encoding="utf-8")
         print(f"wrote {name}")
@@ -60,7 +191,7 @@ def run(words: list[str]) -> int:
 
 
 def choose(name: str, given: dict[str, str], partitions: list[Partition], ask: Ask) -> Start:
-    """Settle what is in `given` or asked for. Raises ConfigError for a partition that is not there or too small."""
+    """Take the answers from `given`, or ask for them. Raises ConfigError for an answer that is not possible."""
 
     def value(option: str, question: str, default: str) -> str:
         return given[option] if option in given else ask(question, default)
@@ -73,12 +204,12 @@ def choose(name: str, given: dict[str, str], partitions: list[Partition], ask: A
         partition = next((each for each in partitions if each.name == wanted), None)
         if partition is None:
             raise ConfigError(
-                f"no partition {unknown(wanted, [each.name for each in partitions])}; there are:\n{lines}"
+                f"no partition {unknown(wanted, [each.name for each in partitions])}; these exist:\n{lines}"
             )
-    nodes = _number("nodes", value("nodes", "How many nodes?", "1"), 1, partition.nodes if partition else 0)
+    nodes = number("nodes", value("nodes", "How many nodes?", "1"), most=partition.nodes if partition else math.inf)
     most = partition.gpus if partition else 0
-    gpus = _number("gpus_per_node", value("gpus_per_node", "GPUs per node?", str(most)), 0, most)
-    size = _number("tensor_parallel_size", given.get("tensor_parallel_size", "1"), 1, max(gpus, 1))
+    gpus = number("gpus_per_node", value("gpus_per_node", "GPUs per node?", str(most)), least=0, most=most or math.inf)
+    size = number("tensor_parallel_size", given.get("tensor_parallel_size", "1"), most=max(gpus, 1))
     if gpus % size:
         raise ConfigError(f"--tensor_parallel_size={size} does not divide the {gpus} GPUs of a node")
     limit = partition.time if partition and partition.time != "infinite" else ""
@@ -96,23 +227,16 @@ def choose(name: str, given: dict[str, str], partitions: list[Partition], ask: A
 
 
 def next_steps(start: Start, slurm: bool) -> list[str]:
-    """List what to do now, the first thing that is missing first."""
+    """List the next steps for the user."""
     steps = []
     if not Path(start.model).is_dir():
         steps.append(f"put a Hugging Face model into {start.model} (hf download NAME --local-dir {start.model})")
     if not Path(start.prompts).is_file():
         steps.append(f'write your prompts to {start.prompts}: {{"input": "2+3=", "label": "5"}} in each line')
-    steps.append(f"say in {start.name}_reward.py how good a response is")
+    steps.append(f"write in {start.name}_reward.py how good a response is")
     steps.append(f"slurm-rlhf check {start.name}.toml")
     steps.append(f"sbatch {start.name}.sh" if slurm else f"slurm-rlhf train {start.name}.toml")
     return ["", "Next:", *(f"  {number}. {step}" for number, step in enumerate(steps, 1))]
-
-
-def _number(name: str, text: str, least: int, most: int) -> int:
-    if not text.isdigit() or int(text) < least or (most and int(text) > most):
-        limits = f"{least} to {most}" if most else f"at least {least}"
-        raise ConfigError(f"--{name} takes a number, {limits}; got {text!r}")
-    return int(text)
 
 
 def _question(question: str, default: str) -> str:
@@ -127,15 +251,13 @@ MIGRATE_USAGE = "usage: slurm-rlhf migrate openrlhf 'COMMAND' | FILE.sh | - (sta
 
 
 def run_migrate(words: list[str]) -> int:
-    """Print TOML on stdout, and on stderr how much of the command it holds."""
+    """Print TOML on stdout, and on stderr how many flags were translated."""
     if len(words) < 2 or words[0] != "openrlhf":
-        raise ConfigError(f"what is to be translated?\n{MIGRATE_USAGE}")
+        raise ConfigError(f"migrate takes a command of OpenRLHF\n{MIGRATE_USAGE}")
     found = translate(_openrlhf_command(words[1:]))
     print(found.toml(), end="")
     flags = len(found.values) + len(found.left_out)
-    print(
-        f"{len(found.values)} of {flags} flags translated; the others are at the end, with what to do", file=sys.stderr
-    )
+    print(f"{len(found.values)} of {flags} flags translated; the others are at the end, with advice", file=sys.stderr)
     return 0
 
 
@@ -154,14 +276,14 @@ COMMANDS = {
     "init": Command(
         USAGE,
         "Writes the files of a new run into this directory: NAME.toml with comments, NAME_reward.py, and a batch "
-        "script for this cluster, from what sinfo and `module avail` tell. Asks a few questions on a terminal.",
+        "script for this cluster, from the output of sinfo and `module avail`. Asks a few questions on a terminal.",
         run,
         OPTIONS,
     ),
     "migrate": Command(
         MIGRATE_USAGE,
-        "Translates a command of OpenRLHF into the TOML file that it is here, and prints it. Flags without a meaning "
-        "here stand at the end, with what to do instead.",
+        "Translates a command of OpenRLHF into a TOML file, and prints it. Flags without a counterpart are at the end, "
+        "with advice on what to do instead.",
         run_migrate,
     ),
 }

@@ -1,12 +1,13 @@
 """Run `slurm-rlhf`: find the command, import only its module, turn exceptions into messages and exit codes.
 
-Has what all commands share, too: FILE.toml, overrides and flags, and the layout of a help page.
+Also holds what all commands share: the parsing of files, overrides and options, and the layout of help pages.
 """
 
 from __future__ import annotations
 
 import errno
 import importlib
+import math
 import os
 import shutil
 import signal
@@ -18,15 +19,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from slurm_rlhf import __version__
 from slurm_rlhf.cluster.processes import keep_others_out, raise_descriptors
 from slurm_rlhf.cluster.stop import note_early
-from slurm_rlhf.config.key_text import help_text, key_names, listed
 from slurm_rlhf.config.keys import all_keys, groups
-from slurm_rlhf.disk import files_exhausted, refusal
+from slurm_rlhf.config.text import help_text, key_names, listed
 from slurm_rlhf.errors import ConfigError, SlurmRlhfError, meant, printable, system_cause
+from slurm_rlhf.run_directory import files_exhausted, refusal
 
 WIDEST = 120
 KEYS_INTRO = (
@@ -35,7 +36,7 @@ KEYS_INTRO = (
     "working directory."
 )
 ALL = "all"
-"""The word behind --help that lists every key of a command."""
+"""The word after --help that lists every key of a command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,11 @@ class Command:
     usage: str
     about: str
     run: Callable[[list[str]], int]  # takes the words after the command's name, returns the exit code
-    options: Mapping[str, str] = field(default_factory=dict)  # the command's own, without dashes -> explanation
-    keys: Collection[str] = ()  # groups and keys of the configuration to list; empty: it takes none
+    options: Mapping[str, str] = field(default_factory=dict)  # name without dashes -> explanation
+    keys: Collection[str] = ()  # groups and keys of the configuration that it takes
 
     def help_page(self) -> str:
-        """Return what `slurm-rlhf <name> --help` prints: of the keys, their names."""
+        """Return what `slurm-rlhf <name> --help` prints: options with explanations, and the names of the keys."""
         width = _width()
         parts = [self.usage, textwrap.fill(self.about, width)]
         if self.options:
@@ -65,7 +66,7 @@ class Command:
         return "\n\n".join([*parts, textwrap.fill(KEYS_INTRO, width), f"{more}\n\n{key_names(self.keys, width)}"])
 
     def help_on(self, names: Collection[str]) -> str:
-        """Return what `slurm-rlhf <name> --help NAME ...` prints: keys with texts, and defaults in brackets.
+        """Return what `slurm-rlhf <name> --help NAME ...` prints: keys with explanations and defaults.
 
         Raises ConfigError for a name that is neither a key of this command, nor a group of them, nor `all`.
         """
@@ -78,7 +79,7 @@ class Command:
 
 
 def _parts(name: str) -> set[str]:
-    """Return a key with the groups it is in: of `algo.kl.target` also `algo.kl` and `algo`; of `resume` also `run`."""
+    """Return a key and its groups: `algo.kl.target`, `algo.kl` and `algo`; or `resume` and `run`."""
     words = name.split(".")
     return {".".join(words[:count]) for count in range(1, len(words) + 1)} | ({"run"} if len(words) == 1 else set())
 
@@ -91,30 +92,25 @@ def _width() -> int:
 class Arguments:
     """Hold the words of a command, sorted."""
 
-    files: list[Path]  # at least one; what a later one says counts
+    files: list[Path]  # a later file overrides an earlier one
     overrides: list[str]
     flags: frozenset[str]
 
 
-def parse(words: list[str], usage: str, flags: Collection[str] = ()) -> Arguments:
-    """Sort `words` into files, overrides, and the command's own `flags` (written with `_` or `-`).
+def parse(words: list[str], usage: str, flags: Mapping[str, str] = {}, file_needed: bool = True) -> Arguments:
+    """Sort `words` into files, overrides, and the command's own `flags`.
 
-    The first word is a file, and so are those right behind it that end in .toml.
+    The first word is a file, and so are the words right after it that end in .toml.
 
     Raises ConfigError with the usage when the file is missing.
     """
-    spelled = {spelling: flag for flag in flags for spelling in (f"--{flag}", f"--{flag.replace('_', '-')}")}
-    rest = [word for word in words if word not in spelled]
-    for word in rest:
-        plain = word.partition("=")[0].lstrip("-").replace("-", "").replace("_", "")
-        for flag in flags if word.startswith("-") else ():
-            if plain == flag.replace("_", ""):
-                raise ConfigError(f"unknown option {word}; did you mean --{flag}?")
-    if not rest or rest[0].startswith("-"):
+    given, rest = take_options(words, flags, usage, flags, strict=False)
+    if file_needed and (not rest or rest[0].startswith("-")):
         raise ConfigError(f"the TOML file comes first\n{usage}")
-    count = 1 + len(list(takewhile(lambda word: word.endswith(".toml") and not word.startswith("-"), rest[1:])))
-    files = [Path(word) for word in rest[:count]]
-    return Arguments(files, rest[count:], frozenset(spelled[word] for word in words if word in spelled))
+    first = rest[:1] if rest and not rest[0].startswith("-") else []
+    more = list(takewhile(lambda word: word.endswith(".toml") and not word.startswith("-"), rest[1:])) if first else []
+    files = [Path(word) for word in first + more]
+    return Arguments(files, rest[len(files) :], frozenset(given))
 
 
 def take_options(
@@ -124,11 +120,11 @@ def take_options(
     switches: Collection[str] = (),
     strict: bool = True,
 ) -> tuple[dict[str, str], list[str]]:
-    """Part the `options` of a command, `--name=value` or `--name value`, and its `switches`, from its other words.
+    """Separate the `options` of a command, `--name=value` or `--name value`, and its `switches` from its other words.
 
-    `options`: name -> explanation, switches among them. Of an option that stands twice the later value counts. Raises
-    ConfigError for one without a value and, where it is `strict`, for one that is not known; otherwise that is one of
-    the other words.
+    `options`: name -> explanation, switches included. If an option is given twice, the later value counts. Raises
+    ConfigError for an option without a value and, if `strict`, for an unknown option; otherwise an unknown option is
+    one of the other words.
     """
     given: dict[str, str] = {}
     rest: list[str] = []
@@ -137,7 +133,10 @@ def take_options(
         name, equals, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if not word.startswith("--") or name not in options or (name in switches and equals):
-            if strict and word.startswith("-"):
+            near = [option for option in options if option.replace("_", "") == name.replace("_", "")]
+            if word.startswith("-") and near:
+                raise ConfigError(f"unknown option {word}; did you mean --{near[0]}?")
+            if word.startswith("-") and strict:
                 raise ConfigError(f"unknown option {unknown(name, options)}\n{usage}")
             rest.append(word)
             continue
@@ -149,17 +148,30 @@ def take_options(
     return given, rest
 
 
+def number(name: str, text: str, kind: type[int] | type[float] = int, least: float = 1, most: float = math.inf) -> Any:
+    """Read the number that the option `name` has as its value. Raises ConfigError."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most or value == math.inf:
+        what = "a whole number" if kind is int else "a number"
+        limits = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise ConfigError(f"--{name} takes {what} {limits}, got {text!r}")
+    return value
+
+
 COMMANDS = {
     "init": ("init", "write the files of a new run for this cluster"),
     "train": ("train", "train a policy by PPO, GRPO or an algorithm of your own"),
-    "check": ("check", "look at everything that a run reads, and start nothing"),
-    "preflight": ("preflight", "look at the nodes that a run would start on"),
+    "check": ("check", "read everything that a run reads, and start nothing"),
+    "preflight": ("preflight", "examine the nodes that a run would start on"),
     "sft": ("train", "train a model on examples, the usual step before PPO"),
     "generate": ("generate", "answer the rows of a file with engines on every GPU"),
     "submit": ("train", "submit `train` as a Slurm job"),
     "status": ("status", "show the state of a job and how far its run is"),
-    "report": ("report", "write a page that shows a run, or several beside each other"),
-    "cancel": ("cancel", "end a run, at once or after it has saved"),
+    "report": ("runs", "write a page that shows a run, or compares several"),
+    "cancel": ("runs", "end a run, at once or after it has saved"),
     "plan": ("plan", "show which rank of which role goes on which node"),
     "check-parity": ("check_parity", "compare the log-probs of vLLM, transformers and the trainer on a model"),
     "migrate": ("init", "translate a command of OpenRLHF into a TOML file"),
@@ -168,26 +180,15 @@ COMMANDS = {
     "eval": ("generate", "evaluate a model on several data sets: pass@k, majority votes, intervals"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }
-"""Name -> (module of this room whose `COMMANDS` holds the command, summary)."""
+"""Name -> (module of this room whose `COMMANDS` has the command, summary)."""
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
-
-
-class CommandPage(Protocol):
-    """Run a command and explain it: implemented by `Command`, and by a module for each bench."""
-
-    def help_page(self) -> str:
-        """Return all of `slurm-rlhf <name> --help`."""
-
-    @property
-    def run(self) -> Callable[[list[str]], int]:
-        """Run it with the words after its name; returns the exit code."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 the run failed, 2 something the user can fix, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
-    # A script's `command &`, nohup and some batch systems start it with SIGINT ignored, and no Ctrl-C would end it.
+    # `command &` in a script, nohup and some batch systems start it with SIGINT ignored: Ctrl-C would not end it.
     if threading.current_thread() is threading.main_thread():
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -198,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """Return what `work` returns; exceptions become messages and exit codes, as `main` says."""
+    """Return what `work` returns. Exceptions become messages and exit codes, as `main` lists them."""
     try:
         code = work()
         sys.stdout.flush()
@@ -210,14 +211,13 @@ def guarded(work: Callable[[], int]) -> int:
         print("slurm-rlhf: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader left, as `| head` does; the interpreter's own flush at exit must not fail again.
+        # The reader has ended, as `| head` does; the interpreter's own flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        # A full disk or a missing permission; the logs of the run say what it stopped.
         place = Path(str(error.filename or "."))
-        told = files_exhausted() if error.errno in (errno.EMFILE, errno.ENFILE) else refusal(error, place)
-        text = f"{place}: {told}" if told else f"{error}{_origin(error)}"
+        why = files_exhausted() if error.errno in (errno.EMFILE, errno.ENFILE) else refusal(error, place)
+        text = f"{place}: {why}" if why else f"{error}{_origin(error)}"
         print(f"slurm-rlhf: error: {printable(text)}", file=sys.stderr)
         return 1
     except Exception as error:
@@ -225,7 +225,7 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def _origin(error: OSError) -> str:
-    """Say of an error that names no file which line met it, and what may have changed the call there."""
+    """If an error names no file, return the line that raised it, and a known cause of such an error."""
     if error.filename is not None:
         return ""
     line = traceback.extract_tb(error.__traceback__)[-1]
@@ -234,8 +234,8 @@ def _origin(error: OSError) -> str:
 
 
 def _unexpected(error: Exception) -> int:
-    if told := foreign_module(error, os.environ.get("PYTHONPATH", "")):
-        print(f"slurm-rlhf: error: {told}", file=sys.stderr)
+    if blamed := foreign_module(error, os.environ.get("PYTHONPATH", "")):
+        print(f"slurm-rlhf: error: {blamed}", file=sys.stderr)
         return ConfigError.exit_code
     text = "".join(traceback.format_exception(error))
     cause = system_cause(text) or "this is a bug in slurm_rlhf, not in your input"
@@ -244,7 +244,7 @@ def _unexpected(error: Exception) -> int:
 
 
 def foreign_module(error: Exception, python_path: str) -> str:
-    """Name the file on PYTHONPATH that could not be imported, or lacks what was wanted of it; "" if there is none."""
+    """Explain that a file on PYTHONPATH breaks an import, because it hides another module; "" if none does."""
     package = Path(__file__).resolve().parents[1]
     for file in _suspects(error):
         for entry in filter(None, python_path.split(os.pathsep)):
@@ -252,14 +252,14 @@ def foreign_module(error: Exception, python_path: str) -> str:
             if Path(entry).resolve() in parents and package not in parents:
                 return (
                     f"{file} is imported because PYTHONPATH has {entry}, and it does not work here: "
-                    f"{type(error).__name__}: {error}. Take {entry} out of PYTHONPATH (unset PYTHONPATH), or mend or "
-                    "rename the file"
+                    f"{type(error).__name__}: {error}. Take {entry} out of PYTHONPATH (unset PYTHONPATH), or repair "
+                    "or rename the file"
                 )
     return ""
 
 
 def _suspects(error: Exception) -> list[Path]:
-    """List the files whose import may have failed, the nearest to the failure first."""
+    """List the files whose import may have failed, the most likely first."""
     named: list[object] = []
     if isinstance(error, SyntaxError):
         named.append(error.filename)
@@ -274,7 +274,7 @@ def _suspects(error: Exception) -> list[Path]:
 
 
 def unknown(name: str, known: Collection[str]) -> str:
-    """Quote a name that is not `known`, and ask whether the one that is nearest to it was meant."""
+    """Quote a name that is not `known`, with the nearest known one as a question."""
     return f"{name!r}{meant(name, known)}"
 
 
@@ -293,19 +293,14 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if name not in COMMANDS:
         raise ConfigError(f"unknown command {unknown(name, COMMANDS)} (commands: {', '.join(COMMANDS)})")
-    command: CommandPage = importlib.import_module(f"slurm_rlhf.cli.{COMMANDS[name][0]}").COMMANDS[name]
+    command: Command = importlib.import_module(f"slurm_rlhf.cli.{COMMANDS[name][0]}").COMMANDS[name]
     # Each bench has its own help page.
     if rest[:1] in (["-h"], ["--help"]) or (name != "bench" and ("-h" in rest or "--help" in rest)):
         place = next(place for place, word in enumerate(rest) if word in ("-h", "--help"))
-        print(_help(command, [word.lstrip("-") for word in rest[place + 1 :]]), end="")
+        names = [word.lstrip("-") for word in rest[place + 1 :]]
+        print(command.help_on(names) if names and command.keys else command.help_page(), end="")
         return 0
     return command.run(rest)
-
-
-def _help(command: CommandPage, names: list[str]) -> str:
-    if names and isinstance(command, Command) and command.keys:
-        return command.help_on(names)
-    return command.help_page()
 
 
 def _overview() -> str:

@@ -1,4 +1,4 @@
-"""Start a run under MPI: what each of the N processes of `mpirun -np N slurm-rlhf train FILE.toml` does.
+"""Start a run under MPI, in each of the N processes of `mpirun -np N slurm-rlhf train FILE.toml`.
 
 Rank 0 starts `python -m slurm_rlhf.cli.mpi_start START SOCKET` as a child: the conductor.
 """
@@ -15,13 +15,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cli.examine import OFF, QUICK, local_question, show, tell
 from slurm_rlhf.cli.main import Arguments, guarded
-from slurm_rlhf.cli.placement_report import check_memory, print_resolved
-from slurm_rlhf.cluster.gpu_memory import memory_on
+from slurm_rlhf.cli.plan import check_memory, print_resolved
+from slurm_rlhf.cli.preflight import OFF, QUICK, local_question, show, tell
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import attach_line
-from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.resources import memory_on, node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
@@ -47,12 +46,12 @@ NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and
 
 
 def train(arguments: Arguments, start: Launched) -> int:
-    """Return the exit code of the run on rank 0, 0 on the others: the launcher's own. Raises SlurmRlhfError."""
+    """Train; return the exit code of the run on rank 0, and 0 on the other ranks. Raises SlurmRlhfError."""
     return _together(start, lambda world: _first(world, arguments, start))
 
 
 def preflight(arguments: Arguments, start: Launched) -> int:
-    """Look at the nodes and print what is found on rank 0; return the exit codes as `train`."""
+    """Examine the nodes, and print the report on rank 0; return the exit codes as `train`."""
     return _together(start, lambda world: _look(world, arguments, start))
 
 
@@ -69,7 +68,7 @@ def _together(start: Launched, first: Callable[[Communicator], int]) -> int:
 
 
 def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
-    """Run rank 0. Errors in the configuration are printed once, before any rank loads anything."""
+    """Run rank 0. It prints errors in the configuration once, before any rank loads a model."""
     processes = [_process(fields) for fields in world.gather(asdict(this_process()))]
     try:
         config = load_config(arguments.files, arguments.overrides)
@@ -192,7 +191,7 @@ def _own_equipment(gpus: bool) -> dict[str, Any]:
 
 
 def _agent(environment: Mapping[str, str]) -> list[str]:
-    """Run the agent of this node; return its output and its errors."""
+    """Run the agent of this node; return its output and errors."""
     done = _start(environment)
     return list(done.communicate())
 

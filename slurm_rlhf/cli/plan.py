@@ -1,33 +1,191 @@
-"""Run `slurm-rlhf plan`: show the rank map of a configuration, its memory, and what a weight transfer costs."""
+"""Run `slurm-rlhf plan`: show where ranks go, what memory they need, and what a weight transfer costs."""
 
 from __future__ import annotations
 
 import json
-import math
+import os
 import sys
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from slurm_rlhf.cli.main import Command, parse, take_options
-from slurm_rlhf.cli.placement_report import (
-    draw_layout,
-    draw_memory,
-    layout_on,
-    layout_somewhere,
-    memory_json,
-    require_fit,
-)
-from slurm_rlhf.cluster.gpu_memory import memory_of, memory_on
+from slurm_rlhf.cli.main import Command, number, parse, take_options
+from slurm_rlhf.cluster.resources import Memory, current_topology, memory_of, memory_on
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.config.check import check_colocation
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import stored_parameters
-from slurm_rlhf.config.roles import ROLES, has_engines
+from slurm_rlhf.config.roles import ROLES, ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, ModelError, shortened
-from slurm_rlhf.placement.rank_map import RankMap, draw
-from slurm_rlhf.placement.topology import GPU, numbered_names
+from slurm_rlhf.config.text import dump_toml
+from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
+from slurm_rlhf.placement.memory import Account, Row, gib, help_for
+from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
+from slurm_rlhf.placement.replacement import chosen
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 from slurm_rlhf.weights.routes import cost_of
 from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
+
+EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
+_WIDTH = 100
+_LARGEST = 3
+
+
+def layout_here(config: Config, environ: Mapping[str, str] = os.environ, nodes: Sequence[str] = ()) -> RankMap:
+    """Place the ranks of a run that starts now, on this machine or in its Slurm allocation.
+
+    `nodes`: use only these nodes of the allocation; empty: all but the last `cluster.spares`. Raises PlacementError if
+    roles do not fit.
+    """
+    colocate = colocations(config)
+    slurm = read_slurm(environ) if config.cluster.spares and not nodes else None
+    if slurm is not None:
+        nodes = chosen(slurm.job_nodes, (), (), config.cluster.spares)
+    return place(current_topology(config, colocate, environ, nodes), role_sizes(config), colocate)
+
+
+def layout_on(config: Config, names: Sequence[str], gpus: Sequence[int]) -> RankMap:
+    """Place the ranks on imagined nodes, with `gpus` on each. Raises PlacementError if roles do not fit."""
+    nodes = tuple(Node(name, count) for name, count in zip(names, gpus, strict=True))
+    return place(Topology(nodes), role_sizes(config), colocations(config))
+
+
+def layout_somewhere(config: Config, environ: Mapping[str, str] = os.environ) -> RankMap:
+    """Place the ranks as `layout_here`; outside an allocation, on example nodes if roles need several nodes."""
+    nodes = _example_nodes(config, environ)
+    if nodes == 0:
+        return layout_here(config, environ)
+    roles, colocate = role_sizes(config), colocations(config)
+    topology = Topology(tuple(Node(name, 0) for name in numbered_names(nodes)), CPU)
+    return place(process_slots(topology, roles, colocate), roles, colocate)
+
+
+def draw_layout(config: Config, environ: Mapping[str, str] = os.environ) -> str:
+    """Draw the rank map of `layout_somewhere` as a grid. Raises PlacementError if roles do not fit."""
+    drawn = draw(layout_somewhere(config, environ))
+    nodes = _example_nodes(config, environ)
+    return f"{EXAMPLE_NODES.format(nodes=nodes)}\n\n{drawn}" if nodes else drawn
+
+
+def _example_nodes(config: Config, environ: Mapping[str, str]) -> int:
+    """Return how many example nodes are needed; 0 if real nodes are used."""
+    nodes = max(size.num_nodes for size in role_sizes(config))
+    return nodes if nodes > 1 and read_slurm(environ) is None else 0
+
+
+def check_memory(config: Config, ranks: RankMap) -> None:
+    """Raise PlacementError if the run does not fit its GPUs; print a note if that cannot be estimated."""
+    if ranks.topology.accelerator != GPU:
+        return
+    memory = memory_on(config, ranks)
+    require_fit(config, memory)
+    if memory.account is None:
+        print(f"memory cannot be estimated: {memory.unknown}", flush=True)
+
+
+def print_resolved(config: Config, layout: str, memory: Memory, more: Iterable[str] = ()) -> None:
+    """Print what --dry_run shows: the configuration, and as comments the drawn `layout`, the memory, and `more`."""
+    text = "\n".join([layout, "", draw_memory(config, memory), "", *more])
+    print(f"{dump_toml(config)}\n{textwrap.indent(text, '# ', lambda line: True)}", flush=True)
+
+
+def draw_memory(config: Config, memory: Memory) -> str:
+    """Draw a row per role, at most 100 columns wide."""
+    if memory.account is None:
+        return textwrap.fill(f"memory: unknown: {memory.unknown}", _WIDTH, subsequent_indent="  ")
+    title = f"Memory of a GPU in GiB ({memory.size.name}: {memory.size.gib:.1f})"
+    rows = [("", "needed", "there", title)]
+    for row in memory.account.rows:
+        there = gib(row.there) if row.there else ""
+        mark = "" if row.fits else "DOES NOT FIT: "
+        parts = list(row.by_role.items()) if row.together else row.terms[:_LARGEST]
+        largest = ", ".join(f"{what} {gib(size)}" for what, size in parts if gib(size) != "0.0")
+        rows.append((row.name, gib(row.needed), there, mark + largest))
+    width = max(len(row[0]) for row in rows)
+    lines = []
+    for name, needed, there, what in rows:
+        head = f"{name:{width}}  {needed:>6}  {there:>6}  "
+        lines.append(textwrap.fill(what, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
+    notes = [_kv_line(config, memory.account), *(f"{note}." for note in memory.size.notes)]
+    return "\n".join([*lines, *(textwrap.fill(note, _WIDTH) for note in notes)])
+
+
+def _kv_line(config: Config, found: Account) -> str:
+    engine, wanted = found.engine, found.wanted
+    if engine is None:
+        return (
+            f"A rank of the actor samples {config.rollout.hf_at_once(on_gpus=True)} responses at a time, of up to "
+            f"data.max_len = {config.data.max_len} tokens (rollout.engine = hf)."
+        )
+    fewer = " (not all fit at once: sampling takes longer)" if engine.sequences < wanted else ""
+    return (
+        f"KV cache of an engine: {engine.blocks} blocks, {int(engine.sequences)} sequences of data.max_len = "
+        f"{config.data.max_len}; {wanted} are requested at once{fewer}."
+    )
+
+
+def memory_json(memory: Memory) -> dict[str, Any]:
+    """Return the estimate in bytes, ready for JSON."""
+    found = memory.account
+    if found is None:
+        return {"known": False, "why": memory.unknown}
+    return {
+        "known": True,
+        "gpu": memory.size.name,
+        "gpu_bytes": memory.size.memory,
+        "notes": list(memory.size.notes),
+        "fits": found.fits(),
+        "rows": [
+            {
+                "name": row.name.strip(),
+                "role": row.role,
+                "ranks": row.ranks,
+                "needed": row.needed,
+                "there": row.there or None,
+                "fits": row.fits,
+                "terms": dict(row.terms),
+            }
+            for row in found.rows
+        ],
+        "kv_cache": found.engine
+        and {
+            "block_bytes": found.engine.block,
+            "blocks": found.engine.blocks,
+            "sequences": found.engine.sequences,
+            "wanted": found.wanted,
+        },
+    }
+
+
+def require_fit(config: Config, memory: Memory) -> None:
+    """Raise PlacementError if the run does not fit: with the largest parts of each role, and keys that help."""
+    found = memory.account
+    if found is None or found.fits():
+        return
+    lines = [f"this run does not fit its GPUs, {memory.size.name} with {memory.size.gib:.1f} GiB:"]
+    for role in dict.fromkeys(row.role for row in found.rows):
+        if not found.fits(role):
+            worst = max((row for row in found.rows if row.role == role), key=lambda row: (not row.fits, row.needed))
+            keys = " or ".join(help_for(config, worst))
+            more = "use more GPUs, GPUs with more memory, or a smaller model"
+            advice = f"what helps: {keys}; else {more}" if keys else f"no key makes it fit: {more}"
+            lines += [_problem(worst, config, found), textwrap.indent(textwrap.fill(advice, _WIDTH - 4), "    ")]
+    raise PlacementError("\n".join(lines))
+
+
+def _problem(row: Row, config: Config, found: Account) -> str:
+    largest = ", ".join(f"{what} {gib(size)}" for what, size in row.terms[:_LARGEST])
+    if row.role == ROLLOUT and row.fits and found.engine is not None:
+        text = (
+            f"rollout: {gib(max(found.engine.kv, 0))} GiB are left for the KV cache, {found.engine.sequences:.2f} of a "
+            f"sequence of data.max_len = {config.data.max_len}; the rest goes to {largest}"
+        )
+    else:
+        where = row.role if row.name == row.role else f"{row.role}, {row.name.strip()}"
+        text = f"{where}: {gib(row.needed)} GiB are needed, most of them for {largest}"
+    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+
 
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
 _GIGABIT = 125_000_000  # bytes
@@ -42,14 +200,13 @@ FLAGS = {
 }
 NODE_OPTIONS = {
     "nodes": "plan for this many nodes",
-    "nodelist": "plan for these nodes, written as Slurm does: gpu[001-003,007]; they are put in the order that Slurm "
-    "gives a job's nodes",
-    "gpus_per_node": "GPUs of each of these nodes: 8; or of one after the other, in Slurm's order: 6,6,4,4,4; or by "
-    "name: fat-[1-2]:6,r01c[01-03]:4",
+    "nodelist": "plan for these nodes, in Slurm's notation: gpu[001-003,007]; they are sorted as Slurm sorts nodes",
+    "gpus_per_node": "GPUs of every node: 8; or node by node, in Slurm's order: 6,6,4,4,4; or by name: "
+    "fat-[1-2]:6,r01c[01-03]:4",
 }
 GPU_OPTIONS = {
-    "gpu": "kind of the GPUs, as train.gpu: h100, a100_40gb, h200, ...",
-    "gpu_memory_gb": "memory of a GPU as it is sold, as train.gpu_memory_gb",
+    "gpu": "kind of the GPUs, the same as train.gpu: h100, a100_40gb, h200, ...",
+    "gpu_memory_gb": "memory of a GPU as it is sold, the same as train.gpu_memory_gb",
 }
 RATES = {
     "network_gbits": f"Gbit/s of a node's links in each direction, to predict the seconds [{NETWORK_GBITS:g}]",
@@ -77,7 +234,10 @@ def run(words: list[str]) -> int:
     config = load_config(arguments.files, arguments.overrides)
     check_colocation(config)
     defaults = dict(zip(RATES, (NETWORK_GBITS, INSIDE_GBITS), strict=True))
-    rates = {name: _rate(name, options.pop(name, str(default))) for name, default in defaults.items()}
+    rates = {
+        name: float(number(name, options.pop(name, str(default)), float, least=1e-3))
+        for name, default in defaults.items()
+    }
     wanted = wanted_nodes(options)
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
     memory = memory_of(config, None) if wanted else memory_on(config, ranks)
@@ -96,48 +256,28 @@ def run(words: list[str]) -> int:
 
 
 def wanted_nodes(options: dict[str, str]) -> tuple[list[str], tuple[int, ...]] | None:
-    """Return names and GPUs of the nodes that the options ask for; None if there are no options. Raises ConfigError."""
+    """Return names and GPUs of the nodes that the options describe; None without options. Raises ConfigError."""
     if not options:
         return None
     if "gpus_per_node" not in options or ("nodes" in options) == ("nodelist" in options):
-        raise ConfigError(f"--gpus_per_node goes with --nodes or --nodelist: give it and one of these\n{USAGE}")
+        raise ConfigError(f"--gpus_per_node goes with --nodes or --nodelist: give it and one of these two\n{USAGE}")
     listed = slurm_order(dict.fromkeys(expand(options["nodelist"]))) if "nodelist" in options else []
-    names = listed or numbered_names(_count("nodes", options))
+    names = listed or numbered_names(number("nodes", options["nodes"]))
     text = options["gpus_per_node"]
     try:
         gpus = gpus_of_nodes(text, names)
         if min(gpus) < 1:
-            raise ValueError("a node without GPUs cannot be planned for")
+            raise ValueError("every node needs a GPU")
     except ValueError as error:
         raise ConfigError(
-            f"--gpus_per_node takes the GPUs of every node (8), of one after the other (6,6,4,4,4) or by name "
+            f"--gpus_per_node takes the GPUs of every node (8), node by node (6,6,4,4,4) or by name "
             f"(fat-[1-2]:6,r01c[01-03]:4), got {text!r} for {shortened(names)}: {error}"
         ) from None
     return names, gpus
 
 
-def _count(name: str, options: dict[str, str]) -> int:
-    text = options[name]
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--{name} takes a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _rate(name: str, text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"--{name} takes a rate in Gbit/s above 0, got {text!r}")
-    return rate
-
-
 def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
-    """Plan the transfer of the actor's model over `ranks`.
-
-    None where there are no engines, or the model's files do not tell its shapes.
-    """
+    """Plan the transfer of the actor's model over `ranks`; None without engines, or if its shapes are not known."""
     if not has_engines(config):
         return None
     try:
@@ -152,7 +292,7 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
 
 
 def transfer_json(plan: SyncPlan, rates: dict[str, float]) -> dict[str, Any]:
-    """Return the bytes per rank and link of one update, and the predicted seconds, ready for JSON."""
+    """Return the bytes of one update per rank and link, and the predicted seconds, ready for JSON."""
     found = cost_of(plan)
     actors = len(plan.layout.actors)
     engines = range(actors, plan.layout.world)
@@ -185,7 +325,7 @@ def draw_transfer(plan: SyncPlan, rates: dict[str, float]) -> str:
         f"between nodes and {inside:g} Gbit/s inside",
         f"  an actor rank sends {_range([found.sent.get(rank, 0) for rank in actors])}",
         f"  an engine rank receives {_size(found.payload)} "
-        f"and hands on {_range([found.sent.get(rank, 0) for rank in engines])}",
+        f"and forwards {_range([found.sent.get(rank, 0) for rank in engines])}",
     ]
     for node in _nodes(plan)[:8]:
         lines.append(f"  {node}: {_size(found.out.get(node, 0))} out, {_size(found.into.get(node, 0))} in")
@@ -214,10 +354,10 @@ COMMANDS = {
     "plan": Command(
         USAGE,
         "Shows which rank of which role goes on which accelerator slot of which node, and starts nothing. The nodes "
-        "are those of the Slurm allocation it runs in, those that the options name, or as many as the configuration "
-        "asks for. If the model has a config.json and the kind of GPU is known, it adds the memory that each role "
-        "needs, and fails if that does not fit. If the model has weights, it adds the bytes that a weight transfer "
-        "sends over each link, and how long that takes. The keys below decide.",
+        "are those of the Slurm allocation it runs in, those that the options describe, or as many as the "
+        "configuration asks for. If the model has a config.json and the kind of GPU is known, it adds the memory that "
+        "each role needs, and fails if it does not fit. If the model has weights, it adds the bytes that a weight "
+        "transfer sends over each link, and how long that takes. It uses the keys below.",
         run,
         FLAGS | NODE_OPTIONS | GPU_OPTIONS | RATES,
         KEYS,

@@ -1,24 +1,141 @@
-"""Run `slurm-rlhf preflight FILE.toml`: look at the nodes a run would start on. `train` does the same by itself."""
+"""Examine the nodes of a run: for `slurm-rlhf preflight FILE.toml`, and before `slurm-rlhf train` starts."""
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import fields
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 
-from slurm_rlhf.cli.examine import examine, show
 from slurm_rlhf.cli.main import Command, parse
-from slurm_rlhf.cli.placement_report import layout_here
+from slurm_rlhf.cli.plan import layout_here
+from slurm_rlhf.cluster.network import LOOPBACK, address_among
+from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import printable
+from slurm_rlhf.nodes.examination import Answer, Examination, Question, look_here
 from slurm_rlhf.nodes.mpi.assignment import launched
+from slurm_rlhf.nodes.needs import Needs, needs_of
+from slurm_rlhf.nodes.node_look import versions
+from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
+from slurm_rlhf.nodes.srun import HOST, container_of
+from slurm_rlhf.nodes.starters import by_srun, here
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.run_directory import run_directory_kept
+
+EXIT_CODES = {OK: 0, WARNING: 3, FAILED: 2}
+QUICK, OFF = "quick", "off"
+
+
+def show(report: Report, as_json: bool) -> int:
+    """Print a report, and return the exit code of its verdict."""
+    print(json.dumps(report.to_json()) if as_json else printable(draw(report)), flush=True)
+    return EXIT_CODES[report.verdict]
+
+
+def before_run(config: Config, ranks: RankMap) -> tuple[RankMap, dict[str, str]]:
+    """Examine the nodes before a run, and return the rank map to use and the bad nodes with their problems.
+
+    The rank map differs from `ranks` if spares replace bad nodes. Raises PlacementError if the run cannot start.
+    """
+    if config.preflight == OFF:
+        return ranks, {}
+    answer = examine(config, ranks)
+    tell(answer.report)
+    return answer.ranks, answer.report.unfit()
+
+
+def tell(report: Report) -> None:
+    """Print the warnings of a report. Raises PlacementError if the run cannot start."""
+    report.require()
+    for note in report.notes():
+        print(printable(note), flush=True)
+    if len(report.nodes) > 1:
+        count, nodes = len(report.checks), len(report.nodes)
+        print(f"preflight: {count} checks of {nodes} nodes in {report.seconds:.1f} s", flush=True)
+
+
+def examine(config: Config, ranks: RankMap, full: bool = False) -> Answer:
+    """Examine the nodes of the allocation, or this machine. `full`: also links and groups, whatever `preflight` is.
+
+    Blocks for at most `timeout.preflight` and a few seconds. Raises RunError, and DiskError for a run directory that
+    cannot be written.
+    """
+    with run_directory_kept(Path(config.run_dir)):
+        slurm = read_slurm(os.environ)
+        if slurm is not None:
+            return _examine_allocation(config, ranks, slurm, full)
+        asked = local_question(config, ranks)
+        return Examination(asked, here()).run() if full else Answer(look_here(asked, os.environ), ranks)
+
+
+def _examine_allocation(config: Config, ranks: RankMap, slurm: SlurmEnvironment, full: bool) -> Answer:
+    spares = config.cluster.spares
+    nodes: Sequence[str] = slurm.job_nodes if spares else ranks.used_nodes
+    needs = _for_spares(_needs(config, ranks, slurm, "ask for them with sbatch --gpus-per-node"), nodes)
+    asked = replace(
+        question(config, ranks, needs, nodes, slurm),
+        place=lambda names: layout_here(config, nodes=names),
+        spares=spares,
+        thorough=full,
+        measure=full or (config.preflight != QUICK and len(nodes) > 1),
+    )
+    known = layout_here(config, nodes=slurm.job_nodes).topology if needs.wanted.slots else None
+    gpus = [known.node(node).gpus for node in nodes] if known else ()
+    return Examination(asked, by_srun(asked.nodes, container_of(config), gpus)).run()
+
+
+def question(
+    config: Config, ranks: RankMap, needs: Needs, nodes: Sequence[str], slurm: SlurmEnvironment | None = None
+) -> Question:
+    """Say what is asked of `nodes`, which are nodes of the job or, without a job, this machine."""
+    container, own = container_of(config), node_name()
+    return Question(
+        nodes=tuple(nodes),
+        here=own,
+        address=LOOPBACK if slurm is None else address_among(nodes, own),
+        needs=needs,
+        versions=versions(),
+        ranks=ranks,
+        place=lambda names: ranks,
+        inside=slurm is not None and container != HOST,
+        job="" if slurm is None else str(slurm.job_id),
+        started=sys.executable if slurm is None else " ".join(container.command("...", gpus=False)[:-2]),
+        limit_s=config.timeout.preflight,
+    )
+
+
+def local_question(
+    config: Config, ranks: RankMap, granted_by: str = "start it where nvidia-smi shows GPUs"
+) -> Question:
+    """Say what is asked of this machine alone."""
+    return question(config, ranks, _needs(config, ranks, None, granted_by), [ranks.topology.nodes[0].name])
+
+
+def _needs(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, granted_by: str) -> Needs:
+    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    return needs_of(config, ranks, slurm, granted_by)
+
+
+def _for_spares(needs: Needs, nodes: Sequence[str]) -> Needs:
+    """Require of spare nodes what the others need: they may have to replace them."""
+    slots = needs.wanted.slots
+    if not slots:
+        return needs
+    return replace(needs, wanted=replace(needs.wanted, slots={**dict.fromkeys(nodes, max(slots.values())), **slots}))
+
 
 USAGE = "usage: slurm-rlhf preflight FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]"
 FLAGS = {"json": "print one object instead of a table"}
 
 
 def run(words: list[str]) -> int:
-    """Look at the nodes and print what is found. Raises UserError for a configuration that cannot run anywhere."""
+    """Examine the nodes and print the report. Raises UserError for a configuration that cannot run anywhere."""
     arguments = parse(words, USAGE, FLAGS)
     start = launched(os.environ)
     if start is not None:
@@ -33,10 +150,10 @@ def run(words: list[str]) -> int:
 COMMANDS = {
     "preflight": Command(
         USAGE,
-        "Looks at the nodes of the allocation, or at this machine, as a run would use them, in a minute at most and "
+        "Examines the nodes of the allocation, or this machine, as a run would use them, in a minute at most and "
         "without loading a model: names, networks, clocks, packages, directories, disk space, /dev/shm, limits, GPUs, "
-        "the links between nodes, and every process group of the run. Names the node or pair that is bad, and "
-        "what to do about it. Exit code 0: all is well; 3: warnings; 2: a run would not start.",
+        "the links between nodes, and every process group of the run. Names each node or pair of nodes that is bad, "
+        "and what to do about it. Exit code 0: all is well; 3: warnings; 2: a run would not start.",
         run,
         FLAGS,
         keys=[field.name for field in fields(Config) if field.name != "sft"],

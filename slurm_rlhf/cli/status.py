@@ -1,158 +1,100 @@
-"""Run `slurm-rlhf status RUN`: find a run, show its job, progress and last lines of what failed.
-
-RUN is a run directory or the number of a job, here and in `cancel`.
-"""
+"""Run `slurm-rlhf status RUN`: show its job, its progress and what failed, once or (`--watch`) until it is over."""
 
 from __future__ import annotations
 
-import fcntl
+import math
 import re
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from slurm_rlhf.cli.main import Command
-from slurm_rlhf.cli.watch import INTERVAL_S, extra_lines, repeated, rows_of, show
-from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, SESSION_FILE, Session, attach_line, read_session
-from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, place_in_queue, reason_words, state_words
-from slurm_rlhf.errors import ConfigError, RunError, printable, shortened
+from slurm_rlhf.cli.main import Command, take_options
+from slurm_rlhf.cli.runs import Found, find
+from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, attach_line
+from slurm_rlhf.cluster.slurm_job import OVER, Job, place_in_queue, reason_words, state_words
+from slurm_rlhf.errors import ConfigError, printable, shortened
 from slurm_rlhf.nodes.orphan import last_words
-from slurm_rlhf.observe.events import engines_lost, read_events
 from slurm_rlhf.observe.log_tail import ends_in_error, tail
 from slurm_rlhf.observe.progress import duration
+from slurm_rlhf.observe.run_log import engines_lost, read_events
 from slurm_rlhf.observe.run_status import RunStatus, read_run_status
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 
-_JOB = re.compile(r"\d+(_\d+)?")
+USAGE = "usage: slurm-rlhf status RUN [--watch]"
+OPTIONS = {"watch": "show it until the run is over, with the rewards as a curve, phases and engines; Ctrl-C ends it"}
+INTERVAL_S = 2.0
+PHASES = ("rollout", "reward", "forward", "update", "sync", "checkpoint", "eval")
+"""Phases of a step, in their order: `time/<phase>` in metrics.jsonl."""
+_NAME = 12  # columns of a row's name
+_LINES = 12  # lines of a log
+_CURVE = 60  # columns of a curve
+_ENGINE = re.compile(r"perf/engine/(\d+)/tokens_per_s")
 _RANK_LOG = re.compile(r"(?!conductor\.)[a-z]+\.(?P<node>.+)\.\d+\.log")
 _LEFT = re.compile(rf"^{CONDUCTOR_GONE}: |: the conductor at \S+ is lost: ")
-"""In the last line of a rank that has left: its I/O thread ends it, or its main thread sees it first."""
+"""Last line of a rank that ended because it lost the conductor: written by its I/O thread, or by its main thread."""
 _LEFT_LINES = 80
-"""Of a rank's log: a traceback of a step is longer than what is shown."""
-_ANNOUNCED = re.compile(r"run directory (/.*?)(?:, \d+ steps|;|$)", re.MULTILINE)
-_READ = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Describe a run: its directory and its session if they are known, and its job if slurmctld knows one."""
-
-    directory: Path | None
-    session: Session | None
-    job: Job | None
-    job_id: str  # empty outside Slurm
-    others: tuple[Job, ...] = ()  # tasks of the same array
-    unasked: str = ""  # why slurmctld could not be asked
-
-    @property
-    def alive(self) -> bool:
-        """Tell whether a conductor holds the lock of the directory."""
-        return self.directory is not None and _locked(self.directory / ".control" / "lock")
-
-
-def find(word: str) -> Found:
-    """Find the run that `word` names, with at most one call of `scontrol`.
-
-    Raises ConfigError when it names none, RunError if slurmctld does not answer about a job.
-    """
-    if _JOB.fullmatch(word) and not Path(word).exists():
-        return _by_job(word)
-    directory = Path(word).expanduser().absolute()
-    session = read_session(directory)
-    if session is None and not (directory / "config.toml").exists():
-        raise ConfigError(
-            f"{word} is neither the number of a job nor the directory of a run (there is no {word}/{SESSION_FILE}): "
-            "give the run_dir of the configuration, or the number that squeue --me shows"
-        )
-    number = (session.task or session.job_id) if session else ""
-    try:
-        jobs = ask_jobs(number, timeouts.SLURM_STATUS_S) if number else []
-    except RunError as error:
-        return Found(directory, session, None, number, unasked=str(error))
-    return Found(directory, session, _current(jobs, number), number)
-
-
-def _by_job(word: str) -> Found:
-    jobs = ask_jobs(word)
-    if not jobs:
-        raise ConfigError(
-            f"slurmctld knows no job {word}: it forgets a job some minutes after its end (MinJobAge). Give the run "
-            "directory instead: its files stay"
-        )
-    job = _current(jobs, word)
-    assert job is not None
-    directory = _announced_directory(job)
-    session = read_session(directory) if directory else None
-    return Found(directory, session, job, job.number, tuple(other for other in jobs if other is not job))
-
-
-def _current(jobs: list[Job], number: str) -> Job | None:
-    """Choose the job itself; of an array the task that runs, else the first one."""
-    named = [job for job in jobs if number in (job.number, job.id)]
-    running = [job for job in jobs if job.state == "RUNNING"]
-    array = [job for job in named if not job.id.startswith(f"{number}_")]
-    return next(iter([*array, *running, *jobs]), None)
-
-
-def _announced_directory(job: Job) -> Path | None:
-    """Find the run directory, which the run prints into the output of the job when it starts."""
-    try:
-        with open(job.output, encoding="utf-8", errors="replace") as file:
-            found = _ANNOUNCED.findall(file.read(_READ))
-    except OSError:
-        return None
-    return Path(found[-1]) if found else None
-
-
-def _locked(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-USAGE = "usage: slurm-rlhf status RUN [--watch]"
-WIDTH = 12
-LINES = 12
+"""Lines of a rank's log: enough for the traceback of a step."""
 
 
 def run(words: list[str]) -> int:
-    """Print the status. Raises ConfigError when RUN names no run, RunError if slurmctld does not answer."""
-    named = [word for word in words if word != "--watch"]
-    if len(named) != 1 or named[0].startswith("-"):
+    """Print the status. Raises ConfigError if RUN names no run, RunError if slurmctld does not answer."""
+    given, names = take_options(words, OPTIONS, USAGE, OPTIONS)
+    if len(names) != 1:
         raise ConfigError(f"status takes one run directory or job number\n{USAGE}")
-    if len(named) < len(words):
-        show(repeated(lambda: watched(named[0]), INTERVAL_S))
-        return 0
-    found = find(named[0])
-    run_status = _status_of(found)
-    lines = [*job_lines(found), *run_lines(found, run_status, time.time()), *failure_lines(found, run_status)]
-    print(printable("\n".join(lines)))
+    if given:
+        show(watched(names[0]))
+    else:
+        print(printable("\n".join(status_of(names[0])[0])))
     return 0
 
 
-def watched(word: str) -> tuple[list[str], bool]:
-    """Return the status with the curves of the run, and whether the run is over."""
+def watched(word: str) -> Iterator[list[str]]:
+    """Yield the status with curves every `INTERVAL_S`, until the run is over."""
+    while True:
+        lines, over = status_of(word, curves=True)
+        yield lines
+        if over:
+            return
+        time.sleep(INTERVAL_S)
+
+
+def show(frames: Iterator[list[str]]) -> None:
+    """Show each frame in place of the last one on a terminal; elsewhere print each frame that differs."""
+    if not sys.stdout.isatty():
+        before: list[str] = []
+        for frame in frames:
+            if frame != before:
+                print(printable("\n".join(frame)), end="\n\n", flush=True)
+            before = frame
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text(""), auto_refresh=False, transient=False) as live:
+        for frame in frames:
+            live.update(Text(printable("\n".join(frame)), no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+def status_of(word: str, curves: bool = False) -> tuple[list[str], bool]:
+    """Return the lines that describe a run, and whether it is over."""
     found = find(word)
-    run_status = _status_of(found)
-    more = extra_lines(rows_of(found.directory), _row) if found.directory else []
-    shown = [*job_lines(found), *run_lines(found, run_status, time.time()), *more, *failure_lines(found, run_status)]
-    over = run_status is not None and (run_status.status not in ("", "running") or _cut_off(found, run_status))
-    return shown, over
-
-
-def _status_of(found: Found) -> RunStatus | None:
     if found.directory is None:
-        return None
-    return read_run_status(found.directory / "metrics.jsonl", found.directory / "summary.json")
+        return [
+            *job_lines(found),
+            _row("run", "its directory is not known yet: the job prints it when it starts"),
+        ], False
+    directory = RunDirectory(found.directory)
+    status = read_run_status(directory.metrics, directory.summary)
+    cut_off = _cut_off(found, status)
+    lines = [*job_lines(found), *run_lines(found, directory, status, cut_off)]
+    lines += [*(curve_lines(status.rows) if curves else ()), *failure_lines(found, directory, status, cut_off)]
+    return lines, cut_off or status.status not in ("", "running")
 
 
 def job_lines(found: Found) -> list[str]:
@@ -161,29 +103,23 @@ def job_lines(found: Found) -> list[str]:
     if found.unasked:
         return [_row("job", f"{found.job_id}: {found.unasked}")]
     if job is None:
-        if not found.job_id:
-            where = f" on {found.session.host}, process {found.session.pid}" if found.session else ""
-            return [_row("job", f"none: started without Slurm{where}")]
-        return [_row("job", f"{found.job_id}: slurmctld has forgotten it (MinJobAge), so it is over")]
+        if found.job_id:
+            return [_row("job", f"{found.job_id}: slurmctld has forgotten it (MinJobAge), so it is over")]
+        where = f" on {found.session.host}, process {found.session.pid}" if found.session else ""
+        return [_row("job", f"none: started without Slurm{where}")]
     what, todo = state_words(job.state)
     where = f" on {job.nodes}" if job.nodes not in ("", "(null)") else ""
     lines = [_row("job", f"{job.id}{where}: {job.state}: it {what}{_exit(job)}")]
-    if job.state == "PENDING" and (why := reason_words(job.reason)):
-        lines.append(_row("", why))
     if job.state == "PENDING":
-        lines += queue_lines(job, place_in_queue(job, timeouts.SLURM_STATUS_S))
+        lines += [*([_row("", why)] if (why := reason_words(job.reason)) else ()), *queue_lines(job)]
     if job.restarts not in ("", "0"):
         lines.append(_row("", f"requeued {job.restarts} times"))
-    if todo:
-        lines.append(_row("", todo))
+    lines += [_row("", todo)] if todo else []
     if job.is_headless:
-        gone = f"its first node {job.batch_host} is gone, and with it the conductor: nobody leads the run any more."
         lines += [
-            _row("", gone),
-            _row(
-                "", "Another node on which an engine was ends this, within a minute: it requeues the job, which goes on"
-            ),
-            _row("", f"from the newest checkpoint, if any. Where no node does that: scontrol requeue {job.id}"),
+            _row("", f"its first node {job.batch_host} is gone, and with it the conductor: no process leads the run."),
+            _row("", "Another node that had an engine requeues the job within a minute, and the run goes on from its"),
+            _row("", f"newest checkpoint. If no node does that: scontrol requeue {job.id}"),
         ]
     elif found.directory is not None and (ended := last_words(found.directory, job)):
         lines.append(_row("", ended))
@@ -195,10 +131,10 @@ def job_lines(found: Found) -> list[str]:
     return lines
 
 
-def queue_lines(job: Job, place: tuple[int, int] | None) -> list[str]:
-    """Say how long a job may wait; `place` is its own in the queue of its partition, and how many wait there."""
+def queue_lines(job: Job) -> list[str]:
+    """Say where a job is in the queue of its partition, and when Slurm expects to start it, if Slurm tells that."""
     lines = []
-    if place is not None:
+    if place := place_in_queue(job, timeouts.SLURM_STATUS_S):
         lines.append(_row("queue", f"{place[0]} of {place[1]} that wait in {job.partition}, by priority"))
     with suppress(ValueError):  # Unknown
         start = datetime.fromisoformat(job.start_time)
@@ -206,83 +142,79 @@ def queue_lines(job: Job, place: tuple[int, int] | None) -> list[str]:
     return lines
 
 
-def run_lines(found: Found, run_status: RunStatus | None, now: float) -> list[str]:
+def run_lines(found: Found, directory: RunDirectory, status: RunStatus, cut_off: bool) -> list[str]:
     """Describe the run: step, reward, pace, end."""
-    if run_status is None:
-        return [_row("run", "its directory is not known yet: the job prints it when it starts")]
-    lines = [_row("run", f"{found.directory}{': ' + said if (said := _state(found, run_status)) else ''}")]
-    if not run_status.total:
+    state = _state(found, directory, status, cut_off)
+    lines = [_row("run", f"{directory.root}{f': {state}' if state else ''}")]
+    if not status.total:
         return lines
-    reward = "" if run_status.reward is None else f", reward {run_status.reward:.4g}"
-    lines.append(_row("step", f"{run_status.step}/{run_status.total}{reward}"))
-    lines += [_row("restart", f"{number} in place: {why}") for number, why in enumerate(run_status.restarts, 1)]
-    running = run_status.status == "running" and not _cut_off(found, run_status)
-    if running and run_status.starting:  # the pace is that of an earlier start
-        return [*lines, _row("starting", f"{run_status.starting} ({duration(run_status.starting_s)} ago)")]
-    if run_status.step_s is not None and run_status.age_s is not None:
-        pace = f"{run_status.step_s:.3g} s" if run_status.step_s < 60 else duration(run_status.step_s)
-        lines.append(_row("pace", f"{pace} a step, the last one {duration(run_status.age_s)} ago"))
-    if running and found.directory is not None:
-        lost = engines_lost(read_events(RunDirectory(found.directory).events))
-        lines += [_row("engines", text.splitlines()[0]) for text in lost.values()]
-    if running and run_status.left_s is not None:
-        end = datetime.fromtimestamp(now + run_status.left_s)
-        lines.append(_row("left", f"{duration(run_status.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
+    reward = "" if status.reward is None else f", reward {status.reward:.4g}"
+    lines.append(_row("step", f"{status.step}/{status.total}{reward}"))
+    lines += [_row("restart", f"{number} in place: {why}") for number, why in enumerate(status.restarts, 1)]
+    running = status.status == "running" and not cut_off
+    if running and status.starting:  # the pace is that of an earlier start
+        return [*lines, _row("starting", f"{status.starting} ({duration(status.starting_s)} ago)")]
+    if status.step_s is not None and status.age_s is not None:
+        pace = f"{status.step_s:.3g} s" if status.step_s < 60 else duration(status.step_s)
+        lines.append(_row("pace", f"{pace} a step, the last one {duration(status.age_s)} ago"))
+    if running:
+        lines += [
+            _row("engines", text.splitlines()[0]) for text in engines_lost(read_events(directory.events)).values()
+        ]
+    if running and status.left_s is not None:
+        end = datetime.fromtimestamp(time.time() + status.left_s)
+        lines.append(_row("left", f"{duration(status.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
     return lines
 
 
-def failure_lines(found: Found, run_status: RunStatus | None) -> list[str]:
+def failure_lines(found: Found, directory: RunDirectory, status: RunStatus, cut_off: bool) -> list[str]:
     """Show the error, or the last lines of the logs if the run could not write one."""
-    if run_status is None or found.directory is None:
+    if status.status == "failed":
+        return ["", f"error: {status.error}"]
+    if not cut_off:
         return []
-    if run_status.status == "failed":
-        return ["", f"error: {run_status.error}"]
-    if not _cut_off(found, run_status):
-        return []
-    logs = [path for path in (found.directory / "logs").glob("*.log") if path.stat().st_size]
+    logs = [path for path in directory.logs.glob("*.log") if path.stat().st_size]
     if found.job and found.job.output and Path(found.job.output).exists():
         logs.append(Path(found.job.output))
     newest = sorted(logs, key=lambda path: path.stat().st_mtime)[-2:]
     return [
         line
         for log in newest
-        for line in ("", f"the last lines of {log}:", *(f"    {text}" for text in tail(log, LINES)))
+        for line in ("", f"the last lines of {log}:", *(f"    {text}" for text in tail(log, _LINES)))
     ]
 
 
-def _state(found: Found, run_status: RunStatus) -> str:
-    if _cut_off(found, run_status):
+def _state(found: Found, directory: RunDirectory, status: RunStatus, cut_off: bool) -> str:
+    if cut_off:
         return "it was cut off in the middle and could not say why; checkpoints are intact"
-    if run_status.status == "running" and (nodes := _deserted(found)):
+    if status.status == "running" and (nodes := _deserted(found, directory)):
         return (
-            f"the conductor is gone, say its ranks on {shortened(nodes)}, and have left; checkpoints are intact. When "
-            "Slurm finds the node down (SlurmdTimeout), it ends the job or requeues it; with --no-kill one of those "
-            "nodes does"
+            f"the conductor is gone: its ranks on {shortened(nodes)} say so, and have ended; checkpoints are intact. "
+            "When Slurm finds the node down (SlurmdTimeout), it ends the job or requeues it; with --no-kill one of the "
+            "other nodes does"
         )
-    return run_status.status
+    return status.status
 
 
-def _deserted(found: Found) -> list[str]:
-    """List the nodes whose ranks have left because they heard nothing of the conductor; empty where one runs on."""
-    directory, session, nodes = found.directory, found.session, set()
-    if directory is None or session is None or (found.job is not None and found.job.state != "RUNNING"):
+def _deserted(found: Found, directory: RunDirectory) -> list[str]:
+    """List the nodes whose ranks have ended because they lost the conductor; empty if a rank still runs."""
+    session, nodes = found.session, set()
+    if session is None or (found.job is not None and found.job.state != "RUNNING"):
         return []
-    for log in (directory / "logs").glob("*.log"):
+    for log in directory.logs.glob("*.log"):
         rank = _RANK_LOG.fullmatch(log.name)
         if rank and rank["node"] != session.first_node and log.stat().st_mtime > session.began:
             last = tail(log, _LEFT_LINES)
             if _LEFT.search(last[-1]):
                 nodes.add(rank["node"])
-            elif not ends_in_error(last):  # a collective failed whose rank had left, before the cause was known
+            elif not ends_in_error(last):  # an error: a collective with a rank that had ended before
                 return []
     return sorted(nodes)
 
 
-def _cut_off(found: Found, run_status: RunStatus) -> bool:
+def _cut_off(found: Found, status: RunStatus) -> bool:
     """Tell whether summary.json says that the run goes on although its process is gone."""
-    if run_status.status != "running":
-        return False
-    if found.unasked:
+    if status.status != "running" or found.unasked:
         return False
     if found.job_id:
         return found.job is None or bool(OVER & set(found.job.state.split(",")))
@@ -297,15 +229,77 @@ def _exit(job: Job) -> str:
 
 
 def _too_late(job: Job | None, end: datetime) -> str:
-    try:
-        over = datetime.fromisoformat(job.end_time) if job else None
-    except ValueError:
-        return ""  # Unknown: no time limit
-    return f"; its allocation ends before, {over:%a %H:%M}" if over is not None and over < end else ""
+    with suppress(ValueError):  # Unknown: no time limit
+        if job is not None and (over := datetime.fromisoformat(job.end_time)) < end:
+            return f"; its allocation ends before, {over:%a %H:%M}"
+    return ""
 
 
 def _row(name: str, text: str) -> str:
-    return f"{name:{WIDTH}}{text}"
+    return f"{name:{_NAME}}{text}"
+
+
+def curve_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Describe the steps so far: rewards as curves, the last step's phases and engines."""
+    if not rows:
+        return []
+    last, lines = rows[-1], []
+    for name in ("reward", "eval", "accuracy"):
+        if values := [row[name] for row in rows if row.get(name) is not None]:
+            text = sparkline(values, _CURVE)
+            lines.append(_row(name, f"{text}  {values[0]:.4g} to {values[-1]:.4g} in {len(values)} steps"))
+    if parts := {name: last[f"time/{name}"] for name in PHASES if last.get(f"time/{name}")}:
+        seconds = ", ".join(f"{name} {value:.3g} s" for name, value in parts.items())
+        lines += [_row("last step", bar(parts, _CURVE)), _row("", seconds)]
+    speeds = {int(found[1]): value for name, value in last.items() if (found := _ENGINE.fullmatch(name)) and value}
+    if speeds:
+        text, slowest = f"{sum(speeds.values()):.0f} tokens/s", min(speeds, key=lambda engine: speeds[engine])
+        if len(speeds) > 1:
+            text = f"{sparkline([speeds[engine] for engine in sorted(speeds)], _CURVE)}  {text}"
+            text += f", the slowest is engine {slowest} with {speeds[slowest]:.0f}"
+        lines.append(_row("engines", text))
+    return lines
+
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """Draw values as at most `width` blocks of different heights; a value that is not a finite number is a space.
+
+    If there are more values than blocks, a block is the mean of its neighbours.
+    """
+    numbers = [value if value is not None and math.isfinite(value) else None for value in values]
+    count = min(width, len(numbers))
+    shares = [numbers[place * len(numbers) // count : (place + 1) * len(numbers) // count] for place in range(count)]
+    means = [_mean([value for value in share if value is not None]) for share in shares]
+    known = [mean for mean in means if mean is not None]
+    if not known:
+        return ""
+    low, spread = min(known), max(known) - min(known)
+    return "".join(" " if mean is None else _BLOCKS[_level(mean, low, spread)] for mean in means)
+
+
+def bar(parts: Mapping[str, float], width: int) -> str:
+    """Draw positive numbers as runs of their first letter, `width` characters in all: `rrrrrruuuus`."""
+    total = sum(parts.values())
+    if not total > 0:
+        return ""
+    exact = {name: value / total * width for name, value in parts.items()}
+    whole = {name: int(length) for name, length in exact.items()}
+    # Rounding down leaves characters over: the parts that lost most get them.
+    by_loss = sorted(exact, key=lambda name: exact[name] - whole[name], reverse=True)
+    for name in by_loss[: width - sum(whole.values())]:
+        whole[name] += 1
+    return "".join(name[0] * length for name, length in whole.items())
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _level(value: float, low: float, spread: float) -> int:
+    return int((value - low) / spread * (len(_BLOCKS) - 1) + 0.5) if spread else len(_BLOCKS) // 2
 
 
 COMMANDS = {
@@ -313,9 +307,9 @@ COMMANDS = {
         USAGE,
         "RUN is a run directory or the number of a job (12, or 12_3 for a task of an array). Shows the state of the "
         "job and what to do about it, the step, the reward and the time that is left, and the last lines of what "
-        "failed. Asks slurmctld once, of a job that waits twice, needs no slurmdbd, and reads the rest from the run "
-        "directory.",
+        "failed. Asks slurmctld once (twice about a job that waits), needs no slurmdbd, and reads the rest from the "
+        "run directory.",
         run,
-        {"watch": "show it until the run is over, with the rewards as a curve, phases and engines; Ctrl-C ends it"},
+        OPTIONS,
     ),
 }

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from slurm_rlhf.cli.examine import before_run
 from slurm_rlhf.cli.main import Arguments, Command, parse
-from slurm_rlhf.cli.placement_report import (
+from slurm_rlhf.cli.plan import (
     check_memory,
     draw_layout,
     layout_here,
@@ -17,14 +16,15 @@ from slurm_rlhf.cli.placement_report import (
     print_resolved,
     require_fit,
 )
-from slurm_rlhf.cluster.gpu_memory import memory_of, memory_on
+from slurm_rlhf.cli.preflight import before_run
 from slurm_rlhf.cluster.processes import attach_line
+from slurm_rlhf.cluster.resources import memory_of, memory_on
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft, warnings
 from slurm_rlhf.config.hub import fetch_models
-from slurm_rlhf.config.key_text import split_overrides
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import split_overrides
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
 from slurm_rlhf.nodes.mpi.assignment import launched
@@ -46,7 +46,7 @@ def train(words: list[str]) -> int:
     if not words:
         raise ConfigError(
             "train needs a TOML file: `slurm-rlhf init NAME` writes one for this cluster, with a reward function; "
-            f"`slurm-rlhf docs first_run` shows a run on CPUs that needs nothing\n{USAGE}"
+            f"`slurm-rlhf docs first_run` shows a run on CPUs that needs no files\n{USAGE}"
         )
     arguments = parse(words, USAGE, FLAGS)
     start = launched(os.environ)
@@ -71,7 +71,7 @@ def train(words: list[str]) -> int:
 
 
 def configured(arguments: Arguments) -> Config:
-    """Read the configuration of a command, and tell of the keys that its command line has several times."""
+    """Read the configuration of a command, and print a note about keys that its command line gives twice."""
     config = load_config(arguments.files, arguments.overrides)
     for note in given_twice(arguments.overrides):
         _say(note)
@@ -84,12 +84,12 @@ def refuse_foreign_keys(overrides: list[str]) -> None:
         command = name.partition(".")[0]
         if command in OTHER_COMMANDS and "." in name:
             raise ConfigError(
-                f"--{name} is a key of `slurm-rlhf {command}`, and training has no use for it: leave it out"
+                f"--{name} is a key of `slurm-rlhf {command}`, and training does not use it: leave it out"
             )
 
 
 def given_twice(overrides: list[str]) -> list[str]:
-    """Note the keys that the command line has several times, and which value counts."""
+    """Write a note for each key that the command line gives several times: which value counts."""
     values: dict[str, list[str]] = {}
     for name, words in split_overrides(overrides)[0]:
         values.setdefault(name, []).append(" ".join(words))
@@ -101,7 +101,7 @@ def given_twice(overrides: list[str]) -> list[str]:
 
 
 def train_here(config: Config) -> int:
-    """Train with `config` in the allocation or on the machine of this process; the exit code. Raises SlurmRlhfError."""
+    """Train in the allocation of this process, or on its machine; return the exit code. Raises SlurmRlhfError."""
     check(config)
     ranks = layout_here(config)
     check_memory(config, ranks)
@@ -135,8 +135,8 @@ def sft(words: list[str]) -> int:
     config = configured(arguments)
     fetch_models(config, _say)
     check_sft(config)
-    for told in warnings(config):
-        _say(f"warning: {told}")
+    for text in warnings(config):
+        _say(f"warning: {text}")
     from slurm_rlhf.groups.role_environment import WAITING_THREADS
 
     for name, value in WAITING_THREADS.items():
@@ -152,12 +152,12 @@ def submit(words: list[str]) -> int:
     refuse_foreign_keys(arguments.overrides)
     config = configured(arguments)
     fetch_models(config, _say)
-    require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: an error now, not after the queue
+    require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
     from slurm_rlhf.nodes import submit as submit_job
 
     job = submit_job(config, local="local" in arguments.flags)
     print(f"{'process' if 'local' in arguments.flags else 'job'} {job.job_id}, output in {job.paths.stdout}")
-    print(f"`slurm-rlhf status {config.run_dir}` shows how far it is")
+    print(f"`slurm-rlhf status {config.run_dir}` shows its progress")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, who uses them and whether they are ill, asked of nvidia-smi and the driver: no torch."""
+"""Ask nvidia-smi and the driver for the GPUs of this machine, their processes and their health, without torch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from slurm_rlhf.wire import timeouts
 
 _PROC = Path("/proc/driver/nvidia/gpus")
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
-"""As `nvidia-smi --help-query-gpu` names them; one line a GPU:
+"""Fields of `nvidia-smi --help-query-gpu`; one line per GPU:
 `0, GPU-5f3a..., NVIDIA H100 80GB HBM3, 81559, 4, 580.95.05, Disabled` (nounits: MiB)."""
 PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
-"""As `nvidia-smi --help-query-compute-apps` names them; one line a process: `GPU-5f3a..., 4021, python, 12034`."""
+"""Fields of `nvidia-smi --help-query-compute-apps`; one line per process: `GPU-5f3a..., 4021, python, 12034`."""
 
 _IDLE_MIB, _IDLE_SHARE = 1024, 0.05
-"""Memory that an idle GPU may have in use: for the driver, a display, a monitor."""
-_CUDA = re.compile(r"CUDA(?: UMD)? Version:\s*(\d+\.\d+)")
+"""Memory that is used on an idle GPU: by the driver, a display, a monitor."""
 
 
 def local_gpus(environ: Mapping[str, str], proc: Path = _PROC) -> tuple[str, ...]:
-    """Name the GPUs that a process with `environ` may use, as CUDA_VISIBLE_DEVICES writes them.
+    """List the GPUs that a process with `environ` may use, as CUDA_VISIBLE_DEVICES names them.
 
-    `nvidia-smi` says how many there are, or the driver's directory where that program is missing;
-    CUDA_VISIBLE_DEVICES, where set, chooses among them. Blocks for up to 30 s.
+    Their number is from `nvidia-smi`, without it from the driver's directory. CUDA_VISIBLE_DEVICES, if set, selects
+    some of them. Blocks for up to 30 s.
     """
     count = _count(environ, proc)
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
@@ -40,7 +39,7 @@ def local_gpus(environ: Mapping[str, str], proc: Path = _PROC) -> tuple[str, ...
         return tuple(str(index) for index in range(count))
     visible: list[str] = []
     for name in (part.strip() for part in chosen.split(",")):
-        # As in CUDA: the first entry that names no GPU hides all that follow.
+        # As in CUDA, the first entry that is not a GPU hides all entries after it.
         if name in visible or not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < count)):
             break
         visible.append(name)
@@ -48,11 +47,11 @@ def local_gpus(environ: Mapping[str, str], proc: Path = _PROC) -> tuple[str, ...
 
 
 def share_gpus(nodes: Sequence[str], gpus: Sequence[str], one_machine: bool = True) -> list[dict[str, str]]:
-    """Give each rank one of its node's `gpus` in turn, as environment variables; `nodes` has the node of each rank.
+    """Assign each rank one of its node's `gpus` in turn, as environment variables; `nodes` has the node of each rank.
 
-    NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"), and tells hosts apart by NCCL_HOSTID where
-    that is set: where ranks outnumber GPUs each is a host of its own, and they talk over sockets. `one_machine`: all
-    nodes are this one.
+    NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). If there are more ranks than GPUs, each
+    rank gets an NCCL_HOSTID of its own, so that NCCL takes it for a host and uses sockets. `one_machine`: all nodes are
+    this machine.
     """
     if not gpus:
         return [{} for _ in nodes]
@@ -73,18 +72,18 @@ def _count(environ: Mapping[str, str], proc: Path) -> int:
         try:
             return len(re.findall(r"^GPU \d+:", _run(program, "-L"), re.MULTILINE))
         except (OSError, subprocess.SubprocessError):
-            pass  # installed without a driver, or the driver is broken: its directory decides
+            pass  # no driver, or a broken one: use its directory
     return sum(1 for _ in proc.iterdir()) if proc.is_dir() else 0
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """Describe a process that computes on a GPU. A process in another container is not seen, only its memory is."""
+    """Describe a process that computes on a GPU. Processes in other containers are not listed, only their memory."""
 
     pid: int
     name: str
     memory_mib: int  # 0: not reported
-    user: str = ""  # empty: not seen from here
+    user: str = ""  # empty: not visible from here
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +101,15 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True)
 class GpuLook:
-    """Hold all GPUs that nvidia-smi shows, whatever CUDA_VISIBLE_DEVICES says."""
+    """Hold all GPUs that nvidia-smi shows, also those that CUDA_VISIBLE_DEVICES hides."""
 
     gpus: tuple[GpuState, ...] = ()
     driver: str = ""
-    cuda: str = ""  # newest version that the driver can run, as in 13.0; empty: not known
+    cuda: str = ""  # newest version that the driver can run, such as 13.0; empty: not known
     said: str = ""  # why there are no GPUs
 
     def chosen(self, names: tuple[str, ...]) -> tuple[GpuState, ...]:
-        """Select the GPUs that `names` mean, as CUDA_VISIBLE_DEVICES writes them: numbers, or beginnings of UUIDs."""
+        """Select GPUs by names as in CUDA_VISIBLE_DEVICES: numbers, or beginnings of UUIDs."""
         by_number = {str(gpu.index): gpu for gpu in self.gpus}
         found = []
         for name in names:
@@ -125,7 +124,7 @@ def is_busy(gpu: GpuState) -> bool:
 
 
 def ask_gpus(environ: Mapping[str, str]) -> GpuLook:
-    """Ask for the GPUs of this machine. Takes a second where the driver is awake, and at most 90."""
+    """Ask for the GPUs of this machine. Blocks for about a second if the driver is loaded, and at most 60 s."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH", os.defpath))
     if program is None:
         return GpuLook(said="nvidia-smi is not on PATH, so there seems to be no NVIDIA driver")
@@ -136,47 +135,40 @@ def ask_gpus(environ: Mapping[str, str]) -> GpuLook:
             return GpuLook(said=f"nvidia-smi shows none: {_short(listed)}")
         gpus = with_processes(gpus, _run(program, f"--query-compute-apps={','.join(PROCESS_FIELDS)}"))
         driver = listed.splitlines()[0].split(",")[FIELDS.index("driver_version")].strip()
-        cuda = driver_cuda() or parse_cuda(_run(program))
     except subprocess.CalledProcessError as error:
         return GpuLook(said=f"nvidia-smi fails: {_short(f'{error.stdout}{error.stderr}')}")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return GpuLook(said=f"nvidia-smi fails: {_short(str(error))}")
-    return GpuLook(tuple(gpus), driver, cuda)
+    return GpuLook(tuple(gpus), driver, driver_cuda())
 
 
 def parse_gpus(text: str) -> list[GpuState]:
-    """Parse the answer to `--query-gpu` of FIELDS: CSV without head and units. Raises ValueError for another text."""
+    """Parse the answer to `--query-gpu` with FIELDS, CSV without header and units. Raises ValueError."""
     found = []
     for row in _rows(text):
         if len(row) != len(FIELDS):
-            raise ValueError(f"not what --query-gpu answers: {', '.join(row)}")
+            raise ValueError(f"not an answer to --query-gpu: {', '.join(row)}")
         index, uuid, name, total, used, _, mig = row
         found.append(GpuState(int(index), uuid, name, _number(total), _number(used), mig.lower() == "enabled"))
     return found
 
 
 def with_processes(gpus: list[GpuState], text: str) -> list[GpuState]:
-    """Add the processes that `--query-compute-apps` of PROCESS_FIELDS lists. Raises ValueError for another text."""
+    """Add the processes from the answer to `--query-compute-apps` with PROCESS_FIELDS. Raises ValueError."""
     found: dict[str, list[GpuProcess]] = {gpu.uuid: [] for gpu in gpus}
     for row in _rows(text):
         if len(row) != len(PROCESS_FIELDS):
-            raise ValueError(f"not what --query-compute-apps answers: {', '.join(row)}")
+            raise ValueError(f"not an answer to --query-compute-apps: {', '.join(row)}")
         uuid, pid, name, memory = row
         if uuid in found:
             found[uuid].append(GpuProcess(int(pid), name, _number(memory), _owner(int(pid))))
     return [replace(gpu, processes=tuple(found[gpu.uuid])) for gpu in gpus]
 
 
-def parse_cuda(text: str) -> str:
-    """Find the CUDA version, such as 13.0, in the head of the table of nvidia-smi; empty where it has none."""
-    found = _CUDA.search(text)
-    return found[1] if found else ""
-
-
 def driver_cuda(library: str = "libcuda.so.1") -> str:
-    """Ask the driver's library for the newest CUDA version that it can run, such as 13.0; empty without one.
+    """Ask the driver's library for the newest CUDA version that it can run, such as 13.0; empty without a driver.
 
-    It is the library that a process here would load, so a forward compatibility package on LD_LIBRARY_PATH counts.
+    It is the library that any process here would load, also from a forward compatibility package on LD_LIBRARY_PATH.
     """
     version = ctypes.c_int(0)
     try:
@@ -205,7 +197,7 @@ def _number(text: str) -> int:
 
 
 def _owner(pid: int) -> str:
-    """Name the user who runs a process; empty where the process is not seen from here."""
+    """Return the name of the user who runs a process; empty if it is not visible from here."""
     try:
         return user_name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
@@ -217,7 +209,7 @@ def _short(text: str) -> str:
 
 
 def local_kinds(environ: Mapping[str, str]) -> list[tuple[str, float]]:
-    """List name and memory in MiB of each GPU that a process with `environ` may use here."""
+    """List name and memory in MiB of each GPU that a process with `environ` may use."""
     names = local_gpus(environ)
     chosen = ask_gpus(environ).chosen(names) if names else ()
     return [(gpu.name, float(gpu.memory_mib)) for gpu in chosen if gpu.memory_mib]
@@ -225,47 +217,39 @@ def local_kinds(environ: Mapping[str, str]) -> list[tuple[str, float]]:
 
 _ERRORS = ("index", "uuid", "ecc.errors.uncorrected.volatile.total", "retired_pages.pending")
 _REASONS = {
-    "hw_thermal_slowdown": "it is too hot",
-    "sw_thermal_slowdown": "it is too hot",
-    "hw_power_brake_slowdown": "the power supply brakes it",
+    "clocks_event_reasons.hw_thermal_slowdown": "it is too hot",
+    "clocks_event_reasons.sw_thermal_slowdown": "it is too hot",
+    "clocks_event_reasons.hw_power_brake_slowdown": "the power supply limits it",
 }
-_SPELLINGS = ("clocks_event_reasons", "clocks_throttle_reasons")
-"""Since driver 535 and before it. As `nvidia-smi --help-query-gpu` names them."""
+"""Fields of `nvidia-smi --help-query-gpu`, from driver 535 on, and their meaning."""
 
 
 def ask_health(environ: Mapping[str, str]) -> list[str]:
-    """Say what is wrong with the GPUs that a process with `environ` may use; empty where they are well or unknown."""
+    """Say what is wrong with the GPUs that a process with `environ` may use; empty if nothing is known to be wrong."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH", ""))
     names = local_gpus(environ) if program else ()
     if program is None or not names:
         return []
-    for spelling in _SPELLINGS:
-        fields = [*_ERRORS, *(f"{spelling}.{reason}" for reason in _REASONS)]
-        try:
-            return parse_health(
-                _run(program, f"--query-gpu={','.join(fields)}", timeout_s=timeouts.GPU_HEALTH_S), names
-            )
-        except subprocess.CalledProcessError:
-            continue  # it does not know this spelling
-        except (OSError, subprocess.SubprocessError):
-            break
-    return []
+    query = f"--query-gpu={','.join([*_ERRORS, *_REASONS])}"
+    try:
+        return parse_health(_run(program, query, timeout_s=timeouts.GPU_HEALTH_S), names)
+    except (OSError, subprocess.SubprocessError):  # an older driver does not know the fields
+        return []
 
 
 def parse_health(text: str, names: tuple[str, ...]) -> list[str]:
-    """Say what is wrong with the GPUs `names`, numbers or beginnings of UUIDs; lines of another shape do not count."""
-    told = []
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
+    """Say what is wrong with the GPUs `names`, numbers or beginnings of UUIDs; skip lines of another form."""
+    found = []
+    for cells in _rows(text):
         if len(cells) != len(_ERRORS) + len(_REASONS):
             continue
         index, uuid, errors, pending, *active = cells
         if index not in names and not any(name.startswith("GPU-") and uuid.startswith(name) for name in names):
             continue
         if errors.isdigit() and int(errors):
-            told.append(f"GPU {index}: {errors} uncorrected ECC errors since the driver was loaded")
+            found.append(f"GPU {index}: {errors} uncorrected ECC errors since the driver was loaded")
         if pending.lower() == "yes":
-            told.append(f"GPU {index}: pages of its memory wait to be retired by a reset")
+            found.append(f"GPU {index}: pages of its memory wait to be retired by a reset")
         why = dict.fromkeys(why for why, on in zip(_REASONS.values(), active, strict=True) if on == "Active")
-        told += [f"GPU {index}: its clocks are lowered, {reason}" for reason in why]
-    return told
+        found += [f"GPU {index}: its clocks are lowered, {reason}" for reason in why]
+    return found

@@ -1,14 +1,24 @@
-"""Find the address and interface by which this machine reaches another, and the names of its users."""
+"""Find the address and interface by which this machine reaches another; stop listening when all ranks have connected.
+
+Torch's stores know no password, and obey whoever reaches them. So a store stops listening when all of its ranks have
+joined. A rank proves that it has joined with the run's secret: otherwise a stranger could close the store too early.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import hmac
 import ipaddress
+import os
 import pwd
 import socket
 import struct
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from slurm_rlhf.errors import ConfigError, PlacementError
 
@@ -21,9 +31,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine that `host` sees, IPv4 where it has one. Sends nothing.
+    """Return the address of this machine that `host` sees, IPv4 if possible. Sends nothing.
 
-    Raises PlacementError when `host` has no address or there is no route to it.
+    Raises PlacementError if `host` has no address, or if there is no route to it.
     """
     try:
         found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
@@ -39,7 +49,7 @@ def address_towards(host: str) -> str:
 
 
 def address_among(nodes: Iterable[str], own: str) -> str:
-    """Return the address of this machine, called `own`, that the others of `nodes` see; loopback if there are none.
+    """Return the address of this node, `own`, that the other `nodes` see; loopback if there are none.
 
     Raises PlacementError as `address_towards`.
     """
@@ -48,28 +58,28 @@ def address_among(nodes: Iterable[str], own: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface that has `address`; empty if none is found (an alias, a container)."""
+    """Return the network interface that has `address`; empty if none has it (an alias, a container)."""
     wanted = _parsed(address)
     return next((name for name, owned in addresses() if owned == wanted), "lo" if wanted.is_loopback else "")
 
 
 def address_of(interface: str, key: str) -> str:
-    """Return the address of `interface`. Raises ConfigError that names `key` and the interfaces there are."""
+    """Return the address of `interface`. Raises ConfigError with `key` and the existing interfaces."""
     owned = addresses()
     for name, address in owned:
         if name == interface:
             return str(address)
     raise ConfigError(
         f"{key}: {socket.gethostname()} has no interface {interface!r} with an address; it has "
-        f"{', '.join(sorted({name for name, _ in owned}))}. Leave it empty to take the one that reaches the peers."
+        f"{', '.join(sorted({name for name, _ in owned}))}. Leave it empty to use the one that reaches the peers."
     )
 
 
 def own_address(name: str, interfaces: str = "") -> str:
-    """Return the address of this machine that others reach by `name`, to listen on it and on no other.
+    """Return the address of this machine that others reach by `name`, to listen on that address alone.
 
-    Where the name means no address of this machine, or here only loopback, as Debian's 127.0.1.1: that of the first of
-    `interfaces` (eth0,ib0), else the first that is not loopback. A name that spells loopback out is taken at its word.
+    If the name is none of this machine's addresses, or only loopback as Debian's 127.0.1.1: the address of the first of
+    `interfaces` (eth0,ib0), else the first that is not loopback. `localhost` and the like mean loopback.
     """
     if name in _LOOPBACK:
         return _LOOPBACK[name]
@@ -86,9 +96,9 @@ def own_address(name: str, interfaces: str = "") -> str:
 
 
 def link_mbits(interfaces: str, root: Path = Path("/sys/class/net")) -> int:
-    """Return the speed of a network interface, or of several (ib0,ib1) together, in Mbit/s; 0: it is not known.
+    """Return the speed of a network interface, or of several (ib0,ib1) together, in Mbit/s; 0: not known.
 
-    The kernel tells it of Ethernet, and of InfiniBand as the rate of the port ("200 Gb/sec (4X HDR)").
+    The kernel has it for Ethernet, and for InfiniBand as the rate of the port ("200 Gb/sec (4X HDR)").
     """
     speeds = [_ethernet_mbits(root / name) or _infiniband_mbits(root / name) for name in interfaces.split(",") if name]
     return sum(speeds) if all(speeds) else 0
@@ -97,7 +107,7 @@ def link_mbits(interfaces: str, root: Path = Path("/sys/class/net")) -> int:
 def _ethernet_mbits(directory: Path) -> int:
     try:
         return max(0, int((directory / "speed").read_text(encoding="ascii")))
-    except (OSError, ValueError):  # the loopback interface, or one that is down
+    except (OSError, ValueError):  # loopback, or an interface that is down
         return 0
 
 
@@ -111,7 +121,7 @@ def _infiniband_mbits(directory: Path) -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether an address can be reached from its own node only."""
+    """Tell whether an address can only be reached from its own node."""
     return _parsed(address).is_loopback
 
 
@@ -137,8 +147,72 @@ def _parsed(address: str) -> Address:
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user; the number where nobody knows a name."""
+    """Return the name of a user; without one, the number."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
         return str(uid)
+
+
+JOINED = "slurm_rlhf/joined"
+"""Prefix of the keys by which ranks say that they need no further connection to a store."""
+
+_LOOK_S = 0.5
+
+
+class KeyStore(Protocol):
+    """Keep values by key for all connected processes, as torch's stores do."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Store `value` at `key`."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value at `key`."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Tell whether all keys have values."""
+
+
+def tell_joined(store: KeyStore, rank: int, secret: str) -> None:
+    """Say that `rank` needs no further connection to the store. Raises the store's errors."""
+    store.set(_key(rank), _proof(rank, secret))
+
+
+def _key(rank: int) -> str:
+    return f"{JOINED}/{rank}"
+
+
+def _proof(rank: int, secret: str) -> str:
+    return hmac.new(secret.encode(), _key(rank).encode(), hashlib.sha256).hexdigest()
+
+
+def _have_joined(store: KeyStore, ranks: Sequence[int], secret: str) -> bool:
+    if not store.check([_key(rank) for rank in ranks]):
+        return False
+    return all(hmac.compare_digest(store.get(_key(rank)), _proof(rank, secret).encode()) for rank in ranks)
+
+
+def shut(number: int) -> None:
+    """Close the listening socket of descriptor `number`; its accepted connections stay open.
+
+    The descriptor stays valid, as that of /dev/null: a store that owns it can still close it.
+    """
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    try:
+        os.dup2(nothing, number, inheritable=False)
+    finally:
+        os.close(nothing)
+
+
+def shut_when_joined(store: KeyStore, number: int, ranks: Sequence[int], secret: str) -> None:
+    """Close the socket `number`, at which `store` listens, when all `ranks` have joined; a thread waits for them."""
+
+    def wait() -> None:
+        try:
+            while not _have_joined(store, ranks, secret):
+                time.sleep(_LOOK_S)
+        except RuntimeError:
+            return  # the store has been closed
+        shut(number)
+
+    threading.Thread(target=wait, name="store-listener", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Know the processes of a run: who works on a run directory, what ties one to its parent, what it does, how it ends."""
+"""Describe processes of a run: its session, how a process ends with its parent, what it does, how it ended."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.disk import files_exhausted, most_files
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.run_directory import write_atomically
+from slurm_rlhf.run_directory import files_exhausted, most_files, write_atomically
 
 SESSION_FILE = "session.json"
 """Name of the file in the run directory."""
@@ -25,7 +24,7 @@ SESSION_FILE = "session.json"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Describe the conductor that works, or worked last, on a run. Outside Slurm the fields of the job are empty."""
+    """Describe the newest conductor of a run. Outside Slurm the fields of the job are empty."""
 
     host: str
     pid: int
@@ -50,7 +49,7 @@ class Session:
 
 
 def read_session(run_dir: Path) -> Session | None:
-    """Read the file in `run_dir`; None where no run was started yet."""
+    """Read the file in `run_dir`; None if no run was started there yet."""
     try:
         return Session(**json.loads((run_dir / SESSION_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -58,7 +57,7 @@ def read_session(run_dir: Path) -> Session | None:
 
 
 def running(pid: int) -> bool:
-    """Tell whether a process of this machine runs; one that has ended and that nobody has waited for does not."""
+    """Tell whether a process of this machine runs; a zombie does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -67,8 +66,8 @@ def running(pid: int) -> bool:
 
 
 _OFTEN = {
-    -signal.SIGKILL: " (often: the node's or the job's memory was full; lower vllm.cpu_kvcache_gib or the ranks on a "
-    "node, or ask for --mem=0)",
+    -signal.SIGKILL: " (often: the memory of the node or the job was full; lower vllm.cpu_kvcache_gib, use fewer ranks "
+    "on a node, or ask for --mem=0)",
     -signal.SIGBUS: " (often: /dev/shm was full)",
 }
 
@@ -77,8 +76,8 @@ KILLED = "was killed by "
 
 
 def exit_text(code: int) -> str:
-    """Describe how a process ended whose exit status is `code`, negative for a signal."""
-    number = -code if code < 0 else code - 128  # as shells and the conductor itself tell of a signal
+    """Describe how a process with the exit status `code` ended; it is negative for a signal."""
+    number = -code if code < 0 else code - 128  # shells and the conductor report signals as 128 + number
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -89,68 +88,67 @@ def exit_text(code: int) -> str:
 
 
 def usual_cause(code: int) -> str:
-    """Return in brackets what often ends a process so, if nobody ended it on purpose; empty: nothing in particular."""
+    """Return in brackets the usual cause of an exit status; empty if there is none."""
     return _OFTEN.get(code, "")
 
 
 def attach_line(job_id: str, node: str) -> str:
-    """Return the command that opens a shell on `node`, beside the steps of the job."""
+    """Return the command that opens a shell on `node` in the job."""
     return f"srun --jobid={job_id} --overlap --pty --nodes=1 --nodelist={node} bash"
 
 
 STORE_FD = "SLURM_RLHF_STORE_FD"
-"""Variable with the number of the socket on which the first rank of a role opens the store of the role."""
+"""Variable with the descriptor of the socket at which the first rank of a role opens the role's store."""
 
 STORE_RANKS = "SLURM_RLHF_STORE_RANKS"
-"""Variable with the number of ranks that meet at that store: it listens until all have come."""
+"""Variable with the number of ranks that use that store: it listens until all have connected."""
 
 CONDUCTOR_GONE = "the conductor is gone"
-"""The last words of a rank that leaves by itself, in its log."""
+"""Last line in the log of a rank that ends itself because it has lost the conductor."""
 
 CONDUCTOR_GONE_STATUS = 75
 """Exit status of such a rank."""
 
 KEYS = "SLURM_RLHF_RUN_KEYS"
-"""Variable with the keys of the run, where they are not read from the run directory."""
+"""Variable with the keys of the run, if they are not read from the run directory."""
 
 PARENT = "SLURM_RLHF_PARENT"
-"""Variable with the process id of the torchrun that starts a rank: it may end before the rank can ask for it."""
+"""Variable with the process id of the torchrun that starts a rank, which may end before the rank can ask for it."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-_DESCRIPTORS = 65536  # limit of a process; some programs close all possible ones, one by one
-_OF_A_RANK = 2  # connections to the conductor
-_BESIDE = 128
+_DESCRIPTORS = 65536  # no higher limit: some programs close all possible descriptors, one by one
+_OF_A_RANK = 2  # connections of a rank to the conductor
+_OTHERS = 128
 
 
 def raise_descriptors(ranks: int = 0) -> None:
-    """Let this process, and those that it starts, open as many files as they may: the first on each node calls it.
+    """Raise the soft limit of open files for this process, the first one on its node, and all that it starts.
 
-    `ranks`: those that will connect to this process. Raises ConfigError where that many cannot.
+    `ranks`: the number of ranks that will connect to it. Raises ConfigError if the limit is too low for them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if ranks and (needed := _OF_A_RANK * ranks + _BESIDE) > most_files():
+    if ranks and (needed := _OF_A_RANK * ranks + _OTHERS) > most_files():
         raise ConfigError(
             f"{ranks} ranks take {needed} files and connections of the process that leads them. {files_exhausted()}, "
-            "or let the run have fewer ranks"
+            "or use fewer ranks"
         )
 
 
 def keep_others_out() -> None:
-    """Give others no right to what this process and those that it starts write, where its umask lets them change it."""
+    """If the umask lets other users write files of this process and its children, deny them all access."""
     umask = os.umask(0o077)
     os.umask(umask if umask & 0o002 else umask | 0o007)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process signal `number` when the thread that started it ends.
+    """Ask the kernel to send this process signal `number` when the thread that started it ends, also after exec.
 
-    If the parent has ended already, this process exits at once. `parent` is the process id of the parent at the time
-    when this process was started. The setting survives exec.
+    `parent` is the process id of the process that started this one. If it has ended already, this process exits.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -161,14 +159,14 @@ _STATES = {
     "R": "running",
     "S": "sleeping",
     "D": "waiting for the kernel, often a file system or a device that does not answer",
-    "T": "stopped by a signal; SIGCONT lets it go on",
+    "T": "stopped by a signal; SIGCONT resumes it",
     "t": "stopped by a debugger",
 }
 _ENDED = "ZX"
 
 
 def node_load(proc: Path = Path("/proc")) -> str:
-    """Describe how busy this node is, in a line; "?" for what cannot be read."""
+    """Describe the load and the free memory of this node in a line; "?" for a value that cannot be read."""
     try:
         load = " ".join((proc / "loadavg").read_text(encoding="ascii").split()[:3])
     except OSError:
@@ -191,7 +189,7 @@ def _memory(proc: Path) -> tuple[str, str]:
 
 
 def process_state(pid: int, proc: Path = Path("/proc")) -> str:
-    """Describe what a process of this node does: "S (sleeping), in futex_wait_queue"; empty: it has ended."""
+    """Describe what a process of this node does: "S (sleeping), in futex_wait_queue"; empty if it has ended."""
     try:
         letter = (proc / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -203,11 +201,11 @@ def process_state(pid: int, proc: Path = Path("/proc")) -> str:
     except OSError:
         where = ""
     place = f", in {where}" if where not in ("", "0") else ""
-    return f"{letter} ({_STATES.get(letter, 'in a state of its own')}){place}"
+    return f"{letter} ({_STATES.get(letter, 'unknown')}){place}"
 
 
 def print_to(path: Path) -> None:
-    """Append all that this process prints from now on to a file, libraries written in C included."""
+    """Append all that this process prints from now on to a file, also from libraries written in C."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

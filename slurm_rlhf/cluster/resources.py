@@ -1,21 +1,31 @@
-"""Find the nodes and slots that a run can use, in a Slurm allocation or here. Without GPUs a slot is a process."""
+"""Find what a run can use: nodes and slots, whether its GPUs have enough memory, Slurm's partitions, modules.
+
+A slot is a GPU; without GPUs it is a process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 
-from slurm_rlhf.cluster.gpu_query import local_gpus
+from slurm_rlhf.cluster.gpu_query import local_gpus, local_kinds
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
-from slurm_rlhf.cluster.slurm_job import ask_scontrol
+from slurm_rlhf.cluster.slurm_job import ask_scontrol, command, granted_types
+from slurm_rlhf.cluster.slurm_notation import parse_gpus
+from slurm_rlhf.config.model_directory import check_tensor_parallel
+from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.rank_map import place, process_slots
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
+from slurm_rlhf.errors import ModelError, PlacementError, RunError
+from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, size_by_keys
+from slurm_rlhf.placement.memory import Account, Models, account, read_models
+from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, role_sizes
 
 
 def local_topology(
@@ -25,7 +35,6 @@ def local_topology(
 
     Raises PlacementError if roles ask for several nodes, or for more GPUs than there are.
     """
-    environ = os.environ if environ is None else environ
     roles = role_sizes(config)
     several = [size for size in roles if size.num_nodes > 1]
     if several:
@@ -35,12 +44,9 @@ def local_topology(
             f"{keys}, but this is not a Slurm allocation and there is only this machine: set "
             f"{' and '.join(size.key('num_nodes') for size in several)} to 1, or submit with sbatch --nodes={most}"
         )
-    name = socket.gethostname().partition(".")[0]
-    cpus = len(os.sched_getaffinity(0))
-    gpus = local_gpus(environ)
-    if not gpus:
-        return process_slots(Topology((Node(name, 0, cpus),), CPU), roles, colocate)
-    topology = Topology((Node(name, len(gpus), cpus, gpus),), GPU)
+    topology = _this_machine(os.environ if environ is None else environ)
+    if topology.accelerator == CPU:
+        return process_slots(topology, roles, colocate)
     try:
         place(topology, roles, colocate)
     except PlacementError as error:
@@ -51,7 +57,7 @@ def local_topology(
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name that Slurm has for this node, or the host name without its domain."""
+    """Return Slurm's name of this node, or the host name without its domain."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
@@ -61,11 +67,10 @@ def current_topology(
     environ: Mapping[str, str] | None = None,
     nodes: Sequence[str] = (),
 ) -> Topology:
-    """Return nodes and slots for a run with `config` here. An allocation without GPUs gets process slots.
+    """Return nodes and slots for a run with `config` here. Without GPUs slots are processes.
 
-    `nodes`: take only these of the allocation; empty: all.
-
-    Raises PlacementError where the environment contradicts itself or does not hold what `config` asks for.
+    `nodes`: use only these nodes of the allocation; empty: all. Raises PlacementError if the environment contradicts
+    itself, or does not have what `config` asks for.
     """
     environ = os.environ if environ is None else environ
     slurm = read_slurm(environ)
@@ -78,13 +83,17 @@ def current_topology(
 
 
 def nodes_here(environ: Mapping[str, str]) -> Topology:
-    """Return all nodes and GPUs that a process with `environ` may use: those of its allocation, or of this machine.
+    """Return all nodes and GPUs that a process with `environ` may use: of its allocation, or of this machine.
 
-    Without GPUs the topology has 0 slots. Raises PlacementError where the environment contradicts itself.
+    Without GPUs the topology has 0 slots. Raises PlacementError if the environment contradicts itself.
     """
     slurm = read_slurm(environ)
     if slurm is not None:
         return slurm.topology(*_gpus(slurm))
+    return _this_machine(environ)
+
+
+def _this_machine(environ: Mapping[str, str]) -> Topology:
     gpus = local_gpus(environ)
     name, cpus = socket.gethostname().partition(".")[0], len(os.sched_getaffinity(0))
     return Topology((Node(name, len(gpus), cpus, gpus),), GPU if gpus else CPU)
@@ -93,7 +102,7 @@ def nodes_here(environ: Mapping[str, str]) -> Topology:
 def _gpus(slurm: SlurmEnvironment) -> tuple[tuple[int, ...], str]:
     """Return the GPUs on each node, and where the numbers come from.
 
-    Slurm is asked where the environment describes only one node, or contradicts itself.
+    Asks Slurm if the environment describes only one node, or contradicts itself.
     """
     gpus = slurm.gpus()
     asked = f"scontrol show job --details {slurm.job_id}"
@@ -101,11 +110,171 @@ def _gpus(slurm: SlurmEnvironment) -> tuple[tuple[int, ...], str]:
         try:
             return ask_scontrol(slurm.job_id, slurm.job_nodes), asked
         except PlacementError:
-            # For this node slurmd is right; for other nodes its number would be a guess.
+            # The number of slurmd is right for this node, and for no other.
             if slurm.gpus_here is None or slurm.step_id is not None or len(slurm.job_nodes) > 1:
                 raise
             return (slurm.gpus_here,), "SLURM_GPUS_ON_NODE"
     if not slurm.gpus_are_known():
-        with contextlib.suppress(PlacementError):  # no scontrol in a container, say
+        with contextlib.suppress(PlacementError):  # for example, a container without scontrol
             return ask_scontrol(slurm.job_id, slurm.job_nodes), asked
     return gpus, slurm.gpus_origin
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Hold the memory estimate; if there is none, `unknown` says why."""
+
+    size: GpuSize
+    unknown: str = ""
+    account: Account | None = None
+    models: Models | None = None
+
+
+def memory_of(config: Config, found: GpuSize | None) -> Memory:
+    """Estimate the memory of a run on the GPUs that its configuration names, else on those `found`.
+
+    Raises ConfigError for an unknown kind of GPU, and for a tensor-parallel size that does not divide the model.
+    """
+    size = size_by_keys(config.train.gpu, config.train.gpu_memory_gb) or found
+    if size is None:
+        return Memory(GpuSize(0), f"there are no GPUs here; to estimate it for a machine with GPUs, add {TELL}")
+    if not size.memory:
+        return Memory(size, "; ".join(size.notes))
+    try:
+        models = read_models(config)
+    except ModelError as error:
+        return Memory(size, str(error))
+    actor = config.actor.model_name_or_path
+    if has_engines(config):
+        check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
+    return Memory(size, "", account(config, models, size.memory), models)
+
+
+def memory_on(config: Config, ranks: RankMap) -> Memory:
+    """Estimate as `memory_of`, on the GPUs of this machine or its allocation if the ranks use GPUs.
+
+    Blocks for up to a minute if no program answers.
+    """
+    on_gpus = ranks.topology.accelerator == GPU
+    return memory_of(config, _found() if on_gpus else None)
+
+
+def fits_gpus(config: Config) -> bool:
+    """Tell whether a run may fit the GPUs of this machine or its allocation; False if it is known to be too large.
+
+    The first call blocks for up to a minute if no program answers.
+    """
+    found = memory_of(config, _found_once()).account
+    return found is None or found.fits()
+
+
+def _found() -> GpuSize:
+    return found_size(local_kinds(os.environ), granted_types(os.environ))
+
+
+_found_once = cache(_found)
+"""Found once per process: nodes keep their GPUs."""
+
+
+_FORMAT = "%P|%D|%G|%l|%c|%a"
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Describe nodes of one kind in a partition."""
+
+    name: str
+    default: bool
+    nodes: int
+    gpus: int  # GPUs of a node
+    time: str  # in Slurm's notation: 1-00:00:00, infinite
+    cpus: int  # CPUs of a node
+    up: bool
+
+    def describe(self) -> str:
+        """Write a line for a user who chooses."""
+        gpus = f"{self.gpus} GPUs" if self.gpus else "no GPUs"
+        mark = " (default)" if self.default else ""
+        return f"{self.name}{mark}: {self.nodes} nodes of {gpus} and {self.cpus} CPUs, at most {self.time}"
+
+
+def parse_partitions(text: str) -> list[Partition]:
+    """Parse the output of `sinfo --noheader --format=...`; skip lines of another form."""
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) != 6 or not fields[1].isdigit():
+            continue
+        name, nodes, gres, time, cpus, state = fields
+        gpus = 0 if gres.startswith("(") else parse_gpus(gres)  # (null)
+        found.append(
+            Partition(
+                name.rstrip("*"),
+                name.endswith("*"),
+                int(nodes),
+                gpus,
+                time,
+                int(cpus.rstrip("+") or 0) if cpus.rstrip("+").isdigit() else 0,
+                state == "up",
+            )
+        )
+    return found
+
+
+def ask_partitions() -> list[Partition]:
+    """Ask sinfo; empty if there is no Slurm. Raises RunError if slurmctld does not answer."""
+    if shutil.which("sinfo") is None:
+        return []
+    done = command(["sinfo", "--noheader", f"--format={_FORMAT}"])
+    if done.returncode:
+        raise RunError(f"sinfo failed: {done.stderr.strip()}")
+    return [partition for partition in parse_partitions(done.stdout) if partition.up]
+
+
+def best(partitions: list[Partition]) -> Partition | None:
+    """Choose the partition to propose: most GPUs per node, then the default one, then most nodes."""
+    return max(partitions, key=lambda each: (each.gpus, each.default, each.nodes), default=None)
+
+
+WANTED = ("cuda", "python", "gcc", "nccl", "openmpi")
+"""Modules that a run may need, in the order in which they are loaded."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[\w.+-]+)+")
+
+
+def ask_modules() -> list[str]:
+    """List the existing modules in the order of `module avail`; empty if there is no module system."""
+    # `module` itself is a function of login shells.
+    if lmod := os.environ.get("LMOD_CMD"):
+        words = [lmod, "bash", "--terse", "avail"]
+    elif (home := os.environ.get("MODULESHOME")) and os.access(f"{home}/libexec/modulecmd.tcl", os.R_OK):
+        words = ["tclsh", f"{home}/libexec/modulecmd.tcl", "bash", "avail", "-t"]
+    elif program := shutil.which("modulecmd"):
+        words = [program, "bash", "avail", "-t"]
+    else:
+        return []
+    done = command(words)
+    return parse_modules(f"{done.stdout}\n{done.stderr}")  # they write to stderr, Lmod by default
+
+
+def parse_modules(text: str) -> list[str]:
+    """Parse a terse `module avail`: name/version on each line, and headings that end with a colon."""
+    names = []
+    for line in text.splitlines():
+        word = line.strip().removesuffix("(default)").removesuffix("(D)").strip()
+        if _NAME.fullmatch(word) and word not in names:
+            names.append(word)
+    return names
+
+
+def proposed(modules: list[str]) -> list[str]:
+    """Choose the newest version of each module of `WANTED`; a vendor may precede its name."""
+    found = []
+    for wanted in WANTED:
+        alike = [name for name in modules if name.lower().split("/")[-2] == wanted]
+        if alike:
+            found.append(max(alike, key=_version))
+    return found
+
+
+def _version(name: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", name.rpartition("/")[2])]

@@ -1,7 +1,7 @@
 """Read the environment variables of Slurm into one typed object.
 
-Inside a step (`srun`) some variables describe the step and others still the whole job. Variables that nothing here
-needs are not read, so that a malformed one cannot stop a run.
+In a step (`srun`) some variables describe the step, others the whole job. Variables that are not needed are not read,
+so that a malformed one cannot stop a run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slurm_rlhf.cluster.slurm_notation import count_devices, expand, expand_coun
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 
-_FIRST_RESERVED_STEP = 0xFFFFFFF0  # batch, extern and interactive steps: not steps of ours
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # batch, extern and interactive steps
 
 
 def _step_id(text: str) -> int | None:
@@ -27,13 +27,13 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _variable(*names: str, parse: Callable[[str], Any], default: Any = None) -> Any:
-    """Declare a field that is parsed from the first of the variables `names` that is set and not empty."""
+    """Declare a field that is parsed from the first variable of `names` that is set and not empty."""
     return field(default=default, metadata={"names": names, "parse": parse})
 
 
 @dataclass(frozen=True, slots=True)
 class SlurmEnvironment:
-    """Hold what Slurm tells a process about its job. Absent variables are None, 0, "" or ()."""
+    """Hold Slurm's description of the job. Absent variables are None, 0, "" or ()."""
 
     job_id: int = _variable("SLURM_JOB_ID", "SLURM_JOBID", parse=int)
     job_name: str = _variable("SLURM_JOB_NAME", parse=str, default="")
@@ -42,11 +42,11 @@ class SlurmEnvironment:
     cpus_per_node: tuple[int, ...] = _variable("SLURM_JOB_CPUS_PER_NODE", parse=expand_counts, default=())
     # None in the batch script, in salloc's shell and in its interactive step.
     step_id: int | None = _variable("SLURM_STEP_ID", "SLURM_STEPID", parse=_step_id)
-    # Tasks on each node of the job; in a step Slurm gives those of the step's nodes, and they are not read.
+    # Tasks on each node of the job; not read in a step, where the variable describes the step.
     tasks_per_node: tuple[int, ...] = _variable("SLURM_TASKS_PER_NODE", parse=expand_counts, default=())
-    # GPUs that the job (or the step) has on this node.
+    # GPUs of the job (or the step) on this node.
     gpus_on_node: int | None = _variable("SLURM_GPUS_ON_NODE", parse=parse_gpus)
-    # As asked for; None: not asked for this way.
+    # Requests; None: not requested in this way.
     gpus_per_node: int | None = _variable("SLURM_GPUS_PER_NODE", parse=parse_gpus)
     gpus_per_task: int | None = _variable("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", parse=parse_gpus)
     gpus_total: int | None = _variable("SLURM_GPUS", parse=parse_gpus)
@@ -61,11 +61,11 @@ class SlurmEnvironment:
     het_size: int = _variable("SLURM_HET_SIZE", parse=int, default=1)
 
     def gpus(self) -> tuple[int, ...] | None:
-        """Return the GPUs of the job on each node; None where the variables do not say.
+        """Return the GPUs of the job on each node; None if the variables do not tell, but `ask_scontrol` may.
 
-        They do not say it in the shell of `salloc --gres`, when a total (`--gpus`) does not divide evenly, and when
-        this node has another number than was asked for: a job that is submitted from within another job inherits
-        variables of that job, such as SLURM_GPUS_PER_TASK. Then `slurm_job.ask_scontrol` knows.
+        They do not tell in the shell of `salloc --gres`, if a total (`--gpus`) does not divide evenly, and if this node
+        has another number than was requested: a job that is submitted inside another job inherits variables of that
+        job, such as SLURM_GPUS_PER_TASK.
         """
         here = self.gpus_here
         asked = self._asked_gpus()
@@ -80,18 +80,18 @@ class SlurmEnvironment:
 
     @property
     def gpus_here(self) -> int | None:
-        """Return the GPUs on this node as slurmd, which grants them, counts them; None where it does not say."""
+        """Return the number of GPUs that slurmd has granted on this node; None if it does not tell."""
         return self.gpus_on_node if self.gpus_on_node is not None else self.gpu_ids
 
     @property
     def _place(self) -> int:
-        """Find the index of this node in `job_nodes`."""
+        """Return the index of this node in `job_nodes`."""
         if self.node_name in self.job_nodes:
             return self.job_nodes.index(self.node_name)
         return self.node_id if self.step_id is None and self.node_id < len(self.job_nodes) else 0
 
     def _asked_gpus(self) -> tuple[int, ...] | None:
-        """Return the GPUs on each node that the job asked for; None for no request or an uneven total."""
+        """Return the GPUs on each node that the job requested; None without a request, or for an uneven total."""
         count = len(self.job_nodes)
         if self.gpus_per_node is not None:
             return (self.gpus_per_node,) * count
@@ -103,19 +103,19 @@ class SlurmEnvironment:
         return None
 
     def gpus_are_known(self) -> bool:
-        """Tell whether `gpus` is certain; it is not where it assumes that all nodes are alike."""
+        """Tell whether `gpus` is certain; it is not if it assumes that all nodes are alike."""
         return len(self.job_nodes) == 1 or any((self.gpus_per_node, self.gpus_per_task)) or not any(self.gpus() or ())
 
     @property
     def gpus_origin(self) -> str:
-        """Name the variables that `gpus` is read from, for messages."""
+        """Name the variables from which `gpus` is read, for messages."""
         asked = [name for name in ("gpus_per_node", "gpus_total", "gpus_per_task") if getattr(self, name)]
         here = [name for name in ("gpus_on_node", "gpu_ids") if getattr(self, name) is not None]
         found = [*asked, *here]
         return _variables(found[0]) if found else "SLURM_GPUS_ON_NODE, which is not set,"
 
     def topology(self, gpus: Sequence[int], origin: str = "") -> Topology:
-        """Build the topology of the job's nodes with `gpus` on each; without any, it has 0 slots and accelerator "cpu".
+        """Build the topology of the job's nodes with `gpus` on each; without GPUs it has 0 slots, accelerator "cpu".
 
         `origin` names the source of the numbers.
         """
@@ -127,7 +127,7 @@ class SlurmEnvironment:
 def read_slurm(environ: Mapping[str, str]) -> SlurmEnvironment | None:
     """Read the Slurm environment in `environ`; None outside a job.
 
-    Raises PlacementError naming the variable that does not parse or contradicts another.
+    Raises PlacementError with the variable that does not parse or contradicts another.
     """
     if not any(environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_JOBID")):
         return None
@@ -161,7 +161,7 @@ def _read(environ: Mapping[str, str], wanted: Field[Any]) -> Any:
 
 
 def _variables(name: str) -> str:
-    """Name the variables that a field is read from, for messages."""
+    """Name the variables from which a field is read, for messages."""
     return " or ".join(next(each.metadata["names"] for each in fields(SlurmEnvironment) if each.name == name))
 
 

@@ -1,6 +1,6 @@
 """Ask Slurm for a job: its fields, what its state means for a run, why it waits, and the GPUs it was granted.
 
-`scontrol` is enough; no accounting data base is needed. Source: slurm.h, `man squeue`.
+Uses `scontrol`, which needs no accounting data base. Source: slurm.h, `man squeue`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FORGOTTEN = ("Invalid job id", "not found")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Describe one job or array task; fields that scontrol did not print are empty."""
+    """Describe a job or a task of an array; fields that scontrol does not print are empty."""
 
     id: str  # 12, or 12_3 for a task of an array
     number: str  # SLURM_JOB_ID inside the job
@@ -35,11 +35,11 @@ class Job:
     partition: str = ""  # several with commas
     start_time: str = ""  # when Slurm expects to start a waiting job, or Unknown
     batch_host: str = ""  # where its batch script runs
-    requeue: str = ""  # 0: it is not to be requeued
+    requeue: str = ""  # 0: it must not be requeued
 
     @property
     def is_headless(self) -> bool:
-        """Tell whether it goes on without the node of its batch script, as --no-kill has it: nobody leads it."""
+        """Tell whether it runs without the node of its batch script, which --no-kill allows: it has no conductor."""
         try:
             return self.state == "RUNNING" and bool(self.batch_host) and self.batch_host not in expand(self.nodes)
         except PlacementError:
@@ -71,9 +71,9 @@ def parse_jobs(text: str) -> list[Job]:
 
 
 def ask_jobs(job_id: str, timeout_s: float = timeouts.SLURM_S) -> list[Job]:
-    """Ask for the job `job_id`, or all tasks of that array; empty when slurmctld has forgotten it.
+    """Ask for the job `job_id`, or for all tasks of that array; empty if slurmctld has forgotten it.
 
-    Raises RunError where slurmctld does not answer within `timeout_s`.
+    Raises RunError if slurmctld does not answer within `timeout_s`.
     """
     done = command(["scontrol", "show", "job", "-o", job_id], timeout_s=timeout_s)
     if done.returncode == 0:
@@ -89,7 +89,7 @@ def ask_jobs(job_id: str, timeout_s: float = timeouts.SLURM_S) -> list[Job]:
 def place_in_queue(job: Job, timeout_s: float = timeouts.SLURM_S) -> tuple[int, int] | None:
     """Return the place of a job among those that wait in its partition, from 1 by priority, and how many wait.
 
-    None where Slurm does not say: it may hide the jobs of others (PrivateData), or not answer in time.
+    None if Slurm does not tell: it may hide the jobs of others (PrivateData), or not answer in time.
     """
     if not job.partition:
         return None
@@ -102,9 +102,9 @@ def place_in_queue(job: Job, timeout_s: float = timeouts.SLURM_S) -> tuple[int, 
 def command(
     words: Sequence[str], env: Mapping[str, str] | None = None, cwd: str = "", timeout_s: float = timeouts.SLURM_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm; one that is missing, or gives no answer within `timeout_s`, counts as failed.
+    """Run a command of the cluster. One that is missing or does not end within `timeout_s` counts as failed.
 
-    `cwd` is the directory to run it in, if there is such a directory.
+    `cwd` is the directory to run it in, if that exists.
     """
     try:
         return subprocess.run(
@@ -124,8 +124,8 @@ def command(
         return subprocess.CompletedProcess(list(words), 1, "", str(error))
 
 
-_SAME = "Submit the same command again: it goes on from the newest checkpoint, where there is one."
-_BACK = "Nothing to do: Slurm starts it again by itself; it goes on from the newest checkpoint, where there is one."
+_SAME = "Submit the same command again: it goes on from the newest checkpoint, if there is one."
+_BACK = "Nothing to do: Slurm starts it again by itself; it goes on from the newest checkpoint, if there is one."
 
 STATES: dict[str, tuple[str, str]] = {
     "PENDING": ("waits in the queue", ""),
@@ -134,56 +134,63 @@ STATES: dict[str, tuple[str, str]] = {
     "COMPLETING": ("is over on some of its nodes and ending on the others", "Give it KillWait, 30 s on most clusters."),
     "STAGE_OUT": ("is over; its burst buffer is being copied", "Wait."),
     "SIGNALING": ("is being sent a signal", "Wait."),
-    "STOPPED": ("has SIGSTOP and keeps its nodes", "scontrol release of it, or scancel --signal=CONT: it goes on."),
-    "SUSPENDED": (
-        "stands still: its nodes are another job's for now",
-        "Slurm resumes it. If it was long, ranks may call each other lost; then it fails and the same command goes on.",
+    "STOPPED": (
+        "was stopped by SIGSTOP and keeps its nodes",
+        "scontrol release, or scancel --signal=CONT: it goes on.",
     ),
-    "RESIZING": ("changes its number of nodes", "The rank map stays as it was: a run wants the same nodes throughout."),
+    "SUSPENDED": (
+        "is suspended: another job has its nodes for now",
+        "Slurm resumes it. After a long time ranks may take each other for lost; then it fails, and the same command "
+        "goes on.",
+    ),
+    "RESIZING": (
+        "changes its number of nodes",
+        "The rank map does not change: a run needs the same nodes all the time.",
+    ),
     "REQUEUED": ("goes back into the queue", _BACK),
     "REQUEUE_FED": ("goes back into the queue of a federation of clusters", _BACK),
-    "REQUEUE_HOLD": ("is back in the queue and held", "scontrol release of it, when what made it fail is mended."),
-    "SPECIAL_EXIT": ("is back in the queue and held, for a special exit code", "scontrol release of it."),
+    "REQUEUE_HOLD": ("is back in the queue and held", "scontrol release, when the cause of its failure is repaired."),
+    "SPECIAL_EXIT": ("is back in the queue and held, for a special exit code", "scontrol release."),
     "POWER_UP_NODE": ("waits for nodes that are being switched on", "Wait."),
     "RECONFIG_FAIL": ("could not have its nodes configured", "Ask the site's staff; then submit it again."),
-    "LAUNCH_FAILED": ("could not be started on its nodes", "Leave them out: sbatch --exclude=NODES, the same command."),
+    "LAUNCH_FAILED": ("could not be started on its nodes", "Exclude them: sbatch --exclude=NODES, the same command."),
     "UPDATE_DB": ("is being written to the accounting data base", "Wait."),
     "EXPEDITING": ("is requeued with priority, for a node that failed", _BACK),
-    "REVOKED": ("was given to another cluster of the federation", "Ask for it there: squeue --federation."),
+    "REVOKED": ("was given to another cluster of the federation", "Look for it there: squeue --federation."),
     "COMPLETED": ("is over, with exit code 0", ""),
     "CANCELLED": ("was cancelled", _SAME),
-    "FAILED": ("ended with an exit code that is not 0", f"Mend what the last lines below say. {_SAME}"),
+    "FAILED": ("ended with an exit code that is not 0", f"Repair what the last lines below say. {_SAME}"),
     "TIMEOUT": (
         "reached its time limit",
-        f"{_SAME} With #SBATCH --signal=B:USR1@600 and --requeue it saves before that, and goes on by itself.",
+        f"{_SAME} With #SBATCH --signal=B:USR1@600 and --requeue it saves before the limit, and goes on by itself.",
     ),
-    "DEADLINE": ("was ended because it could not be done by its --deadline", "Submit it with a later one."),
+    "DEADLINE": ("was ended because it could not finish by its --deadline", "Submit it with a later one."),
     "PREEMPTED": ("had to leave for another job", f"With #SBATCH --requeue it goes on by itself; else: {_SAME}"),
     "NODE_FAIL": ("lost a node", f"With #SBATCH --requeue it goes on by itself; else: {_SAME}"),
     "BOOT_FAIL": ("had a node that did not boot", f"Slurm requeues it on most clusters; else: {_SAME}"),
     "OUT_OF_MEMORY": (
         "used more host memory than it was given",
-        "Ask for all of the node's (#SBATCH --mem=0 --exclusive), or lower train.max_tokens_per_gpu, then "
-        "vllm.cpu_kvcache_gib or the ranks on a node.",
+        "Request all of the node's memory (#SBATCH --mem=0 --exclusive), or lower train.max_tokens_per_gpu, then "
+        "vllm.cpu_kvcache_gib or the number of ranks on a node.",
     ),
 }
-"""State -> (what it means, what to do about it; empty: nothing)."""
+"""State -> (its meaning, what to do; empty: nothing)."""
 
 OVER = frozenset(
     {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE"}
     | {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "REVOKED"}
 )
-"""States of a job that does not start again by itself."""
+"""States of a job that will not start again by itself."""
 
 REASONS: dict[str, str] = {
-    "Priority": "others come first",
-    "Resources": "it is next, when its nodes are free",
+    "Priority": "other jobs come first",
+    "Resources": "it starts when nodes for it are free",
     "Dependency": "it waits for another job, as --dependency says",
     "DependencyNeverSatisfied": "the job it waits for did not end as --dependency demands: scancel it",
-    "BeginTime": "its time to begin lies ahead; after a requeue that is about two minutes",
-    "JobArrayTaskLimit": "as many tasks of its array run as the number behind % allows",
+    "BeginTime": "its time to begin has not come; after a requeue that takes about two minutes",
+    "JobArrayTaskLimit": "as many tasks of its array run as the number after % allows",
     "JobHeldUser": "you hold it: scontrol release",
-    "JobHeldAdmin": "the site's staff hold it: ask them",
+    "JobHeldAdmin": "the staff of the cluster hold it: ask them",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
     "NodeDown": "a node that it needs is down",
     "Licenses": "it waits for a licence",
@@ -192,19 +199,19 @@ REASONS: dict[str, str] = {
     "PartitionNodeLimit": "it asks for more nodes than the partition gives: another --partition, or fewer --nodes",
     "PartitionDown": "the partition is down",
     "PartitionInactive": "the partition starts no jobs",
-    "launch failed requeued held": "it could not be started; scontrol release when the node is mended",
+    "launch failed requeued held": "it could not be started; scontrol release when the node is repaired",
 }
 """Reason why a job is pending -> explanation. Reasons that begin with Assoc or QOS are limits of the account."""
 
 
 def state_words(job_state: str) -> tuple[str, str]:
-    """Explain a JobState and what to do about it; several states are joined by commas."""
+    """Explain a JobState, which may be several states with commas, and what to do."""
     known = [STATES.get(name, (f"is in state {name}", "")) for name in job_state.split(",")]
     return " and ".join(what for what, _ in known), " ".join(todo for _, todo in known if todo)
 
 
 def reason_words(reason: str, reasons: Mapping[str, str] = REASONS) -> str:
-    """Explain the reason of a pending job; empty if it has none."""
+    """Explain the reason of a pending job; empty if there is none."""
     name = reason.replace("_", " ") if reason.replace("_", " ") in reasons else reason.split(",", maxsplit=1)[0]
     if name in ("", "None"):
         return ""
@@ -224,7 +231,7 @@ def parse_job_details(text: str) -> dict[str, int]:
     """Return the number of GPUs on each node, from `scontrol show job --details`. Raises ValueError.
 
     A job that is alone on its nodes (--exclusive) has all of their GPUs, but its steps get no more on a node than
-    --gres or --gpus-per-node asked for.
+    --gres or --gpus-per-node requested.
     """
     asked = _ASKED.search(text)
     most = parse_gpus(asked[1]) if asked else None
@@ -233,19 +240,19 @@ def parse_job_details(text: str) -> dict[str, int]:
 
 
 def parse_types(text: str) -> dict[str, list[str]]:
-    """Return the types of the GPUs on each node, from `scontrol show job --details`; nodes without any are left out."""
+    """Return the types of the GPUs on each node that has typed GPUs, from `scontrol show job --details`."""
     return {node: types for node, granted in _granted(text) if (types := gpu_types(granted))}
 
 
 def _granted(text: str) -> list[tuple[str, str]]:
-    """Return each node with what it was granted, from the `Nodes=... GRES=...` parts."""
+    """Return (node, granted resources), from the `Nodes=... GRES=...` parts."""
     return [(node, granted) for nodes, granted in _NODES.findall(text) for node in expand(nodes)]
 
 
 def ask_scontrol(job_id: int, nodes: Sequence[str]) -> tuple[int, ...]:
     """Return how many GPUs job `job_id` has on each of `nodes`. Blocks for up to 30 s.
 
-    Raises PlacementError where Slurm does not answer, or says nothing of one of the nodes.
+    Raises PlacementError if Slurm does not answer, or does not describe one of the nodes.
     """
     answer = command(["scontrol", "show", "job", "--details", str(job_id)])
     problem = answer.stderr.strip() or f"exit code {answer.returncode}"
@@ -255,17 +262,17 @@ def ask_scontrol(job_id: int, nodes: Sequence[str]) -> tuple[int, ...]:
             missing = [node for node in nodes if node not in granted]
             if not missing:
                 return tuple(granted[node] for node in nodes)
-            problem = f"it names no GPUs of node {missing[0]}"
+            problem = f"it does not list the GPUs of node {missing[0]}"
     except (ValueError, PlacementError) as error:
         problem = str(error)
     raise PlacementError(
-        f"cannot tell how many GPUs job {job_id} has on each node: its environment does not say, and `scontrol show "
-        f"job --details {job_id}` failed ({problem}): ask for the GPUs with --gpus-per-node"
+        f"cannot tell how many GPUs job {job_id} has on each node: its environment does not tell, and `scontrol show "
+        f"job --details {job_id}` failed ({problem}): request the GPUs with --gpus-per-node"
     )
 
 
 def gpu_types(text: str) -> list[str]:
-    """List the types in a request or a grant: `gpu:a100:4(IDX:0-3),gpu:v100:2` -> a100, v100; none where untyped."""
+    """List the types in a request or a grant: `gpu:a100:4(IDX:0-3),gpu:v100:2` -> a100, v100."""
     found = []
     for part in re.split(r",(?![^(]*\))", text):
         match = _TYPE.match(part.strip())
@@ -277,7 +284,7 @@ def gpu_types(text: str) -> list[str]:
 def granted_types(environ: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the types of the GPUs on each node of the job in `environ`. Blocks for up to 30 s.
 
-    Where scontrol does not answer, the variables that ask for GPUs count, under their names instead of a node's.
+    If scontrol does not answer, returns the types in the variables that request GPUs, by their names.
     """
     number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
     if not number:

@@ -1,7 +1,7 @@
 """Read Slurm's notation: lists of nodes, counts per node, and numbers of GPUs.
 
 A list of nodes looks like `gpu[001-003,007],login1,rack[1-2]-n[01-04]`. `scontrol show hostnames` expands it, too, but
-is missing in many containers and exits with 0 on an invalid list.
+many containers lack it, and its exit code is 0 for an invalid list.
 
     list    = element { (comma | blank) element }
     element = { text | "[" range { "," range } "]" }; with a bracket, the element ends with one
@@ -47,8 +47,8 @@ def expand(text: str) -> list[str]:
 def slurm_order(names: Iterable[str]) -> list[str]:
     """Sort host names as Slurm lists the nodes of a job (`scontrol show hostlistsorted`).
 
-    By what stands before the last number, in which numbers count as such; then names without a number, shorter numbers,
-    smaller numbers. Source: `hostrange_cmp` in Slurm's common/hostlist.c, seen in 22.05.
+    First by the text before the last number, in which digits are compared as numbers; then names without a number,
+    shorter numbers, smaller numbers. Source: `hostrange_cmp` in Slurm's common/hostlist.c, seen in 22.05.
     """
     return sorted(names, key=_slurm_key)
 
@@ -73,7 +73,7 @@ def _element(text: str, start: int) -> tuple[Iterator[str], int]:
         else:
             match = _TEXT.match(text, position)
             if match is None:
-                raise _error(text, position, f"{text[position]!r} cannot stand in a host name")
+                raise _error(text, position, f"{text[position]!r} is not valid in a host name")
             if numbers and (match.end() == len(text) or text[match.end()] in _SEPARATORS):
                 raise _error(text, position, f"{match[0]!r} after the last bracket: Slurm wants the number at the end")
             texts[-1] += match[0]
@@ -150,7 +150,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def per_node(counts: tuple[int, ...], nodes: int) -> tuple[int, ...]:
-    """Return one count for each of `nodes` nodes; a single count holds for all of them. Raises ValueError."""
+    """Return one count for each of `nodes` nodes; a single count is for all of them. Raises ValueError."""
     if len(counts) == 1:
         return counts * nodes
     if len(counts) != nodes:
@@ -177,7 +177,7 @@ def gpus_of_nodes(text: str, nodes: Sequence[str]) -> tuple[int, ...]:
         found |= dict.fromkeys(expand(match["nodes"]), int(match["count"]))
         position = match.end()
     if missing := [name for name in nodes if name not in found]:
-        raise ValueError(f"nothing is said of {missing[0]}")
+        raise ValueError(f"{missing[0]} has no number")
     if unknown := [name for name in found if name not in nodes]:
         raise ValueError(f"{unknown[0]} is not among the nodes")
     return tuple(found[name] for name in nodes)
@@ -201,7 +201,7 @@ def parse_gpus(text: str) -> int:
 
 
 def count_devices(text: str) -> int:
-    """Count the devices in a list of indices or UUIDs: `0,1,2`, `0-3,7`, `GPU-8f1c...`, `MIG-...`; it may be empty."""
+    """Count the devices in a list of indices or UUIDs, which may be empty: `0,1,2`, `0-3,7`, `GPU-8f1c...`."""
     total = 0
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         if part in {"NoDevFiles", "-1", "none", "void"}:

@@ -1,10 +1,11 @@
 """Stop a run before its last step, by signals, time or files of the user, and continue it later.
 
-A stop may drop work in flight only inside `droppable`; elsewhere it waits until the code comes to such a place.
+A stop may drop work in flight only inside `droppable`; elsewhere it waits until the code enters such a block.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -22,28 +23,28 @@ from slurm_rlhf.wire import timeouts
 
 
 class Arrangement(NamedTuple):
-    """Say how a run goes on, and whether that is certain: where nothing could be arranged, the user has to act."""
+    """Say how a run goes on."""
 
-    told: str
-    holds: bool
+    text: str
+    sure: bool  # False: nothing could be arranged, and the user has to act
 
 
 class Continuation:
-    """Let a scheduler run a job again that is not done. This one leaves it to the user; launch/ has those of Slurm."""
+    """Let a scheduler continue a run. This class leaves that to the user; `nodes.requeue` has subclasses for Slurm."""
 
     def end_time(self) -> float | None:
-        """Return when the allocation ends, in seconds since the epoch; None if unknown. Asks the scheduler once."""
+        """Return the end of the allocation in seconds since the epoch; None if unknown. Asks the scheduler once."""
         return None
 
     def go_on(self) -> Arrangement:
         """Arrange that the same job runs again, or return why that is not possible.
 
-        The scheduler may end this process before it returns, so everything must be on disk already.
+        The scheduler may end this process before this returns, so everything must be on disk before.
         """
         return Arrangement("the same command goes on from here", True)
 
     def finished(self) -> str:
-        """Cancel what was arranged to continue a run that is done; return what it was, empty if there was nothing."""
+        """Cancel the arrangement, because the run is done; return what was cancelled, empty if nothing was."""
         return ""
 
 
@@ -52,7 +53,7 @@ SAVE_FILE = "save"
 _POLL_S = 1.0
 _TAKEN = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _KICK = signal.SIGURG
-"""Does nothing but end the main thread's wait."""
+"""Signal that only ends the main thread's wait."""
 _SAVES = b"\nCtrl-C: the run saves and ends; press it again to end it at once\n"
 
 
@@ -61,7 +62,7 @@ class Reason:
     """Say why a run stops."""
 
     what: str
-    requeue: bool  # the run continues later by itself
+    requeue: bool  # True: the run continues later by itself
     exit_code: int
 
 
@@ -72,32 +73,36 @@ INTERRUPT = Reason("Ctrl-C", False, 128 + signal.SIGINT)
 END = Reason("the end of the allocation is near", True, 0)
 FILE = Reason(f"a file named {STOP_FILE} in the run directory", False, 0)
 NOT_ARRANGED = 1
-"""Exit code of a stop that should continue by itself and cannot: a job with `afterok` must not start."""
+"""Exit code if a run should continue by itself and cannot: a job with `afterok` must not start."""
 
 _early = threading.Event()
-"""SIGUSR1 came before a Stop was entered."""
+"""Set if SIGUSR1 came before a Stop was entered."""
 
 
 def note_early() -> None:
-    """Note SIGUSR1 for the first Stop, where it would end this process. Only the main thread may call it."""
+    """Keep SIGUSR1 for the first Stop, so that it does not end this process. Only the main thread may call it.
+
+    While the interpreter ends, SIGUSR1 is ignored: `scancel --signal` on a task of an array repeats it until the end.
+    """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, lambda number, frame: _early.set())
+        atexit.register(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
 
 
 @contextmanager
 def termination() -> Iterator[threading.Event]:
-    """Turn SIGTERM into an event that is set, and nothing else. Only the main thread may enter it."""
-    told = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told.set())
+    """Let SIGTERM only set the event. Only the main thread may enter it."""
+    came = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.set())
     try:
-        yield told
+        yield came
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
 def immune() -> Iterator[None]:
-    """Block SIGTERM for processes that this thread starts meanwhile: Slurm signals all processes of a batch step."""
+    """Block SIGTERM in processes that this thread starts in the block: Slurm signals all processes of a batch step."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -106,35 +111,37 @@ def immune() -> Iterator[None]:
 
 
 class StopRequested(BaseException):
-    """Interrupt the main thread where work may be dropped. Not an Exception, so that no handler swallows it."""
+    """Interrupt the main thread where work may be dropped. Not an Exception, so that no handler catches it."""
 
     def __init__(self, reason: Reason, saved: bool = True) -> None:
-        """`saved`: what was done up to here is in a checkpoint by the time that the run ends."""
+        """`saved`: a checkpoint has all that was done so far before the run ends."""
         super().__init__(reason.what)
         self.reason = reason
         self.saved = saved
 
 
 class Stop:
-    """Notice requests to stop while it is entered. Only the main thread may enter it.
+    """Notice requests to stop inside the block. Only the main thread may enter it.
 
     SIGUSR1 (`sbatch --signal=B:USR1@600`) and the time `end` (seconds since the epoch) less `margin_s` mean: save,
-    and continue in another allocation. SIGTERM, SIGHUP (not under nohup) and SIGINT (Ctrl-C) mean: save now; a second
-    SIGTERM or SIGINT ends the process at once. The file `stop` in `directory` means: save and leave; the file `save`:
-    save and continue.
+    and continue in another allocation. SIGTERM, SIGHUP (not under nohup) and SIGINT (Ctrl-C) mean: save and end; a
+    second SIGTERM or SIGINT ends the process at once. The file `stop` in `directory` means: save and end; the file
+    `save`: save and continue.
     """
 
     def __init__(self, directory: Path, end: float | None = None, margin_s: float = 0.0) -> None:
         self.reason: Reason | None = None
         self._directory = directory
-        self._end = None if end is None else time.monotonic() + end - time.time()  # clocks of nodes are set
+        self._end = (
+            None if end is None else time.monotonic() + end - time.time()
+        )  # the clock of a node may be set meanwhile
         self._margin_s = margin_s
         self._droppable = False
         self._term_at = 0.0
         self._leaving = threading.Event()
 
     def __enter__(self) -> Stop:
-        # A file of an earlier session was acted on already.
+        # A file of an earlier session has had its effect.
         _removed(self._directory / STOP_FILE)
         self._before = {number: signal.getsignal(number) for number in _TAKEN}
         for number, handler in self._before.items():
@@ -144,9 +151,9 @@ class Stop:
             _early.clear()
             self.reason = USR1
         self._before[_KICK] = signal.signal(_KICK, lambda number, frame: None)
-        came, told = socket.socketpair()
-        told.setblocking(False)
-        self._wakeup, self._wakeup_before = told, signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+        came, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         main = threading.get_ident()
         threading.Thread(target=self._watch, args=(came, main), name="stop-watch", daemon=True).start()
         return self
@@ -160,7 +167,7 @@ class Stop:
 
     @contextmanager
     def droppable(self) -> Iterator[None]:
-        """Let a stop raise StopRequested at once inside it, and at its beginning if one was requested before."""
+        """Let a stop raise StopRequested at once inside the block, or at its begin if it was requested before."""
         self._droppable = True
         try:
             self.check()
@@ -184,11 +191,11 @@ class Stop:
             self._ask(reason)
 
     def save_wanted(self) -> bool:
-        """Tell whether the user has written a `save` file, and remove it."""
+        """Tell whether the user has made a file `save`, and remove it."""
         return _removed(self._directory / SAVE_FILE)
 
     def ignore_signals(self) -> None:
-        """Ignore signals from here on, so that the caller can end what it started."""
+        """Ignore signals from now on, so that the caller can end what it has started."""
         for number in _TAKEN:
             signal.signal(number, signal.SIG_IGN)
 
@@ -215,19 +222,19 @@ class Stop:
             self.check()
 
     def _watch(self, came: socket.socket, main: int) -> None:
-        """Look at clock and files every `_POLL_S`; `came`: the numbers of signals as they come, closed at the end."""
+        """Look at clock and files every `_POLL_S`; `came` receives the numbers of signals, and is closed at the end."""
         came.settimeout(_POLL_S)
         while not self._leaving.is_set():
             with contextlib.suppress(TimeoutError):
                 if set(came.recv(64)) - {_KICK}:
-                    # Python's handler runs when the main thread runs, and a wait that begins while the signal comes,
-                    # or a signal that another thread took, does not let it run: a signal to that thread ends the wait.
+                    # Python's handler runs when the main thread runs. It does not if a wait of that thread begins just
+                    # when the signal comes, or if another thread gets the signal: one more signal ends the wait.
                     self._leaving.wait(timeouts.SIGNAL_HANDLED_S)
                     if not self._leaving.is_set():
                         signal.pthread_kill(main, _KICK)
                 continue
             if self.reason is not None:
-                if self._droppable:  # one of our own that was missed in the same way
+                if self._droppable:  # our own signal may be missed in the same way
                     os.kill(os.getpid(), signal.SIGUSR1)
                 continue
             if os.path.exists(self._directory / STOP_FILE):  # unlike Path.exists, false where the disk fails
@@ -237,22 +244,22 @@ class Stop:
         came.close()
 
     def _ask(self, reason: Reason) -> None:
-        """Send a signal to this process: nothing else interrupts the main thread while it waits."""
+        """Send a signal to this process, because nothing else interrupts a wait of the main thread."""
         self.reason = reason
         os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def _leave_terminal() -> None:
-    """Write nowhere from here on in place of a terminal that is gone: what is printed would raise EIO."""
+    """Replace a terminal that is gone by /dev/null: printing to it would raise EIO."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in range(3):
-        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(("/dev/pts/", "/dev/tty")):  # isatty: no longer
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(("/dev/pts/", "/dev/tty")):  # isatty is False for it
             os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
 def _removed(file: Path) -> bool:
-    """Remove a file, and tell whether that was done: not where none is, or where the file system does not answer."""
+    """Remove a file; return False if there is none, or if the file system does not answer."""
     try:
         file.unlink()
     except OSError:

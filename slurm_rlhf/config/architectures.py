@@ -1,6 +1,6 @@
 """Know models of transformers without importing any: how they change logits, what was compared, attention kernels.
 
-The tables by model are in `architectures.json`: `head_math` (HEAD_MATH) and `compared` (COMPARED).
+The tables by model are in `architectures.json`, each under the name that its constant has here.
 """
 
 from __future__ import annotations
@@ -43,17 +43,7 @@ def head_fields(model_type: str, text_type: str) -> HeadFields:
     return HEAD_MATH.get(text_type, HeadFields()) if model_type in NESTED | {text_type} else HeadFields()
 
 
-HEAD_FIELDS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-    "output_multiplier",
-    "logits_mup_width_multiplier",
-    "unpadded_vocab_size",
-)
+HEAD_FIELDS: tuple[str, ...] = tuple(_TABLES["head_fields"])
 """All such fields of any model. A model that sets a field outside its formula is refused."""
 
 
@@ -62,7 +52,7 @@ class Compared:
     """Describe an architecture for which trainer, plain transformers and vLLM gave the same log-probs.
 
     They agreed to 1e-5 in fp32 on CPUs, from the directory and after an update of all weights: `pytest -m ""
-    tests/trainer/test_architectures.py tests/engine/test_architectures.py`.
+    tests/trainer/test_models.py tests/engine/test_vllm.py`.
     """
 
     model_type: str
@@ -74,30 +64,14 @@ COMPARED: dict[str, Compared] = {name: Compared(**row) for name, row in _TABLES[
 """Class in config.json -> what was compared. Architectures in neither table are accepted with a warning: only the
 self-check before the first step compares them."""
 
-_PHIMOE = (
-    "transformers takes no notice of the long factors of its rotary embedding, and vLLM knows it under another class "
-    "name than the one transformers saves"
-)
-
-_APART = "with random weights its log-probs in vLLM and in transformers are up to {} apart"
-
-REFUSED: dict[str, str] = {
-    "PhiMoEForCausalLM": _PHIMOE,
-    "PhimoeForCausalLM": _PHIMOE,
-    "Gemma3nForCausalLM": _APART.format(0.5),
-    "Gemma3nForConditionalGeneration": _APART.format(0.5),
-    "ApertusForCausalLM": _APART.format(1.6),
-}
+REFUSED: dict[str, str] = _TABLES["refused"]
 """Class in config.json -> why it cannot be trained here."""
 
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of classes that predict the next token."""
 
-ENCODERS = frozenset(
-    {"albert", "bert", "big_bird", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert"}
-    | {"longformer", "modernbert", "mpnet", "nomic_bert", "roberta", "xlm-roberta", "xlm-roberta-xl"}
-)
+ENCODERS = frozenset(_TABLES["encoders"])
 """model_type of models whose tokens see those that follow, unless the class in config.json ends as in CAUSAL."""
 
 

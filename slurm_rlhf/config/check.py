@@ -1,11 +1,13 @@
-"""Check a configuration before anything starts: its rules, files, model directories and source of rewards."""
+"""Check a configuration before anything starts: its rules, files, model directories, rewards and trackers."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,10 @@ from slurm_rlhf.config.model_directory import (
     uncompared,
 )
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
-from slurm_rlhf.config.rules import colocated, key_problems, length_problems, rule_problems, unused_note
+from slurm_rlhf.config.rules import colocated, key_problems, length_problems, out_of_range, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_cluster import minutes
-from slurm_rlhf.config.trackers import tracker_problems
+from slurm_rlhf.config.schema_jobs import minutes
+from slurm_rlhf.config.schema_models import REWARD_SOURCES
 from slurm_rlhf.errors import ConfigError, ModelError, UserError
 
 MODEL = "reward.model_name_or_path"
@@ -43,8 +45,8 @@ def check(config: Config) -> None:
 
 
 def check_colocation(config: Config) -> None:
-    """Check what decides which roles share accelerators. Raises one ConfigError with all that is wrong."""
-    _raise(colocated(config), [])
+    """Check the ranges of all numbers, and which roles share accelerators. Raises one ConfigError with all problems."""
+    _raise(list(out_of_range(config)) or colocated(config), [])
 
 
 def check_sft(config: Config) -> None:
@@ -217,17 +219,14 @@ def _slurm(config: Config) -> Iterator[str]:
 
 def reward_source(config: Config) -> Iterator[str]:
     """Check the keys that name where rewards come from: exactly one of them is needed."""
-    source, model = config.reward.remote_url, config.reward.model_name_or_path
-    keys = {"reward.remote_url": source, "reward.function": config.reward.function, MODEL: model}
-    named = [key for key, value in keys.items() if value]
+    source = config.reward.remote_url
+    named = [f"reward.{name}" for name in REWARD_SOURCES if getattr(config.reward, name)]
     if len(named) > 1:
         both = "both" if len(named) == 2 else "all"
         yield f"{' and '.join(named)} are {both} set: rewards come from a function or a model, leave all out but one"
     elif not named:
-        yield (
-            f"neither reward.remote_url (a Python file with reward_func) nor {MODEL} nor reward.function (one that a "
-            "plugin registers) is set: name one"
-        )
+        known = " nor ".join(f"reward.{name} ({what})" for name, what in REWARD_SOURCES.items())
+        yield f"neither {known} is set: name one"
     elif source.startswith(("http://", "https://")):
         yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
     elif source:
@@ -287,3 +286,49 @@ def _tokens(file: Path) -> dict[str, int]:
         return {**vocab, **{added["content"]: added["id"] for added in body.get("added_tokens", [])}}
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise ModelError(f"{file}: not a tokenizer that can be read: {error}") from None
+
+
+TENSORBOARD = "tensorboard"
+
+PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+"""Tracker -> the modules that it needs; its extra in pyproject.toml brings them. TensorBoard is always there."""
+
+NAMES = (TENSORBOARD, *PACKAGES)
+"""Names that logger.use takes."""
+
+
+def tracker_problems(config: Config) -> Iterator[str]:
+    """Find trackers that do not exist or are not installed, and keys that would get into config.toml."""
+    for name in dict.fromkeys(config.logger.use):
+        if name not in NAMES:
+            yield f"logger.use: there is no tracker {name!r} (valid: {', '.join(NAMES)})"
+        elif missing := [module for module in PACKAGES.get(name, ()) if find_spec(module) is None]:
+            verb = "is" if len(missing) == 1 else "are"
+            yield (
+                f"logger.use: {name} needs {', '.join(missing)}, which {verb} not installed here: "
+                f"pip install 'slurm_rlhf[{name}]' (from a checkout: pip install '.[{name}]')"
+            )
+    for line in config.slurm.setup:
+        for variable in secrets_set(line):
+            yield (
+                f"slurm.setup sets {variable}, and the configuration is copied to run_dir/config.toml and to the "
+                "trackers: set it in your own environment, or log in once (`wandb login`, `hf auth login`)"
+            )
+
+
+_NAME = re.compile(r"(^|_)(API_?KEY|TOKEN|PASSWORD|SECRET|CREDENTIALS?)$")
+_SET = re.compile(r"\b([A-Z][A-Z0-9_]*)=\S")
+_SHORTEST = 6  # characters: a shorter value would blot out words
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """Replace each secret value of the environment in `text` by its variable's name."""
+    for name, value in environment.items():
+        if _NAME.search(name) and len(value) >= _SHORTEST:
+            text = text.replace(value, f"${name}")
+    return text
+
+
+def secrets_set(text: str) -> list[str]:
+    """Name the variables that hold secrets and that a line of shell sets: `export WANDB_API_KEY=...`."""
+    return [name for name in _SET.findall(text) if _NAME.search(name)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurm_rlhf.config.keys import Broken, Key, Rules, all_keys
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_eval import EvalDataSet
+from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.errors import meant
 
 MEAN = "eval"
@@ -82,25 +82,11 @@ def eval_problems(config: Config) -> Iterator[str]:
 
 
 def _settled(entry: EvalDataSet, config: Config) -> EvalSettings:
-    def chosen(name: str) -> Any:
-        own = getattr(entry, name)
-        return getattr(config.eval, name) if own is None else own
-
-    samples = chosen("n_samples_per_prompt")
-    return EvalSettings(
-        name=entry.name or re.sub(r"[^A-Za-z0-9_.@+-]", "_", Path(entry.path).stem) or "eval",
-        path=entry.path,
-        n_samples_per_prompt=samples,
-        temperature=chosen("temperature"),
-        max_samples=chosen("max_samples"),
-        pass_k=tuple(chosen("pass_k")) or default_pass_k(samples),
-        pass_score=chosen("pass_score"),
-        answer_pattern=chosen("answer_pattern"),
-        source_key=chosen("source_key"),
-        input_key=config.data.input_key if entry.input_key is None else entry.input_key,
-        label_key=config.data.label_key if entry.label_key is None else entry.label_key,
-        needs_label=entry.label_key is not None,
-    )
+    values: dict[str, Any] = {name: getattr(config.eval, name) for name in FIELDS if hasattr(config.eval, name)}
+    values |= {"input_key": config.data.input_key, "label_key": config.data.label_key} | entry_table(entry)
+    values["name"] = entry.name or re.sub(r"[^A-Za-z0-9_.@+-]", "_", Path(entry.path).stem) or "eval"
+    values["pass_k"] = tuple(values["pass_k"]) or default_pass_k(values["n_samples_per_prompt"])
+    return EvalSettings(**values, needs_label=entry.label_key is not None)
 
 
 def _best(config: Config) -> Iterator[str]:
@@ -113,7 +99,7 @@ def _best(config: Config) -> Iterator[str]:
 FIELDS = tuple(field.name for field in fields(EvalDataSet))
 
 Check = Callable[[Key, Any], Any]
-"""Checks a value against the type of its key: `key_text.from_toml`."""
+"""Checks a value against the type of its key: `text.from_toml`."""
 
 
 def field_key(key: Key, name: str) -> Key:

@@ -1,10 +1,23 @@
-"""Find every key of the schema by its dotted name, with its type, range, default and documentation."""
+"""Find every key of the schema by its dotted name or by a name that users of OpenRLHF, verl and TRL know.
+
+A key has a type, a range, a default and documentation. The tables of other names are in `migrate.json`, which is read
+when a name is met that is no key:
+
+    openrlhf           the flags of OpenRLHF's PPO command: `now` is the spelling since April 2026 (`actor.adam.lr`),
+                       `before` the one until then (`actor_learning_rate`); `key` takes the same value here, or
+                       `instead` says what to do. Read from `openrlhf/cli/train_ppo_ray.py` of August and April 2026.
+    verl, trl          name -> the key that does its work here; values may differ, so errors name it and nothing is read
+    units              a name of theirs -> how its number differs
+    openrlhf_defaults  key -> OpenRLHF's default, where it differs from ours
+    short              short name that people write -> the keys they mean, the most likely first
+"""
 
 from __future__ import annotations
 
 import ast
 import copy
 import difflib
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,7 +29,7 @@ from slurm_rlhf.algorithms.registry import KEY as ALGORITHM
 from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.config.ranges import Range
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_eval import EvalDataSet
+from slurm_rlhf.config.schema_jobs import EvalDataSet
 
 DATA_SETS = "list[dataset]"
 """The kind of eval.datasets."""
@@ -43,19 +56,20 @@ class Key:
         """Describe the kind, for error messages."""
         if self.choices:
             return "one of " + ", ".join(choice or '""' for choice in self.choices)
-        instead = "".join(f" or {word}" for word in self.words)
-        return {
-            "str": "a string",
-            "path": "a path (a string)",
-            "int": "a whole number",
-            "float": "a number",
-            "bool": "true or false",
-            "list[int]": "a list of whole numbers",
-            "list[float]": "a list of numbers",
-            "list[str]": "a list of strings",
-            "list[path]": "a list of paths (strings)",
-            DATA_SETS: "a list of paths (strings) and of tables with path, name, n_samples_per_prompt, ...",
-        }[self.kind] + instead
+        kind = self.kind.removeprefix("list[").removesuffix("]")
+        one, several = _EXPECTED[kind]
+        return (one if kind == self.kind else f"a list of {several}") + "".join(f" or {word}" for word in self.words)
+
+
+_EXPECTED = {
+    "str": ("a string", "strings"),
+    "path": ("a path (a string)", "paths (strings)"),
+    "int": ("a whole number", "whole numbers"),
+    "float": ("a number", "numbers"),
+    "bool": ("true or false", ""),
+    "dataset": ("", "paths (strings) and of tables with path, name, n_samples_per_prompt, ..."),
+}
+"""Kind -> how errors call one value, and several."""
 
 
 @cache
@@ -204,26 +218,11 @@ def _class_nodes(module: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-SHORT = {
-    "lr": ["actor.learning_rate", "critic.learning_rate"],
-    "bs": ["train.batch_size", "rollout.batch_size"],
-    "model": ["actor.model_name_or_path"],
-    "model_name": ["actor.model_name_or_path"],
-    "output_dir": ["run_dir", "sft.output_dir"],
-    "n_samples": ["rollout.n_samples_per_prompt"],
-    "tp": ["vllm.tensor_parallel_size"],
-    "kl_coef": ["algo.kl.init_coef"],
-    "dataset": ["data.prompt_dataset"],
-    "epochs": ["train.max_epochs", "train.num_episodes"],
-}
-"""Short name that people write -> the keys they mean, the most likely first."""
-
-
 def nearest(name: str) -> list[str]:
     """List valid keys that a user who wrote `name` may have meant, the most likely first; none if none is near."""
     wanted = name.lower().replace("-", "_")
     leaf = wanted.rpartition(".")[2]
-    if known := SHORT.get(leaf):
+    if known := tables()["short"].get(leaf):
         group = wanted.rpartition(".")[0]
         return sorted(known, key=lambda key: difflib.SequenceMatcher(None, group, key).ratio(), reverse=True)
     grouped = "." in wanted or wanted.partition("_")[0] in groups()
@@ -238,3 +237,59 @@ def nearest(name: str) -> list[str]:
     leaves = [key.rpartition(".")[2] for key in all_keys()]
     near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
     return [key for key in all_keys() if key.rpartition(".")[2] in near]
+
+
+VALUES = {
+    "actor.lr_scheduler": {"cosine_with_min_lr": "cosine"},
+    "actor.policy_loss_type": {"vanilla": "ppo", "dapo": "ppo", "grpo": "ppo"},
+}
+"""Key -> a value of OpenRLHF, verl or TRL -> what it is here. Named in errors and not read."""
+
+INTERVALS = ("ckpt.save_steps", "eval.steps")
+"""Keys for which -1 is never at OpenRLHF and verl, and 0 here."""
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """Read migrate.json."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("migrate.json").read_text(encoding="utf-8"))
+    return found
+
+
+def spellings(flag: dict[str, str]) -> list[str]:
+    """List the names of a flag of OpenRLHF, the newer one first."""
+    return [flag[age] for age in ("now", "before") if age in flag]
+
+
+@cache
+def read_as() -> dict[str, str]:
+    """Return OpenRLHF's spellings that differ from ours: flag -> key."""
+    flags = [flag for flag in tables()["openrlhf"] if "key" in flag]
+    return {name: flag["key"] for flag in flags for name in spellings(flag) if name != flag["key"]}
+
+
+def key_of(name: str) -> Key | None:
+    """Find the key that `name` is, a key of ours or a flag of OpenRLHF; None: it is neither."""
+    return all_keys().get(name) or all_keys().get(read_as().get(name, ""))
+
+
+@cache
+def _instead() -> dict[str, str]:
+    flags = [flag for flag in tables()["openrlhf"] if "instead" in flag]
+    return {name: flag["instead"] for flag in flags for name in spellings(flag)}
+
+
+def begins_alias(name: str) -> bool:
+    """Return whether `name` is a group of OpenRLHF's that holds keys of ours, as `actor.adam` does."""
+    return any(alias.startswith(f"{name}.") for alias in [*read_as(), *_instead()])
+
+
+def meaning(name: str) -> str:
+    """Say what a name of OpenRLHF, verl or TRL is here; empty where it is none of theirs."""
+    if name in _instead():
+        return f"OpenRLHF's {name} is no key here: {_instead()[name]}"
+    for peer in ("verl", "TRL"):
+        if key := tables()[peer.lower()].get(name):
+            unit = f"; {tables()['units'][name]}" if name in tables()["units"] else ""
+            return f"{peer}'s {name} is {key} here{unit} (`slurm-rlhf train --help {key}` says what it takes)"
+    return ""

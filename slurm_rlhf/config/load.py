@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config import hub
-from slurm_rlhf.config.aliases import begins_alias, key_of, meaning
 from slurm_rlhf.config.evaluation import resolved_entry
-from slurm_rlhf.config.key_text import BadValue, from_text, from_toml, split_overrides
-from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, get, groups, nearest, put
+from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, begins_alias, get, groups, key_of, meaning, nearest, put
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import BadValue, from_text, from_toml, split_overrides
 from slurm_rlhf.errors import ConfigError
 
 COMMAND_LINE = "the command line"
@@ -33,7 +32,7 @@ GONE = {
     "sync.network_gbits": "every actor rank sends an equal part, or its shard, to all nodes of engines",
     "train.share_prompts": "every response has its prompt in its own row now",
 }
-"""A key of earlier versions, which runs of theirs have in config.toml -> what is true without it."""
+"""Key of earlier versions, which config.toml of an old run may have -> what replaces it."""
 
 
 def load_config(path: Path | str | Sequence[Path | str] | None, overrides: Sequence[str] = ()) -> Config:
@@ -101,7 +100,7 @@ class _Source:
     config: Config
     problems: list[str]
     name: str
-    base: Path  # where its relative paths start
+    base: Path  # directory where its relative paths start
     dashes: str = ""
     spelled: dict[str, str] = field(default_factory=dict)  # key -> as it stands in the source
 

@@ -6,9 +6,8 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slurm_rlhf.config.aliases import INTERVALS, VALUES, key_of, meaning, tables
-from slurm_rlhf.config.key_text import BadValue, from_text, split_overrides, toml_value
-from slurm_rlhf.config.keys import Key, all_keys, nearest
+from slurm_rlhf.config.keys import INTERVALS, VALUES, Key, all_keys, key_of, meaning, nearest, tables
+from slurm_rlhf.config.text import BadValue, from_text, split_overrides, toml_value
 from slurm_rlhf.errors import ConfigError
 
 PROGRAM = "openrlhf.cli.train_ppo_ray"

@@ -1,7 +1,7 @@
 """The table of roles: every kind of process group that a run may start, one row each.
 
-Adding a role: a row here, its worker's file in `workers/`, its group in `schema.py`. Placement, `plan`, the memory
-table, environments and checkpoints read this table and name no role themselves.
+Placement, `plan`, the memory table, environments and checkpoints read this table and name no role themselves. To add a
+role: .github/CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ def has_reference(config: Config) -> bool:
 ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT = "actor", "critic", "reference", "reward", "rollout"
 
 Kind = Literal["trained", "frozen", "engine"]
-Phase = Literal["training", "rollout"]
 
 
 def has_engines(config: Config) -> bool:
@@ -53,15 +52,12 @@ class RoleSpec:
 
     name: str
     group: str  # group of the configuration with num_nodes, and num_gpus_per_node unless the role is made of engines
-    letter: str  # in the grid of `plan`
+    letter: str  # letter of its ranks in the grid of `plan`
     worker: str  # "module:name" of what `ranks.rank_process` calls with (config, rank info, client)
-    kind: Kind
+    kind: Kind  # trained: checkpoints have its state, and ds.enable_sleep moves its optimizer states; frozen; engine
     model_keys: tuple[str, ...]  # name the directory of its model; the first that is set counts
-    head: bool = False  # its model keeps the head over the vocabulary; otherwise one score for each token
-    saves: bool = False  # its state is part of a checkpoint
-    sleeps: bool = False  # has optimizer states that ds.enable_sleep moves away while engines work
+    head: bool = False  # True: its model keeps the head over the vocabulary; False: it has one score for each token
     colocates: str = ""  # role whose slots it shares where train.colocate_<group>_<group> says so; "": none
-    phase: Phase = "training"  # roles of one phase compute at the same time and share the CPUs of a node
     runs: Callable[[Config], bool] = _always  # whether a run with this configuration starts the role
 
     @property
@@ -100,8 +96,6 @@ _ROWS = (
         kind="trained",
         model_keys=("actor.model_name_or_path",),
         head=True,
-        saves=True,
-        sleeps=True,
     ),
     RoleSpec(
         CRITIC,
@@ -111,8 +105,6 @@ _ROWS = (
         kind="trained",
         # A reward model has learned already what a response is worth. Source: OpenRLHF, `cli/train_ppo_ray.py`.
         model_keys=("critic.model_name_or_path", "reward.model_name_or_path", "actor.model_name_or_path"),
-        saves=True,
-        sleeps=True,
         runs=has_critic,
     ),
     RoleSpec(
@@ -144,7 +136,6 @@ _ROWS = (
         kind="engine",
         model_keys=("actor.model_name_or_path",),
         head=True,
-        phase="rollout",
         runs=has_engines,
     ),
 )

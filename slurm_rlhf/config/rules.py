@@ -6,10 +6,9 @@ import string
 from collections.abc import Iterator
 
 from slurm_rlhf.config.algorithm_rules import FilterRules, LossRules, SamplingRules, algorithm_problems
-from slurm_rlhf.config.aliases import INTERVALS
 from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.evaluation import eval_problems
-from slurm_rlhf.config.keys import Broken, Rules, all_keys, changed_keys, get, unused
+from slurm_rlhf.config.keys import INTERVALS, Broken, Rules, all_keys, changed_keys, get, unused
 from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, running_roles
 from slurm_rlhf.config.schema import Config
 
@@ -29,7 +28,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     yield from eval_problems(config)
     yield from TrainingRules(config).problems()
     yield from FilterRules(config).problems()
-    yield from engine_problems(config)
+    yield from EngineRules(config).problems()
     if not algorithm:
         yield from colocated(config)
     yield from SamplingRules(config).problems()
@@ -45,11 +44,6 @@ def key_problems(config: Config) -> Iterator[str]:
 def length_problems(config: Config) -> Iterator[str]:
     """Check that prompt and response fit together."""
     yield from LengthRules(config).problems()
-
-
-def engine_problems(config: Config) -> Iterator[str]:
-    """Find the keys that the engine excludes."""
-    yield from EngineRules(config).problems()
 
 
 def out_of_range(config: Config) -> Iterator[str]:

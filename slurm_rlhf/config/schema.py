@@ -2,8 +2,8 @@
 
 `load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
-files: actor, critic, ref, reward, ds and algo in `schema_models.py`, eval and generate in `schema_eval.py`, slurm,
-cluster and timeout in `schema_cluster.py`.
+files: actor, critic, ref, reward, ds and algo in `schema_models.py`, eval, generate, slurm, cluster and timeout in
+`schema_jobs.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, FilePath, Range
-from slurm_rlhf.config.schema_cluster import Cluster, Slurm, Timeout
-from slurm_rlhf.config.schema_eval import Eval, Generate
+from slurm_rlhf.config.schema_jobs import Cluster, Eval, Generate, Slurm, Timeout
 from slurm_rlhf.config.schema_models import Actor, Algo, Critic, Ds, Ref, Reward
 
 FORWARD_SHARE = 4

@@ -141,6 +141,14 @@ class Reward:
     """Control experiment: permute the rewards over the batch, so that there is nothing to learn."""
 
 
+REWARD_SOURCES = {
+    "remote_url": "a Python file with reward_func",
+    "function": "one that a plugin registers",
+    "model_name_or_path": "a reward model",
+}
+"""Keys of `reward` of which exactly one says where rewards come from -> what it names."""
+
+
 @dataclass(slots=True)
 class Ds:
     zero_stage: Annotated[int, Range(0, 3)] = 2

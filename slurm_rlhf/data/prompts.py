@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.config.schema import Data
-from slurm_rlhf.data.framing import encode_prompts
-from slurm_rlhf.data.tokenizer import Tokenizer, UnknownText
+from slurm_rlhf.data.tokenizer import Tokenizer, UnknownText, encode_prompts
 from slurm_rlhf.errors import ConfigError, DataError, cut
 from slurm_rlhf.records import Prompt
 

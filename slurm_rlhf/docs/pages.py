@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurm_rlhf.config.key_text import default_text, value_text
 from slurm_rlhf.config.keys import Key, all_keys, documentation
+from slurm_rlhf.config.text import default_text, value_text
 from slurm_rlhf.errors import ConfigError, meant
 
 TOPICS: dict[str, str] = {

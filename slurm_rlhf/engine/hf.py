@@ -240,7 +240,8 @@ class HfEngine(Engine):
         batch = self._batch
         if batch is None:
             return []
-        logits = self._pass(batch)
+        logits = self._prefill(batch) if batch.texts is None else batch.texts.step()
+        batch.tokens += 1
         self._note(batch.tokens, SAMPLING if batch.goes_on else WAITING)
         finished = self._choose(batch, logits) if batch.goes_on else []
         self._note(batch.tokens, WAITING)
@@ -261,14 +262,11 @@ class HfEngine(Engine):
         self._batch = batch = SampledBatch(rows, sampling, selects_rows(self._policy.model))
         self._context.enter_context(self._policy.passes(lambda layer: self._note(batch.tokens + 1, layer)))
 
-    def _pass(self, batch: SampledBatch) -> Tensor:
-        """Return the logits after the last tokens of the rows, fp32 [B, V]."""
-        logits = self._prefill(batch) if batch.texts is None else batch.texts.step()
-        batch.tokens += 1
-        return logits
-
     def _prefill(self, batch: SampledBatch) -> Tensor:
-        """Compute whole texts. Each of several equal ones is computed once, if rows can be taken of what is kept."""
+        """Compute whole texts, and return the logits after their last tokens, fp32 [B, V].
+
+        Each of several equal texts is computed once, if rows can be taken of what is kept.
+        """
         model, pad = self._policy.model, self._vocabulary.pad
         texts, place = [row.text(pad) for row in batch.rows], None
         if batch.drops:

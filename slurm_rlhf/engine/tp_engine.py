@@ -21,7 +21,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine._vllm import process_group_backend, tp_executor
 from slurm_rlhf.engine.engine import GenerateRequest
 from slurm_rlhf.engine.vllm import VllmEngine
-from slurm_rlhf.process_groups._torch import meet, signed
+from slurm_rlhf.process_groups._torch import environment, meet, signed, torchrun_store
 
 SHARED_MEMORY = Path("/dev/shm")
 LOOPBACK = "lo"
@@ -63,15 +63,8 @@ def engine_store(place: EnginePlace, timeout_s: float) -> dist.Store:
 
     Raises torch's DistStoreError if it cannot be reached within `timeout_s`.
     """
-    server = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
     run, attempt = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return signed(server, f"slurm_rlhf/{run}/{attempt}/engine{place.engine}")
+    return signed(torchrun_store(timeout_s), f"slurm_rlhf/{run}/{attempt}/engine{place.engine}")
 
 
 @contextmanager
@@ -82,9 +75,7 @@ def engine_group(place: EnginePlace, store: dist.Store, timeout_s: float) -> Ite
     node, so gloo listens on loopback only.
     """
     os.environ |= {"RANK": str(place.tp_rank), "WORLD_SIZE": str(place.tp), "LOCAL_RANK": str(place.tp_rank)}
-    outer = os.environ.get("GLOO_SOCKET_IFNAME")
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-    try:
+    with environment({"GLOO_SOCKET_IFNAME": LOOPBACK}):
         dist.init_process_group(
             process_group_backend(),
             store=meet(dist.PrefixStore("world", store), place.tp_rank, place.tp),
@@ -93,10 +84,6 @@ def engine_group(place: EnginePlace, store: dist.Store, timeout_s: float) -> Ite
             timeout=timedelta(seconds=timeout_s),
         )
         yield
-    finally:
-        del os.environ["GLOO_SOCKET_IFNAME"]
-        if outer is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = outer
 
 
 def unlink_segments(prefix: str) -> list[str]:
@@ -172,12 +159,11 @@ class TpEngine(VllmEngine):
         """Start with the engine's `store` and `identity`; `report` gets the number and digest of each batch."""
         self.place = place
         self.tp_digest = TpDigest()
-        self._report = report
         # The names go as soon as every rank has opened the memory: nothing stays behind, however the engine ends.
         self._executor = tp_executor(identity, lambda: unlink_segments(identity))
         with engine_group(place, store, config.timeout.collective):
             super().__init__(config, place.engine)
-        self._core.before_each_batch(self._before_batch)
+        self._core.before_each_batch(lambda scheduled: report(*self.tp_digest.planned(scheduled)))
 
     def add(self, request: GenerateRequest) -> None:
         super().add(request)
@@ -189,6 +175,3 @@ class TpEngine(VllmEngine):
 
     def _sampled(self, key: str, tokens: list[int]) -> None:
         self.tp_digest.sampled(key, tokens)
-
-    def _before_batch(self, scheduled: Mapping[str, int]) -> None:
-        self._report(*self.tp_digest.planned(scheduled))

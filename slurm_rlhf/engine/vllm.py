@@ -72,7 +72,7 @@ def prepare_environment() -> None:
 def engine_config(config: Config) -> Any:
     """Make the `VllmConfig` of one engine. Imports vllm.
 
-    Raises ConfigError for a precision or a parallel size that an engine cannot have, ModelError for a model directory
+    Raises ConfigError for a parallel size that an engine cannot have, ModelError for a model directory
     that is not complete or that vLLM does not accept.
     """
     from vllm import EngineArgs
@@ -90,7 +90,7 @@ def engine_config(config: Config) -> Any:
         import_model_class(architecture)
     args = EngineArgs(
         model=path,
-        dtype=_dtype(config),
+        dtype=DTYPES[config.ds.param_dtype if config.vllm.dtype == "auto" else config.vllm.dtype],
         # vLLM's own switch for training by reinforcement: `ModelConfig.head_dtype`.
         hf_overrides={"head_dtype": "float32"} if config.ds.fp32_lm_head else {},
         seed=config.train.seed,
@@ -137,13 +137,6 @@ def asynchronous(config: Config, on_cpu: bool) -> bool | None:
     return False if on_cpu or config.vllm.sync_mode == "inflight" else None
 
 
-def _dtype(config: Config) -> str:
-    wanted = config.ds.param_dtype if config.vllm.dtype == "auto" else config.vllm.dtype
-    if wanted not in DTYPES:
-        raise ConfigError(f"vllm.dtype is {config.vllm.dtype!r}; valid: auto, {', '.join(DTYPES)}")
-    return DTYPES[wanted]
-
-
 # --- engine ---------------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +170,7 @@ class VllmEngine(Engine):
     """
 
     _executor: Any = None
-    """Another class of executor than vLLM's choice."""
+    """Class of executor; None: vLLM's choice."""
 
     def __init__(self, config: Config, number: int = 0) -> None:
         """See `EngineModule.make_engine`."""

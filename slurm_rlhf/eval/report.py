@@ -1,19 +1,116 @@
-"""Everything that an evaluation says about one data set, by source and length too, and about several."""
+"""Everything that an evaluation says about its data sets: pass@k, majority votes, means and how far they may be off.
+
+Figures are of whole data sets, and of their parts by source and length.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.errors import cut
-from slurm_rlhf.eval.estimators import Estimate, bootstrap, majority_score, pass_at_k, wilson
 from slurm_rlhf.eval.responses import ScoredResponse
 from slurm_rlhf.records import STOP
+
+F64 = NDArray[np.float64]
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Holds a figure and its confidence interval at `CONFIDENCE`."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Estimate the probability that at least one of k responses to a prompt is correct.
+
+    `correct` of `samples` responses were. 1 - C(n - c, k) / C(n, k): the share of all subsets of k responses that hold
+    a correct one, so it has no bias, unlike 1 - (1 - c/n)^k. Source: Chen et al., Evaluating Large Language Models
+    Trained on Code (2021), arXiv 2107.03374, section 2.1. Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    """
+    if not 1 <= k <= samples or not 0 <= correct <= samples:
+        raise ValueError(f"pass@{k} of {correct} correct in {samples} responses: 1 <= k <= n and 0 <= c <= n is needed")
+    wrong = samples - correct
+    if wrong < k:
+        return 1.0
+    # The fraction of the two binomials without their factorials, which would overflow.
+    return 1.0 - math.prod(1.0 - k / size for size in range(wrong + 1, samples + 1))
+
+
+def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+    """Score the answer that most of the responses to a prompt give.
+
+    answers, scores: one per response; None abstains. Equal answers may have unlike scores: their mean counts. Where
+    several answers have the most votes, the mean of theirs: what drawing one of them scores on average. Where all
+    abstain there is no answer: 0. Source: Wang et al., Self-Consistency Improves Chain of Thought Reasoning (2022).
+    """
+    votes: dict[str, list[float]] = {}
+    for answer, score in zip(answers, scores, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(score)
+    if not votes:
+        return 0.0
+    most = max(map(len, votes.values()))
+    return float(np.mean([np.mean(found) for found in votes.values() if len(found) == most]))
+
+
+def bootstrap(sums: F64, counts: F64, seed: int, name: str) -> Estimate:
+    """Estimate sum(sums) / sum(counts) with the percentile interval of a bootstrap over prompts.
+
+    sums, counts: [P], what each prompt adds to a figure and how many responses (or 1, where the figure is one number
+    per prompt). Prompts are drawn and not responses: those to one prompt resemble each other, and drawing them alone
+    would call the figure surer than it is. `seed` and `name` of the figure choose the draws, so that the same responses
+    have the same interval everywhere. Without prompts: NaN. Source: Efron, Bootstrap Methods (1979).
+    """
+    if not len(sums):
+        return Estimate(math.nan, math.nan, math.nan)
+    # Prompts that add the same are one row: a draw of P prompts is then one multinomial draw of few numbers.
+    kinds, times = np.unique(np.stack([sums, counts], axis=1), axis=0, return_counts=True)
+    drawn = _generator(seed, name).multinomial(len(sums), times / len(sums), size=RESAMPLES) @ kinds
+    drawn = drawn[drawn[:, 1] > 0]
+    tail = (1.0 - CONFIDENCE) / 2
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [tail, 1.0 - tail])
+    return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
+
+
+def wilson(sums: F64, counts: F64) -> Estimate:
+    """Estimate a share, sum(sums) / sum(counts), with its score interval, which does not collapse near 0 and 1.
+
+    sums, counts: [P] as in `bootstrap`, with every score (or figure of a prompt) between 0 and 1. The responses to one
+    prompt resemble each other: n is as many independent ones as have the variance that is seen, from P to all of them.
+    (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Without prompts: NaN.
+    Sources: Wilson, JASA 22 (1927); Kish, Survey Sampling (1965), for the effective n.
+    """
+    if not len(sums):
+        return Estimate(math.nan, math.nan, math.nan)
+    prompts, total = len(sums), float(counts.sum())
+    p = float(sums.sum()) / total
+    variance = float(np.square(sums - p * counts).sum()) / total**2 * prompts / max(prompts - 1, 1)
+    n = prompts if variance == 0 else min(max(p * (1 - p) / variance, prompts), total)
+    z = NormalDist().inv_cdf((1.0 + CONFIDENCE) / 2)
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1.0 + z * z / n
+    return Estimate(p, max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0))
+
+
+def _generator(seed: int, name: str) -> np.random.Generator:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return np.random.default_rng([seed, int.from_bytes(digest, "little")])
+
 
 K = TypeVar("K")
 
@@ -202,3 +299,94 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+SHOWN = 3
+"""Number of failures of each data set on the terminal; eval.json has more."""
+_WIDTH = 160  # characters of a prompt or response
+
+
+def one_line(reports: Sequence[DataSetReport]) -> str:
+    """Write the means in one line, for the console of a run."""
+    each = ", ".join(f"{report.name} {_figure(report.whole.mean)}" for report in reports)
+    return each if len(reports) == 1 else f"{overall(reports):.4f} ({each})"
+
+
+def report_text(reports: Sequence[DataSetReport]) -> str:
+    """Write the tables of all data sets, and a few failures of each."""
+    rows = [["data set", "prompts", "samples", "mean score (95 %)", "pass@k", "majority", "cut off", "tokens"]]
+    for report in reports:
+        rows.append(
+            [
+                report.name,
+                str(report.whole.prompts),
+                f"{report.samples} {'greedy' if report.temperature == 0 else f't={report.temperature:g}'}",
+                _figure(report.whole.mean),
+                " ".join(f"{k}: {found.value:.3f}" for k, found in report.pass_at.items()),
+                "-" if report.majority is None else f"{report.majority.value:.3f}",
+                f"{report.whole.truncated:.1%}",
+                f"{report.whole.response_tokens:.0f}",
+            ]
+        )
+    blocks = [table(rows)]
+    for report in reports:
+        for title, parts in (
+            ("source", report.sources),
+            ("tokens of the prompt", report.prompt_lengths),
+            ("tokens of the response", report.response_lengths),
+        ):
+            if len(parts) > 1 or (parts and title == "source"):
+                blocks.append(f"{report.name}, by {title}:\n{_parts(title, parts)}")
+        blocks.append(_failures(report))
+    return "\n\n".join(filter(None, blocks))
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Align columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _parts(title: str, parts: Sequence[Subset]) -> str:
+    rows = [[title, "prompts", "responses", "mean score (95 %)", "cut off", "tokens"]]
+    for part in parts:
+        rows.append(
+            [
+                part.name or "(none)",
+                str(part.prompts),
+                str(part.responses),
+                _figure(part.mean),
+                f"{part.truncated:.1%}",
+                f"{part.response_tokens:.0f}",
+            ]
+        )
+    return table(rows)
+
+
+def _failures(report: DataSetReport) -> str:
+    if not report.failed:
+        return ""
+    lines = [f"{report.name}: {report.failed} of {report.whole.prompts} prompts have no correct response, for example"]
+    if report.errors:
+        lines[0] = f"{report.name}: {report.errors} prompts have no response at all\n{lines[0]}"
+    for failure in report.failures[:SHOWN]:
+        said = f"error: {failure.error}" if failure.error else f"{_short(failure.response)} ({failure.finish_reason})"
+        lines.append(f"  row {failure.index}: {_short(failure.prompt)}")
+        lines.append(f"    -> {said}, score {failure.score:g}, label {_short(str(failure.label))}")
+    return "\n".join(lines)
+
+
+def _figure(found: Estimate) -> str:
+    return f"{found.value:.4f} [{found.low:.4f}, {found.high:.4f}]"
+
+
+def _short(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= _WIDTH else f"{shown[:_WIDTH]} ... ({len(text)} characters)"

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError
-from slurm_rlhf.eval.report import DataSetReport, overall, report_of
+from slurm_rlhf.eval.report import DataSetReport, one_line, overall, report_of
 from slurm_rlhf.eval.responses import ScoredResponse, answer_of, write_responses
 from slurm_rlhf.eval.verdicts import warnings as share_warnings
-from slurm_rlhf.eval.words import one_line
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.model import Scoring, in_background
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.rewards.function import Rewards
+from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.run_directory import write_atomically
 
 Sample = Callable[[list[Prompt], Sampling, int], list[Trajectory]]
@@ -112,7 +113,7 @@ class Evaluation:
     def begin(self, version: int) -> None:
         """Start to sample during the training; the engines keep policy `version` until `finish`."""
         assert self.overlapping is not None
-        self._begun = in_background(self._sample, self.overlapping, version)
+        self._begun = in_thread(partial(self._sample, self.overlapping, version), "evaluation")
 
     def finish(self, step: int) -> Evaluated:
         """Wait for the responses that `begin` has asked for, and score them; the engines' calls have the time-outs."""

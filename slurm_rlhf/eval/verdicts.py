@@ -83,7 +83,8 @@ WORDS: dict[str, Words] = {
         "the engine has other weights, samples at another temperature or with other parameters than the actor is "
         "trained with, or vLLM (with rollout.engine = hf, transformers with a cache) computes this architecture "
         "otherwise than transformers in one pass",
-        "look at rollout.temperature and at the updates of the weights in the log, or set vllm.dtype = fp32",
+        "look at rollout.temperature and at the updates of the weights in the log, or set vllm.dtype = fp32 (with "
+        "rollout.engine = hf: ds.param_dtype)",
     ),
     "reference": Words(
         "the log-probs of actor and reference, which are the same model before the first step,",
@@ -185,11 +186,6 @@ def drift(mean: float, param_dtype: str) -> CheckResult:
     return CheckResult("engine", mean, Bound(BOUNDS[param_dtype]["engine"].limit, "mean"), "mean of the step's tokens")
 
 
-def fitting(text: str, engine: str) -> str:
-    """Name the key that the user can change: with rollout.engine = hf the actor samples, at its own precision."""
-    return text.replace("vllm.dtype", "ds.param_dtype") if engine == "hf" else text
-
-
 FEW_NOT_FINITE = 0.01
 """Share of a batch's tokens whose log-prob of the engine may be NaN or infinite: they are left out of training."""
 
@@ -200,7 +196,8 @@ def engine_not_finite(lost: float, tokens: int) -> str:
         f"{lost:.0f} of {tokens} log-probs of the engine are NaN or infinite, and those tokens are left out of "
         f"training (correction/not_finite in the metrics); beyond {_percent(FEW_NOT_FINITE)} the engine is broken. "
         "Usually: its weights hold a NaN after an update, or its kernels overflow in half precision. What to change: "
-        "look at the updates of the weights in the log, lower actor.learning_rate, or set vllm.dtype = fp32"
+        "look at the updates of the weights in the log, lower actor.learning_rate, or set vllm.dtype = fp32 (with "
+        "rollout.engine = hf: ds.param_dtype)"
     )
 
 
@@ -220,7 +217,7 @@ SHARES: dict[str, Share] = {
     "reward_clipped": Share(
         1.0,
         "clipped",
-        "",  # `algorithms.reward_scale.clip_warning`, in every step
+        "",  # `algorithms.reward_shaping.clip_warning`, in every step
     ),
     "reward_constant": Share(
         0.8,

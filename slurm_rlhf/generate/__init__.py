@@ -1,6 +1,6 @@
 """Answer the rows of a file with engines on every GPU of the allocation: `slurm-rlhf generate`.
 
-`job` leads: it starts the engines (`fleet`), hands rows to them (`row_queue`), and writes the answers (`output`). The
+`job` leads: it starts the engines, hands rows to them (`row_calls`), and writes the answers (`output`). The
 output shows which rows are done, so a job that was killed goes on where the file ends; `identity` keeps a job with
 another model or sampling out of it. `model_source` finds the weights, `prompts` tokenizes the rows, `answers` scores
 the responses, `progress` reports, `shards` divides a file, and `merge` puts the outputs together.

@@ -15,11 +15,10 @@ from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
 from slurm_rlhf.generate.output import OutputLine
 from slurm_rlhf.generate.progress import JobProgress
 from slurm_rlhf.generate.prompts import BadRow
-from slurm_rlhf.groups.fleet import Answered, Fleet
+from slurm_rlhf.generate.row_calls import Answered, RowCalls
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.function import RewardFunction, Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.values import Rewards
 from slurm_rlhf.sampling.dispatch import allowance
 from slurm_rlhf.sampling.row_queue import RowQueue
 from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens
@@ -119,10 +118,10 @@ class PendingRows:
     def _how(self, row: int) -> Sampling:
         return self.own.get(row, self.sampling)
 
-    def feed(self, fleet: Fleet, engine: int, now: float) -> None:
+    def feed(self, calls: RowCalls, engine: int, now: float) -> None:
         """Hand rows to an engine as long as it has room: the rows that it works on at once, and a reserve."""
         n = max((how.n for how in self.own.values()), default=self.sampling.n)
-        most = max(1, allowance(self.queue.waiting * n, len(fleet.ready), self.width) // n)
+        most = max(1, allowance(self.queue.waiting * n, len(calls.ready), self.width) // n)
         while self.queue.held(engine) < most:
             row = self.queue.take(engine, now)
             if row is None:
@@ -130,9 +129,9 @@ class PendingRows:
             self._streams += 1
             prompt = self.prompts[row]
             packed = PackedPrompts.pack([PromptTokens(0, row, prompt.token_ids)])
-            fleet.ask(engine, row, GenerateBatch(packed, self._how(row), self.seed, VERSION, self._streams))
+            calls.ask(engine, row, GenerateBatch(packed, self._how(row), self.seed, VERSION, self._streams))
 
-    def take(self, fleet: Fleet, answered: Sequence[Answered], progress: JobProgress) -> list[OutputLine]:
+    def take(self, calls: RowCalls, answered: Sequence[Answered], progress: JobProgress) -> list[OutputLine]:
         """Make the lines of the engines' answers, each line once. Raises RewardError."""
         now = time.monotonic()
         lines: list[OutputLine] = []
@@ -140,7 +139,7 @@ class PendingRows:
         for news in answered:
             error = news.call.exception()
             if error is not None:
-                lines += self._failed(fleet, news, error)
+                lines += self._failed(calls, news, error)
                 continue
             answer = news.call.result()
             progress.took(news.engine, answer.load)
@@ -153,15 +152,15 @@ class PendingRows:
                 self.prompts.pop(row, None)
         return lines
 
-    def _failed(self, fleet: Fleet, news: Answered, error: BaseException) -> list[OutputLine]:
+    def _failed(self, calls: RowCalls, news: Answered, error: BaseException) -> list[OutputLine]:
         """Let other engines try a row, or give it up; give up an engine that was silent for too long."""
         if isinstance(error, RemoteError):
             hopeless, broken = self.queue.fail(news.engine, news.row)
             if broken:
-                fleet.give_up(news.engine, f"its calls fail one after the other, the last with: {error}")
+                calls.handle.give_up(news.engine, f"its calls fail one after the other, the last with: {error}")
             return self._errors(news.row, self.prompts[news.row].text, str(error)) if hopeless else []
         if isinstance(error, CallTimeout):
-            fleet.give_up(news.engine, f"{error} (timeout.generate)")
+            calls.handle.give_up(news.engine, f"{error} (timeout.generate)")
         return []  # the engine is gone: the news of that takes its rows back
 
     def _lines(self, found: list[Trajectory]) -> list[OutputLine]:

@@ -28,7 +28,7 @@ from slurm_rlhf.generate.model_source import Source, check_model, find_source, p
 from slurm_rlhf.generate.output import OUTPUT, OutputFile, whole_lines
 from slurm_rlhf.generate.progress import JobProgress
 from slurm_rlhf.generate.start import engine_config
-from slurm_rlhf.nodes.engine_launcher import EngineLauncher
+from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Prompt, Sampling
 from slurm_rlhf.run_directory import RunDirectory
@@ -119,7 +119,7 @@ class EvalJob:
             raise type(error)(str(error).replace(GENERATED_BY, "--model")) from None
         return cls(made, source, read_eval_sets(made, Tokenizer.load(there)), root)
 
-    def run(self, ranks: RankMap, launcher: EngineLauncher) -> int:
+    def run(self, ranks: RankMap, launcher: Launcher) -> int:
         """Answer the rows that are left, and return the exit code. Raises SlurmRlhfError."""
         made = engine_config(self.config, self.source.model, ranks, self.root)
         return answer_rows(made, self.root, ranks, launcher, partial(self._open, ranks, time.monotonic()))

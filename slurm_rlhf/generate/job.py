@@ -12,23 +12,24 @@ from typing import Any
 
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.stop import Stop, StopRequested
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.disk import run_directory_kept
-from slurm_rlhf.errors import RemoteError, RoleDied, printable
-from slurm_rlhf.generate.answers import PendingRows
+from slurm_rlhf.config.text import dump_toml
+from slurm_rlhf.errors import RoleDied, printable
+from slurm_rlhf.generate.answers import VERSION, PendingRows
 from slurm_rlhf.generate.merge import merge
 from slurm_rlhf.generate.output import MERGED, OutputFile
 from slurm_rlhf.generate.progress import JobProgress
-from slurm_rlhf.groups.fleet import Answered, Fleet, Gone, Ready
+from slurm_rlhf.generate.row_calls import Answered, Gone, RowCalls
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.run_lock import lead, occupied
-from slurm_rlhf.nodes.engine_launcher import EngineLauncher
+from slurm_rlhf.groups.supervisor import Supervisor
+from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe.run_status import write_summary
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.run_directory import RunDirectory, run_directory_kept
+from slurm_rlhf.wire.handles import EngineHandle
 
 WAIT_S = 0.2
 
@@ -40,11 +41,11 @@ class GenerateJob:
     config: Config
     directory: RunDirectory
     ranks: RankMap
-    launcher: EngineLauncher
+    launcher: Launcher
     output: OutputFile
     pending: PendingRows
     progress: JobProgress
-    fleet: Fleet | None = field(default=None, init=False)
+    calls: RowCalls | None = field(default=None, init=False)
 
     def work(self, stop: Stop) -> None:
         """Answer every row, and write the summary. Raises as `run`."""
@@ -70,59 +71,62 @@ class GenerateJob:
         self.progress.refused = len(refused)
         if not self.pending.queue.unfinished:
             return
-        self.fleet = Fleet(self.config, self.directory, self.ranks, self.launcher)
+        supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
         try:
             with stop.droppable():
-                cpus = len(os.sched_getaffinity(0))
-                self.fleet.start(role_environment(self.config, self.ranks, cpus)[ROLLOUT])
-                self.tell(f"starting {len(self.fleet.groups)} engines")
+                supervisor.start(role_environment(self.config, self.ranks, len(os.sched_getaffinity(0))))
+                handle, engines = supervisor.roles[ROLLOUT], supervisor.engines
+                assert isinstance(handle, EngineHandle)
+                assert engines is not None
+                self.calls = RowCalls(handle, engines)
+                engines.begin_apart(VERSION)
+                self.tell(f"starting {handle.world} engines")
                 while self.pending.queue.unfinished:
-                    self._turn(self.fleet)
+                    self._turn(self.calls)
+                    if supervisor.failure is not None:
+                        raise supervisor.failure
         finally:
             stop.ignore_signals()
-            self.fleet.stop()
-            self.tell(self.progress.line(self.output.counts, len(self.fleet.ready), time.monotonic()))
+            supervisor.stop()
+            ready = len(self.calls.ready) if self.calls else 0
+            self.tell(self.progress.line(self.output.counts, ready, time.monotonic()))
 
-    def _turn(self, fleet: Fleet) -> None:
+    def _turn(self, calls: RowCalls) -> None:
         """Write the answers that have come, and hand out rows to engines that have room."""
         answered: list[Answered] = []
-        for news in fleet.wait(WAIT_S):
+        for news in calls.wait(WAIT_S):
             if isinstance(news, Answered):
                 answered.append(news)
-            elif isinstance(news, Ready):
-                self.progress.works(time.monotonic())
             else:
-                self._lose(fleet, news)
-        self.output.append(self.pending.take(fleet, answered, self.progress))
+                self._lose(calls, news)
+        self.output.append(self.pending.take(calls, answered, self.progress))
         now = time.monotonic()
         self.output.sync(now)
-        for engine in fleet.ready:
-            self.pending.feed(fleet, engine, now)
-        if fleet.ready and self.progress.due(now):
-            self.tell(self.progress.line(self.output.counts, len(fleet.ready), now))
+        for engine in calls.ready:
+            self.progress.works(now)
+            self.pending.feed(calls, engine, now)
+        if calls.ready and self.progress.due(now):
+            self.tell(self.progress.line(self.output.counts, len(calls.ready), now))
             self._write_summary("running")
 
-    def _lose(self, fleet: Fleet, news: Gone) -> None:
+    def _lose(self, calls: RowCalls, news: Gone) -> None:
         rows = self.pending.queue.lose(news.engine)
-        group = fleet.groups[news.engine]
-        rest = len(fleet.groups) - len(fleet.gone)
+        rest = calls.handle.world - len(calls.gone)
         self.tell(
-            f"engine {news.engine} on {group.node} is lost: {news.why}\n"
-            f"its {len(rows)} rows go to others; {rest} of {len(fleet.groups)} engines are left"
+            f"engine {news.engine} on {calls.engines.node(news.engine)} is lost: {news.why}\n"
+            f"its {len(rows)} rows go to others; {rest} of {calls.handle.world} engines are left"
         )
         if rest:
             return
-        refused = [gone.error for gone in fleet.gone.values() if gone.error is not None]
-        for error in refused:
-            if isinstance(error, RemoteError) and error.user_error:
-                raise error
+        for error in calls.engines.refused:
+            raise error
         raise RoleDied(
             f"no engine is left; the last one: {news.why}\nThe {len(self.output.counts.done)} responses so far are in "
             f"{self.output.path}; the same command goes on from there."
         )
 
     def _write_summary(self, status: str, **more: Any) -> None:
-        lost = {engine: gone.why for engine, gone in self.fleet.gone.items()} if self.fleet else {}
+        lost = self.calls.gone if self.calls else {}
         summary = self.progress.summary(status, self.output.counts, lost, time.monotonic(), **more)
         write_summary(self.directory.summary, summary)
 
@@ -144,7 +148,7 @@ Opened = tuple[OutputFile, PendingRows, JobProgress]
 
 
 def answer_rows(
-    config: Config, root: Path, ranks: RankMap, launcher: EngineLauncher, opened: Callable[[RunDirectory], Opened]
+    config: Config, root: Path, ranks: RankMap, launcher: Launcher, opened: Callable[[RunDirectory], Opened]
 ) -> int:
     """Answer the rows that are left with engines of `config`, in `root`, and return the exit code.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rlhf.checkpoint import resume
-from slurm_rlhf.checkpoint.manifest import MANIFEST
+from slurm_rlhf.checkpoint.resume import MANIFEST
 from slurm_rlhf.config import hub
 from slurm_rlhf.config.check import GENERATED_BY
 from slurm_rlhf.config.load import load_config

@@ -22,7 +22,7 @@ from slurm_rlhf.generate.output import OUTPUT, OutputFile
 from slurm_rlhf.generate.progress import JobProgress
 from slurm_rlhf.generate.prompts import PromptRows
 from slurm_rlhf.generate.shards import RowShard, shard_here
-from slurm_rlhf.nodes.engine_launcher import EngineLauncher
+from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 from slurm_rlhf.run_directory import RunDirectory
@@ -89,7 +89,7 @@ def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) 
     return made
 
 
-def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, launcher: EngineLauncher) -> int:
+def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, launcher: Launcher) -> int:
     """Answer the rows of `shard` that are left, and return the exit code. Raises SlurmRlhfError."""
     began = time.monotonic()
     root = shard.directory(Path(config.run_dir))

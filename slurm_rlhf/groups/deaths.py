@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurm_rlhf.cluster.processes import exit_text, running, usual_cause
 from slurm_rlhf.cluster.slurm_notation import expand
-from slurm_rlhf.config.schema import Timeout
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.groups.start_logs import StartLogs
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.placement.rank_map import NodeShare
+from slurm_rlhf.observe.log_tail import FailedProcess, first_failure, quoted
+from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.calls import StartCalls
 from slurm_rlhf.wire.messages import Peer
 
@@ -22,17 +22,70 @@ _BY_ITSELF = re.compile(
 )
 """Ends that are never caused by the end of another process: that gives an error, SIGABRT (a library) or SIGTERM."""
 
+_LINES = 12  # of a log, in an error
+
 _STARTING = ("", StartCalls.start.__name__)
 """Phases of a rank before it has answered its first call."""
 
 
-@dataclass(frozen=True, slots=True)
-class FailedRole:
-    """Says which role broke a run."""
+class StartLogs:
+    """Name the logs of each process of a run, and read them from where the present start began to write."""
 
-    role: str
-    nodes: tuple[str, ...] = ()  # the nodes where it may have failed; empty: not known
-    silent: bool = False  # True: nothing was heard of it, so that its node may be gone
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self.mark()
+
+    def mark(self) -> None:
+        """Begin a start: what was written before is not what this one dies of."""
+        self._sizes = {path: _seen(path)[1] for path in self._directory.logs.glob("*.log")}
+
+    def of_peer(self, peer: Peer) -> list[Path]:
+        """Name the log of a rank."""
+        return [self._directory.role_log(peer.role, peer.host, peer.rank)]
+
+    def of_ranks(self, role: str, node: str, ranks: Iterable[int]) -> list[Path]:
+        """Name the logs of ranks on a node, from before and after they knew which they are."""
+        return [self._directory.role_log(role, node, name) for rank in ranks for name in (rank, f"{rank}.start")]
+
+    def of_role(self, role: str) -> list[Path]:
+        """List the logs of all ranks of a role, and of its torchruns."""
+        logs = self._directory.logs
+        return [*logs.glob(f"{role}.*.[0-9]*.log"), *logs.glob(f"{role}.*torchrun.log")]
+
+    def of_srun(self, role: str) -> list[Path]:
+        """Name the log of the srun of a role."""
+        return [self._directory.logs / f"{role}.srun.log"]
+
+    def of_torchrun(self, role: str, node: str) -> Path:
+        """Name the log of a torchrun."""
+        return self._directory.role_log(role, node, "torchrun")
+
+    def of_end(self, end: Ended) -> list[Path]:
+        """List the logs that may say why a process group ended: what its ranks have written, or else the whole role."""
+        own = self._written(self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log"))
+        return own or [*self.of_role(end.role), end.log]
+
+    def first_failure(self, role: str, node: str) -> FailedProcess | None:
+        """Return the rank that failed first by the report of its torchrun; None if there is none."""
+        log = self.of_torchrun(role, node)
+        return first_failure(log, self._sizes.get(log, 0))
+
+    def quote(self, logs: Sequence[Path]) -> str:
+        """Quote the end of the newest of `logs`."""
+        newest = max(self._written(logs), key=_seen, default=logs[-1])
+        return quoted(newest, _LINES, self._sizes.get(newest, 0))
+
+    def _written(self, logs: Iterable[Path]) -> list[Path]:
+        return [log for log in logs if _seen(log)[1] > self._sizes.get(log, 0)]
+
+
+def _seen(log: Path) -> tuple[float, int]:
+    """Return when a file was written, and its size; zeros where there is none, or its file system does not answer."""
+    try:
+        found = log.stat()
+    except OSError:
+        return 0.0, 0
+    return found.st_mtime, found.st_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,49 +262,3 @@ def names_of(nodes: str) -> list[str]:
         return expand(nodes)
     except PlacementError:
         return [nodes]
-
-
-def conductor_stood_still(absence_s: Callable[[float], float], timeout: Timeout) -> str:
-    """Say that ranks ended because the conductor was away; empty: they wait longer than it was.
-
-    `absence_s`: how long it was, if that is no longer ago than so many seconds.
-    """
-    seconds = absence_s(timeout.heartbeat)
-    if seconds < timeout.heartbeat - timeout.heartbeat_interval:
-        return ""
-    return (
-        f"the conductor stood still for {seconds:.0f} s (stopped by a signal, or its machine was suspended), and the "
-        f"ranks, which wait for {timeout.heartbeat:g} s (timeout.heartbeat), left: all are gone, not one role"
-    )
-
-
-def unheard(
-    shares: Sequence[NodeShare],
-    here: Collection[int],
-    hosts: Collection[str],
-    unreached: Callable[[Sequence[str]], Collection[str]],
-) -> list[NodeShare]:
-    """Return the parts of a role on dead nodes, where ranks did not say hello in time; empty: it is not known which.
-
-    `here`: the ranks that did. `hosts`: nodes of which any rank of any role is heard now: one that was heard before may
-    have died since. Torchruns wait for each other, so ranks are missing on good nodes as well; the dead one is the only
-    one of which nobody at all is heard. Where several are, `unreached` tells those where nothing can be started.
-    """
-    silent = [share for share in shares if {*share.ranks} - {*here} and share.node not in hosts]
-    if len(silent) > 1:
-        gone = unreached([share.node for share in silent])
-        return [share for share in silent if share.node in gone]
-    return silent if hosts else []
-
-
-def heard_nodes(peers: Collection[Peer], quiet: Collection[Peer]) -> set[str]:
-    """Return the nodes of which some rank is heard. `quiet`: those of `peers` that were not heard lately."""
-    return {peer.host for peer in peers if not peer.lost and peer not in quiet}
-
-
-def silent_nodes(peers: Collection[Peer], quiet: Collection[Peer], dead: Collection[str] = ()) -> set[str]:
-    """Return the nodes of which no rank is heard any more, or ever was: those in `dead`.
-
-    A rank that was killed says nothing of its node, and neither does one that has not said hello yet: it may import.
-    """
-    return {*dead, *(peer.host for peer in peers if peer.silent or peer in quiet)} - heard_nodes(peers, quiet)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.groups.hang_rules import HangVerdict, Sighting, rank_state
 from slurm_rlhf.groups.supervisor import Supervisor
@@ -26,8 +26,7 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import StacksAnswer
 from slurm_rlhf.wire.handles import RoleHandle
-from slurm_rlhf.wire.messages import Peer, Said
-from slurm_rlhf.wire.pending_calls import Flight
+from slurm_rlhf.wire.messages import Flight, Peer, Said
 
 _SLACK_S = 5.0  # most seconds between a missing heartbeat and the time of the log
 

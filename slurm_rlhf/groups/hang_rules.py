@@ -19,7 +19,7 @@ Source = Literal["itself", "lock", "py-spy", ""]
 Kind = Literal["collective", "device", "sync", "idle", "follows", "busy", "locked", "unknown"]
 
 REWARD_THREAD = "reward"
-"""Name of the threads in which the user's reward function runs (`rewards.model.in_background`)."""
+"""Name of the threads in which the user's reward function runs (`rewards.model.Scoring`)."""
 
 _WAITS: tuple[tuple[str, Kind], ...] = (
     ("/slurm_rlhf/wire/client.py", "idle"),

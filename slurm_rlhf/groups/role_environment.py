@@ -15,8 +15,8 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
 
     `cpus`: of nodes for which the topology has no number.
 
-    Roles of one phase compute at the same time, and those of another phase wait: each rank gets its share of the node's
-    CPUs among the ranks of its phase, and none of its threads spins while it waits.
+    While engines sample the other roles wait, and the other way round: each rank gets its share of the node's CPUs
+    among the ranks that compute at the same time, and none of its threads spins while it waits.
     """
     nodes = {share.node for shares in ranks.roles.values() for share in shares}
     environment: dict[str, dict[str, dict[str, str]]] = {role: {} for role in ranks.roles}
@@ -25,7 +25,8 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
             role: len(share.ranks) for role, shares in ranks.roles.items() for share in shares if share.node == node
         }
         for role in here:
-            rivals = sum(count for other, count in here.items() if ROLES[other].phase == ROLES[role].phase)
+            samples = ROLES[role].kind == "engine"
+            rivals = sum(count for other, count in here.items() if (ROLES[other].kind == "engine") == samples)
             threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
             environment[role][node] = _variables(threads, alone=len(nodes) == 1)
     return environment

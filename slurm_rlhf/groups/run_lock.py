@@ -15,10 +15,9 @@ from typing import Protocol
 
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.cluster.stop import NOT_ARRANGED, Continuation, Stop, StopRequested
-from slurm_rlhf.disk import make_run_directory, run_directory_kept
 from slurm_rlhf.errors import ConfigError, RemoteError
 from slurm_rlhf.nodes.needs import WITHOUT_LOCKS
-from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.run_directory import RunDirectory, make_run_directory, run_directory_kept
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +71,8 @@ def lead(leader: Leader, directory: RunDirectory, end: float | None, lead_s: flo
                     return reason.exit_code
                 refuse_restart(directory.restart_guard, moved, lead_s)
                 arranged = continuation.go_on()  # last: Slurm may end this process before it returns
-                leader.tell(arranged.told)
-                return reason.exit_code if arranged.holds else NOT_ARRANGED
+                leader.tell(arranged.text)
+                return reason.exit_code if arranged.sure else NOT_ARRANGED
     except BaseException as error:
         log_error(error)
         leader.failed(error)

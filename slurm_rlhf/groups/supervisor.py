@@ -7,43 +7,31 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.cluster.processes import raise_descriptors, running
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.deaths import (
-    Deaths,
-    FailedRole,
-    RoleRanks,
-    Standstills,
-    conductor_stood_still,
-    heard_nodes,
-    names_of,
-    silent_nodes,
-    unheard,
-)
-from slurm_rlhf.groups.engine_recovery import EngineRecovery
-from slurm_rlhf.groups.start_logs import StartLogs
+from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Standstills, StartLogs, names_of
+from slurm_rlhf.groups.engines import Engines
+from slurm_rlhf.groups.silence import Silence, Unreached, conductor_stood_still, unheard
+from slurm_rlhf.groups.state import Unit
 from slurm_rlhf.nodes.engine_launcher import EngineEnds, Environment
 from slurm_rlhf.nodes.launcher import Launcher
-from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.handles import EngineHandle, RoleHandle
-from slurm_rlhf.wire.messages import FAILURE, TERMINATION, Peer
-from slurm_rlhf.wire.preemption import Preemption
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle, RoleHandle
+from slurm_rlhf.wire.messages import FAILURE, TERMINATION, Peer, Preemption
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-SILENT_BEATS = 3  # number of missed heartbeats that is no accident
-LOOPBACK = "127.0.0.1"
 
 
 class Supervisor:
@@ -68,6 +56,7 @@ class Supervisor:
             on_lost=self._on_lost,
             on_event=self._on_event,
         )
+        self._silence = Silence(self.server, ranks.roles, config.timeout)
         self._leaving = threading.Event()
         self._gone = threading.Event()
         self._preemption = Preemption()
@@ -79,17 +68,18 @@ class Supervisor:
         self._watching = False
         self.failure: Exception | None = None
         """Error that broke the run; None: it is not broken."""
-        self.failed_role: FailedRole | None = None
-        """Role whose failure `failure` is; None: that is not a role's."""
+        self.units = {role: Unit(role, nodes, began=time.monotonic()) for role, nodes in _nodes_of(ranks).items()}
+        """State of each role. Of those that fail only the first is lost: the others may miss a member."""
         self._failure_lock = threading.Lock()
         self.roles: dict[str, RoleHandle[Any]] = {}
-        self.recovery: EngineRecovery | None = None
-        """Starts engines again that died; None: the run ends with the first engine that dies."""
+        self.engines: Engines | None = None
+        """Engines of the run; None: it has none, or they were not started yet."""
+        self._unreached = Unreached(launcher)
 
     def start(self, environment: Mapping[str, Environment]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
 
-        It does not wait for engines: `EnginePool` does that.
+        It does not wait for engines: `Engines.begin` asks those to start that are there.
         Raises RoleDied naming the role that ended instead, CallTimeout naming the ranks that stayed silent.
         """
         self._start(self._ranks.roles, environment)
@@ -103,10 +93,9 @@ class Supervisor:
         self._start(roles, environment)
 
     def _start(self, roles: Collection[str], environment: Mapping[str, Environment]) -> None:
-        retired = RunError("the role goes on after a restart; this call is of before")
         for role in self._ranks.roles:
             if (old := self.roles.get(role)) is not None:
-                old.retire(retired)
+                old.retire(RunError("the role goes on after a restart; this call is of before"))
             if role in roles:
                 arguments = [
                     f"--role={role}",
@@ -117,31 +106,37 @@ class Supervisor:
                 self._launcher.start(role, arguments, environment[role])
             self.roles[role] = self._handle(role)
         engines = self.roles.get(ROLLOUT)
-        if self.recovery is None or ROLLOUT in roles:
-            self.recovery = self._make_recovery()
-        elif isinstance(engines, EngineHandle):
-            self.recovery.renew(engines)
+        if isinstance(engines, EngineHandle):
+            if self.engines is None or ROLLOUT in roles:
+                self.engines = self._make_engines(engines)
+            else:
+                self.engines.renew(engines)
         if not self._watching:
             self._watching = True
             threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
         for role, handle in self.roles.items():
-            if not isinstance(handle, EngineHandle):
+            if not isinstance(handle, EngineHandle):  # each engine has a state of its own
                 self._wait_for_hello(role, handle.world)
+            with self._failure_lock:
+                if self.units[role].state == "starting":
+                    self.units[role] = self.units[role].up()
 
     def _wait_for_hello(self, role: str, world: int) -> None:
         try:
             self.server.wait_for(role, world, self._config.timeout.connect)
         except CallTimeout as error:
-            heard = heard_nodes(self._peers(), self.server.silent(self._enough_s))
+            heard = self._silence.heard_nodes(self._silence.enough_s)
             dead = unheard(self._ranks.roles[role], self.here(role), heard, self._launcher.unreached)
             if not dead:
                 raise
-            who = ", ".join(f"rank {share.ranks[0]} on {share.node}" for share in dead)
-            what = f"{who} {'is lost before its' if len(dead) == 1 else 'are lost before their'} hello: {error}"
-            self._fail(
-                FailedRole(role, tuple(share.node for share in dead), silent=True), what, self._logs.of_srun(role)
-            )
+            self._lose_before_hello(role, dead, str(error))
             raise self.failure or error from error
+
+    def _lose_before_hello(self, role: str, dead: Sequence[NodeShare], why: str) -> None:
+        """Break the run because the nodes of `dead` are gone, where ranks of `role` start."""
+        who = ", ".join(f"rank {share.ranks[0]} on {share.node}" for share in dead)
+        what = f"{who} {'is lost before its' if len(dead) == 1 else 'are lost before their'} hello: {why}"
+        self._fail(role, [share.node for share in dead], what, self._logs.of_srun(role), silent=True)
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         """End the processes of `roles` by force, so that they can start again as `ranks` has them.
@@ -149,6 +144,8 @@ class Supervisor:
         The failure is forgotten, and the other roles can be called again.
         """
         with self._looking:
+            if self.engines is not None:
+                self.engines.pause()
             here = self._launcher.address == LOOPBACK
             pids = [peer.pid for role in roles for peer in self.server.peers(role)] if here else []
             self._launcher.end(roles, ranks)
@@ -157,8 +154,13 @@ class Supervisor:
             self._logs.mark()
             for role in roles:
                 self.server.dismiss(role, "its role is started again")
+            self._unreached.forget()
             with self._failure_lock:
-                self.failure = self.failed_role = None
+                self.failure, now, nodes = None, time.monotonic(), _nodes_of(ranks)
+                for role, unit in self.units.items():
+                    if role in roles:
+                        ended = unit if unit.state == "lost" else unit.lost("its role is started again", now)
+                        self.units[role] = ended.again(now, *nodes[role])
             for role in self._ranks.roles:
                 self.server.revive(role)
 
@@ -168,47 +170,39 @@ class Supervisor:
             return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
         return RoleHandle(self.server, role, world, timeout)
 
-    def _make_recovery(self) -> EngineRecovery | None:
-        engines, launcher = self.roles.get(ROLLOUT), self._launcher.engines
+    def _make_engines(self, handle: EngineHandle) -> Engines:
         # Where engines share accelerators with trainers, one would measure memory that is in use while it starts.
-        if launcher is None or not isinstance(engines, EngineHandle) or self._config.train.colocate_all:
-            return None
-        homes, most = self._ranks.engine_nodes, self._config.train.max_engine_restarts
-        return EngineRecovery(engines, self.server, launcher, homes, self._config.timeout, most, self.fail, self._over)
-
-    def move_engines(self, ranks: RankMap, left_out: Collection[str]) -> None:
-        """Let engines on nodes that are left out start where `ranks` has them, and none start there again."""
-        if self.recovery is not None:
-            self.recovery.leave_out(ranks.engine_nodes, left_out)
+        launcher, config = None if self._config.train.colocate_all else self._launcher.engines, self._config
+        return Engines(handle, self.server, launcher, self._ranks.engine_nodes, config, self.fail, self._over)
 
     def _over(self) -> bool:
         return self.failure is not None or self._leaving.is_set()
 
     @property
-    def without_engines(self) -> bool:
-        """Tell whether the run waits for engines that are being started again, because all were lost."""
-        return self.recovery is not None and self.recovery.without_engines
+    def failed_role(self) -> Unit | None:
+        """Return the role whose failure `failure` is; None: that is not a role's."""
+        return next((unit for unit in self.units.values() if unit.gone), None)
 
     def here(self, role: str) -> set[int]:
         """List the ranks of `role` that have said hello and are not lost."""
         return {peer.rank for peer in self.server.peers(role) if not peer.lost}
 
-    def fail(self, error: Exception, failed_role: FailedRole | None = None) -> None:
-        """Break the run by an error that does not come from a call: every pending and every later call raises it."""
+    def fail(self, error: Exception, lost: Unit | None = None) -> None:
+        """Break the run by an error that does not come from a call: every pending and every later call raises it.
+
+        `lost`: role that failed, in its new state.
+        """
         with self._failure_lock:
             if self.failure is None:
-                self.failure, self.failed_role = error, failed_role
+                self.failure = error
+                if lost is not None:
+                    self.units[lost.role] = lost
         for name in self._ranks.roles:
             self.server.fail_role(name, self.failure)
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         """Let each node write what it knows of its processes into `directory`, as `Launcher.look` does."""
         self._launcher.look(pids, directory, within_s)
-
-    @property
-    def leaving(self) -> bool:
-        """Tell whether the run ends."""
-        return self._leaving.is_set()
 
     @property
     def sync_host(self) -> str:
@@ -224,7 +218,7 @@ class Supervisor:
         `timeout.heartbeat` of silence, together with `error`, is evidence enough.
         """
         if not (isinstance(error, RemoteError) and error.user_error):
-            begin, longest_s = time.monotonic(), self._config.timeout.heartbeat + self._patience_s
+            begin, longest_s = time.monotonic(), self._config.timeout.heartbeat + self._silence.patience_s
             wait_until(lambda: self._explained(error, time.monotonic() - begin), longest_s, 0.05)
         if self.failure is not None and self.failure is not error:
             raise self.failure from error
@@ -233,15 +227,15 @@ class Supervisor:
         """Tell whether it is known why the run broke, or nothing more will be known after `waited_s`."""
         if self.failure is not None or self._deaths.ends:
             return self.failure is not None  # the thread that has seen the ends judges them
-        silent = self._silent()
+        silent = self._silence.ranks()
         self._give_up(silent, str(error))
-        return not silent and waited_s > self._patience_s
+        return not silent and waited_s > self._silence.patience_s
 
     def stop(self) -> None:
         """End every process: ask, then end by force what is left, within `timeout.shutdown` seconds each."""
         self._leaving.set()
-        if self.recovery is not None:
-            self.recovery.close()
+        if self.engines is not None:
+            self.engines.close()
         self._launcher.stop(self._all_ended(), self._config.timeout.shutdown / 2)
         self._gone.set()
         self.server.close()
@@ -274,6 +268,7 @@ class Supervisor:
                 self._judge(self._deaths.waited_s(now), known)
             else:
                 self._watch_starts(known, stopped, now)
+                self._watch_lost_nodes()
 
     def _known(self) -> list[RoleRanks]:
         """Return what is known of the ranks of each role whose end `Launcher.ended` tells."""
@@ -284,22 +279,37 @@ class Supervisor:
     def _watch_starts(self, known: list[RoleRanks], stopped: list[tuple[str, int]], now: float) -> None:
         """Give up a role whose torchrun is stopped while its ranks start. Afterwards they do not need it."""
         for role, why in self._standstills.longer_than(self._config.timeout.heartbeat, stopped, known, now):
-            self._fail(FailedRole(role), why, self._logs.of_role(role))
+            self._fail(role, (), why, self._logs.of_role(role))
+
+    def _watch_lost_nodes(self) -> None:
+        """Give up a role that starts where engines have fallen silent, if nothing can be started there any more.
+
+        Its ranks have not said hello, so that nobody misses their heartbeats.
+        """
+        for role, unit in self.units.items():
+            if self.engines is None or unit.state != "starting":
+                continue
+            silent = self.engines.fell_silent(unit.began) - self._silence.heard_nodes()
+            shares = [one for one in self._ranks.roles[role] if one.node in silent and {*one.ranks} - self.here(role)]
+            gone = self._unreached.among([share.node for share in shares])
+            if dead := [share for share in shares if share.node in gone]:
+                self._lose_before_hello(role, dead, "the engines there fell silent, and nothing can be started")
 
     def _watch_engines(self) -> None:
-        engines = self._launcher.engines
-        for engine, how in self._engine_ends.news(engines.ended() if engines else ()):
-            if not self._leaving.is_set() and not self._goes_on_without(engine, how):
-                self._fail_of(engine, how)
-        if self.recovery is not None and self.recovery.armed:
-            self.recovery.look()
+        if (engines := self.engines) is None:
+            return
+        launcher = self._launcher.engines
+        for engine, how in self._engine_ends.news(launcher.ended() if launcher else ()):
+            node, ranks = engines.node(engine), [g.ranks for g in self._ranks.tp_groups if g.engine == engine]
+            logs = self._logs.of_ranks(ROLLOUT, node, ranks[0])
+            # One that ends while it starts has told nobody why.
+            why = f"{how}.\n{self._logs.quote(logs)}" if engine not in engines.up else how
+            if not self._leaving.is_set() and not self._goes_on_without(engine, why):
+                self._fail(ROLLOUT, (node,), how, logs)
+        engines.look()
 
     def _goes_on_without(self, engine: int, why: str, silent: bool = False) -> bool:
-        return self.recovery is not None and self.recovery.lost(engine, why, silent=silent)
-
-    def _fail_of(self, engine: int, how: str) -> None:
-        group = next(group for group in self._ranks.tp_groups if group.engine == engine)
-        self._fail(FailedRole(ROLLOUT, (group.node,)), how, self._logs.of_ranks(ROLLOUT, group.node, group.ranks))
+        return self.engines is not None and self.engines.lost(engine, why, silent=silent)
 
     def _judge(self, waited_s: float, known: list[RoleRanks]) -> None:
         """Name the process groups that ended by themselves, in their order, unless a dead node is the cause.
@@ -308,52 +318,33 @@ class Supervisor:
         """
         end = self._deaths.ends[0]
         if self._launcher.address == LOOPBACK:
-            if self._deaths.more_to_come(waited_s, known, self._patience_s, self._enough_s):
+            if self._deaths.more_to_come(waited_s, known, self._silence.patience_s, self._silence.enough_s):
                 return
         elif not self._deaths.sure:
             dead = self._on_dead_nodes()
             self._give_up(dead, f"{end.role} on {end.node} {end.how}")
-            if dead or waited_s < self._patience_s:
+            if dead or waited_s < self._silence.patience_s:
                 return
         end, what = self._deaths.verdict(known, self._named)
-        self._fail(FailedRole(end.role, tuple(names_of(end.node))), what, self._logs.of_end(end))
+        self._fail(end.role, names_of(end.node), what, self._logs.of_end(end))
 
     def _on_dead_nodes(self) -> list[Peer]:
         """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
-        known = self._heard_nodes().union(*(names_of(end.node) for end in self._deaths.ends))
-        return [peer for peer in self._silent() if peer.host not in known]
+        known = self._silence.heard_nodes().union(*(names_of(end.node) for end in self._deaths.ends))
+        return [peer for peer in self._silence.ranks() if peer.host not in known]
 
     def silent_nodes(self) -> set[str]:
         """List the nodes of which no rank is heard any more, or ever was."""
         dead = self.failed_role.nodes if self.failed_role is not None and self.failed_role.silent else ()
-        return silent_nodes(self._peers(), self._silent(), dead)
-
-    def _heard_nodes(self) -> set[str]:
-        return heard_nodes(self._peers(), self._silent())
-
-    def _peers(self) -> list[Peer]:
-        return [peer for role in self._ranks.roles for peer in self.server.peers(role)]
-
-    @property
-    def _patience_s(self) -> float:
-        """Return how long it takes to see that a rank is silent."""
-        return max(timeouts.VERDICT_S, (SILENT_BEATS + 1) * self._config.timeout.heartbeat_interval)
-
-    @property
-    def _enough_s(self) -> float:
-        """Return how long a silence has to be that is evidence, together with something that broke."""
-        return self._config.timeout.heartbeat / 2
-
-    def _silent(self) -> list[Peer]:
-        return self.server.silent(SILENT_BEATS * self._config.timeout.heartbeat_interval)
+        return self._silence.nodes(dead)
 
     def _give_up(self, suspects: list[Peer], evidence: str) -> None:
         """Give up silent ranks: there is `evidence` that something broke."""
-        for peer in self.server.silent(self._enough_s):
+        for peer in self._silence.ranks(self._silence.enough_s):
             if peer in suspects:
                 peer.silent = True
-                why = f"it was not heard from for {self._enough_s:g} s, last phase {peer.phase!r}, and {evidence}"
-                self._lose(peer, why)
+                heard = f"it was not heard from for {self._silence.enough_s:g} s, last phase {peer.phase!r}"
+                self._lose(peer, f"{heard}, and {evidence}")
 
     def _on_lost(self, peer: Peer) -> None:
         if peer in self.server.peers(peer.role):  # not one of a start before
@@ -364,15 +355,17 @@ class Supervisor:
         if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, what, silent=True):
             return
         if not self._leaving.is_set():
-            failed_role = FailedRole(peer.role, (peer.host,), silent=True)
-            self._fail(failed_role, what, self._logs.of_peer(peer), hang=peer.silent)
+            self._fail(peer.role, (peer.host,), what, self._logs.of_peer(peer), silent=True, hang=peer.silent)
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         """Act on the event of a rank: it cannot go on, or it got SIGTERM."""
         if event == FAILURE and (engine := self._engine_of(peer)) is not None:
             self._engine_ends.said(engine, str(data.get("reason")))
         if event == TERMINATION and not self._leaving.is_set():
-            self._preemption.note(peer, self.server.peers(peer.role), peer.world)
+            ranks, alone = self.server.peers(peer.role), len(self.roles) == 1
+            if alone:  # engines, of which some may be lost
+                ranks = [each for each in ranks if not each.lost]
+            self._preemption.note(peer, ranks, len(ranks) if alone else peer.world)
 
     def _engine_of(self, peer: Peer) -> int | None:
         handle = self.roles[peer.role]
@@ -382,11 +375,26 @@ class Supervisor:
         engine = self._engine_of(peer)
         return f"rank {peer.rank}" if engine is None else f"rank {peer.rank} of engine {engine}"
 
-    def _fail(self, failed_role: FailedRole, what: str, logs: list[Path], hang: bool = False) -> None:
-        """Break the run: `what` happened to a role, as the newest of `logs` may explain."""
+    def _fail(
+        self,
+        role: str,
+        nodes: Collection[str],
+        what: str,
+        logs: Sequence[Path],
+        silent: bool = False,
+        hang: bool = False,
+    ) -> None:
+        """Break the run: `what` happened to a role, on one of `nodes`, as the newest of `logs` may explain."""
         if self.failure is None:
             away = conductor_stood_still(self.server.clock.absence_s, self._config.timeout)
-            message = away or f"role {failed_role.role} died: {what}"
+            message = away or f"role {role} died: {what}"
             error = RoleDied(f"{message}.\n{self._logs.quote(logs)}", hang=hang)
             log.error("%s", error)
-            self.fail(error, failed_role)
+            unit = self.units[role]
+            lost = unit if unit.gone else unit.lost(what, time.monotonic(), silent)
+            self.fail(error, replace(lost, nodes=tuple(nodes)))
+
+
+def _nodes_of(ranks: RankMap) -> dict[str, tuple[str, ...]]:
+    """Return the nodes of each role."""
+    return {role: tuple(share.node for share in shares) for role, shares in ranks.roles.items()}

@@ -1,15 +1,13 @@
 """Restarts a run when a trainer dies: all roles but the engines start again in the same job, from a checkpoint.
 
-`TrainerRecovery.plan` decides, by the pure functions below and `placement.replacement`; the conductor does it. Engines
+`TrainerRecovery.plan` decides, by `restarts` and `placement.replacement`; the conductor does it. Engines
 that live stay as they are and get the weights of the new actor. The run ends all the same by a stop that was asked for,
 by a user's error, by a failure of the program itself that comes twice in the same step, and after train.max_restarts.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slurm_rlhf.cluster.stop import Stop, StopRequested
@@ -17,56 +15,14 @@ from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, shortened
-from slurm_rlhf.groups.deaths import FailedRole
+from slurm_rlhf.groups.restarts import RunFailure, offenders, refusal, roles_again
+from slurm_rlhf.groups.state import Unit
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.replacement import Fits, Replacement, passed_over, replaced
-from slurm_rlhf.placement.spares import with_engine_on
+from slurm_rlhf.placement.replacement import Fits, Replacement, passed_over, replaced, with_engine_on
 from slurm_rlhf.placement.topology import Topology
-
-TWICE = 2
-"""Failures of ranks on one node after which another node is taken, if there is one."""
-
-# These do not come from the program: a process that is killed twice in the same step may be killed by chance.
-_FROM_OUTSIDE = re.compile(r"killed by SIG(KILL|TERM)\b|ended: (Killed|Terminated)\b|\bis lost: ")
-_CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
-
-
-@dataclass(frozen=True, slots=True)
-class RunFailure:
-    """Describes what broke the run once."""
-
-    step: int  # step in which it happened
-    text: str  # message of the error
-    nodes: tuple[str, ...] = ()  # nodes where the role may have died
-
-    @property
-    def head(self) -> str:
-        """Return the first line of the text."""
-        return self.text.partition("\n")[0]
-
-    def repeats(self, other: RunFailure) -> bool:
-        """Tell whether this is the same failure in the same step, by the words alone; numbers change."""
-        same = _CHANGING.sub("#", self.text) == _CHANGING.sub("#", other.text)
-        return self.step == other.step and same and not _FROM_OUTSIDE.search(self.head)
-
-
-def refusal(failures: Sequence[RunFailure], most: int) -> str:
-    """Say why the run ends after the last of `failures` and is not restarted; empty: it is."""
-    if len(failures) > most:
-        listed = "".join(f"\n  {number}. step {one.step}: {one.head}" for number, one in enumerate(failures, 1))
-        return f"train.max_restarts = {most} restarts are used up. What failed:{listed}"
-    if len(failures) > 1 and failures[-1].repeats(failures[-2]):
-        return f"the same failure came twice in a row in step {failures[-1].step}: a restart would meet it again"
-    return ""
-
-
-def offenders(failures: Sequence[RunFailure]) -> set[str]:
-    """List the nodes on which ranks died `TWICE` or more, where it is known which node it was."""
-    counted = Counter(failure.nodes[0] for failure in failures if len(failure.nodes) == 1)
-    return {node for node, count in counted.items() if count >= TWICE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +94,25 @@ class TrainerRecovery:
             return known
         return error
 
-    def _broken(self, cause: BaseException) -> FailedRole | None:
+    def _broken(self, cause: BaseException) -> Unit | None:
         """Return the role that failed with `cause`, if a restart can help."""
         if isinstance(cause, StopRequested):  # a hang, with train.on_hang = restart
             roles = self.watchdog.culprits()
             known = bool(roles) and all(role in ROLES for role in roles)
-            return FailedRole(ROLLOUT if ROLLOUT in roles else roles[0]) if known else None
+            return Unit(ROLLOUT if ROLLOUT in roles else roles[0]) if known else None
         found = None
         if isinstance(cause, RoleDied):
             found = self.supervisor.failed_role
         elif isinstance(cause, RemoteError) and not cause.user_error and cause.role:
-            found = FailedRole(cause.role, (cause.node,))
-        alone = self.supervisor.recovery is not None  # then an engine that ends the run cannot be restarted
-        return None if found is None or (alone and ROLES[found.role].kind == "engine") else found
+            found = Unit(cause.role, (cause.node,))
+        return None if found is None or (self._engines_alone and ROLES[found.role].kind == "engine") else found
 
-    def _moved(self, ranks: RankMap, broken: FailedRole) -> Replacement:
+    @property
+    def _engines_alone(self) -> bool:
+        """Tell whether engines start again alone: one that ends the run has used up its restarts."""
+        return self.supervisor.engines is not None and self.supervisor.engines.alone
+
+    def _moved(self, ranks: RankMap, broken: Unit) -> Replacement:
         """Place the ranks anew if nodes are gone, or ranks died on them twice. Raises PlacementError."""
         as_it_is = Replacement(ranks)
         if len(ranks.used_nodes) == 1:
@@ -161,8 +121,8 @@ class TrainerRecovery:
         bad = (gone | offenders(self.failures) | self.left_out) - {self.here}
         if not bad & set(ranks.used_nodes):
             return as_it_is
-        recovery = self.supervisor.recovery
-        deserted = recovery.deserted - set(ranks.used_nodes) if recovery is not None else set()
+        engines = self.supervisor.engines
+        deserted = engines.deserted - set(ranks.used_nodes) if engines is not None else set()
         try:
             moved = replaced(ranks, bad | deserted, self.allocation(), self.config, self.fits, self.launcher.unfit)
         except PlacementError as error:
@@ -184,22 +144,19 @@ class TrainerRecovery:
 
     def _with_engines(self, ranks: RankMap) -> RankMap:
         """Return the map with the engines where they are: some have moved by themselves."""
-        if (recovery := self.supervisor.recovery) is not None:
+        if (engines := self.supervisor.engines) is not None:
             for group in ranks.tp_groups:
-                if (node := recovery.node(group.engine)) != group.node:
+                if (node := engines.node(group.engine)) != group.node:
                     ranks = with_engine_on(ranks, group.role, group.engine, node)
         return ranks
 
-    def _roles(self, ranks: RankMap, moved: RankMap, broken: FailedRole) -> tuple[str, ...]:
-        """List the roles that start again; engines are among them if they hang, share devices, or have to move."""
+    def _roles(self, ranks: RankMap, moved: RankMap, broken: Unit) -> tuple[str, ...]:
+        """List the roles that start again; engines have to if they share devices, or cannot move alone."""
         before, after = (_places(each) for each in (ranks, moved))
         stay = [engine for engine, (node, _) in before.items() if node not in self.left_out]
         moves = before.keys() != after.keys() or any(before[engine] != after[engine] for engine in stay)
-        alone = self.supervisor.recovery is not None  # each engine can be started by itself
-        engines_too = (
-            broken.role == ROLLOUT or self.config.train.colocate_all or moves or (before != after and not alone)
-        )
-        return tuple(role for role in moved.roles if engines_too or ROLES[role].kind != "engine")
+        engines_too = self.config.train.colocate_all or moves or (before != after and not self._engines_alone)
+        return roles_again(moved.roles, broken.role, engines_too)
 
 
 def _places(ranks: RankMap) -> dict[int, tuple[str, tuple[int, ...]]]:

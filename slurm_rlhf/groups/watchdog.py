@@ -24,13 +24,12 @@ from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
 from slurm_rlhf.groups.hang_report import Findings, ask_ranks, look_from_outside, take_flights, write_findings
 from slurm_rlhf.groups.hang_rules import HangVerdict, judge
 from slurm_rlhf.groups.supervisor import Supervisor
-from slurm_rlhf.observe.late_stacks import LateStacks
-from slurm_rlhf.observe.stacks import MAIN
+from slurm_rlhf.observe.stacks import MAIN, LateStacks
 from slurm_rlhf.observe.timing import Budget, WaitBudgets
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.io_thread import ListeningClock
-from slurm_rlhf.wire.pending_calls import Flight
+from slurm_rlhf.wire.messages import Flight
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +172,8 @@ class Watchdog:
         flights = self._supervisor.server.flights()
         with self._lock:
             self._clock.tick()
-            if self._supervisor.without_engines:  # starts have deadlines of their own
+            engines = self._supervisor.engines
+            if engines is not None and engines.all_lost:  # starts have deadlines of their own
                 self._moved = self._clock.now()
             waited, phase, moved = self._learn(), self._phase, self._moved
             budget = self._budgets.of(phase, self._ceiling(flights), once=phase == START)
@@ -283,7 +283,7 @@ class Watchdog:
         hang = self._hang
         if not hang.verdict.alive:
             return  # a process or a node is gone: missing heartbeats end the run
-        stuck = any(ROLES[flight.peer.role].saves for flight in flights)
+        stuck = any(ROLES[flight.peer.role].kind == "trained" for flight in flights)
         if not stuck and not self._asked_to_stop and self._stop.can_drop:
             self._asked_to_stop = True
             self._act_at = time.monotonic() + self._saving_s

@@ -13,8 +13,8 @@ from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.codec import decode
+from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.server import ControlServer
 
 
 class AgentServer:

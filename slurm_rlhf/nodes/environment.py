@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from slurm_rlhf.cluster.kernel_cache import cache_variables
+from slurm_rlhf.cluster.local_directory import cache_variables
 from slurm_rlhf.cluster.network import address_towards, interface_of
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import RankMap

@@ -20,7 +20,7 @@ from slurm_rlhf.nodes.node_look import MISSING
 from slurm_rlhf.nodes.report import FAILED, Check, Report
 from slurm_rlhf.nodes.starters import Starter
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.spares import chosen
+from slurm_rlhf.placement.replacement import chosen
 from slurm_rlhf.wire import timeouts
 
 if TYPE_CHECKING:

@@ -19,13 +19,12 @@ from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.disk import device_of, mount_of, size_of
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
 from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.slurm_run import RANK_MAP
 from slurm_rlhf.placement.memory import read_models
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.run_directory import RunDirectory, device_of, mount_of, size_of
 from slurm_rlhf.wire import timeouts
 
 _FILES_OF_A_RANK = 4
@@ -102,7 +101,7 @@ def space_of(config: Config) -> Space | None:
         models = read_models(config)
     except ModelError:
         return None
-    saved = [role for role in running_roles(config) if role.saves]
+    saved = [role for role in running_roles(config) if role.kind == "trained"]
     width = _FP32 if config.ds.param_dtype == "fp32" else 2
     one = sum(models[role.name].parameters * (width + _ADAM) for role in saved)
     files = _FILES_BESIDE + sum(_FILES_OF_A_RANK * role.ranks(config) for role in saved)

@@ -78,7 +78,7 @@ class SlurmContinuation(Continuation):
                 why = requeued.stderr.strip() or "scontrol requeue failed"
                 # A controller that is away takes no job either, and each command may wait for it for half a minute.
                 arranged = self._refused(why) if _is_away(why) else self._submit(why)
-                away = not arranged.holds and _is_away(arranged.told)
+                away = not arranged.sure and _is_away(arranged.text)
                 if not away or time.monotonic() > last or terminated.wait(_AGAIN_S):
                     return arranged
 

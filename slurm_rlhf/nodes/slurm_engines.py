@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 
-from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps, names_in
 from slurm_rlhf.nodes.engine_launcher import Environment
@@ -16,24 +15,18 @@ from slurm_rlhf.nodes.slurm_run import SlurmRun
 from slurm_rlhf.nodes.srun import role_step
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.spares import with_engine_on
+from slurm_rlhf.placement.replacement import with_engine_on
 from slurm_rlhf.placement.topology import Topology
 
 
 class SlurmEngines:
     """Implements `EngineLauncher` in a Slurm allocation; a node that is lost costs its own engines."""
 
-    def __init__(self, run: SlurmRun, ranks: RankMap, steps: AgentSteps | None = None) -> None:
-        """`steps`: of the launcher whose engines these are; None: they are all that is started.
-
-        Raises PlacementError if this process cannot reach the nodes.
-        """
+    def __init__(self, run: SlurmRun, ranks: RankMap, agents: AgentSteps) -> None:
         self.unfit = run.unfit
-        self.address = address_among(ranks.used_nodes, run.slurm.node_name)
         self._run = run
         self._ranks = ranks
-        self._alone = steps is None
-        self._agents = steps or AgentSteps(run, self.address)
+        self._agents = agents
         self._arguments: list[str] = []
         self._environment: Environment = {}
         self._steps: list[AgentStep] = []
@@ -132,8 +125,6 @@ class SlurmEngines:
 
     def stop(self, done: bool, grace_s: float) -> None:
         self._agents.end(self.forget(), done, grace_s)
-        if self._alone:
-            self._agents.close()
 
     def forget(self) -> list[AgentStep]:
         """Tell of no end any more, as part of the end of the whole job; return its steps."""

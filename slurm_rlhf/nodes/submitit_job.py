@@ -25,16 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.processes import exit_text
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_cluster import minutes
+from slurm_rlhf.config.schema_jobs import minutes
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.nodes.child_process import bound_to_parent
 from slurm_rlhf.nodes.requeue import PARENT_REQUEUES
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import Topology, numbered_names
+from slurm_rlhf.placement.topology import Topology, numbered_names, role_sizes
 from slurm_rlhf.wire import timeouts
 
 FOLDER = "submitit"

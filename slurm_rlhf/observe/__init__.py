@@ -1,11 +1,11 @@
-"""Show what a run does and record it: metrics, events, progress, status, timings, log excerpts.
+"""Show what a run does and record it: metrics, events, samples, progress, status, timings, excerpts of logs.
 
-What lives here: `metrics` (metrics.jsonl, TensorBoard's file), `trackers` (TensorBoard, W&B, trackio, MLflow),
-`run_status` (summary.json, where a run stands and in which phase), `progress` (the base class, a table row, plain
-lines), `live` (a terminal), `timing` (phases, idle GPUs), `log_tail` (why a process ended), and what the report shows:
-`samples` (responses), `events` (stops, warnings), `spans` (calls to ranks), each a file of JSON lines (`jsonl`).
+What lives here: `metrics` (metrics.jsonl, TensorBoard's file), `trackers`, `sinks` (TensorBoard, W&B, trackio, MLflow),
+`run_log` (files of JSON lines: events, samples), `run_status` (summary.json, how far a run is), `progress` (the base
+class, a table row, plain lines), `live` (a terminal), `timing` (phases, calls to ranks, idle GPUs), `log_tail` (why a
+process ended), `stacks`.
 
-May import: the base modules and `config`. No torch. Nothing here may stop a run: what is missing is shown as a dash.
+May import: the base modules and `config`. No torch. Nothing here may stop a run: a missing figure is a dash.
 
 To add a progress display: a subclass of `progress.Progress`, and a line in `live.make_progress`.
 """

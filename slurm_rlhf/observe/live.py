@@ -1,4 +1,4 @@
-"""Show progress on a terminal: one row per step, above a bar that shows the current phase."""
+"""Show progress on a terminal: one row per step, above a bar with the current phase."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slurm_rlhf.config.schema import Logger
 from slurm_rlhf.observe.progress import Cell, Clock, Headers, PlainProgress, Progress, count, duration, row
 
 _REFRESH_HZ = 2
-_BAR = 32  # columns, where there is room
-_TEXT = 52  # columns beside it
+_BAR = 32  # columns at most
+_TEXT = 52  # columns for the text after the bar
 _BUSY = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 class LiveProgress(Progress):
-    """Show rows and a bar with rich. Whatever else is printed meanwhile appears above the bar."""
+    """Show rows and a bar with rich. All other output appears above the bar."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -78,7 +78,7 @@ class LiveProgress(Progress):
         self._console.print(text, no_wrap=True, overflow="crop", crop=True)
 
     def _footer(self) -> RenderableType:
-        """Draw the bars. Rich's thread calls this, so its times go on while the main thread waits."""
+        """Draw the bars. A thread of rich calls this, so that times go on while the main thread waits."""
         left = self._clock.remaining(self._total - self._done) - self._clock.since_tick()
         now = time.monotonic()
         busy = _BUSY[int(now * _REFRESH_HZ) % len(_BUSY)]
@@ -102,7 +102,7 @@ class LiveProgress(Progress):
         width = max(4, min(_BAR, self._console.width - _TEXT))
         bar: RenderableType = Text(" " * width)
         if total:
-            # More than was expected can come: of prompts that are sampled ahead.
+            # More responses than expected: prompts may be sampled ahead.
             completed = min(done, total)
             bar = ProgressBar(total, completed, width, complete_style="green", finished_style="green")
         line = Table.grid(padding=(0, 1))
@@ -115,7 +115,7 @@ def _styled(cells: list[Cell]) -> Text:
 
 
 def make_progress(settings: Logger) -> Progress:
-    """Make the kind that `logger.progress` names; auto: rich if standard output is a terminal."""
+    """Make the display that `logger.progress` names; auto: rich if standard output is a terminal."""
     kind = settings.progress
     if kind == "auto":
         kind = "rich" if sys.stdout.isatty() else "plain"

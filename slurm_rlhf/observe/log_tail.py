@@ -1,4 +1,4 @@
-"""Find what ended a process in the last lines of its log, and in the report of torchrun."""
+"""Find what ended a process: in the last lines of its log, and in the report of torchrun."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from slurm_rlhf.errors import system_cause
 
-_READ = 1 << 16  # bytes from the end that are looked at
+_READ = 1 << 16  # bytes from the end
 
-# What torchrun and c10d print when any process ends: it hides the line that gives the reason.
+# Output of torchrun and c10d when a process ends: it hides the line with the reason.
 _NOISE = re.compile(
     r"\*{20,}$"
     r"|Setting OMP_NUM_THREADS environment variable"
@@ -22,7 +22,7 @@ _NOISE = re.compile(
     r"|(\[rank\d+\]:)?\[W\d{4,} .* deprecated\b"
 )
 _WARNING = re.compile(r".*:\d+: (Future|Deprecation|PendingDeprecation)Warning: ")
-"""Python's warning of what is deprecated; the line of source that is to blame may follow, indented by two blanks."""
+"""Python's deprecation warnings; the line of source may follow, indented by two blanks."""
 _REPORT_BEGINS = re.compile(r"(torch\.distributed\.elastic\S*\.)?ChildFailedError:")
 _REPORT_RULE = re.compile(r"={20,}$")
 _TRACEBACK = "Traceback (most recent call last):"
@@ -36,8 +36,8 @@ _CODE = re.compile(r"^  exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)", re.
 def tail(path: Path, lines: int, start: int = 0) -> list[str]:
     """Return the last `lines` lines of `path` that are not blank, or why it cannot be read.
 
-    Reads nothing before byte `start`: what comes before belongs to an earlier start of the run. Leaves out
-    deprecation warnings and what torchrun adds when one of its processes ends, unless there is nothing else.
+    Reads nothing before byte `start`, which belongs to an earlier start of the run. Leaves out deprecation warnings and
+    what torchrun adds when one of its processes ends, unless there is nothing else.
     """
     try:
         text = read_end(path, start)
@@ -49,7 +49,7 @@ def tail(path: Path, lines: int, start: int = 0) -> list[str]:
 
 
 def quoted(path: Path, lines: int, start: int = 0) -> str:
-    """Quote the last `lines` lines of `path`, as `tail` finds them, with what is known to cause such an end."""
+    """Quote the last `lines` lines of `path`, as `tail` finds them, with a known cause of such an end."""
     found = tail(path, lines, start)
     cause = system_cause("\n".join(found))
     return "\n".join([f"The last lines of {path}:", *(f"    {line}" for line in found), *filter(None, [cause])])
@@ -57,8 +57,8 @@ def quoted(path: Path, lines: int, start: int = 0) -> str:
 
 def _without_noise(lines: list[str]) -> Iterator[str]:
     """Drop warnings, torchrun's own traceback and its report."""
-    traceback: list[str] = []  # lines of a traceback that may turn out to be torchrun's
-    rules_left = 0  # rules of the report that is being skipped
+    traceback: list[str] = []  # lines of a traceback that may be torchrun's
+    rules_left = 0  # rules that are left of the report that is skipped
     blamed = False  # the line before is a warning
     for line in lines:
         source, blamed = blamed and line.startswith("  "), bool(_WARNING.match(line))
@@ -80,10 +80,7 @@ def _without_noise(lines: list[str]) -> Iterator[str]:
 
 
 def ends_in_error(lines: list[str]) -> bool:
-    """Tell whether `lines` end with the exception that ended the process: all other lines of a traceback are indented.
-
-    A message of several lines is not recognised.
-    """
+    """Tell whether `lines` end with a traceback and a message of one line: its other lines are indented."""
     for line in reversed(lines[:-1]):
         if line == _TRACEBACK:
             return True
@@ -96,13 +93,13 @@ def ends_in_error(lines: list[str]) -> bool:
 class FailedProcess:
     """Identify the process of a torchrun that failed first."""
 
-    rank: int  # in the world of its torchrun
+    rank: int  # in the process group of its torchrun
     pid: int
     exitcode: int  # negative: the signal that ended it
 
 
 def first_failure(log: Path, start: int = 0) -> FailedProcess | None:
-    """Return the root cause in the newest report in `log` after byte `start`; None if there is none."""
+    """Return the root cause from the newest report of torchrun in `log` after byte `start`; None without one."""
     try:
         text = read_end(log, start)
     except OSError:

@@ -1,8 +1,7 @@
 """Record the numbers of every step: metrics.jsonl, one JSON object per step, and TensorBoard's events.
 
-TensorBoard's events are written without TensorFlow, without torch and without a thread: its writer imports TensorFlow
-if that is installed; its message classes do not. The file is a sequence of TFRecords: uint64 length, masked CRC-32C of
-the length, the message, masked CRC-32C of the message; little-endian (tensorflow/core/lib/io/record_writer.h).
+TensorBoard's events are written without TensorFlow, torch or a thread: TensorBoard's writer of events would import
+TensorFlow if that is installed; its message classes and its writer of records do not.
 """
 
 from __future__ import annotations
@@ -11,74 +10,65 @@ import json
 import math
 import os
 import socket
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slurm_rlhf.observe.jsonl import drop_end, truncate_after
-from slurm_rlhf.observe.samples import Sample, markdown_text
-from slurm_rlhf.observe.trackers.sink import grouped
+from slurm_rlhf.observe.run_log import Sample, drop_end, markdown_text, truncate_after
+from slurm_rlhf.observe.sinks import TrackedRun, grouped
 
-# Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism.
 TIMED = ("time/", "perf/")
+"""Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism."""
 
 
 class MetricsLog:
     """Append a line per step: `step` comes first, then the other metrics by name, timings last.
 
-    Floats are written as their shortest exact representation (Python's repr), so that equal lines mean equal numbers,
-    bit for bit. NaN and infinities, which JSON lacks, become null.
+    Floats are written as their shortest exact representation (Python's repr), so that numbers are equal bit for bit if
+    lines are equal. NaN and infinities, which JSON lacks, become null.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def append(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line. The operating system has it when this returns, so a killed run does not lose it."""
+        """Write one line; a run that is killed after that does not lose it."""
         names = sorted(metrics, key=lambda name: (name.startswith(TIMED), name))
         line = json.dumps({"step": step, **{name: finite(metrics[name]) for name in names}}, allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def truncate_after(self, step: int) -> int:
-        """Drop the lines after `step`, which a resumed run writes again, and any half line; return how many steps.
-
-        The lines that stay keep every byte.
-        """
+        """Drop the lines after `step`, which a resumed run writes again, and any half line; return how many lines."""
         return truncate_after(self._path, step)
 
     def drop_end(self, step: int) -> None:
-        """Drop the line of `step`, the last one, and what is behind it: it is written anew."""
+        """Drop the last line, that of `step`, and all after it: it will be written again."""
         drop_end(self._path, step)
 
 
 def finite(value: float | None) -> float | int | None:
-    """Convert to a plain Python number for JSON, None if JSON cannot hold it. Accepts NumPy scalars as well."""
+    """Convert a number, NumPy scalars included, to a plain one for JSON; None if JSON cannot hold it."""
     if value is None:
         return None
     plain = value if isinstance(value, int) else float(value)
     return plain if math.isfinite(plain) else None
 
 
-_POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
-_MASK = 0xA282EAD8
-
-
 class TensorBoardEvents:
-    """Implement `trackers.sink.Sink`: a scalar per metric and step. A resumed run adds another file to those there."""
+    """Implement `sinks.Sink`: a scalar per metric and step. Each start of a run writes a file of its own."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file: BinaryIO | None = None
 
-    def open(self) -> str:
+    def open(self, run: TrackedRun) -> str:
         """Do nothing yet: the first step makes the file."""
         return ""
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write every metric of a step; TensorBoard can show it while the run goes on."""
+        """Write the metrics of a step, so that TensorBoard can show them at once."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         file = self._file or self._open(step)
@@ -112,34 +102,12 @@ class TensorBoardEvents:
         name = f"events.out.tfevents.{time.time():.3f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (self._directory / name).open("wb")
         self._write(self._file, file_version="brain.Event:2")
-        # A resumed run says from which step on the entries of earlier files are void.
+        # A resumed run marks the step from which the entries of earlier files are void.
         self._write(self._file, step=step, session_log=SessionLog(status=SessionLog.START))
         return self._file
 
     def _write(self, file: BinaryIO, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        data = Event(wall_time=time.time(), **fields).SerializeToString()
-        length = struct.pack("<Q", len(data))
-        file.write(length + _masked_crc(length) + data + _masked_crc(data))
-
-
-def _table() -> list[int]:
-    table = []
-    for byte in range(256):
-        crc = byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (_POLYNOMIAL if crc & 1 else 0)
-        table.append(crc)
-    return table
-
-
-_TABLE = _table()
-
-
-def _masked_crc(data: bytes) -> bytes:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
+        RecordWriter(file).write(Event(wall_time=time.time(), **fields).SerializeToString())

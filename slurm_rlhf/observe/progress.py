@@ -1,6 +1,6 @@
-"""Show progress to the user: a table row per step, as plain lines here, with rich on a terminal.
+"""Show progress to the user: a table row per step, as plain lines here, in `live` with rich on a terminal.
 
-The display never stops a run: what is missing is shown as a dash.
+The display never stops a run: a missing figure is a dash.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from dataclasses import dataclass
 
 
 class Progress:
-    """Show nothing; subclasses show how a run goes on.
+    """Show nothing; subclasses show the progress of a run.
 
-    The conductor's main thread calls it; nothing here blocks. Errors reach the terminal whatever is chosen.
+    The conductor's main thread calls the methods, and none blocks. Errors are printed elsewhere.
     """
 
     def begin(self, done: int, total: int) -> None:
-        """Start to show steps; `done` steps were done before."""
+        """Begin to show steps; `done` of `total` steps were done before."""
 
     def phase(self, name: str, responses: int = 0) -> None:
-        """Show the phase that begins, empty: none, and how many responses it will have; 0: nobody knows."""
+        """Show the phase that begins (empty: none), and how many responses it will have; 0: not known."""
 
     def answered(self, responses: int, tokens: int) -> None:
-        """Count responses that engines have finished in this phase, and tokens sampled. Any thread may call it."""
+        """Count responses that engines have finished in this phase, and sampled tokens. Any thread may call it."""
 
     def note(self, text: str) -> None:
-        """Show something the user should know."""
+        """Show a line of text."""
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """Show a step that is done."""
 
     def end(self) -> None:
-        """Stop: there are no more steps."""
+        """End the display."""
 
 
 class PlainProgress(Progress):
-    """Print lines that read well in a Slurm log file: a table whose header is repeated every 20 rows."""
+    """Print lines for a log file: a table whose header is repeated every 20 rows."""
 
     def __init__(self) -> None:
         self._clock = Clock()
@@ -67,28 +67,25 @@ PHASES = ("rollout", "reward", "forward", "update", "sync")
 """Phases with their own columns; the column `other` holds the rest of a step."""
 
 WIDE = 100
-"""Columns of a table that has all of them; also what a log file gets."""
+"""Width of a table with all columns; a log file gets it."""
 NARROW = ("rollout", "update")
-"""Phases with their own columns on a narrower terminal: 80 columns hold the row."""
+"""Phases with their own columns on a narrower terminal, so that a row has 80 characters."""
 
 EVERY = 20
-"""Rows from one header to the next."""
+"""Rows between two headers."""
 
 SCORES = "accuracy"
-"""Metric whose column is there only if the reward function gives scores."""
+"""Metric with a column only if the reward function gives scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     text: str  # padded to the column's width
-    style: str  # in rich's words
+    style: str  # a style of rich
 
 
 def row(step: int, total: int, metrics: dict[str, float], remaining: str, width: int = WIDE) -> list[Cell]:
-    """Format one step, in 100 columns, on a narrower terminal in 80.
-
-    A missing metric becomes a dash: the display never stops a run.
-    """
+    """Format one step in 100 characters, on a narrower terminal in 80; a missing metric is a dash."""
     seconds = metrics.get("time/step", math.nan)
     shown = _shown(width)
     phases = {name: metrics[f"time/{name}"] for name in shown if f"time/{name}" in metrics}
@@ -119,7 +116,7 @@ def header(metrics: Mapping[str, float], width: int = WIDE) -> str:
 
 
 class Headers:
-    """Says before which rows a header stands: the first one, every twentieth, and where the columns change."""
+    """Decide which rows get a header: the first one, every twentieth, and each with other columns."""
 
     def __init__(self, width: int = WIDE) -> None:
         self._width = width
@@ -127,7 +124,7 @@ class Headers:
         self._shown = ""
 
     def before(self, metrics: Mapping[str, float]) -> str:
-        """Count a row, and return the header that belongs above it; empty: none."""
+        """Count a row, and return the header above it; empty: none."""
         names = header(metrics, self._width)
         due = names != self._shown or self._rows == EVERY
         self._rows = 1 if due else self._rows + 1
@@ -141,7 +138,7 @@ def line(cells: list[Cell]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as m:ss or h:mm:ss; a dash while nothing is known."""
+    """Format seconds as m:ss or h:mm:ss; a dash if they are not known."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(int(seconds), 60)
@@ -158,7 +155,7 @@ def _fixed(value: float | None, width: int, decimals: int) -> str:
 
 
 def count(value: float | None, width: int) -> str:
-    """Format `value` as an integer, in thousands or millions if it is too wide."""
+    """Format `value` as an integer, with k or M if it is too wide."""
     if value is None or not math.isfinite(value):
         return "-".rjust(width)
     for scale, unit in ((1, ""), (1e3, "k"), (1e6, "M")):
@@ -168,22 +165,22 @@ def count(value: float | None, width: int) -> str:
     return text.rjust(width)
 
 
-_WINDOW = 20  # steps that the estimate looks back
+_WINDOW = 20  # steps for the estimate
 
 
 class Clock:
-    """Estimate the time that is left from the last steps: slow first ones soon drop out."""
+    """Estimate the time that is left from the last steps, so that slow first steps soon do not count."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
 
     def tick(self) -> None:
-        """Note that the steps begin, or that one more is done."""
+        """Note that the steps begin, or that a step is done."""
         self._ends.append(time.monotonic())
 
     def remaining(self, steps: int) -> float:
-        """Estimate the seconds that `steps` more steps take; NaN while nothing is known."""
+        """Estimate the seconds for `steps` more steps; NaN before the first step."""
         if len(self._ends) < 2:
             return math.nan
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * steps

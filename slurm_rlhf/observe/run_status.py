@@ -1,4 +1,4 @@
-"""Tell where a run stands, and read it without asking the run: summary.json."""
+"""Write summary.json, and read from it and from metrics.jsonl how far a run is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.observe.jsonl import whole_lines
 from slurm_rlhf.observe.log_tail import read_end
 from slurm_rlhf.observe.metrics import finite
+from slurm_rlhf.observe.run_log import whole_lines
 from slurm_rlhf.run_directory import write_atomically
 
 
@@ -25,26 +25,26 @@ class Summary:
     eval_after: float | None
     reward_first: float | None
     reward_last: float | None
-    wall_s: float  # time of all starts of the run together, start-up included
-    tokens_per_s: float  # sampled tokens over wall_s
+    wall_s: float  # seconds of all starts of the run together, loading included
+    tokens_per_s: float  # sampled tokens / wall_s
     policy_version: int
     world: dict[str, int]  # role -> ranks
     seed: int
-    self_check: dict[str, float] = field(default_factory=dict)  # check -> figure, of the last start
+    self_check: dict[str, float] = field(default_factory=dict)  # name of a check -> figure, from the last start
     error: str = ""
-    starting: str = ""  # the last message of the start-up; not written once the steps have begun
-    gpus: dict[str, Any] | None = None  # `GpuAccount.summary` of the controller; without GPUs not written
-    best: dict[str, Any] | None = None  # metric, value, step, checkpoint (ckpt.best_metric); without not written
-    restarts: list[str] = field(default_factory=list)  # in place, of this start of the run; without not written
+    starting: str = ""  # the last message while the run starts; empty once the steps have begun
+    gpus: dict[str, Any] | None = None  # `GpuAccount.summary`; None without GPUs
+    best: dict[str, Any] | None = None  # metric, value, step, checkpoint; None without ckpt.best_metric
+    restarts: list[str] = field(default_factory=list)  # why roles were restarted in place, since the last start
 
     @classmethod
     def read(cls, path: Path) -> Summary:
-        """Read what a run has written; fields that this version does not know are left out."""
+        """Read what a run has written; ignore fields that this version does not know."""
         known, found = {one.name for one in fields(cls)}, json.loads(path.read_text(encoding="utf-8"))
         return cls(**{name: value for name, value in found.items() if name in known})
 
     def write(self, path: Path) -> None:
-        """Replace `path` atomically: readers always find a whole file, after a crash of the node too."""
+        """Replace `path` atomically, so that readers always find a whole file, also after a crash of the node."""
         content = asdict(self)
         for name in ("gpus", "best", "starting", "restarts"):
             if not content[name]:
@@ -55,11 +55,11 @@ class Summary:
 
 
 def write_summary(path: Path, content: dict[str, Any]) -> None:
-    """Replace `path` by `content`, of which a full disk takes the first line of `error`. Raises OSError."""
+    """Replace `path` by `content`; on a full disk only with the first line of its `error`. Raises OSError."""
     try:
         write_atomically(path, json.dumps(content, indent=2) + "\n", durable=True)
     except OSError:
-        # There is no room for a second file. The blocks of the one that is there can take a short text.
+        # There is no space for a second file, but the blocks of the existing one can hold a short text.
         short = {**content, "error": str(content.get("error", "")).partition("\n")[0]}
         text = (json.dumps(short, indent=2) + "\n").encode()
         if len(text) > path.stat().st_blocks * 512:
@@ -69,24 +69,29 @@ def write_summary(path: Path, content: dict[str, Any]) -> None:
             file.truncate()
 
 
-_READ = 1 << 18  # bytes from the end of metrics.jsonl
+_READ = 1 << 20  # bytes from the end of metrics.jsonl
 _WINDOW = 20  # steps that the estimate looks back
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """Say where a run stands; `status` is that of summary.json, empty if there is none."""
+    """Say how far a run is."""
 
-    status: str
+    status: str  # as in `Summary`; empty if there is no summary.json
     step: int
     total: int
-    reward: float | None
     step_s: float | None  # mean of the last steps
-    age_s: float | None  # since the last step
+    age_s: float | None  # seconds since the last step
     error: str
-    starting: str = ""  # the last message of a run that does no steps yet
-    starting_s: float = 0.0  # since it said so
-    restarts: tuple[str, ...] = ()  # in place, of this start of the run
+    starting: str  # the last message of a start that has not reached its first step
+    starting_s: float  # seconds since that message
+    restarts: tuple[str, ...]  # restarts in place since the last start of the run
+    rows: list[dict[str, Any]]  # the last lines of metrics.jsonl
+
+    @property
+    def reward(self) -> float | None:
+        """Return the reward of the last step."""
+        return self.rows[-1].get("reward") if self.rows else None
 
     @property
     def left_s(self) -> float | None:
@@ -96,21 +101,19 @@ class RunStatus:
 
 def read_run_status(metrics: Path, summary: Path) -> RunStatus:
     """Read the two files; a file that is missing or half written counts as empty."""
-    ended = _summary(summary)
-    rows = _last_rows(metrics)
-    last: dict[str, Any] = rows[-1] if rows else {}
+    ended, rows = _summary(summary), _last_rows(metrics)
     seconds = [row["time/step"] for row in rows if row.get("time/step") is not None][-_WINDOW:]
     return RunStatus(
         status=str(ended.get("status", "")),
-        step=max(int(last.get("step", 0)), int(ended.get("steps", 0))),
+        step=max(int(rows[-1]["step"]) if rows else 0, int(ended.get("steps", 0))),
         total=int(ended.get("total_steps", 0)),
-        reward=last.get("reward"),
         step_s=sum(seconds) / len(seconds) if seconds else None,
         age_s=max(0.0, time.time() - metrics.stat().st_mtime) if rows else None,
         error=str(ended.get("error", "")),
         starting=str(ended.get("starting", "")),
         starting_s=max(0.0, time.time() - summary.stat().st_mtime) if ended.get("starting") else 0.0,
         restarts=tuple(map(str, ended.get("restarts", ()))),
+        rows=rows,
     )
 
 

@@ -1,18 +1,29 @@
-"""Stacks of processes as data: taken in this process, or read from what faulthandler and py-spy have written."""
+"""Take the stacks of processes: of this one, from what faulthandler and py-spy write, and when a process hangs.
+
+A rank that hangs writes its own stack, even while a call into C holds the interpreter's lock.
+`faulthandler.dump_traceback_later` is made for that and not used: its thread reads the frames of all others without a
+lock. If Python runs nevertheless, and only the timer was late (a busy machine, a long import, a process that was
+stopped and goes on), it reads frames that are gone, and the process ends by SIGSEGV. Here a timer of the kernel
+interrupts the thread itself, which then writes its own stack: its frames do not move meanwhile.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import re
+import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
 
 MAIN = "MainThread"
-"""The name of a process's first thread, as in `threading`."""
+"""Name of a process's first thread, as in `threading`."""
 LATE = re.compile(r"^(?=Stack \(most recent call first\):$)", re.MULTILINE)
-"""How the stack that a thread writes of itself begins, as in `late_stacks`."""
+"""Begin of a stack that `LateStacks` has let a thread write."""
 
 _THREAD = re.compile(r"^(?:Current thread|Thread|(?=Stack)) ?(?P<name>.+?) \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
@@ -22,7 +33,7 @@ _SPY_FRAME = re.compile(r"^ {4}(?P<function>.+) \((?P<file>.+?)(?::(?P<line>\d+)
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Says where a call stands."""
+    """Describe a call in a stack."""
 
     file: str
     line: int
@@ -34,18 +45,18 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class ThreadStack:
-    """Holds the stack of one thread, the innermost call first."""
+    """Hold the stack of one thread, the innermost call first."""
 
     name: str
     frames: tuple[Frame, ...]
-    holds_lock: bool = False  # holds the interpreter's lock; only py-spy knows
+    holds_lock: bool = False  # holds the interpreter's lock, as py-spy tells
 
     def __str__(self) -> str:
         return "\n".join([f"Thread {self.name} (most recent call first):", *map(str, self.frames)])
 
 
 def late_s(heartbeat_s: float) -> float:
-    """Return after how many seconds without a heartbeat a rank's log gets its stacks: well before the rank is lost."""
+    """Return the seconds without a heartbeat after which a rank writes its stacks, long before it counts as lost."""
     return heartbeat_s / 4
 
 
@@ -68,9 +79,9 @@ def written(threads: Sequence[ThreadStack]) -> str:
 
 
 def read_stacks(text: str) -> list[ThreadStack]:
-    """Read what `written` or faulthandler wrote, the main thread first; whatever else is in `text` is passed over.
+    """Read what `written` or faulthandler wrote, the main thread first; skip other text.
 
-    Faulthandler names no threads, and writes the main thread last.
+    Faulthandler writes no names of threads, and the main thread last.
     """
     found: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
@@ -85,9 +96,9 @@ def read_stacks(text: str) -> list[ThreadStack]:
 
 
 def last_late_dump(log: str) -> str:
-    """Return the stack that a thread wrote of itself, as `late_stacks` has it, if a log ends with it; empty: none.
+    """Return the stack that `LateStacks` has written, if a log ends with one; else an empty string.
 
-    A process that has written something since has gone on: its stack of then says nothing of where it is now.
+    If the process has written more after it, it has gone on, and the stack is out of date.
     """
     marks = list(LATE.finditer(log))
     if not marks:
@@ -110,3 +121,93 @@ def read_spy(text: str) -> list[ThreadStack]:
             found[-1][2].append(Frame(frame["file"], int(frame["line"] or 0), frame["function"]))
     threads = [ThreadStack(name, tuple(frames), lock) for name, lock, frames in found]
     return sorted(threads, key=lambda thread: thread.name != MAIN)
+
+
+SIGNAL = signal.SIGRTMAX - 3
+"""Signal that lets a thread write its stack; Python, torch, MPI and Slurm do not use it."""
+
+_CLOCK_MONOTONIC = 1
+_SIGEV_THREAD_ID = 4
+_STDERR = 2
+
+
+class _Event(ctypes.Structure):
+    """Hold the kernel's `sigevent`, 64 bytes."""
+
+    _fields_: ClassVar = [
+        ("value", ctypes.c_void_p),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("thread", ctypes.c_int),
+        ("rest", ctypes.c_char * 44),
+    ]
+
+
+class _Times(ctypes.Structure):
+    """Hold the kernel's `itimerspec`: period and first expiry, each in seconds and nanoseconds."""
+
+    _fields_: ClassVar = [(name, ctypes.c_long) for name in ("again_s", "again_ns", "after_s", "after_ns")]
+
+
+class LateStacks:
+    """Let threads of this process write their stacks when `put_off` has not been called for some time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._timers: dict[int, ctypes.c_void_p] = {}  # by the kernel's id of the thread
+
+    def put_off(self, within_s: float, threads: Iterable[threading.Thread] | None = None) -> None:
+        """Let `threads` write their stacks to standard error after `within_s`, unless this is called again before.
+
+        `threads`: threads that run Python; None: the main thread. Does nothing if timers are refused, as in a sandbox.
+        """
+        found = [threading.main_thread()] if threads is None else [*threads]
+        # In a forked child the main thread still has the id of the parent's.
+        first, own = threading.main_thread(), os.getpid()
+        alive = [own if thread is first else thread.native_id for thread in found if thread.is_alive()]
+        numbers = [number for number in alive if number is not None]
+        with self._lock:
+            self._begin()
+            for gone in self._timers.keys() - set(numbers):
+                _timers().timer_delete(self._timers.pop(gone))
+            for number in numbers:
+                if number not in self._timers and (made := _made(number)) is not None:
+                    self._timers[number] = made
+                if number in self._timers:
+                    _start(self._timers[number], within_s)
+
+    def stop(self) -> None:
+        """Stop all timers."""
+        with self._lock:
+            self._begin()
+            for timer in self._timers.values():
+                _start(timer, 0.0)
+
+    def _begin(self) -> None:
+        if self._pid != os.getpid():
+            self._pid, self._timers = os.getpid(), {}
+            # Only the interrupted thread: the others may run meanwhile.
+            faulthandler.register(SIGNAL, file=_STDERR, all_threads=False)
+
+
+@cache
+def _timers() -> ctypes.CDLL:
+    """Return the library with the kernel's timers; before glibc 2.34 it is one of its own."""
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "timer_create") else ctypes.CDLL("librt.so.1")
+
+
+def _made(thread: int) -> ctypes.c_void_p | None:
+    """Make a timer that interrupts a thread; None if the thread has ended or the system refuses."""
+    event = _Event(signo=SIGNAL, notify=_SIGEV_THREAD_ID, thread=thread)
+    timer = ctypes.c_void_p()
+    failed = _timers().timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer))
+    return None if failed else timer
+
+
+def _start(timer: ctypes.c_void_p, after_s: float) -> None:
+    """Let the timer expire once, after `after_s` seconds; 0: stop it."""
+    seconds = int(after_s)
+    times = _Times(0, 0, seconds, int((after_s - seconds) * 1e9))
+    _timers().timer_settime(timer, 0, ctypes.byref(times), None)

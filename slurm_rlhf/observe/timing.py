@@ -1,22 +1,28 @@
-"""Measure where the seconds of a step go, per phase and per idle accelerator, and learn how long nothing may move."""
+"""Measure where the seconds of a step go, per phase, rank and GPU, and learn how long a phase usually waits."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.observe.run_log import append_line, read_rows
+from slurm_rlhf.run_directory import write_atomically
 
 
 class Phases:
     """Add up wall time per phase: `with phases("rollout"): ...`, then `take()` once a step.
 
-    Time in a phase inside another one counts for the inner one alone, so that phases add up to at most the step.
-    `watch` is called with each phase that begins and, when it is over, with the phase around it or ""; `ended`, just
-    before that, with the one that is over.
+    Time in a phase inside another one counts only for the inner one, so that all phases together take at most the step.
+    `watch` is called with each phase that begins and, after its end, with the outer phase or ""; `ended` is called
+    before that with the phase that has ended.
     """
 
     def __init__(
@@ -52,26 +58,26 @@ class Phases:
 
 
 Slot = tuple[str, int]
-"""(node, accelerator of it)."""
+"""(node, index of the accelerator)."""
 
 
 @dataclass(slots=True)
 class _Busy:
     open: int = 0  # calls in progress
-    since: float = 0.0  # while a call is in progress: `seconds` includes the time up to here
+    since: float = 0.0  # time up to which `seconds` counts, while a call is in progress
     seconds: float = 0.0
 
 
 class GpuTime:
-    """Measure how long each accelerator was idle: while no call was in progress on any rank that uses it.
+    """Measure how long each accelerator was idle: no rank that uses it had a call in progress.
 
-    A call counts from when it is sent until its answer has arrived. An engine's `generate` is in progress while it has
-    requests, and so are its steps. What a rank waits for inside a call, a peer or data, counts as work. Its
-    methods may be called from any thread.
+    A call is in progress from when it is sent until its answer arrives, an engine's `generate` while the engine has
+    requests. If a rank waits inside a call, for a peer or for data, that counts as work. Any thread may call the
+    methods.
     """
 
     def __init__(self, slots: Mapping[str, Sequence[Sequence[Slot]]], clock: Callable[[], float] = time.monotonic):
-        """`slots`: role -> rank -> the accelerators that a call to it keeps busy (all of an engine, for its leader)."""
+        """`slots`: role -> rank -> the accelerators that a call keeps busy; all of the engine for its leader."""
         self._clock = clock
         self._of = {role: [tuple(of) for of in ranks] for role, ranks in slots.items()}
         self._lock = threading.Lock()
@@ -79,7 +85,7 @@ class GpuTime:
         self._taken = clock()
 
     def began(self, role: str, rank: int, call: str = "") -> Callable[[], None]:
-        """Note that a call was sent, whichever; call the returned function once, when its answer has arrived."""
+        """Note that a call was sent; call the returned function once, when its answer has arrived."""
         slots = self._of[role][rank]
         with self._lock:
             now = self._clock()
@@ -101,7 +107,7 @@ class GpuTime:
         return ended
 
     def take(self) -> tuple[float, dict[Slot, float]]:
-        """Return (seconds since the last call, accelerator -> how many of them it was idle)."""
+        """Return (seconds since the last `take`, accelerator -> its idle seconds)."""
         with self._lock:
             now = self._clock()
             seconds, self._taken = now - self._taken, now
@@ -116,45 +122,44 @@ class GpuTime:
 
 
 FACTOR = 10.0
-"""A wait this many times as long as the phase's usual longest one is no ordinary wait."""
+"""A budget is this many times the usual longest wait of the phase."""
 LEARNED = 3
-"""Passes through a phase until it is known what is usual."""
+"""Passes through a phase until its usual wait is known."""
 UNSURE = 3.0
-"""Until then the budget is so many times as large."""
+"""Factor on the budget before that."""
 UNKNOWN = 20.0
-"""In the first pass the budget is so many times the floor. It is told then, and the run ends at the ceiling only: there
-is nothing that the wait could be compared with."""
-REMEMBERED = 50
+"""Factor on the floor in the first pass. A longer wait is only reported, and the run ends at the ceiling: there is no
+earlier wait to compare with."""
+REMEMBERED = 50  # passes
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Says how many seconds nothing may move in a phase before it is told."""
+    """Say how long a phase may make no progress before that is reported."""
 
     seconds: float
-    usual_s: float | None  # longest wait of a usual pass; None: there was none yet
-    ends_s: float = 0.0  # the run does not end before nothing has moved for so long
+    usual_s: float | None  # longest wait in a usual pass; None: not known yet
+    ends_s: float = 0.0  # the run ends only after that many seconds without progress
 
     def words(self) -> str:
         if self.usual_s is None:
-            return f"budget {self.seconds:.0f} s: the first time, it is not known what is usual"
-        return f"budget {self.seconds:.0f} s; usually nothing moves for {self.usual_s:.1f} s at most"
+            return f"budget {self.seconds:.0f} s: the usual wait is not known in the first pass"
+        return f"budget {self.seconds:.0f} s; the usual wait is at most {self.usual_s:.1f} s"
 
 
 @dataclass(slots=True)
 class WaitBudgets:
-    """Learns the longest wait of each pass through each phase, and makes budgets of their median.
+    """Learn the longest wait of each pass through each phase; a budget is a multiple of their median.
 
-    The median, because a single pass that was held up, by a slow disk or by a hang that ended, must not widen the
-    budget of the later ones.
+    The median, because a single long wait, on a slow disk or in a hang that ended, must not raise later budgets.
     """
 
     floor_s: float
     _longest: dict[str, deque[float]] = field(default_factory=dict, init=False)
-    _now: dict[str, float] = field(default_factory=dict, init=False)  # longest so far, in the pass that is under way
+    _now: dict[str, float] = field(default_factory=dict, init=False)  # longest wait so far in the current pass
 
     def waited(self, phase: str, seconds: float) -> None:
-        """Note that something moved in `phase`, after `seconds` in which nothing had."""
+        """Note progress in `phase` after `seconds` without any."""
         self._now[phase] = max(self._now.get(phase, 0.0), seconds)
 
     def passed(self, phase: str) -> None:
@@ -163,12 +168,131 @@ class WaitBudgets:
             self._longest.setdefault(phase, deque(maxlen=REMEMBERED)).append(self._now.pop(phase))
 
     def of(self, phase: str, ceiling_s: float, once: bool = False) -> Budget:
-        """Return the budget of `phase`, between the floor and `ceiling_s`, which wins.
+        """Return the budget of `phase`: at least the floor, but at most `ceiling_s`.
 
-        `once`: the phase comes once and takes long, as loading a model does: its budget is the ceiling.
+        `once`: the phase comes only once and takes long, such as loading a model: its budget is the ceiling.
         """
         seen = self._longest.get(phase, ())
         if not seen:
             return Budget(ceiling_s if once else min(UNKNOWN * self.floor_s, ceiling_s), None, ceiling_s)
         usual, times = (max(seen), UNSURE) if len(seen) < LEARNED else (statistics.median(seen), 1.0)
         return Budget(min(times * max(self.floor_s, FACTOR * usual), ceiling_s), usual)
+
+
+KEPT = 12
+"""The file has the last `KEPT` steps at least, and twice as many at most."""
+MOST = 4000
+"""Most spans of a step. If there are more, calls with short pauses between them become one span."""
+
+Call = tuple[str, int, str]
+"""(role, rank, name of the call); the rank of an engine is that of its leader."""
+Span = tuple[float, float]
+"""(begin, end) in seconds."""
+
+
+class CallSpans:
+    """Collect the calls of a step, and the phases of the conductor. Any thread may call the methods.
+
+    A call takes from when it is sent until its answer arrives. If a rank waits inside it, that counts as work.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._epoch = time.time() - clock()
+        self._lock = threading.Lock()
+        self._open: dict[int, tuple[Call, float]] = {}
+        self._done: dict[Call, list[Span]] = defaultdict(list)
+        self._phases: list[tuple[str, float, float]] = []
+        self._phase = ("", clock())
+        self._began = clock()
+        self._count = 0
+
+    def began(self, role: str, rank: int, name: str) -> Callable[[], None]:
+        """Note that a call was sent; call the returned function once, when its answer has arrived."""
+        with self._lock:
+            self._count += 1
+            number = self._count
+            self._open[number] = ((role, rank, name), self._clock())
+
+        def ended() -> None:
+            with self._lock:
+                call, start = self._open.pop(number)
+                self._done[call].append((start, self._clock()))
+
+        return ended
+
+    def phase(self, name: str) -> None:
+        """Note that a phase of the conductor begins; empty: none."""
+        with self._lock:
+            self._next_phase(name, self._clock())
+
+    def _next_phase(self, name: str, now: float) -> None:
+        last, start = self._phase
+        if last and now > start:
+            self._phases.append((last, start, now))
+        self._phase = (name, now)
+
+    def take(self, step: int) -> dict[str, Any]:
+        """Return the line of the step that ends now: times in seconds since `began`, a Unix time.
+
+        A call in progress is cut here, and continues in the next step.
+        """
+        with self._lock:
+            now, began = self._clock(), self._began
+            for number, (call, start) in self._open.items():
+                self._done[call].append((start, now))
+                self._open[number] = (call, now)
+            self._next_phase(self._phase[0], now)
+            done, phases = self._done, self._phases
+            self._done, self._phases, self._began = defaultdict(list), [], now
+        calls = [
+            [role, rank, name, round(start - began, 4), round(end - began, 4)]
+            for (role, rank, name), spans in sorted(thinned(done, MOST, (now - began) / 1000).items())
+            for start, end in spans
+        ]
+        return {
+            "step": step,
+            "began": round(self._epoch + began, 3),
+            "seconds": round(now - began, 4),
+            "phases": [[name, round(start - began, 4), round(end - began, 4)] for name, start, end in phases],
+            "calls": calls,
+        }
+
+
+def joined(spans: Sequence[Span], gap: float) -> list[Span]:
+    """Join spans that overlap or are at most `gap` seconds apart."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start - found[-1][1] <= gap:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def thinned(calls: dict[Call, list[Span]], most: int, gap: float) -> dict[Call, list[Span]]:
+    """Join the spans of each call over gaps of at least `gap`, longer ones until at most `most` spans are left."""
+    while True:
+        found = {call: joined(spans, gap) for call, spans in calls.items()}
+        if sum(map(len, found.values())) <= max(most, len(found)):
+            return found
+        gap = 2 * gap or 1e-6
+
+
+class TimelineLog:
+    """Append the line of each step to a file, and drop old ones from time to time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = 0
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write the line of a step. Raises OSError."""
+        if not self._lines:
+            self._lines = len(read_rows(self._path))
+        if self._lines >= 2 * KEPT:
+            kept = read_rows(self._path)[1 - KEPT :]
+            write_atomically(self._path, "".join(json.dumps(each) + "\n" for each in kept))
+            self._lines = len(kept)
+        append_line(self._path, row)
+        self._lines += 1

@@ -1,7 +1,7 @@
 """Compare the log-probs of engine, plain transformers and trainer for the same tokens: `slurm-rlhf check-parity`.
 
-`subjects` says what is compared on which prompts, `sides` has the three ways to compute; `stages` runs them in
-processes of their own, which `processes` starts one after the other with a time limit; `verdicts` judges and shows.
+`verdicts` finds the models, makes the prompts, judges and shows; `sides` has the three ways to compute; `processes`
+runs these in processes of their own, one after the other, with a time limit.
 
 May import every room but ranks, bench and cli; torch and transformers inside functions or in `sides`. To
 add an architecture: its rows in `tests/support/random_models.py` and `config.architectures.COMPARED`, where it stays

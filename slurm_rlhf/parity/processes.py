@@ -1,122 +1,165 @@
-"""Run the stages of each comparison in child processes, one after the other, with a time limit for each model."""
+"""Compare models, each stage in a child process of its own and with a time limit per model. Files connect the stages.
+
+Engine and trainer need processes of their own, as in a run: if the engine has no class for an architecture, it uses
+that of transformers and changes it for the whole process. Also, only the end of a process frees all of its GPU memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import multiprocessing
 import os
-import select
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from slurm_rlhf.cluster.gpu_query import local_gpus
 from slurm_rlhf.cluster.processes import die_with_parent, exit_text, print_to
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.observe.log_tail import tail
-from slurm_rlhf.parity.stages import Task, follow, import_libraries, printing_to, read_compared, sample
-from slurm_rlhf.parity.subjects import Subject
-from slurm_rlhf.parity.verdicts import FAILED, FP32_BOUND, PRECISIONS, REFUSED, Line, judge
+from slurm_rlhf.parity.verdicts import (
+    ENGINE,
+    FAILED,
+    PLAIN,
+    PRECISIONS,
+    TRAINER,
+    Apart,
+    Line,
+    Subject,
+    differences,
+    judge,
+)
+from slurm_rlhf.records import Experience
+from slurm_rlhf.run_directory import write_atomically
 
+ARRAYS = ("prompt_lens", "response_lens", "token_ids", "action_mask", "rewards")
+"""Fields of an Experience that are stored, besides its columns."""
 LOG_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Says how to compare."""
+    """Say how to compare."""
 
     precisions: tuple[str, ...] = ("fp32", "bf16")  # keys of verdicts.PRECISIONS
     max_len: int = 320
-    seed: int = 1
-    fp32_bound: float = FP32_BOUND
     timeout_s: float = 600.0  # limit for one model, in all precisions
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Say what is compared, and where the stages leave their files."""
+
+    subject: Subject
+    max_len: int
+    scratch: Path  # a directory for this task alone
+
+    @property
+    def log(self) -> Path:
+        return self.scratch / "log"
+
+    def sampled(self, precision: str) -> Path:
+        """Return where `sample` leaves the tokens and their log-probs."""
+        return self.scratch / f"{precision}.npz"
+
+    def compared(self, precision: str) -> Path:
+        """Return where `follow` leaves how far apart the sides are."""
+        return self.scratch / f"{precision}.json"
+
+
 class StageError(Exception):
-    """Ends the comparison of a model in one precision; the message is the reason."""
+    """End the comparison of a model in one precision; the message is the reason."""
 
 
 class LateError(StageError):
-    """Ends the comparison of a model: its time is over."""
+    """End the comparison of a model whose time is over."""
 
 
 def compare(subjects: Sequence[Subject], options: Options) -> Iterator[Line]:
-    """Yield a line for each subject and precision, as soon as it is known; what goes wrong in one is a line, too.
+    """Yield a line for each subject and precision as soon as it is known. An error becomes a line, too.
 
-    Children are forked from this process. Without GPUs it imports the heavy libraries first, once for all of them: vLLM
-    takes 7 s and more. With GPUs each imports its own, because importing asks the driver how many there are, and a
-    process that has asked must not fork.
+    Children are forked from this process. Without GPUs it imports the heavy libraries first, once for all children:
+    vLLM takes 7 s or more. With GPUs each child imports them, because the import asks the driver how many GPUs there
+    are, and a process that has asked must not fork.
     """
     warm = not local_gpus(os.environ)
     for subject in subjects:
-        if subject.refused or subject.failed:
-            verdict = REFUSED if subject.refused else FAILED
-            yield Line(subject.name, "", verdict, subject.refused or subject.failed, architecture=subject.architecture)
+        if subject.verdict:
+            yield Line(subject.name, "", subject.verdict, subject.reason, architecture=subject.architecture)
             continue
         with tempfile.TemporaryDirectory(prefix="slurm-rlhf-parity-") as scratch:
             if warm:
                 with printing_to(Path(scratch) / "imports"):
                     import_libraries()
                 warm = False
-            yield from _lines(Task(subject, options.max_len, options.seed, Path(scratch)), options)
+            yield from _lines(Task(subject, options.max_len, Path(scratch)), options)
 
 
 def _lines(task: Task, options: Options) -> Iterator[Line]:
-    """Compare one model. After its time is over nothing more is started; a precision that fails is not the others'."""
+    """Compare one model in all precisions until its time is over; an error in one does not stop the others."""
     deadline = time.monotonic() + options.timeout_s
     for name in options.precisions:
-        begun = time.monotonic()
         line = Line(task.subject.name, name, FAILED, architecture=task.subject.architecture)
         try:
-            _run(task, deadline, lambda name=name: sample(task, name))  # type: ignore[misc]
-            _run(task, deadline, lambda name=name: follow(task, name))  # type: ignore[misc]
-            tokens, apart = read_compared(task, name)
-            verdict, reason = judge(apart, PRECISIONS[name], options.fp32_bound)
-            line = replace(line, verdict=verdict, reason=reason, tokens=tokens, apart=apart)
+            for stage in (sample, follow):
+                _run(task, deadline, stage, name)
+            found = json.loads(task.compared(name).read_text(encoding="utf-8"))
+            apart = {pair: Apart(*figures) for pair, figures in found["apart"].items()}
+            verdict, reason = judge(apart, PRECISIONS[name])
+            yield replace(line, verdict=verdict, reason=reason, tokens=found["tokens"], apart=apart)
         except LateError:
-            line = replace(line, reason=f"{task.subject.name} was not done after {options.timeout_s:g} s (--timeout)")
+            yield replace(line, reason=f"{task.subject.name} was not done after {options.timeout_s:g} s (--timeout)")
         except StageError as error:
-            line = replace(line, reason=str(error), log=tuple(tail(task.log, LOG_LINES)))
-        yield replace(line, seconds=time.monotonic() - begun)
+            yield replace(line, reason=str(error), log=tuple(tail(task.log, LOG_LINES)))
 
 
-def _run(task: Task, deadline: float, stage: Callable[[], None]) -> None:
-    """Run a stage in a forked process. Raises StageError with what went wrong in it, LateError at the deadline."""
+def _run(task: Task, deadline: float, stage: Callable[[Task, str], None], precision: str) -> None:
+    """Run a stage in a forked process. Raises StageError with its error, LateError at the deadline."""
     sys.stdout.flush()
     sys.stderr.flush()
-    parent, refusal = os.getpid(), task.scratch / "refusal"
+    refusal = task.scratch / "refusal"
     refusal.unlink(missing_ok=True)
-    process = os.fork()
-    if process == 0:
-        _become(task, parent, refusal, stage)
+    work = (os.getpid(), refusal, stage, task, precision)
+    process = multiprocessing.get_context("fork").Process(target=_become, args=work)
+    process.start()
     try:
-        late = not _over(process, deadline - time.monotonic())
+        process.join(max(deadline - time.monotonic(), 0.0))
+        late = process.is_alive()
     finally:
-        status = _end(process)
+        process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid or 0, signal.SIGKILL)  # all that it has started
+        process.join()
     if late:
         raise LateError
     if refusal.exists():
         raise StageError(refusal.read_text(encoding="utf-8"))
-    if status:
-        raise StageError(f"its process {exit_text(status)}")
+    if process.exitcode:
+        raise StageError(f"its process {exit_text(process.exitcode)}")
 
 
-def _become(task: Task, parent: int, refusal: Path, stage: Callable[[], None]) -> None:
-    """Run a stage; the process ends here. Interpreter teardown of torch and vLLM takes seconds and can hang."""
+def _become(parent: int, refusal: Path, stage: Callable[[Task, str], None], task: Task, precision: str) -> None:
+    """Run a stage; the process ends here, because the interpreter's end with torch and vLLM takes seconds or hangs."""
     code = 1
     try:
-        os.setpgid(0, 0)  # so that it can be ended with whatever it has started
+        os.setpgid(0, 0)  # so that it can be ended together with its children
         die_with_parent(parent)
         print_to(task.log)
-        stage()
+        stage(task, precision)
         code = 0
     except SlurmRlhfError as error:
         refusal.write_text(str(error), encoding="utf-8")
-    except BaseException as error:  # whatever vLLM, transformers and torch raise
+    except BaseException as error:  # any error of vLLM, transformers and torch
         traceback.print_exc()
         first = next(iter(str(error).strip().splitlines()), "")
         refusal.write_text(f"{type(error).__name__}: {first}", encoding="utf-8")
@@ -127,19 +170,63 @@ def _become(task: Task, parent: int, refusal: Path, stage: Callable[[], None]) -
         os._exit(code)
 
 
-def _over(process: int, seconds: float) -> bool:
-    """Wait for the end of a child; whether it came in time."""
-    descriptor = os.pidfd_open(process)
+# --- in the process of a stage ----------------------------------------------------------------------------------------
+
+
+def sample(task: Task, precision: str) -> None:
+    """Have the engine sample. Raises ModelError."""
+    _prepare()
+    from slurm_rlhf.parity import sides
+
+    exp = sides.sample(sides.settings(task.subject.directory, PRECISIONS[precision], task.max_len))
+    np.savez(
+        task.sampled(precision), allow_pickle=False, **{name: getattr(exp, name) for name in ARRAYS}, **exp.columns
+    )
+
+
+def follow(task: Task, precision: str) -> None:
+    """Compute the log-probs of the sampled tokens by trainer and transformers, and compare. Raises ModelError."""
+    _prepare()
+    from slurm_rlhf.parity import sides
+
+    with np.load(task.sampled(precision), allow_pickle=False) as stored:
+        arrays = dict(stored)
+    engine = arrays.pop("rollout_logprobs")
+    exp = Experience(**arrays)
+    config = sides.settings(task.subject.directory, PRECISIONS[precision], task.max_len)
+    apart = differences({ENGINE: engine, TRAINER: sides.trained(config, exp), PLAIN: sides.plain(config, exp)})
+    found = {name: [pair.largest, pair.mean] for name, pair in apart.items()}
+    write_atomically(task.compared(precision), json.dumps({"tokens": len(engine), "apart": found}))
+
+
+def _prepare() -> None:
+    """Set the variables that the engine's library reads when it is imported."""
+    from slurm_rlhf.engine.engine import backend
+
+    backend(Config()).prepare_environment()
+
+
+def import_libraries() -> None:
+    """Import what the stages need, for all processes that are forked from this one."""
+    _prepare()
+    from slurm_rlhf.engine.engine import backend
+    from slurm_rlhf.trainer._transformers import import_modeling
+
+    backend(Config()).import_library()
+    import_modeling()
+    import slurm_rlhf.parity.sides  # noqa: F401
+
+
+@contextmanager
+def printing_to(path: Path) -> Iterator[None]:
+    """Send all that this process prints inside the block to a file, also from libraries written in C."""
+    streams = (sys.stdout, sys.stderr)
+    kept = [os.dup(stream.fileno()) for stream in streams]
+    print_to(path)
     try:
-        return bool(select.select([descriptor], [], [], max(seconds, 0.0))[0])
+        yield
     finally:
-        os.close(descriptor)
-
-
-def _end(process: int) -> int:
-    """End a child, if it is not over, and whatever it has started; its exit code, negative for a signal."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)  # it may have no group of its own yet; a zombie takes no notice
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        for stream, descriptor in zip(streams, kept, strict=True):
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+            os.close(descriptor)

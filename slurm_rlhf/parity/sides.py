@@ -1,4 +1,4 @@
-"""The three ways to compute log-probs of the same tokens: an engine samples them, trainer and transformers follow."""
+"""Compute the log-probs of the same tokens in three ways: by the engine that samples them, trainer, transformers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import GenerateRequest, backend, request_seed
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.parity.subjects import NEW_TOKENS, SAMPLES, TEMPERATURE, prompts
-from slurm_rlhf.parity.verdicts import Precision
+from slurm_rlhf.parity.verdicts import NEW_TOKENS, SAMPLES, TEMPERATURE, Precision, prompts
 from slurm_rlhf.records import F32, Experience, Sampling, Trajectory, pack
 from slurm_rlhf.trainer.batch import TokenBatch, per_action
 from slurm_rlhf.trainer.distributed import local_device
@@ -22,7 +21,7 @@ from slurm_rlhf.trainer.train_settings import DTYPES
 
 
 def settings(directory: str, precision: Precision, max_len: int) -> Config:
-    """Make the configuration with which both engine and trainer load the model."""
+    """Make the configuration with which engine and trainer load the model."""
     config = Config()
     config.actor.model_name_or_path = directory
     config.ds.param_dtype = precision.dtype
@@ -32,28 +31,26 @@ def settings(directory: str, precision: Precision, max_len: int) -> Config:
     return config
 
 
-def sample(config: Config, seed: int) -> list[Trajectory]:
-    """Have the engine sample responses, all prompts at once, with the log-prob of each token. Raises ModelError."""
+def sample(config: Config) -> Experience:
+    """Have the engine sample responses to all prompts at once; its log-probs are in the column `rollout_logprobs`.
+
+    Raises ModelError.
+    """
     engine = backend(config).make_engine(config, 0)
     sampling = Sampling(max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
     tokenizer = Tokenizer.load(config.actor.model_name_or_path)
     for number, ids in enumerate(prompts(tokenizer, config.data.max_len)):
         for again in range(SAMPLES):
-            at = request_seed(seed, number, again, 0)
-            engine.add(GenerateRequest(f"{number}.{again}", number, again, ids, sampling, at))
+            seed = request_seed(config.train.seed, number, again, 0)
+            engine.add(GenerateRequest(f"{number}.{again}", number, again, ids, sampling, seed))
     done: list[Trajectory] = []
     while engine.status.unfinished:
         done += engine.step()
-    return sorted(done, key=lambda t: (t.prompt, t.sample))
-
-
-def packed(trajectories: list[Trajectory]) -> Experience:
-    """Pack what was sampled, with the engine's log-probs in its column `rollout_logprobs`."""
-    return pack(trajectories, [0.0] * len(trajectories))
+    return pack(sorted(done, key=lambda t: (t.prompt, t.sample)), [0.0] * len(done))
 
 
 def trained(config: Config, exp: Experience) -> F32:
-    """Compute the log-probs as training does, [A]: in train mode, rows of unlike lengths padded in micro-batches."""
+    """Compute the log-probs as training does, [A]: in train mode, in micro-batches of padded rows."""
     policy = load_policy(
         config.actor.model_name_or_path, config.ds, config.train.logprob_chunk_tokens, max_len=config.data.max_len
     ).to(local_device())
@@ -70,10 +67,10 @@ def trained(config: Config, exp: Experience) -> F32:
 
 
 def plain(config: Config, exp: Experience) -> F32:
-    """Compute the log-probs by transformers' own model and its logits, row by row, [A]: eval mode, eager attention.
+    """Compute the log-probs from the logits of transformers' own model, row by row, [A]: eval mode, eager attention.
 
-    Rows are as long as the run's longest, behind their end filled up with a token that none before it sees: some rotary
-    embeddings go by the length of a text, and an engine by data.max_len.
+    Rows are padded at their end to data.max_len, for which an engine scales rotary embeddings: in some models these
+    depend on the length of the row.
     """
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +98,7 @@ def plain(config: Config, exp: Experience) -> F32:
 
 
 def _widen_head(model: Any, where: str) -> None:
-    """Give the model a head that multiplies in fp32; what the model does with its logits follows in fp32."""
+    """Replace the head of the model by one that multiplies in fp32, so that all after it is in fp32."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
         raise ModelError(f"{where}: its head is a {type(head).__name__}; only a linear layer has an fp32 form")

@@ -1,4 +1,4 @@
-"""Judge how far three computations of the same log-probs are apart, and show it, a line a model and precision."""
+"""Find the models to compare and make prompts; judge how far apart log-probs are, and show that as a table."""
 
 from __future__ import annotations
 
@@ -8,47 +8,119 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from slurm_rlhf.config.hub import download, is_hub_name
+from slurm_rlhf.config.model_directory import check_architecture, check_length, check_model_directory, read_config
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ConfigError, ModelError
 from slurm_rlhf.eval.verdicts import BOUNDS
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.parity.subjects import Subject
-from slurm_rlhf.records import F32
+from slurm_rlhf.records import F32, I32
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Name a model to compare."""
+
+    name: str  # as the user wrote it
+    directory: str = ""
+    architecture: str = ""  # class in config.json
+    verdict: str = ""  # REFUSED or FAILED: it is not compared
+    reason: str = ""  # why it is not compared
+
+
+def model(name: str, max_len: int) -> Subject:
+    """Find the model `name`: a directory, or OWNER/NAME on the hub, which is downloaded if necessary.
+
+    A model that cannot be trained is REFUSED, a model that cannot be downloaded FAILED. Raises ConfigError for a name
+    that is neither.
+    """
+    if Path(name).is_dir():
+        directory = str(Path(name).absolute())
+    elif is_hub_name(name):
+        try:
+            directory = download(name)
+        except ModelError as error:
+            return Subject(name, verdict=FAILED, reason=str(error).removeprefix(f"{name}: "))
+    else:
+        raise ConfigError(
+            f"{name}: no such directory, and no name of a model on the Hugging Face hub (OWNER/NAME): give one of them"
+        )
+    try:
+        check_model_directory(name, directory, tokenizer=True)
+        check_length(name, directory, max_len)
+        check_architecture(name, directory, sampled_len=max_len)
+    except ModelError as error:
+        return Subject(name, directory, verdict=REFUSED, reason=str(error).removeprefix(f"{name}: "))
+    names = read_config(name, Path(directory)).get("architectures") or [""]
+    return Subject(name, directory, architecture=str(names[0]))
+
+
+TEMPERATURE = 0.9
+NEW_TOKENS = 24
+SAMPLES = 2
+"""Responses to each prompt: for the second one, the prompt is in the prefix cache."""
+
+FEWEST = 16
+"""Tokens that a tokenizer must make of the text below."""
+
+TEXT = """A cluster has a queue and every user of it knows two numbers: how long a job may run, and how long it waits.
+When 7 people share 8 cards, the arithmetic is simple; with 300 people and 96 nodes it is a matter of policy. So the
+scheduler keeps an account: who asked for what, who used how much, and who has waited since Monday. A job that names
+its needs well, say 4 nodes for 90 minutes, slips into a gap that a careless one cannot fill. In the evening the gaps
+are larger, and a patient program that saves its state, ends when it is told to, and begins again where it was, will
+find 2 hours here and 3 hours there, until its work is done. """
+
+
+def prompts(tokenizer: Tokenizer, max_len: int) -> list[I32]:
+    """Cut prompts of different lengths out of a text, from one token up to `max_len` less the tokens of a response.
+
+    Raises ModelError for a tokenizer that makes hardly any tokens of a text.
+    """
+    text = TEXT.replace("\n", " ")
+    ids = tokenizer.encode(text)
+    if len(ids) < FEWEST:
+        raise ModelError(f"its tokenizer makes {len(ids)} tokens of an English text of {len(text)} characters")
+    while len(ids) < max_len:
+        text += text
+        ids = tokenizer.encode(text)
+    longest = max_len - NEW_TOKENS
+    lengths = sorted({min(length, longest) for length in (1, 5, 17, 33, longest * 5 // 8, longest * 7 // 8)})
+    return [np.array(ids[:length], dtype=np.int32) for length in lengths]
+
 
 ENGINE, TRAINER, PLAIN = "vllm", "trainer", "hf"
 SIDES = (ENGINE, TRAINER, PLAIN)
 PAIRS = tuple(combinations(SIDES, 2))
 
 FP32_BOUND = 1e-5
-"""Nats that log-probs in fp32 may be apart at most: rounding, on CPUs."""
+"""Nats by which rounding changes a log-prob in fp32 at most."""
 
 AGREE, DIFFER = "agree", "differ"
 REFUSED, FAILED = "refused", "failed"
-VERDICTS = {
-    AGREE: "the same but for rounding",
-    DIFFER: "further apart than rounding explains",
-    REFUSED: "known not to work; nothing was computed",
-    FAILED: "could not be computed",
-}
+VERDICTS = (AGREE, DIFFER, REFUSED, FAILED)
+"""Equal except for rounding; further apart; known not to work, so nothing was computed; could not be computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Names the precision of a comparison, as `--precision` takes it."""
+    """Name a precision, as `--precision` takes it."""
 
     name: str
     dtype: Literal["bf16", "fp16", "fp32"]  # as ds.param_dtype
     fp32_head: bool = False  # as ds.fp32_lm_head
 
-    def bound(self, fp32: float) -> tuple[float, str]:
-        """Return (nats, "largest" or "mean") of the limit; `fp32`: the one for fp32.
+    def bound(self) -> tuple[float, str]:
+        """Return the limit in nats and what it limits, "largest" or "mean".
 
-        In 16 bits single tokens may be tenths apart; there it is the bound of a run's self-check.
+        In 16 bits single tokens may be tenths of a nat apart, so the limit is that of a run's self-check.
         """
         if self.dtype == "fp32":
-            return fp32, "largest"
+            return FP32_BOUND, "largest"
         known = BOUNDS[self.dtype]["engine"]
         return known.limit, known.statistic
 
@@ -66,7 +138,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Says how far two sides are apart: |difference of log-probs| in nats over the tokens."""
+    """Say how far apart two sides are: |difference of log-probs| in nats over the tokens."""
 
     largest: float
     mean: float
@@ -74,17 +146,16 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Holds what is known of one model in one precision."""
+    """Hold the result for one model in one precision."""
 
-    model: str  # as the user named it, or the architecture of a random one
-    precision: str  # a key of PRECISIONS; empty where nothing was computed
-    verdict: str  # a key of VERDICTS
-    reason: str = ""  # why the verdict is another than AGREE
+    model: str  # as the user named it
+    precision: str  # a key of PRECISIONS; empty if nothing was computed
+    verdict: str  # one of VERDICTS
+    reason: str = ""  # why the verdict is not AGREE
     tokens: int = 0
     apart: Mapping[str, Apart] = field(default_factory=dict)  # "vllm-trainer" -> ...
     architecture: str = ""  # class in config.json
-    seconds: float = 0.0
-    log: tuple[str, ...] = ()  # its last lines, where it failed
+    log: tuple[str, ...] = ()  # last lines of its log if it failed
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data without NaN or infinity, which JSON lacks."""
@@ -99,7 +170,7 @@ def name_of(pair: tuple[str, str]) -> str:
 
 
 def differences(logprobs: Mapping[str, F32]) -> dict[str, Apart]:
-    """Compare each pair of sides; `logprobs`: side -> [A], of the same tokens. At least one token is needed."""
+    """Compare each pair of sides; `logprobs`: side -> [A], for the same tokens, at least one."""
     found = {}
     for one, other in PAIRS:
         gaps = np.abs(logprobs[one].astype(np.float64) - logprobs[other].astype(np.float64))
@@ -107,28 +178,28 @@ def differences(logprobs: Mapping[str, F32]) -> dict[str, Apart]:
     return found
 
 
-def judge(apart: Mapping[str, Apart], precision: Precision, fp32_bound: float = FP32_BOUND) -> tuple[str, str]:
-    """Return (AGREE or DIFFER, the reason of the latter)."""
-    limit, statistic = precision.bound(fp32_bound)
+def judge(apart: Mapping[str, Apart], precision: Precision) -> tuple[str, str]:
+    """Return AGREE, or DIFFER with the reason."""
+    limit, statistic = precision.bound()
     figures = {name: getattr(pair, statistic) for name, pair in apart.items()}
-    beyond = [name for name, figure in figures.items() if not figure < limit]  # a NaN is beyond
+    beyond = [name for name, figure in figures.items() if not figure < limit]  # NaN is beyond it
     if not beyond:
         return AGREE, ""
     worst = max(beyond, key=lambda name: math.inf if math.isnan(figures[name]) else figures[name])
     return DIFFER, (
-        f"{worst}: {figures[worst]:.2g} nats ({statistic}; at most {limit:g} can be rounding){_odd_one(figures, limit)}"
+        f"{worst}: {figures[worst]:.2g} nats ({statistic}; rounding makes at most {limit:g}){_odd_one(figures, limit)}"
     )
 
 
 HINTS = {
-    ENGINE: "vLLM computes this model otherwise than transformers: train and sample with another one",
-    TRAINER: "the trainer computes it otherwise than transformers does: try another ds.attn_implementation",
-    PLAIN: "engine and trainer agree, which is what training needs; plain transformers with eager attention is apart",
+    ENGINE: "vLLM computes this model differently from transformers: use another model",
+    TRAINER: "the trainer computes it differently from transformers: try another ds.attn_implementation",
+    PLAIN: "engine and trainer agree, which is what training needs; only plain transformers (eager attention) differs",
 }
 
 
 def _odd_one(figures: Mapping[str, float], limit: float) -> str:
-    """Say which side is apart from the two others, where these agree."""
+    """Say which side differs from the two others, if those agree."""
     for side in SIDES:
         others = next(pair for pair in PAIRS if side not in pair)
         if figures[name_of(others)] < limit:
@@ -142,14 +213,14 @@ _COLUMNS = tuple(name_of(pair) for pair in PAIRS)
 
 
 class Table:
-    """Lays out lines one after the other, as they become known."""
+    """Format lines one after the other, as they become known."""
 
     def __init__(self, subjects: Sequence[Subject], precisions: Sequence[str]) -> None:
         self._name = max([len(_label(subject.name, subject.architecture)) for subject in subjects] + [5])
         self._precision = max([*map(len, precisions), 9])
 
     def head(self) -> str:
-        """Return the two lines above all others: the pairs, and what stands below each."""
+        """Return the two header lines: the pairs, and the columns of each."""
         left = self._name + 2 + self._precision + 2 + 6
         pairs = "  ".join(column.center(_PAIR) for column in _COLUMNS)
         below = "  ".join(f"{'max':>{_FIGURE}} {'mean':>{_FIGURE}}" for _ in _COLUMNS)
@@ -157,15 +228,13 @@ class Table:
         return f"{'nats apart:':>{left}}  {pairs}\n{titles}  {below}  verdict"
 
     def row(self, line: Line, first: bool) -> str:
-        """Return a line; its name stands before the `first` of a model only."""
+        """Format a line; only the `first` one of a model shows its name."""
         name = _label(line.model, line.architecture) if first else ""
         start = f"{name:{self._name}}  {line.precision:{self._precision}}  {line.tokens or '-':>6}"
-        cells = []
-        for column in _COLUMNS:
-            pair = line.apart.get(column)
-            cells.append(
-                f"{_figure(pair.largest)} {_figure(pair.mean)}" if pair else f"{'-':>{_FIGURE}} {'-':>{_FIGURE}}"
-            )
+        pairs = [line.apart.get(column) for column in _COLUMNS]
+        cells = [
+            f"{_figure(p.largest)} {_figure(p.mean)}" if p else f"{'-':>{_FIGURE}} {'-':>{_FIGURE}}" for p in pairs
+        ]
         return f"{start}  {'  '.join(cells)}  {line.verdict}"
 
 
@@ -178,15 +247,14 @@ def _figure(value: float) -> str:
 
 
 def reasons(lines: Sequence[Line], width: int) -> str:
-    """Tell of each line that does not agree why, and show what its process said last; empty: all agree."""
-    told = []
+    """Explain each line that does not agree, with the last lines of its log; empty if all agree."""
+    found = []
     for line in lines:
-        if line.verdict == AGREE:
-            continue
-        where = f"{line.model}, {line.precision}" if line.precision else line.model
-        told.append(textwrap.fill(f"{where}: {line.verdict}: {line.reason}", width, subsequent_indent="  "))
-        told += [f"    {said}" for said in line.log]
-    return "\n".join(told)
+        if line.verdict != AGREE:
+            where = f"{line.model}, {line.precision}" if line.precision else line.model
+            found.append(textwrap.fill(f"{where}: {line.verdict}: {line.reason}", width, subsequent_indent="  "))
+            found += [f"    {text}" for text in line.log]
+    return "\n".join(found)
 
 
 def summary(lines: Sequence[Line]) -> str:

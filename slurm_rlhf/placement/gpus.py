@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurm_rlhf.errors import ConfigError
 
@@ -22,56 +24,16 @@ class Gpu:
     memory_gib: float
     bf16_tflops: float
     model: str  # regular expression of the model in a name whose words are apart
-    words: tuple[str, ...] = ()  # one of them decides between kinds of one model; empty: what the model is by default
+    words: Sequence[str] = ()  # one of them decides between kinds of one model; empty: what the model is by default
 
 
-_H, _A = r"h100", r"a100"
-GPUS: tuple[Gpu, ...] = (
-    Gpu("B300", 267.0, 2250.0, r"b300"),
-    Gpu("GB200", 184.0, 2500.0, r"gb200"),
-    Gpu("B200", 178.0, 2250.0, r"b200"),
-    Gpu("GH200 144GB", 139.0, 989.4, r"gh200", ("144gb", "144g", "144", "hbm3e")),
-    Gpu("GH200 96GB", 94.0, 989.4, r"gh200"),
-    Gpu("H200 NVL", 139.7, 835.5, r"h200", ("nvl",)),
-    Gpu("H200", 139.7, 989.4, r"h200"),
-    Gpu("H100 NVL", 93.0, 835.5, _H, ("nvl", "94gb", "94g", "94")),
-    Gpu("H100 PCIe", 79.1, 756.0, _H, ("pcie",)),
-    Gpu("H100 64GB", 63.3, 989.4, _H, ("64gb", "64g", "64")),
-    Gpu("H100 96GB", 94.0, 989.4, _H, ("96gb", "96g", "96")),
-    Gpu("H100", 79.1, 989.4, _H),
-    Gpu("H800", 79.1, 989.4, r"h800"),
-    Gpu("H20", 95.0, 148.0, r"h20"),
-    Gpu("A100 40GB", 39.3, 312.0, _A, ("40gb", "40g", "40")),
-    Gpu("A100 64GB", 63.3, 312.0, _A, ("64gb", "64g", "64")),
-    Gpu("A100 80GB", 79.1, 312.0, _A),
-    Gpu("A800 40GB", 39.3, 312.0, r"a800", ("40gb", "40g", "40")),
-    Gpu("A800 80GB", 79.1, 312.0, r"a800"),
-    Gpu("A40", 44.3, 149.7, r"a40"),
-    Gpu("A30", 23.4, 165.0, r"a30"),
-    Gpu("A10G", 22.0, 70.0, r"a10g"),
-    Gpu("A10", 22.0, 125.0, r"a10"),
-    Gpu("L40S", 44.3, 362.0, r"l40s"),
-    Gpu("L40", 44.3, 181.0, r"l40"),
-    Gpu("L4", 21.9, 121.0, r"l4"),
-    Gpu("RTX PRO 6000 Blackwell", 94.9, 503.8, r"(?:rtx )?pro ?6000"),
-    Gpu("RTX 6000 Ada", 47.4, 364.2, r"(?:rtx|quadro) ?6000", ("ada",)),
-    Gpu("RTX A6000", 47.4, 154.8, r"a6000"),
-    Gpu("Quadro RTX 8000", 44.4, 0.0, r"rtx ?8000"),
-    Gpu("Quadro RTX 6000", 22.1, 0.0, r"(?:rtx|quadro) ?6000"),
-    Gpu("RTX 5090", 31.3, 209.5, r"(?:rtx ?)?5090"),
-    Gpu("RTX 4090", 23.5, 165.2, r"(?:rtx ?)?4090"),
-    Gpu("RTX 3090", 23.5, 71.0, r"(?:rtx ?)?3090"),
-    Gpu("V100 16GB", 15.7, 0.0, r"v100s?", ("16gb", "16g", "16")),
-    Gpu("V100 32GB", 31.7, 0.0, r"v100s?"),
-    Gpu("T4", 14.5, 0.0, r"t4"),
-    Gpu("MI210", 63.9, 181.0, r"mi210"),
-    Gpu("MI250X, one of its two dies", 63.9, 191.5, r"mi250x"),
-    Gpu("MI250, one of its two dies", 63.9, 181.0, r"mi250"),
-    Gpu("MI300A", 127.9, 980.6, r"mi300a"),
-    Gpu("MI300X", 191.9, 1307.4, r"mi300x?"),
-    Gpu("MI325X", 255.9, 1307.4, r"mi325x?"),
-)
-"""Sources: the vendors' data sheets and architecture papers. Of kinds of one model the last is the most common."""
+_ROWS = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))
+
+GPUS: tuple[Gpu, ...] = tuple(Gpu(*row) for row in _ROWS)
+"""Rows of `gpus.json`, each with the fields of `Gpu`. Of several kinds of one model the last is the most common.
+
+Sources: the vendors' data sheets and architecture papers.
+"""
 
 SEVERAL_SIZES = {"A100 80GB": 40, "A800 80GB": 40, "V100 32GB": 16, "GH200 96GB": 144}
 """Kinds that a name without a size may mean, and the GB of the other size sold under that name."""
@@ -113,7 +75,7 @@ def _spaced(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", " ", name.lower()).strip()
 
 
-def _says(text: str, words: tuple[str, ...]) -> bool:
+def _says(text: str, words: Sequence[str]) -> bool:
     """Tell whether `text` has one of `words`; letters may follow a number directly: `h100nvl`, `rtx6000ada`."""
     return any(
         re.search(rf"(?<![{'a-z0-9' if word[0].isdigit() else 'a-z'}]){word}(?![a-z0-9])", text) for word in words
@@ -140,7 +102,7 @@ class GpuSize:
         return self.memory / GIB
 
 
-def told_size(name: str, memory_gb: float) -> GpuSize | None:
+def size_by_keys(name: str, memory_gb: float) -> GpuSize | None:
     """Return the size that the user sets, by memory or by name; None where neither is set. Raises ConfigError."""
     gpu = find_gpu(name) if name else None
     if name and gpu is None and not memory_gb:

@@ -1,16 +1,33 @@
-"""Estimate what a rank of each role holds, and check whether a run fits its GPUs: a row for each use of a GPU."""
+"""Estimate what a rank of each role holds, check whether a run fits its GPUs, and name the keys that help if not.
+
+An `Account` has a row for each use of a GPU.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, has_engines, roles_by_slots, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.placement import trainer_memory as tm
-from slurm_rlhf.placement.engine_memory import GIB, EngineMemory, engine, hf_terms
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
+from slurm_rlhf.placement.rank_memory import (
+    GIB,
+    EngineMemory,
+    engine,
+    forward_terms,
+    half,
+    hf_terms,
+    persistent,
+    reduce_buckets,
+    tensors,
+    trainer_states,
+    update_terms,
+)
 
 # Estimates, not measured: a context with its libraries, and the buffers of a group's communicators.
 CONTEXT, GROUP, SYNC_GROUP = 3 * GIB // 4, GIB // 2, GIB // 4
@@ -26,7 +43,7 @@ class RankMemory:
     """Hold the bytes of one rank of a role."""
 
     role: str
-    resting: Bytes  # for as long as it lives
+    resting: Bytes  # bytes held as long as the rank lives
     phases: Mapping[str, Bytes]  # phase -> bytes beyond `resting`, released afterwards
     parked: Bytes = field(default_factory=dict)  # the part of `resting` that is moved away while the engines work
 
@@ -161,24 +178,23 @@ def _alone(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
 
 def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     ds, ranks = config.ds, role.ranks(config)
-    elements, sizes = tm.tensors(shape, role.head)
-    held = tm.trainer_states(config, shape, role.name)
-    buckets = tm.reduce_buckets(config, elements) if ranks > 1 or ds.zero_stage else 0
+    elements, _ = tensors(shape, role.head)
+    held = trainer_states(config, shape, role.name)
+    buckets = reduce_buckets(config, elements) if ranks > 1 or ds.zero_stage else 0
     resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role.name, ranks)}
     moment = {"gradients": held.gradients, "reduce buckets": buckets}
     if held.resting_gradients:
         resting["gradients"] = held.resting_gradients
-    parked = {"optimizer states": held.optimizer} if ds.enable_sleep and ds.zero_stage >= 2 else {}
     if ds.zero_stage == 3:
         resting["reduce buckets"] = buckets
-        parked |= {"gradients": held.resting_gradients, "reduce buckets": buckets} if ds.enable_sleep else {}
+    moved = ("optimizer states", "gradients", "reduce buckets") if ds.enable_sleep and ds.zero_stage >= 2 else ()
+    parked = {name: resting[name] for name in moved if name in resting}
     phases = {
-        "update": moment | tm.update_terms(config, shape, role),
-        "forward": tm.forward_terms(config, shape, role.head, ds.zero_stage == 3),
-        "step": moment | {"optimizer's work": tm.step_work(elements, ranks, ds.zero_stage, max(sizes))},
+        "update": moment | update_terms(config, shape, role),
+        "forward": forward_terms(config, shape, role.head, ds.zero_stage == 3),
     }
     if role.name == ACTOR and has_engines(config):
-        bucket = min(config.sync.bucket_size_mb(on_gpus=True) << 20, (2 if tm.half(config) else 4) * elements)
+        bucket = min(config.sync.bucket_size_mb(on_gpus=True) << 20, (2 if half(config) else 4) * elements)
         sent = {"sync buffers": 3 * bucket}
         if config.train.colocate_all:
             resting |= sent  # slots that the engines of the GPU have mapped
@@ -190,21 +206,20 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
 def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     group = role.settings(config)
     ranks, cut = role.ranks(config), group.zero_stage == 3
-    held, sizes = tm.tensors(shape, role.head)
+    held, sizes = tensors(shape, role.head)
     if cut:
-        held = tm.persistent(sizes, held) + (0 if group.offload else -(-held // ranks))
-    resting = {"parameters": (2 if tm.half(config) else 4) * held, **_context(role.name, ranks if cut else 1)}
-    return RankMemory(role.name, resting, {"forward": tm.forward_terms(config, shape, role.head, cut)})
+        held = persistent(sizes, held) + (0 if group.offload else -(-held // ranks))
+    resting = {"parameters": (2 if half(config) else 4) * held, **_context(role.name, ranks if cut else 1)}
+    return RankMemory(role.name, resting, {"forward": forward_terms(config, shape, role.head, cut)})
 
 
 def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
     """Estimate a rank of an engine, which takes its whole share of the GPU, whatever it needs."""
     rank = engine(config, shape, gpu)
     bucket = config.sync.bucket_size_mb(on_gpus=True) << 20
-    module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
     awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
-    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}})
+    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket}})
 
 
 def _context(role: str, ranks: int) -> dict[str, int]:
@@ -242,3 +257,53 @@ def _row(name: str, terms: dict[str, int], there: int, role: str, ranks: int = 0
 def gib(size: float) -> str:
     """Write bytes in GiB: `12.3`."""
     return f"{size / GIB:.1f}"
+
+
+LOWER, RAISE = "lower", "raise"
+
+WAYS: list[tuple[str, str, str, object]] = json.loads(Path(__file__).with_name("ways.json").read_text(encoding="utf-8"))
+"""Kinds of roles, their term, the key that makes it smaller, and how: a value (of stages: or more), lower, or raise."""
+
+_FOR_ONE_SEQUENCE: list[tuple[str, object]] = [
+    ("vllm.gpu_memory_utilization", RAISE),
+    ("vllm.tensor_parallel_size", RAISE),
+]
+"""Keys that leave more room for an engine's KV cache."""
+
+
+def help_for(config: Config, row: Row, most: int = 2) -> list[str]:
+    """Say which keys help where the role of `row` does not fit: `lower train.max_tokens_per_gpu (now 16384)`.
+
+    One for each of the largest terms comes first; how much is needed is not computed. Empty: no key helps.
+    """
+    terms = [_FOR_ONE_SEQUENCE] if row.role == ROLLOUT and row.fits else _ways(row)
+    sentences = [[text for key, how in ways if (text := _said(config, key, how))] for ways in terms]
+    first, others = [texts[0] for texts in sentences if texts], [text for texts in sentences for text in texts[1:]]
+    return list(dict.fromkeys(first + others))[:most]
+
+
+def _ways(row: Row) -> Iterator[list[tuple[str, object]]]:
+    """List the keys for each term of a row, the largest first; on a shared GPU terms begin with their role."""
+    for term, _ in row.terms:
+        owner, _, what = term.partition("'s ") if row.together else (row.role, "", term)
+        role = ROLES[owner]
+        if row.role == ROLLOUT and role.kind == "trained":  # its states stay on the GPU while the engines work
+            yield [("ds.enable_sleep", True)]
+        else:
+            yield [(key.format(group=role.group), how) for key, how in ways_for(role, what)]
+
+
+def ways_for(role: RoleSpec, term: str) -> list[tuple[str, object]]:
+    """List the keys, each with how, that make a term of a role smaller."""
+    return [(key, how) for kinds, name, key, how in WAYS if role.kind in kinds.split() and term == name]
+
+
+def _said(config: Config, key: str, how: object) -> str:
+    """Say what to do with a key; empty where that is done already."""
+    value = config.train.forward_tokens if key == "train.forward_max_tokens_per_gpu" else get(config, key)
+    if how in (LOWER, RAISE):
+        # A sequence that is longer than the budget is a micro-batch by itself.
+        used_up = key.endswith("max_tokens_per_gpu") and value <= config.data.max_len
+        return "" if used_up else f"{how} {key} (now {value})"
+    done = value == how or (isinstance(how, int) and value > how)
+    return "" if done else f"set {key} = {str(how).lower()}"

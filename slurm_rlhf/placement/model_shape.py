@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,40 +19,22 @@ class Family:
     A pair in place of a flag is the field of config.json that decides, and its default.
     """
 
-    qkv_bias: bool | tuple[str, bool] = False
-    output_bias: bool | tuple[str, bool] = False
-    mlp_bias: bool | tuple[str, bool] = False
+    qkv_bias: bool | Sequence[Any] = False
+    output_bias: bool | Sequence[Any] = False
+    mlp_bias: bool | Sequence[Any] = False
     qk_norm: str = ""  # "head": over each head's width, "full": over all heads together
     norms: int = 2  # norms of a layer over the hidden state
     float_norms: bool = False  # norms multiply by their weight before they go back to bf16
-    tied: bool = False  # where config.json says nothing
-    head_dim: int = 0  # where config.json says nothing; 0: hidden_size / num_attention_heads
+    tied: bool = False  # used if config.json says nothing
+    head_dim: int = 0  # used if config.json says nothing; 0: hidden_size / num_attention_heads
     windows: bool = False  # `sliding_window` counts unless `use_sliding_window` says no
-    experts: tuple[str, str, str] = ("", "", "")  # fields: their number, how many a token visits, their inner width
+    experts: Sequence[str] = ("", "", "")  # fields: their number, how many a token visits, their inner width
 
 
-_ATTENTION = ("attention_bias", False)
-_BIASED = Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION)
-_LLAMA = replace(_BIASED, mlp_bias=("mlp_bias", False))
-_GEMMA = replace(_BIASED, float_norms=True, tied=True, head_dim=256)
-_QWEN_MOE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_ROWS = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
 
-FAMILIES: dict[str, Family] = {
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": replace(_BIASED, qk_norm="head", head_dim=128),
-    "llama": _LLAMA,
-    "mistral": Family(windows=True),
-    "gemma": _GEMMA,
-    "gemma3_text": replace(_GEMMA, qk_norm="head", norms=4, windows=True),
-    "phi3": Family(windows=True),
-    "olmo2": replace(_BIASED, qk_norm="full"),
-    "granite": _LLAMA,
-    "olmoe": replace(_BIASED, qk_norm="full", experts=("num_experts", "num_experts_per_tok", "intermediate_size")),
-    "mixtral": Family(windows=True, experts=("num_local_experts", "num_experts_per_tok", "intermediate_size")),
-    "qwen2_moe": Family(qkv_bias=("qkv_bias", True), experts=_QWEN_MOE),
-    "qwen3_moe": replace(_BIASED, qk_norm="head", experts=_QWEN_MOE),
-}
-"""`model_type` -> its family. Source: transformers 5.19, `models/*/modeling_*.py`."""
+FAMILIES: dict[str, Family] = {name: Family(**row) for name, row in _ROWS.items()}
+"""`model_type` -> its family, a row of `families.json`. Source: transformers 5.19, `models/*/modeling_*.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +196,9 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
     return tuple(window if slide else 0 for slide in slides)
 
 
-def _flag(config: Mapping[str, Any], value: bool | tuple[str, bool]) -> bool:
+def _flag(config: Mapping[str, Any], value: bool | Sequence[Any]) -> bool:
     """Return the constant of a family, or the field of config.json that decides."""
-    return bool(config.get(*value)) if isinstance(value, tuple) else value
+    return value if isinstance(value, bool) else bool(config.get(*value))
 
 
 def _number(config: Mapping[str, Any], field: str) -> int:

@@ -55,7 +55,7 @@ _POLICIES = [
 ]
 _MOST_TRIES = 2000
 _Bucket = tuple[tuple[int, ...], int]  # blocks on the node, free slots
-_Choice = list[tuple[_Bucket, int, list[int]]]  # so many slots on each of these nodes of the bucket
+_Choice = list[tuple[_Bucket, int, list[int]]]  # (bucket, slots on each node, node indices)
 _Buckets = dict[_Bucket, list[int]]  # node indices in rising order; never changed in place
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from slurm_rlhf.config.roles import ROLES, role_order
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.packing import Assignment, Block, assign_slots, pack
-from slurm_rlhf.placement.role_sizes import RoleSize, explain
-from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, GPU, Node, RoleSize, Topology, explain
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +178,8 @@ def _unlike(first: RoleSize, other: RoleSize) -> str:
 
     return (
         f"{first.role} and {other.role} are colocated, so they must have the same slots on the same nodes: "
-        f"{say(first)}; but {say(other)}. Make them equal{_engines_that_fit(first, other)}, or do not colocate them."
+        f"{say(first)}; but {say(other)}. Make them equal, or do not colocate them."
     )
-
-
-def _engines_that_fit(trainer: RoleSize, engines: RoleSize) -> str:
-    if trainer.engines or not engines.engines:
-        return ""
-    width = trainer.num_gpus_per_node
-    fits = [f"{trainer.slots // tp} x {tp}" for tp in range(1, width + 1) if width % tp == 0]
-    return f" ({engines.key('num_engines')} x {engines.key('tensor_parallel_size')} = {' or '.join(fits)})"
 
 
 def _shares(

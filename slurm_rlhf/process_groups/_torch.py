@@ -1,4 +1,4 @@
-"""How process groups are made, their store, the proof and the unpickler, written for torch 2.13.0.
+"""How process groups are made, their store, the proof, the unpickler, and shared GPU memory, written for torch 2.13.0.
 
 _C/_distributed_c10d.so ProcessGroupGloo.__init__(store, rank, size, options)
 _C/_distributed_c10d.so ProcessGroupGloo.create_device(*, hostname, lazy_init)
@@ -12,6 +12,11 @@ _C/_distributed_c10d.pyi ProcessGroup._device_types
 distributed/distributed_c10d.py _unpickler
 distributed/distributed_c10d.py _new_process_group_helper
 storage.py _load_from_bytes
+_C/_distributed_c10d.so Backend._start_coalescing()
+_C/_distributed_c10d.so Backend._end_coalescing()
+_C/_distributed_c10d.so Backend._allgather_base(output, input)
+storage.py _StorageBase._share_cuda_
+storage.py _StorageBase._new_shared_cuda
 """
 
 from __future__ import annotations
@@ -20,14 +25,14 @@ import hmac
 import io
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, distributed_c10d
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore, Work, distributed_c10d
 
 from slurm_rlhf.errors import StrangerError
 
@@ -39,10 +44,9 @@ OWN_ERRORS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-"""What the constructor of ProcessGroupNCCL reads, for groups that handle their own errors. Blocking wait means: no
-watchdog thread (says the library itself). One would see what we see, and whatever ASYNC_ERROR_HANDLING says it then has
-the process's first group, the training's, dump and end the process. Nothing here calls `wait` before an operation is
-over."""
+"""Variables that the constructor of ProcessGroupNCCL reads, for groups that handle their own errors. Blocking wait
+switches off the library's watchdog thread, which would have the process's first group, the training's, dump its state
+and end the process, whatever ASYNC_ERROR_HANDLING says. Nothing here calls `wait` before an operation is over."""
 
 _BYTES = 32  # length of a number, and of an HMAC
 _secret = b""  # without `protect` anybody can sign and prove
@@ -53,6 +57,16 @@ def protect(secret: str) -> None:
     """Take the secret of the run, which all of its ranks have and nobody else; it comes before the first group."""
     global _secret
     _secret = secret.encode()
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """Connect to the store at `host:port`, waiting for nobody else. Raises torch's DistStoreError after `timeout_s`."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def torchrun_store(timeout_s: float) -> TCPStore:
+    """Connect to the store of the role's ranks, which torchrun's environment names. Raises as `connect_store` does."""
+    return connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout_s)
 
 
 def signed(store: Store, prefix: str) -> SignedStore:
@@ -135,8 +149,8 @@ class SignedStore(Store):
 def prove(receive: Transfer, send: Transfer, store: Store, rank: int, peers: Collection[int]) -> None:
     """Prove to each of `peers` to be `rank` of this run, while they do the same. Raises StrangerError.
 
-    Gloo takes whoever connects first, and says a rank's number, for that rank. `store` is the group's own. An answer is
-    the HMAC of the group, both ranks, and both their fresh numbers.
+    Gloo believes whoever connects first and names a rank. `store` is the group's own. An answer is the HMAC of the
+    group, both ranks, and both their fresh numbers.
     """
 
     def exchange(mine: dict[int, bytes]) -> dict[int, bytes]:
@@ -239,13 +253,13 @@ def nccl_group(store: Store, rank: int, world: int, timeout_s: float) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    with _environment(OWN_ERRORS):
+    with environment(OWN_ERRORS):
         return ProcessGroupNCCL(store, rank, world, options)
 
 
 @contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set these variables for a constructor that reads them; put back what there was."""
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set these variables, inside the block, for what reads them; put back what there was."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -256,3 +270,32 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def coalesced(group: Any, begin: Callable[[], None]) -> list[Work]:
+    """Start what `begin` asks of an NCCL group as one operation.
+
+    A bare ProcessGroupNCCL is a `Backend`: unlike those of a `ProcessGroup`, the two calls take no argument.
+    """
+    group._start_coalescing()
+    begin()
+    work = group._end_coalescing()
+    return [work] if work is not None else []
+
+
+def all_gather(group: Any, whole: Tensor, mine: Tensor) -> Work:
+    """Start to send `mine`, a part of `whole` by the rank, to all others."""
+    work: Work = group._allgather_base(whole, mine)
+    return work
+
+
+def share_gpu_memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what another process needs to map the tensor's memory: the number of its GPU here, and seven more."""
+    fields: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()
+    return fields
+
+
+def open_gpu_memory(ordinal: int, fields: Sequence[Any]) -> Tensor:
+    """Map memory that another process shares, uint8 [n], on the GPU that is number `ordinal` in this process."""
+    storage = torch.UntypedStorage._new_shared_cuda(ordinal, *fields[1:])
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

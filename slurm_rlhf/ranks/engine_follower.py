@@ -1,4 +1,4 @@
-"""A TP rank of an engine: what all of them are, and one that is not the leader and does what the leader says."""
+"""The TP ranks of an engine: what all have in common, and the follower, which does what the leader says."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from msgspec.structs import replace
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import Engine, GenerateRequest, backend
-from slurm_rlhf.engine.tp_engine import EnginePlace, TpEngine, engine_store
-from slurm_rlhf.ranks.follower_links import EngineCommand, FollowerAnswer, FollowerCalls, LeaderMessage
-from slurm_rlhf.ranks.local_stream import connect_local
+from slurm_rlhf.engine.tp_engine import EnginePlace, TpEngine, engine_store, unlink_segments
+from slurm_rlhf.ranks.follower_links import EngineCommand, FollowerAnswer, FollowerCalls, LeaderMessage, connect_local
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import SyncConnection, SyncReport
-from slurm_rlhf.weights.receiver import EngineEnd
+from slurm_rlhf.weights.ends import EngineEnd
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.calls import SyncGroupRequest, SyncUpdateRequest, WakeUpRequest
+from slurm_rlhf.wire.calls import SyncGroupRequest, WakeUpRequest
 from slurm_rlhf.wire.client import ControlClient
-from slurm_rlhf.wire.codec import read
-from slurm_rlhf.wire.declarations import calls_of
+from slurm_rlhf.wire.codec import calls_of, read
 from slurm_rlhf.wire.messages import sendable
 
 LEADER_ADDRESS = "leader_address"
@@ -95,8 +93,6 @@ def segment_prefix(config: Config, place: EnginePlace) -> str:
 
 def publish_address(store: Any, config: Config, place: EnginePlace, path: str) -> str:
     """Leader: publish where it listens; remove shared memory of earlier starts and return its new name."""
-    from slurm_rlhf.engine.tp_engine import unlink_segments
-
     prefix = segment_prefix(config, place)
     unlink_segments(prefix)
     identity = prefix + secrets.token_hex(8)
@@ -189,8 +185,8 @@ class EngineFollower(EngineWorker):
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
         return self.join_group(replace(request, rank=request.rank + self.place.tp_rank))
 
-    def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
-        return self.receive_weights(request.version)
+    def sync_receive(self, version: int) -> SyncReport:
+        return self.receive_weights(version)
 
     def sleep(self) -> None:
         self.engine.sleep()

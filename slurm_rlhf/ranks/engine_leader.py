@@ -18,8 +18,7 @@ from slurm_rlhf.engine.engine import GenerateRequest, Meter, backend, request_se
 from slurm_rlhf.engine.tp_engine import EnginePlace, TpEngine, engine_store
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.ranks.engine_follower import EngineFollower, EngineWorker, publish_address
-from slurm_rlhf.ranks.follower_links import FollowerCalls, FollowerLinks
-from slurm_rlhf.ranks.local_stream import LocalListener, LocalStream, accept_all
+from slurm_rlhf.ranks.follower_links import FollowerCalls, FollowerLinks, LocalListener, LocalStream
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import MemoryPart, SyncConnection, SyncReport, Trajectory
 from slurm_rlhf.wire import timeouts
@@ -29,9 +28,7 @@ from slurm_rlhf.wire.calls import (
     GenerateBatch,
     Sampled,
     StartAnswer,
-    StartRequest,
     SyncGroupRequest,
-    SyncUpdateRequest,
     WakeUpRequest,
 )
 from slurm_rlhf.wire.client import ControlClient
@@ -71,7 +68,7 @@ class EngineLeader(EngineWorker, EngineCalls):
             self._listener = LocalListener(self.place.tp)
             self._identity = publish_address(self._store, config, self.place, self._listener.path)
 
-    def start(self, request: StartRequest) -> StartAnswer:
+    def start(self, total_steps: int) -> StartAnswer:
         if self.place.tp == 1:
             self.engine = backend(self.config).make_engine(self.config, self.place.engine)
             return StartAnswer()
@@ -82,7 +79,7 @@ class EngineLeader(EngineWorker, EngineCalls):
 
     def _accept_followers(self) -> dict[int, LocalStream]:
         try:
-            return accept_all(self._listener, self.place.followers, self.config.timeout.connect)
+            return self._listener.accept_all(self.place.followers, self.config.timeout.connect)
         except CallTimeout as error:
             raise CallTimeout(f"{self.place} is not complete: TP {error} (timeout.connect); see their logs") from None
         finally:
@@ -105,9 +102,9 @@ class EngineLeader(EngineWorker, EngineCalls):
         self.followers.finish(FollowerCalls.sync_join)
         return answer
 
-    def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
+    def sync_receive(self, version: int) -> SyncReport:
         """Take over the weights; where a follower's part broke off, that is the answer."""
-        report = self.receive_weights(request.version)
+        report = self.receive_weights(version)
         if not report.broken:
             report = next((answer for answer in self._settle() if answer.broken), report)
         self._halted = bool(self._open) and bool(report.broken)
@@ -236,7 +233,7 @@ class LeadingEngine(TpEngine):
         return finished
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._followers.send(FollowerCalls.sync_receive, SyncUpdateRequest(version))
+        self._followers.send(FollowerCalls.sync_receive, version)
         super().load(weights, version)
         self._ready.unusable = f"not all of its ranks have confirmed policy version {version}"
 

@@ -1,22 +1,162 @@
-"""What the leader of an engine tells its followers, and the links over which it does and hears their answers."""
+"""The links between the leader of an engine and its followers: Unix sockets, the commands, and the answers to them.
+
+All of them are processes of one user on one node. No other user can open the sockets.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import struct
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.engine.engine import GenerateRequest
 from slurm_rlhf.engine.tp_engine import EnginePlace
-from slurm_rlhf.errors import CallTimeout, EngineBroken, RunError
-from slurm_rlhf.ranks.local_stream import LocalStream
+from slurm_rlhf.errors import CallTimeout, EngineBroken, RoleDied, RunError, WireError
 from slurm_rlhf.records import SyncConnection, SyncReport
-from slurm_rlhf.wire.calls import SyncGroupRequest, SyncUpdateRequest, WakeUpRequest
-from slurm_rlhf.wire.codec import read
-from slurm_rlhf.wire.declarations import call, spec_of
+from slurm_rlhf.wire.calls import SyncGroupRequest, WakeUpRequest
+from slurm_rlhf.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, call, decode, encode, read, spec_of
+
+_COUNT = struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
+_PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
+
+
+class LocalListener:
+    """Listens in a directory of its own, which only this user can enter."""
+
+    def __init__(self, backlog: int) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="listen-")
+        self.path = os.path.join(self._directory.name, "s")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(self.path)
+        self._socket.listen(backlog)
+
+    def accept(self, timeout_s: float) -> LocalStream:
+        """Wait for the next process that connects. Raises CallTimeout."""
+        self._socket.settimeout(max(timeout_s, 1e-3))
+        try:
+            connection, _ = self._socket.accept()
+        except TimeoutError:
+            raise CallTimeout(f"nobody connected to {self.path} within {timeout_s:g} s") from None
+        return LocalStream(connection)
+
+    def accept_all(self, wanted: set[int], timeout_s: float) -> dict[int, LocalStream]:
+        """Accept everybody in `wanted`; each sends its number first. Raises CallTimeout naming who is missing."""
+        end = time.monotonic() + timeout_s
+        streams: dict[int, LocalStream] = {}
+        while missing := wanted - set(streams):
+            try:
+                stream = self.accept(end - time.monotonic())
+                number = stream.receive(max(end - time.monotonic(), 1e-3))
+            except CallTimeout:
+                raise CallTimeout(f"rank {sorted(missing)} did not connect within {timeout_s:g} s") from None
+            if number not in missing:
+                raise WireError(f"process {stream.pid} says it is rank {number!r}; expected one of {sorted(missing)}")
+            streams[number] = stream
+        return streams
+
+    def close(self) -> None:
+        """Stop listening and leave nothing on the disk; connections stay."""
+        self._socket.close()
+        self._directory.cleanup()
+
+
+def connect_local(path: str, timeout_s: float) -> LocalStream:
+    """Connect to the listener at `path`. Raises RoleDied when there is none, or it is another user's."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(path)
+    except OSError as error:
+        connection.close()
+        raise RoleDied(f"nobody listens at {path}: {error}") from error
+    return LocalStream(connection)
+
+
+class LocalStream:
+    """Sends and receives what `codec` carries; notices at once if the process at the other end is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Raises WireError when the other end is another user's."""
+        connection.settimeout(None)
+        self._connection = connection
+        self._incoming = connection.makefile("rb")
+        self._sending = threading.Lock()
+        self._closed = False
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        self.pid, user, _ = _PEER.unpack(peer)
+        if user != os.getuid():
+            connection.close()
+            raise WireError(f"process {self.pid} of user {user} connected to a socket of user {os.getuid()}")
+
+    def send(self, value: Any) -> None:
+        """Send a message, from any thread; block while the peer does not read. Raises RoleDied if it is gone."""
+        frames = encode(value)
+        sizes = [frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames]
+        head = _COUNT.pack(len(frames)) + b"".join(map(_LENGTH.pack, sizes))
+        try:
+            with self._sending:
+                self._connection.sendall(b"".join((head, *frames)))
+        except OSError as error:
+            raise RoleDied(f"process {self.pid} is gone: {error}") from error
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Wait for the next message; not after `listen`, nor after CallTimeout. Raises RoleDied, WireError."""
+        self._connection.settimeout(timeout_s)
+        try:
+            (count,) = _COUNT.unpack(self._read(_COUNT.size))
+            if not 0 < count <= MAX_FRAMES:
+                raise WireError(f"process {self.pid} sent a message of {count} frames")
+            sizes = [_LENGTH.unpack(self._read(_LENGTH.size))[0] for _ in range(count)]
+            if max(sizes) > MAX_FRAME_BYTES:
+                raise WireError(f"process {self.pid} sent a frame of {max(sizes)} bytes")
+            return decode([self._read(size) for size in sizes])
+        except TimeoutError:
+            raise CallTimeout(f"process {self.pid} sent nothing for {timeout_s:g} s") from None
+        except OSError as error:
+            raise RoleDied(f"process {self.pid} is gone: {error}") from error
+        finally:
+            if not self._closed:
+                self._connection.settimeout(None)
+
+    def listen(self, on_message: Callable[[Any], None], on_end: Callable[[Exception], None]) -> None:
+        """Start a thread that hands every message to `on_message`, and in the end the reason to `on_end`.
+
+        `on_end` is not called after `close` of this end.
+        """
+
+        def read() -> None:
+            try:
+                while True:
+                    on_message(self.receive())
+            except Exception as error:
+                if not self._closed:
+                    on_end(error)
+
+        threading.Thread(target=read, name=f"local-stream-{self.pid}", daemon=True).start()
+
+    def close(self) -> None:
+        """Close the connection; the other end notices."""
+        self._closed = True
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+    def _read(self, size: int) -> bytes:
+        data = self._incoming.read(size)
+        if len(data) < size:
+            raise RoleDied(f"process {self.pid} is gone: it closed its end")
+        return data
+
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -43,14 +183,14 @@ class FollowerCalls(Protocol):
 
     @call(deadline="collective")
     def check(self) -> bytes:
-        """Return the digest of what this rank has done so far, see `rollout.tp_engine.TpDigest`."""
+        """Return the digest of what this rank has done so far, see `engine.tp_engine.TpDigest`."""
 
     @call(deadline="sync")
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
         """Join a weight transfer group; `request.rank` is the leader's, those of the followers come after it."""
 
     @call(deadline="sync")
-    def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
+    def sync_receive(self, version: int) -> SyncReport:
         """Receive the weights of policy `version`."""
 
     @call(deadline="sync")
@@ -94,7 +234,7 @@ class FollowerAnswer(NamedTuple):
 class FollowerLinks:
     """Sends commands to the followers of an engine and hears their answers.
 
-    What it raises says that one of them has failed. Each stream has a thread that reads it. So a
+    Raises EngineBroken, or on_failure says, once one of them has failed. Each stream has a thread that reads it: so a
     follower that dies, or is about to run another batch, is noticed even while the main thread is inside a collective
     that this follower will never join and that has no time-out.
     """
@@ -108,8 +248,7 @@ class FollowerLinks:
         self._timeout = timeout
         self._on_failure = on_failure
         self._inbox: dict[int, SimpleQueue[FollowerAnswer]] = {rank: SimpleQueue() for rank in streams}
-        self._digests: dict[int, tuple[bytes, int]] = {}  # batch -> digest, ranks that have not confirmed it
-        self._early: dict[int, dict[int, bytes]] = {rank: {} for rank in streams}  # batch -> digest, ahead of ours
+        self._digests: dict[int, dict[int, bytes]] = {}  # batch -> digests by TP rank, until all ranks have sent theirs
         self._lock = threading.Lock()
         self._failure = ""
         self._last_words: dict[int, str] = {}  # rank -> its last error
@@ -144,13 +283,7 @@ class FollowerLinks:
 
     def planned(self, batch: int, digest: bytes) -> None:
         """Compare what this rank is about to run with the others, without waiting; a difference stops the engine."""
-        with self._lock:
-            early = [(rank, ahead.pop(batch)) for rank, ahead in self._early.items() if batch in ahead]
-            if len(early) < len(self._streams):
-                self._digests[batch] = (digest, len(self._streams) - len(early))
-        for rank, theirs in early:
-            if theirs != digest:
-                self._fail(diverged(self._place, rank, batch))
+        self._compare(0, batch, digest)
         self._check()
 
     def agree(self, digest: bytes, batch: int) -> None:
@@ -191,16 +324,16 @@ class FollowerLinks:
             self._last_words[rank] = answer.content
         self._inbox[rank].put(answer)
 
-    def _compare(self, rank: int, batch: int, theirs: bytes) -> None:
+    def _compare(self, rank: int, batch: int, digest: bytes) -> None:
+        """Note a digest, and fail if it differs from the leader's, which may come before it or after it."""
         with self._lock:
-            if batch not in self._digests:
-                self._early[rank][batch] = theirs
-                return
-            mine, waiting = self._digests.pop(batch)
-            if waiting > 1:
-                self._digests[batch] = (mine, waiting - 1)
-        if theirs != mine:
-            self._fail(diverged(self._place, rank, batch))
+            known = self._digests.setdefault(batch, {})
+            known[rank] = digest
+            others = [other for other in known if known[other] != known.get(0, known[other])]
+            if len(known) > len(self._streams):
+                del self._digests[batch]
+        for other in others:
+            self._fail(diverged(self._place, other, batch))
 
     def _lost(self, rank: int, error: Exception) -> None:
         if not self._leaving:

@@ -16,27 +16,22 @@ from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import F32, StoreAddress, SyncConnection, SyncReport
 from slurm_rlhf.trainer._torch import attention_kernel
 from slurm_rlhf.trainer.distributed import release_cache
-from slurm_rlhf.trainer.frozen_models import FrozenPolicy, RewardModel
-from slurm_rlhf.trainer.optimizer_state import Pending
-from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
+from slurm_rlhf.trainer.optimizer_state import done
+from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer, RewardModel, ValueTrainer
+from slurm_rlhf.weights.ends import ActorEnd
 from slurm_rlhf.weights.group import abort_newest
-from slurm_rlhf.weights.sender import ActorEnd
 from slurm_rlhf.wire.calls import (
     ActorCalls,
     CriticCalls,
-    DirectoryRequest,
     ForwardBatch,
     GenerateAnswer,
-    ListenRequest,
     ReferenceCalls,
     ResponseBatch,
     RewardCalls,
     SaveRequest,
     SelfCheckAnswer,
     StartAnswer,
-    StartRequest,
     SyncGroupRequest,
-    SyncUpdateRequest,
     TrainAnswer,
     TrainBatch,
     TrainerCalls,
@@ -66,7 +61,7 @@ class TrainerWorker(ModelWorker, TrainerCalls):
     """Trains a model; `start` of a subclass sets `trainer`."""
 
     trainer: PolicyTrainer | ValueTrainer
-    pending = Pending()
+    pending = done()
 
     def train_step(self, batch: TrainBatch) -> TrainAnswer:
         return TrainAnswer(self.trainer.train_step(batch.experience, batch.micro, batch.denominator))
@@ -75,13 +70,13 @@ class TrainerWorker(ModelWorker, TrainerCalls):
         self.pending = self.trainer.save(Path(request.path), request.behind)
 
     def written(self) -> Future[None]:
-        return self.pending.written
+        return self.pending
 
     def finish_save(self) -> None:
-        wait([self.pending.written])
+        wait([self.pending])
 
-    def load(self, request: DirectoryRequest) -> None:
-        self.trainer.load(Path(request.path))
+    def load(self, directory: str) -> None:
+        self.trainer.load(Path(directory))
 
     def sleep(self) -> None:
         self.trainer.backend.move("host")
@@ -99,8 +94,8 @@ class ActorWorker(TrainerWorker, ActorCalls):
         super().__init__(config, info, client)
         self.sync = ActorEnd(config, f"{info.role} {info.rank}")
 
-    def start(self, request: StartRequest) -> StartAnswer:
-        self.trainer = PolicyTrainer(self.config, request.total_steps)
+    def start(self, total_steps: int) -> StartAnswer:
+        self.trainer = PolicyTrainer(self.config, total_steps)
         note = ""
         if not has_engines(self.config):
             self.generation = ActorGeneration(self.config, self.info, self.client, self.trainer)
@@ -123,11 +118,11 @@ class ActorWorker(TrainerWorker, ActorCalls):
     def self_check(self, batch: ForwardBatch) -> SelfCheckAnswer:
         return SelfCheckAnswer(**self.trainer.self_check(batch.experience, batch.micro))
 
-    def export(self, request: DirectoryRequest) -> None:
-        self.trainer.export_hf(Path(request.path))
+    def export(self, directory: str) -> None:
+        self.trainer.export_hf(Path(directory))
 
-    def sync_listen(self, request: ListenRequest) -> StoreAddress:
-        return self.sync.listen(request.host)
+    def sync_listen(self, host: str) -> StoreAddress:
+        return self.sync.listen(host)
 
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
         return self.sync.join(request.parameters, **request.described())
@@ -135,8 +130,8 @@ class ActorWorker(TrainerWorker, ActorCalls):
     def sync_abort(self) -> None:
         abort_newest("an engine was lost before the group was formed")
 
-    def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
-        return self.sync.push(self.trainer.local_parameters(), request.version)
+    def sync_push(self, version: int) -> SyncReport:
+        return self.sync.push(self.trainer.local_parameters(), version)
 
 
 class CriticWorker(TrainerWorker, CriticCalls):
@@ -144,8 +139,8 @@ class CriticWorker(TrainerWorker, CriticCalls):
 
     trainer: ValueTrainer
 
-    def start(self, request: StartRequest) -> StartAnswer:
-        self.trainer = ValueTrainer(self.config, request.total_steps)
+    def start(self, total_steps: int) -> StartAnswer:
+        self.trainer = ValueTrainer(self.config, total_steps)
         return StartAnswer(note=self.trainer.origin)
 
     def values(self, batch: ForwardBatch) -> F32:
@@ -155,7 +150,7 @@ class CriticWorker(TrainerWorker, CriticCalls):
 class ReferenceWorker(ModelWorker, ReferenceCalls):
     """Computes log-probs of the frozen policy that the KL penalty compares with."""
 
-    def start(self, request: StartRequest) -> StartAnswer:
+    def start(self, total_steps: int) -> StartAnswer:
         self.model = FrozenPolicy(self.config)
         return StartAnswer()
 
@@ -166,7 +161,7 @@ class ReferenceWorker(ModelWorker, ReferenceCalls):
 class RewardWorker(ModelWorker, RewardCalls):
     """Scores whole responses with the reward model."""
 
-    def start(self, request: StartRequest) -> StartAnswer:
+    def start(self, total_steps: int) -> StartAnswer:
         self.model = RewardModel(self.config)
         return StartAnswer(note=self.model.description)
 

@@ -11,14 +11,13 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cluster import listeners
-from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
+from slurm_rlhf.cluster import network
+from slurm_rlhf.cluster.local_directory import KernelCache, cache_variables, take_kernel_cache
 from slurm_rlhf.cluster.processes import (
     CONDUCTOR_GONE,
     CONDUCTOR_GONE_STATUS,
@@ -36,8 +35,7 @@ from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import system_cause
 from slurm_rlhf.observe.stacks import late_s
-from slurm_rlhf.ranks.own_stacks import answer, expect_beat, expect_none, record_flights
-from slurm_rlhf.ranks.worker import RankInfo, Worker
+from slurm_rlhf.ranks.worker import RankInfo, Worker, expect_beat, expect_none, record_flights, take_stacks
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
@@ -61,11 +59,6 @@ def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
     return RankInfo(role, first_rank + local_rank, world, local_rank, node_name())
 
 
-def collect_rarely() -> None:
-    """Collect garbage rarely until `collect_as_usual`: imports make a million objects, and next to no garbage."""
-    gc.set_threshold(_RARELY)
-
-
 def collect_as_usual() -> None:
     """Collect garbage as usual again; what the start has made stays, and later collections pass over it."""
     gc.collect()
@@ -74,9 +67,9 @@ def collect_as_usual() -> None:
 
 
 def crash_at_once() -> None:
-    """End at once where memory is violated, as without libraries.
+    """End at once on a segmentation fault.
 
-    One that engines load (tvm_ffi) writes C stacks first, for up to 14 s: so long a dead engine passes for alive.
+    A library that engines load (tvm_ffi) writes C stacks first, for up to 14 s, in which a dead engine seems alive.
     """
     if not faulthandler.is_enabled():  # a user wants the Python stacks, which takes no time
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
@@ -93,7 +86,7 @@ def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
 
 
 def has_loaded(cache: KernelCache | None, info: RankInfo, keys: RunKeys, failed: bool) -> None:
-    """Do what comes after the first call, by which a rank has loaded what it works with, unless it `failed`."""
+    """Complete the start after the first call, in which a rank has loaded its model unless it `failed`."""
     crash_at_once()
     collect_as_usual()
     tell_joined(info, keys)
@@ -140,51 +133,37 @@ def import_libraries(config: Config, info: RankInfo) -> None:
     import_trainers(config, info.role, info.world)
 
 
-def protect_groups(keys: RunKeys) -> None:
-    """Keep strangers out of the process groups that this rank will be in."""
-    from slurm_rlhf.process_groups._torch import protect  # it needs torch
-
-    protect(keys.client_secret)
-
-
-def open_store(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.environ) -> TCPStore | None:
+def open_store(info: RankInfo, keys: RunKeys) -> TCPStore | None:
     """Open the store of the role's ranks on the socket that this process inherited; None: another process has it.
 
     For launches without torchrun. The port was bound before anybody knew it, so nobody else can have it.
     """
-    if STORE_FD not in environ:
+    if STORE_FD not in os.environ:
         return None
     from torch.distributed import TCPStore
 
-    number = int(environ[STORE_FD])
+    number = int(os.environ[STORE_FD])
     store = TCPStore(
-        environ["MASTER_ADDR"],
-        int(environ["MASTER_PORT"]),
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=number,
     )
-    if STORE_RANKS in environ:
-        ranks = range(info.rank, info.rank + int(environ[STORE_RANKS]))  # those of an engine, or of the whole role
-        listeners.shut_when_joined(store, number, ranks, keys.client_secret)
+    if STORE_RANKS in os.environ:
+        ranks = range(info.rank, info.rank + int(os.environ[STORE_RANKS]))  # those of an engine, or of the whole role
+        network.shut_when_joined(store, number, ranks, keys.client_secret)
     return store
 
 
-def tell_joined(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.environ) -> None:
+def tell_joined(info: RankInfo, keys: RunKeys) -> None:
     """Tell the role's store that this rank needs no further connection to it; with GPUs it listens on nevertheless."""
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STORE_RANKS not in environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STORE_RANKS not in os.environ:
         return
-    from torch.distributed import TCPStore
+    from slurm_rlhf.process_groups._torch import torchrun_store
 
     try:
-        store = TCPStore(
-            environ["MASTER_ADDR"],
-            int(environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeouts.STORE_JOIN_S),
-        )
-        listeners.tell_joined(store, info.rank, keys.client_secret)
+        network.tell_joined(torchrun_store(timeouts.STORE_JOIN_S), info.rank, keys.client_secret)
     except RuntimeError as error:  # it listens on, that is all
         print(f"the store of the role does not answer: {error}", flush=True)
 
@@ -251,7 +230,7 @@ def main() -> None:
     parser.add_argument("--role_start", default=0, type=int, help="which start of the role this is")
     arguments = parser.parse_args()
 
-    collect_rarely()
+    gc.set_threshold(_RARELY)  # until `collect_as_usual`: imports make a million objects, and next to no garbage
     keep_others_out()
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
@@ -268,7 +247,9 @@ def main() -> None:
     store = open_store(info, keys)  # alive as long as this process
     # Before there is a client: from its hello on, a silent rank counts as lost.
     import_libraries(config, info)
-    protect_groups(keys)
+    from slurm_rlhf.process_groups._torch import protect  # it needs torch
+
+    protect(keys.client_secret)
     make_worker = ROLES[info.role].load_worker()
     client = ControlClient(
         arguments.endpoint,
@@ -282,7 +263,7 @@ def main() -> None:
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,
         on_beat=partial(beat, late_s(config.timeout.heartbeat)),
-        threaded={RankCalls.stacks.__name__: answer, ActorCalls.sync_abort.__name__: abort_forming},
+        threaded={RankCalls.stacks.__name__: take_stacks, ActorCalls.sync_abort.__name__: abort_forming},
     )
     client.connect(config.timeout.connect)
     if held:

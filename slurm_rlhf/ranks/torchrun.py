@@ -28,8 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main as torchrun
 
-from slurm_rlhf.cluster.listeners import shut_when_joined
-from slurm_rlhf.cluster.network import own_address
+from slurm_rlhf.cluster.network import own_address, shut_when_joined
 from slurm_rlhf.cluster.processes import PARENT, STORE_FD, raise_descriptors
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts

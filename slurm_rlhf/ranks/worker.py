@@ -1,8 +1,16 @@
-"""The base class of every rank of every role: it answers the calls that its role declares."""
+"""The base class of every rank of every role: it answers the calls that its role declares. And a rank's stacks.
+
+A thread answers the call for stacks, so a main thread that hangs does not matter, as long as Python runs at all. A call
+into C that keeps the interpreter's lock stops every thread. For that, a timer of the kernel is started anew with each
+heartbeat: when heartbeats stop, it interrupts the main thread, which writes its stack through the log's descriptor,
+which is open already, and needs no lock for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,13 +18,64 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cluster.processes import node_load
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.ranks.own_stacks import answer
-from slurm_rlhf.wire.calls import DeviceReport, MemoryReport, RankCalls, StacksAnswer
+from slurm_rlhf.observe.stacks import LateStacks, own_stacks, written
+from slurm_rlhf.wire.calls import DeviceReport, RankCalls, StacksAnswer
 from slurm_rlhf.wire.client import ControlClient
-from slurm_rlhf.wire.declarations import calls_of
+from slurm_rlhf.wire.codec import calls_of
 from slurm_rlhf.wire.messages import Request
+
+PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+"""Variable with the beginning of the name of a pipe: what comes through it makes NCCL's flight recorder write."""
+
+_LATE = LateStacks()
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+
+
+def expect_beat(within_s: float) -> None:
+    """Write the main thread's stack to standard error unless this is called again within so many seconds."""
+    _LATE.put_off(within_s)
+
+
+def expect_none() -> None:
+    """Stop what `expect_beat` has started: no more heartbeats are due."""
+    _LATE.stop()
+
+
+def record_flights(control: Path, role: str) -> None:
+    """Let NCCL's flight recorder open a pipe below `control`; to be called before the first process group is made.
+
+    Torch ends a process that cannot make its pipe, so this tries whether the file system takes one.
+    """
+    if PIPE in os.environ or not any(Path(device).exists() for device in _DEVICES):
+        return
+    tried = control / f".{os.getpid()}.pipe"
+    with contextlib.suppress(OSError):
+        os.mkfifo(tried)
+        tried.unlink()
+        os.environ[PIPE] = str(control / f"flights.{role}.")
+
+
+def take_stacks() -> StacksAnswer:
+    """Say where this process stands. Where NCCL runs, its flight recorder writes its file as well."""
+    _ask_recorder()
+    return StacksAnswer(written(own_stacks()), node_load())
+
+
+def _ask_recorder() -> None:
+    """Write to the recorder's pipe, which is there only in a process whose groups are NCCL's."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    name = f"{os.environ.get(PIPE, '')}{torch.distributed.get_rank()}.pipe"
+    with contextlib.suppress(OSError):
+        pipe = os.open(name, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(pipe, b"1")
+        finally:
+            os.close(pipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +101,12 @@ class Worker(RankCalls):
         """Return the attention kernel that this rank uses; empty: it has none, or none was used yet."""
         return ""
 
-    def about(self) -> DeviceReport | None:
+    def memory(self) -> DeviceReport:
         import torch
 
         if not torch.cuda.is_available():
-            return None
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+            return DeviceReport(used=pages * os.sysconf("SC_PAGE_SIZE"))
         free, total = torch.cuda.mem_get_info()
         return DeviceReport(
             gpu=torch.cuda.get_device_name(),
@@ -56,17 +116,8 @@ class Worker(RankCalls):
             attention=self.attention(),
         )
 
-    def memory(self) -> MemoryReport:
-        import torch
-
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            return MemoryReport(int(total - free), int(total))
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return MemoryReport(pages * os.sysconf("SC_PAGE_SIZE"), 0)
-
     def stacks(self) -> StacksAnswer:
-        return answer()
+        return take_stacks()
 
     def shutdown(self) -> str:
         self.close()

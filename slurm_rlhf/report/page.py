@@ -1,18 +1,155 @@
-"""Make the page of a run, or of several: one HTML file that needs no other and no network. Write it."""
+"""Make the page of one run or of several: one HTML file that needs no other file and no network."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.report.content import content
+from slurm_rlhf import __version__
+from slurm_rlhf.config.correction import GROUP, correction_of
+from slurm_rlhf.config.keys import all_keys, documentation, put
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import cut
+from slurm_rlhf.observe.run_log import Sample
+from slurm_rlhf.report.curves import curves, latest, nodes, step_times, weight_sync
 from slurm_rlhf.report.run_files import RunFiles
-from slurm_rlhf.report.timeline import trace
+from slurm_rlhf.report.timeline import requeues, restarts, role_times, sessions, shown, timeline, trace
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
+
+CHARACTERS = 6000
+"""Most characters of a prompt or a response; tokens beyond them are left out."""
+
+
+def content(runs: Sequence[RunFiles], now: float) -> dict[str, Any]:
+    """Return the data of the page of some runs; `now` is a Unix time."""
+    configs = [run.config for run in runs]
+    names = distinct([run.name for run in runs], [run.root for run in runs])
+    return {
+        "made": now,
+        "version": __version__,
+        "runs": [run_content(run, now) | {"name": name} for run, name in zip(runs, names, strict=True)],
+        "groups": groups(configs),
+        "settings": settings(configs),
+    }
+
+
+def run_content(run: RunFiles, now: float) -> dict[str, Any]:
+    """Return the data of the page about one run."""
+    return {
+        "root": run.root,
+        "summary": run.summary,
+        "curves": curves(run.rows),
+        "corrected": corrected(run.config),
+        "times": step_times(run.rows),
+        "role_times": role_times(run.timeline),
+        "timeline": timeline(run.timeline, run.layout),
+        "nodes": nodes(run.layout, run.rows),
+        "sync": weight_sync(run.layout, run.rows),
+        "evaluations": run.evaluations,
+        "samples": [short(sample) for sample in run.samples],
+        "samples_of": run.samples_of,
+        "events": [asdict(event) for event in shown(run.events)],
+        "sessions": sessions(run.events, now, run.summary.get("status") == "running"),
+        "requeues": requeues(run.events),
+        "restarts": restarts(run.events),
+        "tokens_per_s": latest(run.rows, "perf/tokens_per_s"),
+        "gpu_idle": latest(run.rows, "perf/gpu_idle"),
+        "mfu": latest(run.rows, "perf/mfu"),
+    }
+
+
+def corrected(config: dict[str, Any]) -> bool:
+    """Tell whether algo.correction has weighted the losses of a run with these keys."""
+    made = Config()
+    for name in all_keys().keys() & config.keys():
+        if name == "vllm.sync_mode" or name.startswith(f"{GROUP}."):
+            put(made, name, config[name])
+    return correction_of(made) is not None or bool(made.algo.correction.off_policy_delta)
+
+
+def short(sample: Sample) -> dict[str, Any]:
+    """Return a sample for the page: with rounded numbers and shortened texts."""
+    found = asdict(sample)
+    for name in ("prompt", "response"):
+        text = found[name]
+        found[name] = cut(text, CHARACTERS)
+    count = tokens_within(sample.tokens, CHARACTERS)
+    found["tokens"] = sample.tokens[:count]
+    for name in ("logprobs", "actor_logprobs"):
+        found[name] = [None if value is None else round(value, 3) for value in found[name][:count]]
+    return found
+
+
+def tokens_within(tokens: Sequence[str], most: int) -> int:
+    """Return how many tokens from the first on have at most `most` characters together."""
+    total = 0
+    for count, token in enumerate(tokens):
+        total += len(token)
+        if total > most:
+            return count
+    return len(tokens)
+
+
+def distinct(names: Sequence[str], roots: Sequence[str]) -> list[str]:
+    """Return different names for the runs: those of the directories, if necessary with more of their paths."""
+    for depth in range(1, 1 + max((root.count("/") for root in roots), default=0)):
+        found = ["/".join(root.rsplit("/", depth)[1:]) for root in roots]
+        if len(set(found)) == len(found):
+            return found
+    return [f"{name} ({place + 1})" for place, name in enumerate(names)]
+
+
+OWN = ("run_dir", "train.seed", "resume")
+"""Keys in which runs of one experiment may differ."""
+
+
+def settings(configs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each key, {"key", "default", "values", "changed", "differs", "about"}, with a value per run.
+
+    Keys of another version of the package have no default. Paths are absolute in the config.toml of a run, so a path
+    counts as changed if it is set.
+    """
+    known = all_keys()
+    names = [*known, *sorted({name for config in configs for name in config} - known.keys())]
+    found = []
+    for name in names:
+        values = [_shown(config.get(name)) for config in configs]
+        default = _shown(known[name].default) if name in known else None
+        found.append(
+            {
+                **{"key": name, "default": default, "values": values},
+                "changed": any(value is not None and value != default for value in values),
+                "differs": len(set(map(repr, values))) > 1,
+                "about": documentation().get(name, ""),
+            }
+        )
+    return found
+
+
+def groups(configs: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Group the runs (by their indices) whose configurations differ in nothing but `OWN`."""
+    found: dict[str, list[int]] = {}
+    for place, config in enumerate(configs):
+        alike = repr(sorted((name, value) for name, value in config.items() if name not in OWN))
+        found.setdefault(alike if config else str(place), []).append(place)
+    return list(found.values())
+
+
+def _shown(value: Any) -> Any:
+    """Format a value as in TOML; None stays None."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return " ".join(map(str, value)) if value else ""
+    return (
+        value if value is None or isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+    )
+
 
 SCRIPTS = (
     "base.js",
@@ -28,7 +165,7 @@ SCRIPTS = (
     "settings.js",
     "main.js",
 )
-"""In the order in which they need each other."""
+"""Scripts of the page; each uses those before it."""
 
 
 def page(content: dict[str, Any]) -> str:
@@ -44,7 +181,7 @@ def page(content: dict[str, Any]) -> str:
 
 
 def embedded(content: dict[str, Any]) -> str:
-    """Write JSON that can stand in a <script> element: whatever users' texts hold, nothing in it ends the element."""
+    """Write JSON for a <script> element: no text in it can end the element."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
@@ -52,7 +189,7 @@ def embedded(content: dict[str, Any]) -> str:
 
 
 def write_report(directory: RunDirectory) -> None:
-    """Write the report of a run into its directory. Raises OSError; an earlier report is left as it was then."""
+    """Write the report of a run into its directory. Raises OSError; then an earlier report stays as it is."""
     run = RunFiles.read(directory)
     write_page(directory.report, [run])
     if run.timeline:
@@ -62,5 +199,5 @@ def write_report(directory: RunDirectory) -> None:
 def write_page(path: Path, runs: Sequence[RunFiles]) -> None:
     """Write a page that shows `runs` into a file."""
     text = page(content(runs, time.time()))
-    # Lone surrogates, which a text may hold, are no UTF-8.
+    # A text may have lone surrogates, which UTF-8 cannot encode.
     write_atomically(path, text.encode("utf-8", "replace").decode())

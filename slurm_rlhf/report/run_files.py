@@ -1,4 +1,4 @@
-"""Read a run directory: what is missing or half written is left out, so that a report of any run can be made."""
+"""Read a run directory. Missing and half-written parts are left out, so that any run can have a report."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.observe.events import RunEvent, read_events
-from slurm_rlhf.observe.jsonl import count_lines, read_rows
-from slurm_rlhf.observe.samples import Sample, read_samples
+from slurm_rlhf.observe.run_log import RunEvent, Sample, count_lines, read_events, read_rows, read_samples
 from slurm_rlhf.run_directory import RunDirectory
 
 SAMPLES = 300
-"""Of a run: half of them the newest, the others from all over the run. More would not fit into memory for ever."""
+"""Samples of a run on a page: half of them the newest, the others evenly from the whole run."""
 
 
 def shown_places(total: int) -> list[int]:
-    """Choose at most `SAMPLES` of `total`: the newest, and as many of the earlier ones, evenly."""
+    """Choose at most `SAMPLES` of `total` lines: the newest, and as many of the earlier ones, evenly."""
     if total <= SAMPLES:
         return list(range(total))
     half = SAMPLES // 2
@@ -27,19 +25,19 @@ def shown_places(total: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RunFiles:
-    """Holds what a run has written."""
+    """Hold what a run has written."""
 
     name: str  # the directory's name
     root: str
     rows: list[dict[str, Any]]  # the lines of metrics.jsonl
-    samples: list[Sample]  # those of `shown_places`
-    samples_of: int  # so many
+    samples: list[Sample]  # chosen by `shown_places`
+    samples_of: int  # number of samples in the file
     events: list[RunEvent]
-    timeline: list[dict[str, Any]]  # as `CallSpans.take` makes them
+    timeline: list[dict[str, Any]]  # as `CallSpans.take` returns them
     layout: dict[str, Any]
     summary: dict[str, Any]
     config: dict[str, Any]  # dotted key -> value
-    evaluations: list[dict[str, Any]]  # as `read_evaluations`
+    evaluations: list[dict[str, Any]]  # as `read_evaluations` returns them
 
     @classmethod
     def read(cls, directory: RunDirectory) -> RunFiles:
@@ -76,7 +74,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Read a file; empty where there is none."""
+    """Read a file; empty if there is none."""
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeError):
@@ -91,7 +89,7 @@ def _flat(table: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
 
 
 MOST_EVALUATIONS = 8
-"""Evaluations of `slurm-rlhf eval` on a page, the newest."""
+"""Evaluations of `slurm-rlhf eval` on a page: the newest."""
 _NEEDED = (
     "name",
     "samples",
@@ -106,7 +104,7 @@ _NEEDED = (
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
-    """Read the figures in `folder`, {"title", "eval", "datasets"}; what is missing or cut off is left out."""
+    """Read the figures in `folder`, {"title", "eval", "datasets"}; skip files that are incomplete."""
     steps = sorted(folder.glob("step_*.json"))
     others = sorted(folder.glob("*/eval.json"), key=lambda path: path.stat().st_mtime)[-MOST_EVALUATIONS:]
     titled = [*((path, _step(path)) for path in steps[-1:]), *((path, path.parent.name) for path in others)]

@@ -1,4 +1,4 @@
-"""When what happened in a run: its sessions and events, and who computed and who waited in the last steps."""
+"""Make the time axis of a run: its sessions and events, and which rank computed or waited in the last steps."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from slurm_rlhf.observe.events import BEGINS, CHECKPOINT, ENDS, HANG, REQUEUE, RESTART, RunEvent
-from slurm_rlhf.observe.spans import joined
+from slurm_rlhf.observe.run_log import BEGINS, CHECKPOINT, ENDS, HANG, REQUEUE, RESTART, RunEvent
+from slurm_rlhf.observe.timing import joined
 
 CONDUCTOR = "conductor"
 MOST_EVENTS_STEPS = 8
-"""Steps on the page."""
+"""Most steps on the page."""
 MOST_EVENTS_ROWS = 128
-"""Ranks on the page; the trace has all of them."""
+"""Most ranks on the page; the trace has all of them."""
 
 Line = dict[str, Any]
-"""Of timeline.jsonl, as `CallSpans.take` makes them."""
+"""Line of timeline.jsonl, as `CallSpans.take` returns it."""
 
 
 def timeline(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
-    """Return {"names", "rows", "steps"}: a span is [row, name, begin, end], by their places in the two lists."""
+    """Return {"names", "rows", "steps"}; a span is [row, name, begin, end], with indices of "rows" and "names"."""
     last = lines[-MOST_EVENTS_STEPS:]
     rows = rank_rows(last, layout)
     names = list(dict.fromkeys([name for line in last for name, *_ in line["phases"]]))
     calls = list(dict.fromkeys([name for line in last for _, _, name, *_ in line["calls"]]))
     place = {(row["role"], row["rank"]): index for index, row in enumerate(rows)}
-    kinds = {name: index for index, name in enumerate([*names, *calls])} | {}
+    kinds = {name: index for index, name in enumerate([*names, *calls])}
     steps = []
     for line in last:
         spans = [[0, names.index(name), start, end] for name, start, end in line["phases"]]
@@ -40,7 +40,7 @@ def timeline(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def rank_rows(lines: Sequence[Line], layout: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for the conductor and one for each rank that took calls, with its node."""
+    """Return a row for the conductor and one for each rank that was called, with its node."""
     nodes = _nodes(layout)
     ranks = _ranks(lines)[: MOST_EVENTS_ROWS - 1]
     return [
@@ -50,7 +50,7 @@ def rank_rows(lines: Sequence[Line], layout: dict[str, Any]) -> list[dict[str, A
 
 
 def role_times(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
-    """Return role -> call -> mean seconds per step and rank; `waits`: without a call in progress."""
+    """Return role -> call -> mean seconds per step and rank; `waits` is the time without a call in progress."""
     ranks: dict[str, set[int]] = defaultdict(set)
     spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     busy: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -64,7 +64,7 @@ def role_times(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
     for role, calls in spent.items():
         count = len(lines) * len(ranks[role])
         worked = sum(end - start for key, spans in busy.items() if key[0] == role for start, end in joined(spans, 0.0))
-        scale = min(1.0, worked / max(sum(calls.values()), 1e-9))  # calls that overlap share the time
+        scale = min(1.0, worked / max(sum(calls.values()), 1e-9))  # overlapping calls share the time
         times = {name: round(scale * seconds / count, 6) for name, seconds in calls.items()}
         found[role] = times | {"waits": round(max(0.0, whole * len(ranks[role]) - worked) / count, 6)}
     return found
@@ -106,16 +106,16 @@ def trace(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
 
 
 _ROUNDED_US = 2000
-"""Spans of two steps may overlap by so much, as times are rounded."""
+"""Microseconds by which spans of two steps may overlap, because times are rounded."""
 _LANE = 100_000
-"""From a thread's number to that of its next lane."""
+"""Distance from the number of a thread to that of its next lane."""
 
 
 def nested(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events with the spans of each thread inside each other or apart, as the format has it.
+    """Return the events with the spans of each thread either nested or apart, as the format requires.
 
-    Calls that a rank answers at the same time, such as an update of the weights while it samples, go to a lane of
-    their own: viewers drop a span that ends within another.
+    A call that overlaps another, such as a weight update while an engine samples, goes to a lane of its own: viewers
+    drop a span that ends within another.
     """
     found = [event for event in events if event["ph"] != "X"]
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
@@ -136,7 +136,7 @@ def nested(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _fits(spans: list[dict[str, Any]], span: dict[str, Any]) -> bool:
-    """Tell whether `span` lies in the last of the open `spans` or behind it; those that are over are taken away."""
+    """Tell whether `span` lies in the last of the open `spans` or after it; remove the spans that have ended."""
     start, end = span["ts"], span["ts"] + span["dur"]
     while spans:
         last = spans[-1]
@@ -151,7 +151,7 @@ def _fits(spans: list[dict[str, Any]], span: dict[str, Any]) -> bool:
 
 
 def _ranks(lines: Sequence[Line]) -> list[tuple[str, int]]:
-    """List the ranks that took calls, by role in the order of their first call."""
+    """List the ranks that were called, with the roles in the order of their first call."""
     roles = list(dict.fromkeys(role for line in lines for role, *_ in line["calls"]))
     found = {(role, rank) for line in lines for role, rank, *_ in line["calls"]}
     return sorted(found, key=lambda each: (roles.index(each[0]), each[1]))
@@ -164,14 +164,13 @@ def _nodes(layout: dict[str, Any]) -> dict[tuple[str, int], str]:
 
 
 MOST_EVENTS = 400
-"""Events in a report; of the checkpoints and warnings in the middle only the later ones."""
+"""Most events in a report; if there are more, the oldest checkpoints and warnings are left out."""
 
 
 def sessions(events: Sequence[RunEvent], now: float, running: bool) -> list[dict[str, Any]]:
-    """Return the sessions, {"begin", "end", "first", "last", "how"}: Unix times, steps done at both ends.
+    """Return the sessions, {"begin", "end", "first", "last", "how"}: Unix times, and steps done at both ends.
 
-    A session without an end of its own was killed, unless it is the last one of a run that is `running`: that one goes
-    on until `now`.
+    A session without an event that ends it was killed; the last session of a `running` run goes on until `now`.
     """
     found: list[dict[str, Any]] = []
     is_open = False
@@ -182,7 +181,7 @@ def sessions(events: Sequence[RunEvent], now: float, running: bool) -> list[dict
             found.append({"begin": event.at, "end": event.at, "first": event.step, "last": event.step, "how": "killed"})
             is_open = True
         elif is_open or (found and found[-1]["how"] == HANG and event.event != REQUEUE):
-            is_open = True  # a run may go on after a hang, or without an engine that hangs
+            is_open = True  # a run may go on after a hang
             found[-1] |= {"end": event.at, "last": event.step}
             if event.event in ENDS:
                 found[-1]["how"], is_open = event.event, False
@@ -192,17 +191,17 @@ def sessions(events: Sequence[RunEvent], now: float, running: bool) -> list[dict
 
 
 def shown(events: Sequence[RunEvent]) -> list[RunEvent]:
-    """Return the events for the page: all, or without the oldest of those that come often."""
+    """Return the events for the page, without the oldest checkpoints and warnings if there are too many."""
     often = [event for event in events if event.event in (CHECKPOINT, "warning")]
     spare = set(map(id, often[: max(0, len(events) - MOST_EVENTS)]))
     return [event for event in events if id(event) not in spare]
 
 
 def requeues(events: Sequence[RunEvent]) -> int:
-    """Count how often the run has asked to go on in another allocation."""
+    """Count how often the run was requeued."""
     return sum(event.event == REQUEUE for event in events)
 
 
 def restarts(events: Sequence[RunEvent]) -> int:
-    """Count how often roles were started again within a job."""
+    """Count how often roles were restarted within a job."""
     return sum(event.event == RESTART for event in events)

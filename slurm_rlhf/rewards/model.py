@@ -5,21 +5,22 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from slurm_rlhf.algorithms.reward_scale import FixedScale, RewardScale, RunningScale
+from slurm_rlhf.algorithms.reward_shaping import FixedScale, RewardScale, RunningScale
 from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import Prompt, Trajectory, pack
-from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.values import Rewards, parse_answer
+from slurm_rlhf.rewards.function import RewardFunction, Rewards, parse_answer
 from slurm_rlhf.wire.calls import ForwardBatch, RewardCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
@@ -136,7 +137,7 @@ class Scoring:
 
     def begin(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Future[Rewards]:
         """Start computing the rewards of `trajectories`."""
-        return in_background(self._call, prompts, trajectories, step)
+        return in_thread(partial(self._call, prompts, trajectories, step), "reward")
 
     def _call(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
         if self._printed is None:
@@ -159,17 +160,3 @@ class Scoring:
                 f"the reward function did not return within {self._timeout_s:g} s for {count} responses; make it "
                 "faster or raise timeout.reward"
             ) from None
-
-
-def in_background(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Call `function` in a thread that does not keep the process alive, should it hang."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return future

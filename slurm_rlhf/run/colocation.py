@@ -74,5 +74,5 @@ class Colocation:
 
     def _tell_trainers(self, method: Callable[[TrainerCalls], None]) -> None:
         if self._offload:
-            handles = [handle for role, handle in self._roles.items() if ROLES[role].sleeps]
+            handles = [handle for role, handle in self._roles.items() if ROLES[role].kind == "trained"]
             gather([call for handle in handles for call in handle.start_all(method)])

@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
-from slurm_rlhf.cluster.gpu_memory import fits_gpus
-from slurm_rlhf.cluster.resources import current_topology, node_name
+from slurm_rlhf.cluster.resources import current_topology, fits_gpus, node_name
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import CheckpointError, ConfigError, DiskError, RunError
 from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.groups.supervisor import Supervisor
@@ -23,7 +22,7 @@ from slurm_rlhf.groups.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.requeue import continuation_of
-from slurm_rlhf.observe import events
+from slurm_rlhf.observe import run_log
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run.loop import TrainingLoop
@@ -65,15 +64,10 @@ class Conductor:
     ranks: RankMap
     launcher: Launcher
     reporting: Reporting
-    node: str  # where this process runs
+    node: str  # name of the node where this process runs
     stop: Stop = field(init=False)
     state: RunState = field(init=False)
     started: float = field(default_factory=time.monotonic)
-
-    def work(self, stop: Stop) -> None:
-        """Train to the end, or until `stop` is asked for."""
-        self.stop = stop
-        self.run()
 
     def stopped(self, request: StopRequested) -> bool:
         """Tell that the run stops; answer whether it did a step."""
@@ -94,8 +88,9 @@ class Conductor:
         """Tell the user something."""
         self.reporting.note(line)
 
-    def run(self) -> None:
-        """Train to the end. All that a user may have got wrong is checked before the first process starts."""
+    def work(self, stop: Stop) -> None:
+        """Train to the end, or until `stop` is asked for. Mistakes of the user are found before a process starts."""
+        self.stop = stop
         inputs = Inputs.read(self.config, self.reporting.note)
         self.state, checkpoint, complete = self._resume(inputs)
         changed = changed_keys(_config_of(checkpoint), self.config) if checkpoint else []
@@ -109,7 +104,7 @@ class Conductor:
         self._write_config()
         self.reporting.begin(self.state, inputs.total_steps, checkpoint)
         if changed:
-            self.reporting.note(f"changed since step {self.state.step}: {', '.join(changed)}", events.WARNING)
+            self.reporting.note(f"changed since step {self.state.step}: {', '.join(changed)}", run_log.WARNING)
         self.reporting.place(self.ranks)
         self.reporting.recorder.pieces = inputs.tokenizer.pieces
         supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
@@ -169,8 +164,8 @@ class Conductor:
             self.reporting.note("not all engines answer: they start again, too")
             supervisor.end((ROLLOUT,), plan.ranks)
             roles = tuple(plan.ranks.roles)
-        elif plan.keeps_engines:
-            supervisor.move_engines(plan.ranks, plan.left_out)
+        elif plan.keeps_engines and supervisor.engines is not None:
+            supervisor.engines.leave_out(plan.ranks.engine_nodes, plan.left_out)
         checkpoint = back.find(self.reporting.note)
         self.state = RunState(seed=self.config.train.seed)
         if checkpoint is not None:
@@ -208,7 +203,7 @@ class Conductor:
         checkpoint = checkpoints.resolve(self.config.resume)
         if checkpoint is None:
             return RunState(seed=self.config.train.seed), None, True
-        saving = [role.name for role in running_roles(self.config) if role.saves]
+        saving = [role.name for role in running_roles(self.config) if role.kind == "trained"]
         state = checkpoints.load_state(checkpoint, saving)
         refuse_other_model(state.get(MODEL, {}), inputs.model)
         inputs.order.check(state["order"])

@@ -16,19 +16,25 @@ from numpy.typing import ArrayLike
 from slurm_rlhf.algorithms.advantages import estimate
 from slurm_rlhf.algorithms.batching import Shard, assemble
 from slurm_rlhf.algorithms.correction import COLUMN, CorrectionInputs, correct
-from slurm_rlhf.algorithms.groups import Groups
 from slurm_rlhf.algorithms.losses import loss_weights, positive_weights
 from slurm_rlhf.algorithms.packed import find_actions, response_sums
 from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.algorithms.policy_losses import aggregation_of
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
-from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
-from slurm_rlhf.algorithms.reward_shaping import Responses, Shaping, shape
+from slurm_rlhf.algorithms.reward_shaping import (
+    Groups,
+    Responses,
+    RewardScale,
+    Shaping,
+    clipped_share,
+    normalized,
+    shape,
+)
 from slurm_rlhf.config.correction import before_update, correction_of
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, I32, REPETITION, STOP, Bool, Experience
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.wire.calls import CriticCalls, ForwardBatch, LogprobCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
@@ -93,7 +99,7 @@ def fill_advantages(
         measured = {"kl": float(response_sums(kl, whole, offsets).mean()), "kl_coef": kl_coef}
     rewards = judged.rewards
     if scale is not None:
-        rewards = scale.with_batch(rewards).normalize(rewards)
+        rewards = normalized(rewards, scale.with_batch(rewards))
     rewards, shaping = shaped_rewards(config, experience, judged, rewards)
     inputs = AdvantageInputs(
         rewards=rewards,

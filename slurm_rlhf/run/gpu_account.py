@@ -15,10 +15,10 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.observe.timing import GpuTime, Slot
 from slurm_rlhf.placement.gpus import find_gpu
-from slurm_rlhf.placement.memory import read_models
-from slurm_rlhf.placement.model_shape import ModelShape, batch_flops, mfu
+from slurm_rlhf.placement.memory import Models, read_models
+from slurm_rlhf.placement.model_shape import batch_flops, mfu
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.records import Experience, SyncConnection
+from slurm_rlhf.records import I32, Experience, SyncConnection
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 
@@ -37,44 +37,37 @@ class StepFlops:
     Logits are counted for response tokens only. A prompt is sampled from once for all of its responses.
     """
 
-    policy: ModelShape
-    critic: ModelShape | None  # None: the algorithm has none
-    reward: ModelShape | None  # None: a function
-    reference: bool
-    epochs: int
-    samples: int  # responses per prompt
-    scored: bool = True  # True: the actor computes log-probs before the update
+    config: Config
+    models: Models
 
     @classmethod
     def of(cls, config: Config) -> StepFlops | None:
         """Read the shapes of the models; None where one is not known."""
         try:
-            models = read_models(config)
+            return cls(config, read_models(config))
         except ModelError:
             return None
-        epochs, samples = config.train.max_epochs, config.rollout.n_samples_per_prompt
-        scored = before_update(config)
-        return cls(models[ACTOR], models.get(CRITIC), models.get(REWARD), REFERENCE in models, epochs, samples, scored)
 
     def update(self, experience: Experience, actor_trains: bool) -> float:
         """Count the training passes of actor and critic."""
-        lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
-        once = batch_flops(self.critic, lengths, True, 0) if self.critic else 0.0
+        once = self._pass(CRITIC, experience.lengths, 0, backward=True)
         if actor_trains:
-            once += batch_flops(self.policy, lengths, True, responses)
-        return self.epochs * once
+            once += self._pass(ACTOR, experience.lengths, int(experience.response_lens.sum()), backward=True)
+        return self.config.train.max_epochs * once
 
     def others(self, experience: Experience) -> float:
         """Count sampling and all passes without gradients."""
-        lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
-        policy = batch_flops(self.policy, lengths, False, responses)
-        prompts = [int(n) for n in experience.prompt_lens]
-        again = batch_flops(self.policy, prompts, False, 0) - batch_flops(
-            self.policy, prompts[:: self.samples], False, 0
-        )
-        total = (1 + self.scored + self.reference) * policy - again  # sampled, and scored by actor and reference
-        total += batch_flops(self.critic, lengths, False, 0) if self.critic else 0.0
-        return total + (batch_flops(self.reward, lengths, False, 0) if self.reward else 0.0)
+        prompts, samples = experience.prompt_lens, self.config.rollout.n_samples_per_prompt
+        again = self._pass(ACTOR, prompts, 0) - self._pass(ACTOR, prompts[::samples], 0)
+        policy = self._pass(ACTOR, experience.lengths, int(experience.response_lens.sum()))
+        passes = 1 + before_update(self.config) + (REFERENCE in self.models)  # sampled, scored by actor and reference
+        return passes * policy - again + sum(self._pass(role, experience.lengths, 0) for role in (CRITIC, REWARD))
+
+    def _pass(self, role: str, lengths: I32, head_tokens: int, backward: bool = False) -> float:
+        """Count a pass of a role's model over sequences, with logits for `head_tokens`; 0 if the role does not run."""
+        if role not in self.models:
+            return 0.0
+        return batch_flops(self.models[role], [int(length) for length in lengths], backward, head_tokens)
 
 
 class GpuAccount:
@@ -210,8 +203,8 @@ class GpuAccount:
                 # Engines that take turns have all started before the first one is ready.
                 ready = handle.ready if isinstance(handle, EngineHandle) else []
                 ranks = ready or range(handle.world)
-                answers = gather([handle.call(rank, RankCalls.about) for rank in ranks])
-                self._reports[role] = [answer for answer in answers if answer]
+                answers = gather([handle.call(rank, RankCalls.memory) for rank in ranks])
+                self._reports[role] = [answer for answer in answers if answer.gpu]
         except RunError as error:
             log.warning("the ranks could not be asked about their GPUs: %s", error)
 
@@ -241,8 +234,7 @@ class GpuAccount:
         }
 
     def _peak_of(self, role: str) -> float:
-        reports = self._reports.get(role)
-        return min((_peak(report.gpu) for report in reports), default=0.0) if reports else 0.0
+        return min((_peak(report.gpu) for report in self._reports.get(role, [])), default=0.0)
 
 
 _RATES = (("perf/mfu_update", "MFU in updates"), ("perf/mfu", "over the step"))

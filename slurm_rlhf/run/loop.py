@@ -16,7 +16,7 @@ from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_state import RunCheckpoints, RunState
 from slurm_rlhf.run.step import Metrics, TrainingStep
 from slurm_rlhf.sampling.batches import EpisodesOver
-from slurm_rlhf.wire.calls import ActorCalls, DirectoryRequest
+from slurm_rlhf.wire.calls import ActorCalls
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class TrainingLoop:
         with self.step.phases("checkpoint"):
             self.checkpoints.save_once()
         with self.step.phases("export"):
-            self.step.roles[ACTOR].call_all(ActorCalls.export, DirectoryRequest(str(self.final)))
+            self.step.roles[ACTOR].call_all(ActorCalls.export, str(self.final))
         self.checkpoints.count_wall()
 
     def _begin(self) -> None:

@@ -16,21 +16,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-from msgspec.structs import asdict
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.observe.events import START, EventLog, WarningEvents
-from slurm_rlhf.observe.jsonl import truncate_after
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.observe.samples import Sample, SampleLog, choose
-from slurm_rlhf.observe.spans import CallSpans, TimelineLog
+from slurm_rlhf.observe.run_log import START, EventLog, Sample, SampleLog, WarningEvents, choose, truncate_after
+from slurm_rlhf.observe.timing import CallSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience, SyncConnection, Trajectory
 from slurm_rlhf.report.page import write_report
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 from slurm_rlhf.sampling.batches import Batch
-from slurm_rlhf.wire.calls import MemoryReport, RankCalls
-from slurm_rlhf.wire.declarations import spec_of
+from slurm_rlhf.wire.calls import DeviceReport, RankCalls
+from slurm_rlhf.wire.codec import spec_of
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle
 
 log = logging.getLogger(__name__)
@@ -140,9 +137,10 @@ class Recorder:
                 take = partial(self._measured, role, number * width)
                 handle.call(number, RankCalls.memory).add_done_callback(take)
 
-    def _measured(self, role: str, rank: int, answer: Future[MemoryReport]) -> None:
+    def _measured(self, role: str, rank: int, answer: Future[DeviceReport]) -> None:
         if answer.exception() is None:
-            self._memory.setdefault(role, {})[str(rank)] = asdict(answer.result())
+            found = answer.result()
+            self._memory.setdefault(role, {})[str(rank)] = {"used": found.used, "total": found.total}
 
     @spared
     def phase(self, name: str) -> None:

@@ -10,18 +10,17 @@ from typing import Any
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import printable
-from slurm_rlhf.observe import events
+from slurm_rlhf.observe import run_log
 from slurm_rlhf.observe.live import make_progress
 from slurm_rlhf.observe.metrics import MetricsLog
+from slurm_rlhf.observe.run_log import console_text
 from slurm_rlhf.observe.run_status import Summary
-from slurm_rlhf.observe.samples import console_text
-from slurm_rlhf.observe.trackers.trackers import Trackers
+from slurm_rlhf.observe.trackers import Trackers
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.recording import Recorder
-from slurm_rlhf.run.run_state import RunState
-from slurm_rlhf.run.saves import Best
+from slurm_rlhf.run.run_state import Best, RunState
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.batches import Batch
 
@@ -69,13 +68,13 @@ class Reporting:
         log.info("%s", text)
         self._progress.note(text)
         if self._starting:
-            self._write("running", starting=text)  # for `slurm-rlhf status`
-        if kind := kind or events.kind_of_note(text):
+            self._write("running", starting=text)  # `slurm-rlhf status` shows it
+        if kind := kind or run_log.kind_of_note(text):
             self.recorder.event(kind, text, engine)
 
     def hung(self, text: str) -> None:
         """Note that nothing moves."""
-        self.note(text, events.HANG)
+        self.note(text, run_log.HANG)
 
     def place(self, ranks: RankMap) -> None:
         """Note where the ranks are, and how many each role has."""
@@ -88,7 +87,7 @@ class Reporting:
         self.note(why)
         self.note(what)
         self.restarts.append(why.partition("\n")[0])
-        self.recorder.event(events.RESTART, f"{self.restarts[-1]}; {what}")
+        self.recorder.event(run_log.RESTART, f"{self.restarts[-1]}; {what}")
 
     def begin(self, state: RunState, total: int, checkpoint: Path | None) -> None:
         """Report that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
@@ -104,7 +103,9 @@ class Reporting:
         self.recorder.begin(state.step)
         self._trackers.open()
         if not self.restarts:
-            self.recorder.event(events.START if checkpoint is None else events.RESUME, f"step {state.step} of {total}")
+            self.recorder.event(
+                run_log.START if checkpoint is None else run_log.RESUME, f"step {state.step} of {total}"
+            )
         if checkpoint is not None:
             again = f", {dropped} later steps are done again" if dropped else ""
             self.note(f"resuming from {checkpoint} at step {state.step}/{total}{again}")
@@ -182,7 +183,7 @@ class Reporting:
         self._trackers.close(failed=False)
         state = self._state
         assert state is not None
-        self.recorder.event(events.FINISH, f"{state.step} steps in {state.wall_s:.0f} s")
+        self.recorder.event(run_log.FINISH, f"{state.step} steps in {state.wall_s:.0f} s")
         self.recorder.end()
         if state.eval_before is not None and state.eval_after is not None:
             self.note(f"evaluation, mean score: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
@@ -205,9 +206,9 @@ class Reporting:
 
         `seconds`: time until it was there; the run waited for `waited_s` of it.
         """
-        rest = f", {seconds - waited_s:.1f} s of it beside the steps" if waited_s < seconds else ""
+        rest = f", {seconds - waited_s:.1f} s of it during the steps" if waited_s < seconds else ""
         log.info("checkpoint of step %d saved in %.1f s%s", step, seconds, rest)
-        self.recorder.event(events.CHECKPOINT, f"saved in {seconds:.1f} s" + (f", of step {step}{rest}" * bool(rest)))
+        self.recorder.event(run_log.CHECKPOINT, f"saved in {seconds:.1f} s" + (f", of step {step}{rest}" * bool(rest)))
         lead = self._lead_s
         if seconds > lead / 2 and not self._warned:
             self._warned = True
@@ -234,11 +235,11 @@ class Reporting:
             else:
                 kept = "no step was done, so there is nothing to save"
             self.note(f"stopped by {why}; {kept}")
-            self.recorder.event(events.STOP, f"stopped by {why}; {kept}")
+            self.recorder.event(run_log.STOP, f"stopped by {why}; {kept}")
             self._trackers.close(failed=False)
             if goes_on:
                 # Before the request: Slurm may end this process by it.
-                self.recorder.event(events.REQUEUE, f"asks to go on later, because {why}")
+                self.recorder.event(run_log.REQUEUE, f"asks to go on later, because {why}")
             self.recorder.end()
 
     def failed(self, error: BaseException) -> None:
@@ -251,7 +252,7 @@ class Reporting:
                 self._write("interrupted" if stopped else "failed", str(error))
             finally:
                 self._trackers.close(failed=not stopped)
-            kind = events.STOP if stopped else events.kind_of_failure(error)
+            kind = run_log.STOP if stopped else run_log.kind_of_failure(error)
             self.recorder.event(kind, str(error) or type(error).__name__)
             self.recorder.end()
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from slurm_rlhf.algorithms.registry import KEY as ESTIMATOR
 from slurm_rlhf.config.check import warnings
-from slurm_rlhf.config.key_text import dump_toml, toml_value
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml, toml_value
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class Inputs:
     order: PromptOrder
     reward: RewardFunction | None  # None: a reward model scores
     total_steps: int
-    findings: PromptFindings  # for the self-check
+    findings: PromptFindings  # facts about the prompts, for the self-check
     tokenizer: Tokenizer
     model: dict[str, str]  # path of the actor's model -> hash of its contents
 

@@ -3,24 +3,154 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from slurm_rlhf.algorithms.registry import changed_plugins, load_plugins
-from slurm_rlhf.algorithms.reward_scale import RunningScale
+from slurm_rlhf.algorithms.reward_shaping import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.interval import Failures, best_interval, in_steps, span
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.observe.metrics import finite
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.run.gpu_account import GpuAccount
-from slurm_rlhf.run.saves import Best, PendingSave, SaveCadence, better, resumed, written
 from slurm_rlhf.run.step import TrainingStep
-from slurm_rlhf.wire.calls import DirectoryRequest, SaveRequest, TrainerCalls
+from slurm_rlhf.wire.calls import SaveRequest, TrainerCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather
+
+FIRST = 2
+"""Step after which `auto` saves first, to measure a save; the first step is longer by its warm-up."""
+REMEMBERED = 20
+"""Number of steps and of saves whose medians count."""
+NEWS = 1.5
+"""Factor between the interval and the one last reported at which the user gets another report."""
+
+
+@dataclass(slots=True)
+class SaveCadence:
+    """Tells when a checkpoint is due. `begin` comes before each step, `due` after it, `saved` after each save."""
+
+    every: int | Literal["auto"]  # ckpt.save_steps
+    failures: Failures
+    note: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    last: int = 0  # step of the newest checkpoint
+    _saves: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)
+    _steps: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)  # seconds
+    _since: float | None = field(default=None, init=False)  # time when the present step began
+    _reported: int = field(default=0, init=False)
+
+    def begin(self) -> None:
+        """Note that the next step begins."""
+        self._since = self.clock()
+
+    def due(self, step: int) -> bool:
+        """Tell whether a checkpoint is due after `step`, which has just ended."""
+        if self._since is not None:
+            self._steps.append(self.clock() - self._since)
+        if self.every != "auto":
+            return self.every > 0 and step % self.every == 0
+        if not self._saves:
+            return step - self.last >= FIRST
+        return step - self.last >= self.interval()
+
+    def begun(self, step: int) -> None:
+        """Note that a checkpoint of `step` is being made: the next one is due an interval later."""
+        self.last = step
+
+    def saved(self, cost_s: float, written_s: float) -> None:
+        """Note that a save has kept the run from its steps for `cost_s` and was on disk after `written_s`."""
+        self._saves.append((cost_s, written_s))
+        if self.every != "auto" or not self._steps:
+            return
+        steps = self.interval()
+        if not self._reported or not self._reported / NEWS <= steps <= self._reported * NEWS:
+            self._reported = steps
+            self.note(f"ckpt.save_steps = auto: {self.words()}")
+
+    def interval(self) -> int:
+        """Return the number of steps between saves that is best by the measurements so far."""
+        return in_steps(best_interval(*self._costs(), self.failures.mtbf_s), self._step_s())
+
+    def words(self) -> str:
+        """Describe the interval, and the reasons for it."""
+        steps, step_s, (cost_s, written_s) = self.interval(), self._step_s(), self._costs()
+        return (
+            f"a checkpoint every {steps} steps ({span(steps * step_s)}): a step takes {span(step_s)}, a save keeps "
+            f"the run waiting for {span(cost_s)} and is on disk after {span(written_s)}; {self.failures.words()}"
+        )
+
+    def _costs(self) -> tuple[float, float]:
+        costs, writes = zip(*self._saves, strict=True)
+        return statistics.median(costs), statistics.median(writes)
+
+    def _step_s(self) -> float:
+        return statistics.median(self._steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the measurements, so that a resume need not repeat them."""
+        return {"saves": [list(each) for each in self._saves], "steps": list(self._steps)}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Go on from `state_dict`, at the checkpoint of `step`."""
+        self.last = step
+        self._saves.extend((cost_s, written_s) for cost_s, written_s in state.get("saves", ()))
+        self._steps.extend(state.get("steps", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Says which step was the best so far; more is better, and the first of equal ones."""
+
+    metric: str
+    value: float
+    step: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def better(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
+    """Return the best step once `step` was evaluated with `metrics`; None if `metric` is empty."""
+    value = metrics.get(metric, math.nan)
+    if not metric or not math.isfinite(value) or (best is not None and value <= best.value):
+        return best
+    return Best(metric, float(value), step)
+
+
+def resumed(state: Mapping[str, Any] | None, metric: str, present: bool) -> tuple[Best | None, str]:
+    """Read the best step of a checkpoint's state, or say why it is none any more; `present`: its checkpoint exists."""
+    if not metric or not state:
+        return None, ""
+    best = Best(**state)
+    if best.metric != metric:
+        return None, (
+            f"ckpt.best_metric was {best.metric} before, and is {metric} now: step {best.step} is no longer kept as "
+            "the best, and the best is chosen anew from here on"
+        )
+    if not present:
+        return None, (
+            f"the best checkpoint so far, of step {best.step} ({metric} {best.value:.4f}), is not in this run "
+            "directory any more: the best is chosen anew from here on"
+        )
+    return best, ""
+
+
+class PendingSave(NamedTuple):
+    """Holds a checkpoint that a thread completes while the run goes on."""
+
+    step: int
+    waited_s: float  # seconds for which the run waited
+    seconds: Future[float]  # time from its beginning until it was whole
+
 
 REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS, BEST = "reward_scale", "unevaluated", "gpus", "plugins", "best"
 CADENCE, MODEL = "cadence", "model"
@@ -95,54 +225,54 @@ class RunCheckpoints:
                 saves += self.roles[role].start_all(TrainerCalls.save, SaveRequest(str(path / role), behind))
             gather(saves)
         state, kept = self._state_dict(), () if self.best is None else (self.best.step,)
+        writers = [self.roles[role] for role in self._saving()] if behind else []
+
+        def complete() -> float:
+            with self.directory.explained(number):
+                gather([role.written(rank) for role in writers for rank in range(role.world)])
+            self.directory.commit(number, state)
+            self.directory.prune(self.keep, kept)
+            return time.monotonic() - started
+
         self._saved_step = number
         self.cadence.begun(number)
-        pending = PendingSave(number, started, time.monotonic() - started)
         if behind:
-            roles = [self.roles[role] for role in self._saving()]
-            pending.begin(lambda: self._complete(number, state, kept, written(roles)))
-            self._pending = pending
+            self._pending = PendingSave(number, time.monotonic() - started, in_thread(complete, "checkpoint"))
         else:
-            pending.complete(lambda: self._complete(number, state, kept, ()))
-            self._finished(pending)
-
-    def _complete(
-        self, number: int, state: dict[str, Any], kept: tuple[int, ...], writes: Sequence[Future[None]]
-    ) -> None:
-        """Complete a checkpoint when the roles have written their parts. Any thread may call it."""
-        with self.directory.explained(number):
-            gather(writes)
-        self.directory.commit(number, state)
-        self.directory.prune(self.keep, kept)
+            seconds = complete()
+            self._on_disk(number, seconds, seconds)
 
     def poll(self) -> None:
         """Report a checkpoint that is written by now. Raises its error."""
-        if self._pending is not None and self._pending.done():
-            self._finished(self._pending)
+        if self._pending is not None and self._pending.seconds.done():
+            self._finished()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written. Raises its error."""
         if self._pending is None:
             return
-        if not self._pending.done():
+        if not self._pending.seconds.done():
             with self.step.phases("checkpoint_wait"):
                 # The error of a trainer that dies comes first; `PendingSave` has the error of one that cannot write.
                 for role in self._saving():
                     self.roles[role].call_all(TrainerCalls.finish_save)
-                self._pending.wait_for(None)
-        self._finished(self._pending)
+                wait([self._pending.seconds])
+        self._finished()
 
     def abandon(self, timeout_s: float) -> None:
         """Wait for the checkpoint that is being written while the run fails: it may be the newest there will be."""
-        if self._pending is not None and self._pending.wait_for(timeout_s):
+        if self._pending is not None and wait([self._pending.seconds], timeout_s).done:
             with contextlib.suppress(CheckpointError, RunError):
-                self._finished(self._pending)
+                self._finished()
 
-    def _finished(self, pending: PendingSave) -> None:
-        self._pending = None
-        seconds = pending.result()
-        self.cadence.saved(pending.cost_s, seconds)
-        self.saved(pending.step, seconds, pending.cost_s)
+    def _finished(self) -> None:
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        self._on_disk(pending.step, pending.seconds.result(), pending.waited_s)
+
+    def _on_disk(self, step: int, seconds: float, waited_s: float) -> None:
+        self.cadence.saved(waited_s, seconds)
+        self.saved(step, seconds, waited_s)
 
     def save_once(self) -> None:
         """Write a checkpoint unless the last step that was done has one, and wait for one that is being written."""
@@ -189,7 +319,7 @@ class RunCheckpoints:
         self.cadence.load_state_dict(state.get(CADENCE, {}), self.state.step)
         loads: list[Future[None]] = []
         for role in self._saving():
-            loads += self.roles[role].start_all(TrainerCalls.load, DirectoryRequest(str(path / role)))
+            loads += self.roles[role].start_all(TrainerCalls.load, str(path / role))
         gather(loads)
         self._saved_step = self.state.step
 
@@ -204,7 +334,7 @@ class RunCheckpoints:
         self.clock = now
 
     def _saving(self) -> list[str]:
-        return [role for role in self.roles if ROLES[role].saves]
+        return [role for role in self.roles if ROLES[role].kind == "trained"]
 
     def _state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"run": self.state.to_json(), "order": self.order, "kl": self.step.kl.state_dict()}

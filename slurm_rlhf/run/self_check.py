@@ -15,12 +15,11 @@ from msgspec import structs
 
 from slurm_rlhf.algorithms.batching import assemble
 from slurm_rlhf.algorithms.policy_distance import ages
-from slurm_rlhf.algorithms.reward_scale import clip_warning
+from slurm_rlhf.algorithms.reward_shaping import clip_warning
 from slurm_rlhf.config.correction import before_update, of_the_update
 from slurm_rlhf.config.schema import Config, Data
-from slurm_rlhf.data.framing import has_double_bos, missing_eos
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, missing_eos
 from slurm_rlhf.errors import ModelError, SelfCheckError
 from slurm_rlhf.eval.verdicts import (
     ALL_THE_SAME,
@@ -33,7 +32,6 @@ from slurm_rlhf.eval.verdicts import (
     drift,
     engine_not_finite,
     first_ratio,
-    fitting,
     not_finite,
     ratio_line,
     shares_line,
@@ -89,7 +87,6 @@ class SelfCheck:
     _begun: bool = field(default=False, init=False)
     _updated: bool = field(default=False, init=False)
     _passed: F32 | None = field(default=None, init=False)  # log-probs to compare the first update's pass with, [A]
-    _clipped: float = field(default=0.0, init=False)  # largest share of clipped rewards with a warning
     _warned: dict[str, float] = field(default_factory=dict, init=False)  # check -> figure of the last warning
 
     def before_update(
@@ -159,8 +156,8 @@ class SelfCheck:
     def _warn_of_clipping(self, step: int, metrics: dict[str, float]) -> None:
         """Warn of many clipped rewards, whether the self-check is on or not, and again when they become more."""
         share = metrics.get("reward_clipped", 0.0)
-        if warning := clip_warning(share, self._clipped, self.config.reward.clip_range):
-            self._clipped = share
+        if warning := clip_warning(share, self._warned.get("clipped", 0.0), self.config.reward.clip_range):
+            self._warned["clipped"] = share
             self.note(f"step {step}: {warning}")
 
     def _engine_finite(self, step: int, lost: float, exp: Experience) -> None:
@@ -168,13 +165,11 @@ class SelfCheck:
         tokens = int(lost) + int(exp.action_mask.sum())
         if not lost:
             return
-        message = self._fitting(engine_not_finite(lost, tokens))
+        message = engine_not_finite(lost, tokens)
         stop = 1.0 if not self._begun else self.config.train.self_check_stop
         if stop and lost > stop * FEW_NOT_FINITE * tokens:
             raise SelfCheckError(f"self-check failed (engine): step {step}: {message}. {ALL_THE_SAME}.")
-        if not lost / tokens < 2 * self._warned.get("not_finite", 0.0):
-            self._warned["not_finite"] = lost / tokens
-            self.note(f"warning: step {step}: {message}")
+        self._warn(step, "not_finite", lost / tokens, message)
 
     def _with_pass(self, exp: Experience) -> Experience:
         """Compute the log-probs that are not computed before the update; the step goes on with `exp` as it is."""
@@ -193,10 +188,7 @@ class SelfCheck:
 
     def _insist(self, verdict: CheckResult) -> None:
         if not verdict.passed:
-            raise SelfCheckError(self._fitting(verdict.error()))
-
-    def _fitting(self, text: str) -> str:
-        return fitting(text, self.config.rollout.engine)
+            raise SelfCheckError(verdict.error())
 
     def _watch(self, step: int, verdict: CheckResult) -> None:
         """Warn of a figure beyond its bound, again when it has doubled; end the run at a multiple of it."""
@@ -205,12 +197,16 @@ class SelfCheck:
         stop = self.config.train.self_check_stop
         if stop and not verdict.figure < stop * verdict.bound.limit:
             raise SelfCheckError(
-                f"step {step}: {self._fitting(verdict.describe())}. The run ends here, beyond {stop:g} times the bound "
+                f"step {step}: {verdict.describe()}. The run ends here, beyond {stop:g} times the bound "
                 "(train.self_check_stop); its checkpoints are kept."
             )
-        if not verdict.figure < 2 * self._warned.get(verdict.check, 0.0):
-            self._warned[verdict.check] = verdict.figure
-            self.note(f"warning: step {step}: {self._fitting(verdict.describe())}")
+        self._warn(step, verdict.check, verdict.figure, verdict.describe())
+
+    def _warn(self, step: int, check: str, figure: float, message: str) -> None:
+        """Warn of a figure, and again when it has doubled."""
+        if not figure < 2 * self._warned.get(check, 0.0):
+            self._warned[check] = figure
+            self.note(f"warning: step {step}: {message}")
 
     def _with_cause(self, verdict: CheckResult, exp: Experience, fresh: Bool) -> CheckResult:
         """Have the actor compute the whole batch again, so that the error says which of the two is off."""

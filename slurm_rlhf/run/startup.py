@@ -18,23 +18,22 @@ from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.eval.sets import Evaluation
 from slurm_rlhf.groups.engine_pool import EnginePool
+from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.trainer_recovery import Plan
 from slurm_rlhf.groups.watchdog import Watchdog
-from slurm_rlhf.observe.events import read_events
+from slurm_rlhf.observe.run_log import read_events
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU, GPU
-from slurm_rlhf.records import SyncConnection
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_inputs import Inputs
-from slurm_rlhf.run.run_state import RunCheckpoints, RunState
-from slurm_rlhf.run.saves import SaveCadence
+from slurm_rlhf.run.run_state import RunCheckpoints, RunState, SaveCadence
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
@@ -42,7 +41,7 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.actor_sampler import ActorSampler
 from slurm_rlhf.sampling.dispatch import Dispatcher, Sampler
 from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.wire.calls import EngineCalls, StartAnswer, StartCalls, StartRequest
+from slurm_rlhf.wire.calls import EngineCalls, StartAnswer, StartCalls
 from slurm_rlhf.wire.handles import EngineHandle, gather
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,6 @@ class Startup:
     stop: Stop
     clock: float  # time.monotonic() when the run began
     watchdog: Watchdog
-    _pool: EnginePool | None = field(default=None, init=False)
     _sync: WeightSync | None = field(default=None, init=False)
     _checkpoints: RunCheckpoints | None = field(default=None, init=False)
     _gpu_sums: dict[str, float] = field(default_factory=dict, init=False)  # sums of before a restart
@@ -77,19 +75,17 @@ class Startup:
 
         Blocks while they find out that a weight update has broken. Returns False if all engines have to start again.
         """
-        recovery, pool = self.supervisor.recovery, self._pool
-        if recovery is None or pool is None or not recovery.armed:
+        engines, handle = self.supervisor.engines, self.supervisor.roles.get(ROLLOUT)
+        if engines is None or not engines.armed or handle is None:
             return False
-        pool.close()
-        for engine in pool.begun:
-            recovery.lost(engine, "its start was cut off by that of the trainers")
-        engines = self.supervisor.roles[ROLLOUT]
-        calls = {engine: engines.call(engine, EngineCalls.drop) for engine in pool.arrived}
+        for engine in engines.asked:
+            engines.lost(engine, "its start was cut off by that of the trainers")
+        calls = {engine: handle.call(engine, EngineCalls.drop) for engine in engines.up}
         done, _ = wait(calls.values(), 2 * self.config.timeout.sync_silence)
         for engine, call in calls.items():
             if call not in done or call.exception() is not None:
                 why = call.exception() if call in done else "it does not answer"
-                recovery.lost(engine, f"{why}, after its trainers have ended", silent=True)
+                engines.lost(engine, f"{why}, after its trainers have ended", silent=True)
         return True
 
     def again(
@@ -103,9 +99,6 @@ class Startup:
         state.wall_s, self.clock, self._checkpoints = spent_s, time.monotonic(), None
         if self.reporting.gpus is not None:
             self._gpu_sums = self.reporting.gpus.state_dict()
-        if ROLLOUT in roles and self._pool is not None:
-            self._pool.close()
-            self._pool = None
         self.inputs.order.rewind()
         self.supervisor.start_again(roles, ranks, role_environment(config, ranks, len(os.sched_getaffinity(0))))
         return self._lead(state, checkpoint)
@@ -119,19 +112,18 @@ class Startup:
         config = self.config
         roles = self.supervisor.roles
         self.reporting.recorder.watch(roles)
-        if self.supervisor.recovery is not None:
-            self.supervisor.recovery.tell = self.reporting.note
-        engines = roles.get(ROLLOUT)
-        if isinstance(engines, EngineHandle):
+        engines, units = roles.get(ROLLOUT), self.supervisor.engines
+        if isinstance(engines, EngineHandle) and units is not None:
+            units.tell = self.reporting.note
             weight_sync = self._weight_sync(engines)
-            gpus = self._gpus(weight_sync)
             self.reporting.recorder.transfer = lambda: weight_sync.connection
+            gpus = self._gpus()
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
-            pool = self._start_engines(engines, weight_sync, colocation)
+            pool = self._start_engines(units, engines, weight_sync, colocation)
             self._start_trainers(pool)
             step = self._step(self._dispatcher(engines, pool), pool, colocation)
         else:
-            gpus = self._gpus(None)
+            gpus = self._gpus()
             self._start_trainers(None)
             at_once = config.rollout.hf_at_once(on_gpus=self.ranks.topology.accelerator == GPU)
             sampler = ActorSampler(roles[ACTOR], config.train.seed, at_once, self.reporting.answered)
@@ -174,30 +166,21 @@ class Startup:
         self.reporting.phase(name)
         self.watchdog.phase(name)
 
-    def _gpus(self, weight_sync: WeightSync | None) -> GpuAccount | None:
+    def _gpus(self) -> GpuAccount | None:
         if self.ranks.topology.accelerator == CPU:
             return None
-
-        def transfer() -> SyncConnection | None:
-            return weight_sync.connection if weight_sync else None
-
-        account = self.reporting.gpus = GpuAccount(self.config, self.ranks, self.clock, transfer, self.reporting.note)
+        report = self.reporting
+        account = report.gpus = GpuAccount(self.config, self.ranks, self.clock, report.recorder.transfer, report.note)
         account.watch(self.supervisor.roles)
         return account
 
     def _start_engines(
-        self, engines: EngineHandle, weight_sync: WeightSync, colocation: Colocation | None
+        self, engines: Engines, handle: EngineHandle, weight_sync: WeightSync, colocation: Colocation | None
     ) -> EnginePool:
         """Begin to start the engines; colocated ones before the trainers, which find them asleep."""
-        config = self.config
-        all_at_once = config.train.full_determinism or config.train.colocate_all
-        pool = EnginePool(
-            self.supervisor, engines, weight_sync, config.timeout.connect, all_at_once, self.reporting.note
-        )
-        if self._pool is not None:
-            pool.take_over(self._pool)
-        pool.begin()
-        self._pool = pool
+        all_at_once = self.config.train.full_determinism or self.config.train.colocate_all
+        pool = EnginePool(self.supervisor, engines, handle, weight_sync, all_at_once)
+        engines.begin(all_at_once, self.reporting.note)
         if colocation is not None:
             log.info("engines %s have started, before any trainer", pool.wait([]))
             colocation.put_engines_to_sleep()
@@ -212,9 +195,7 @@ class Startup:
         engines = f"; starting {self.supervisor.roles[ROLLOUT].world} engines" if pool else ""
         self.reporting.note(f"loading {', '.join(trainers)}{engines}")
         starts: dict[str, list[Future[StartAnswer]]] = {
-            role: handle.start_all(
-                StartCalls.start, StartRequest(optimizer_steps(config, role, self.inputs.total_steps))
-            )
+            role: handle.start_all(StartCalls.start, optimizer_steps(config, role, self.inputs.total_steps))
             for role, handle in trainers.items()
         }
         for role, futures in starts.items():
@@ -261,8 +242,8 @@ class Startup:
         if message:
             note(message)
         source = inputs.reward or ModelRewards(roles[REWARD], config.train.forward_tokens)
-        recovery = self.supervisor.recovery  # an engine that died may start again on another node
-        node = sampling_nodes(self.ranks).__getitem__ if recovery is None else recovery.node
+        engines = self.supervisor.engines  # one that died may start again on another node
+        node = sampling_nodes(self.ranks).__getitem__ if engines is None else engines.node
         return TrainingStep(
             config=config,
             algorithm=algorithm_of(config),

@@ -29,7 +29,7 @@ from slurm_rlhf.algorithms.batching import Shard, assemble
 from slurm_rlhf.algorithms.correction import mask_not_finite
 from slurm_rlhf.algorithms.policy_distance import KLController, ages, staleness
 from slurm_rlhf.algorithms.registry import Algorithm
-from slurm_rlhf.algorithms.reward_scale import RewardScale
+from slurm_rlhf.algorithms.reward_shaping import RewardScale
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.correction import before_update, of_the_update
 from slurm_rlhf.config.roles import REWARD
@@ -40,8 +40,8 @@ from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Prompt, Sampling, Trajectory, pack
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.values import Rewards
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.experience import (
     counting,
@@ -92,11 +92,6 @@ class TrainingStep:
         last, awake = self.total_steps, self.awake
         parts = Parts(self.config, self.prompts, self.order, last, self.dispatcher, self.reward, awake)
         self.batches = make_batches(parts, self.sample)
-
-    @property
-    def _of_update(self) -> bool:
-        """Tell whether the old log-probs come from the update's own pass."""
-        return of_the_update(self.config)
 
     def run(
         self, number: int, version: int, checked: Callable[[], None], overlap: Overlap | None = None
@@ -207,7 +202,7 @@ class TrainingStep:
         if first is None:  # the actor is frozen, or all was skipped
             return {}
         rows, logprobs = first
-        if self._of_update:
+        if of_the_update(self.config):
             experience.columns["logprobs"] = assemble(experience, [Shard(rows, experience, [])], [logprobs])
             return self._compare(trajectories, experience, version)
         part = experience.select(rows)

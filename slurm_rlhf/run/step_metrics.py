@@ -11,9 +11,9 @@ from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.eval.verdicts import constant_share
-from slurm_rlhf.observe.events import WARNING
+from slurm_rlhf.observe.run_log import WARNING
 from slurm_rlhf.records import REPETITION, STOP, EngineLoad, Experience, Trajectory
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.rewards.function import Rewards
 
 SHARE = 0.5
 """An engine below this share of the median of its peers counts as far below them."""
@@ -27,34 +27,13 @@ def far_below(rates: Mapping[int, float]) -> dict[int, float]:
     `rates`: engine -> tokens per second while it had requests; engines that had none (rate 0) are left
     out. With two engines the peers' median is the other one's rate, so one slow engine of two is found.
     """
-    ordered = sorted((rate, engine) for engine, rate in rates.items() if rate > 0)
-    if len(ordered) < 2:
-        return {}
+    active = {engine: rate for engine, rate in rates.items() if rate > 0}
     found = {}
-    for place, (rate, engine) in enumerate(ordered):
-        peers = median(other for other, _ in [*ordered[:place], *ordered[place + 1 :]])
-        if rate < SHARE * peers:
-            found[engine] = peers
+    for engine, rate in active.items():
+        peers = [other for number, other in active.items() if number != engine]
+        if peers and rate < SHARE * median(peers):
+            found[engine] = median(peers)
     return found
-
-
-class Stragglers:
-    """Remember for how many steps in a row each engine was far below its peers."""
-
-    def __init__(self) -> None:
-        self._streaks: dict[int, int] = {}
-        self.named: set[int] = set()
-        """Engines that are known to be slow; an engine leaves after one step back among its peers."""
-
-    def step(self, rates: Mapping[int, float]) -> tuple[dict[int, float], list[int]]:
-        """Take the rates of a step; return ({newly slow engine -> median of its peers}, engines that are back)."""
-        low = far_below(rates)
-        back = sorted(engine for engine in self.named if rates.get(engine, 0.0) > 0 and engine not in low)
-        self.named -= set(back)
-        self._streaks = {engine: self._streaks.get(engine, 0) + 1 for engine in low}
-        fresh = {e: peers for e, peers in low.items() if self._streaks[e] >= STEPS and e not in self.named}
-        self.named |= set(fresh)
-        return fresh, back
 
 
 def sample_metrics(
@@ -109,12 +88,18 @@ class EngineMetrics:
         """`node(engine)`: where an engine runs now; `note` gets a text, the kind of event ("": none), the engine."""
         self._node = node
         self._note = note
-        self._stragglers = Stragglers()
+        self._streaks: dict[int, int] = {}  # engine -> steps in a row that it was far below its peers
+        self._named: set[int] = set()  # engines that were reported; one leaves after a step back among its peers
 
     def step(self, number: int, loads: dict[int, EngineLoad]) -> dict[str, float]:
         """Return metrics `perf/engine/<index>/<name>`; `loads`: the engines' work in this step's rollout."""
         rates = {engine: load.tokens_per_s for engine, load in loads.items()}
-        fresh, back = self._stragglers.step(rates)
+        low = far_below(rates)
+        back = sorted(engine for engine in self._named if rates.get(engine, 0.0) > 0 and engine not in low)
+        self._named -= set(back)
+        self._streaks = {engine: self._streaks.get(engine, 0) + 1 for engine in low}
+        fresh = {e: peers for e, peers in low.items() if self._streaks[e] >= STEPS and e not in self._named}
+        self._named |= set(fresh)
         for engine, peers in fresh.items():
             node = self._node(engine)
             self._note(

@@ -76,7 +76,7 @@ class _OptimizerStep:
     role: str
     tokens: float
     rows: list[int]  # rows of the whole batch that this step trains on
-    batch: Experience  # these rows
+    batch: Experience  # part of the batch with `rows`
     parts: list[Shard]  # the part of `batch` that each rank got
     calls: list[Future[TrainAnswer]]
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
-from slurm_rlhf.algorithms.groups import refill
+from slurm_rlhf.algorithms.reward_shaping import refill
 from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slurm_rlhf.algorithms.groups import passes
+from slurm_rlhf.algorithms.reward_shaping import passes
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.values import Rewards, joined
+from slurm_rlhf.rewards.function import Rewards, joined
 from slurm_rlhf.sampling.group_rules import GroupState
 
 

@@ -19,9 +19,10 @@ from typing import Any
 
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import Prompt, Sampling
-from slurm_rlhf.rewards.model import Scoring, in_background
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.rewards.function import Rewards
+from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.sampling.batches import Batch, FilterCounts, PromptGroup, assemble_batch, episodes_over
 from slurm_rlhf.sampling.engine_feed import EngineFeed
 from slurm_rlhf.sampling.group_rules import GroupState, choose, first_passing, on_policy_room, room
@@ -271,7 +272,7 @@ class GroupStream:
         self._judging = groups
         owners = [group.prompt for group in groups for _ in group.trajectories]
         responses = [t for group in groups for t in sorted(group.trajectories, key=lambda t: t.sample)]
-        call = in_background(self.reward, owners, responses, self._step)
+        call = in_thread(partial(self.reward, owners, responses, self._step), "reward")
         call.add_done_callback(lambda call: self._inbox.put(partial(self._judged, groups, call)))
 
     def _judged(self, groups: list[PromptGroup], call: Future[Rewards]) -> None:

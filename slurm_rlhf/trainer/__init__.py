@@ -1,6 +1,6 @@
 """One rank's side of training: trained and frozen models, and supervised fine-tuning.
 
-`trainers` has policy and value model with their losses, `frozen_models` reference and reward model; `models` loads all
+`trainers` has policy and value model with their losses, reference and reward model; `models` loads all
 of them, and `generation` lets the policy sample between optimizer steps. Below the losses is the seam
 `trainer.Trainer`, which `deepspeed` and `plain_torch` implement and `backends` chooses from: no other file names one.
 Imported by `ranks`, `bench` and `cli`; may import torch and `config`, `records`, `errors`, `data`, `algorithms`,

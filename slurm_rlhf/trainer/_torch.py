@@ -49,23 +49,12 @@ def attention_kernel() -> str:
 def _watch_once() -> None:
     original = functional.scaled_dot_product_attention
 
-    def first(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def first(*args: Any, **kwargs: Any) -> Tensor:
         functional.scaled_dot_product_attention = original
-        choice = torch._fused_sdp_choice(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        choice = torch._fused_sdp_choice(*args, **kwargs)
         names = {int(backend): name for name, backend in SDPBackend.__members__.items()}
         _seen.append(f"sdpa: {names.get(choice, choice)}")
-        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return original(*args, **kwargs)
 
     functional.scaled_dot_product_attention = first
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.placement.trainer_memory import BUCKET
+from slurm_rlhf.placement.rank_memory import BUCKET
 from slurm_rlhf.trainer._deepspeed import (
     copy_masters_to_parameters,
     full_shape,
@@ -37,9 +37,9 @@ from slurm_rlhf.trainer._transformers import shard_new_models
 from slurm_rlhf.trainer.distributed import World, release_cache
 from slurm_rlhf.trainer.optimizer_state import (
     HOST,
-    MOMENTS,
     Fragment,
     fragment_of,
+    move_moments,
     moved,
     whole_fragments,
     zero_moments,
@@ -78,8 +78,7 @@ class DeepSpeedTrainer(Trainer):
                 yield name, parameter.detach()
 
     def move(self, where: Literal["host", "device"]) -> None:
-        move = offload_optimizer if where == "host" else reload_optimizer
-        move(self._engine, self.cfg.zero_stage, self.world.device)
+        move_optimizer(self._engine, self.cfg.zero_stage, where, self.world.device)
 
     def _held(self, name: str, parameter: Tensor) -> Fragment:
         whole = (0, parameter.detach().reshape(-1))
@@ -259,38 +258,27 @@ def gathering(module: nn.Module) -> Iterator[None]:
 # --- optimizer states in host memory ---------------------------------------------------------------------------------
 
 
-def offload_optimizer(engine: Any, stage: int, device: torch.device) -> None:
-    """Move the fp32 masters and AdamW's moments of ZeRO-2 or -3 from `device` to host memory.
+def move_optimizer(engine: Any, stage: int, where: Literal["host", "device"], device: torch.device) -> None:
+    """Move the fp32 masters and AdamW's moments to host memory, or back. The parameters stay for the weight sync.
 
-    The memory of gradients, which mean nothing between two steps, is freed. The bf16 parameters stay on the device:
-    the weight sync that follows needs them.
+    Under ZeRO-3 DeepSpeed does so for its own FusedAdam only; there the memory of gradients, which mean nothing between
+    two steps, is freed as well.
     """
-    if stage == 3:
-        _move(engine.optimizer, HOST)
-        for buffer in gradient_buffers(engine.optimizer):
-            buffer.untyped_storage().resize_(0)
+    away = where == "host"
+    if stage < 3:
+        if away:
+            engine.offload_states(include=optimizer_states(), pin_memory=True)
+        else:
+            engine.reload_states()
     else:
-        engine.offload_states(include=optimizer_states(), pin_memory=True)
-    release_cache()
-
-
-def reload_optimizer(engine: Any, stage: int, device: torch.device) -> None:
-    """Move what `offload_optimizer` has moved back to `device`."""
-    if stage == 3:
-        _move(engine.optimizer, device)
+        for master in masters(engine.optimizer):
+            target = HOST if away else device
+            master.data = moved(master.data, target)
+            move_moments(engine.optimizer.optimizer.state.get(master, {}), target)
         for buffer in gradient_buffers(engine.optimizer):
             # In place, because DeepSpeed's views of it stay; zeros, because padding is never written and is summed up.
-            buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
-            buffer.zero_()
-    else:
-        engine.reload_states()
-
-
-def _move(optimizer: Any, device: torch.device) -> None:
-    """Move masters and moments. DeepSpeed moves them under ZeRO-3 for its own FusedAdam only, in the same way."""
-    for master in masters(optimizer):
-        master.data = moved(master.data, device)
-        state = optimizer.optimizer.state.get(master, {})
-        for moment in MOMENTS:
-            if moment in state:
-                state[moment].data = moved(state[moment].data, device)
+            buffer.untyped_storage().resize_(0 if away else buffer.numel() * buffer.element_size())
+            if not away:
+                buffer.zero_()
+    if away:
+        release_cache()

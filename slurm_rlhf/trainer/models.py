@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_rlhf.config.model_directory import REWARD_HEADS, reward_head, weight_files
+from slurm_rlhf.config.model_directory import REWARD_HEADS, check_model_directory, reward_head, weight_files
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.trainer._transformers import restore_buffers, rows_are_sequences
@@ -179,7 +179,7 @@ def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: 
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    _check_directory(path)
+    check_model_directory("the model", str(path), tokenizer=False)
     try:
         model, info = _from_pretrained(kind, path, ds)
     except Exception as error:  # transformers, safetensors and pickle raise many kinds
@@ -226,15 +226,6 @@ def _from_pretrained(kind: Any, path: Path, ds: Ds) -> Any:
             raise
         log.info("%s has no sdpa attention in transformers: attention is eager", path)
         return load("eager")
-
-
-def _check_directory(path: Path) -> None:
-    if not path.is_dir():
-        raise ModelError(f"{path}: no such directory. Give the directory of a Hugging Face model.")
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path}: no config.json in it. Give the directory of a Hugging Face model.")
-    if not any(True for pattern in ("*.safetensors", "pytorch_model*.bin") for _ in path.glob(pattern)):
-        raise ModelError(f"{path}: no weights in it. Expected model.safetensors, its shards, or pytorch_model.bin.")
 
 
 class ValueHead(nn.Linear):

@@ -9,15 +9,15 @@ rank_00003.002.safetensors    "<kind>|<start>|<parameter>" -> fp32 [n], elements
 A rank reads its own files first, so that a resume with the same layout opens no others. What they lack it reads from
 the files of other ranks: no more than the elements it owns.
 
-What libraries have to save behind the computation writes files that only the same layout can read, or, as
-`torch.distributed.checkpoint.async_save` does, whole tensors, which a rank here does not have.
+Asynchronous saves of libraries write files that only the same layout can read, or whole tensors, which a rank here does
+not have (`torch.distributed.checkpoint.async_save`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from slurm_rlhf.errors import CheckpointError
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.trainer.distributed import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state for each element
@@ -65,7 +66,7 @@ def fragment_of(name: str, start: int, master: Tensor, state: dict[str, Tensor],
 
 
 def zero_moments(adamw: Any, masters: Iterable[Tensor], steps: int) -> None:
-    """Give AdamW zero moments of `masters` as after `steps` steps, which it would make in its first."""
+    """Give AdamW the zero moments of `masters` that its first step would make, and count `steps` steps as taken."""
     for master in masters:
         moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
         adamw.state[master] = {**moments, "step": torch.tensor(float(steps))}
@@ -162,21 +163,21 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return target.copy_(tensor)
 
 
+def move_moments(state: dict[str, Tensor], device: torch.device) -> None:
+    """Move AdamW's moments in `state` of a master; before the first step there are none."""
+    for moment in MOMENTS:
+        if moment in state:
+            state[moment].data = moved(state[moment].data, device)
+
+
 # --- behind the next steps -------------------------------------------------------------------------------------------
 
 
-def _nothing() -> Future[None]:
-    """Return a Future that is done."""
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """Describes a save that is under way; without arguments, one that is done."""
-
-    written: Future[None] = field(default_factory=_nothing)  # raises what the write has raised
+def done() -> Future[None]:
+    """Return the Future of a save that is written."""
+    written: Future[None] = Future()
+    written.set_result(None)
+    return written
 
 
 class HostCopy:
@@ -214,26 +215,26 @@ class AsyncSave:
 
     def __init__(self) -> None:
         self.copies = HostCopy()
-        self._writer = ThreadPoolExecutor(1, "async-save")
-        self._pending = Pending()
+        self._written = done()
 
     def begin(
         self, fragments: Iterable[Fragment], device: torch.device, write: Callable[[list[Fragment]], None]
-    ) -> Pending:
-        """Copy fragments and have a thread `write` the copies. Waits for the write before."""
+    ) -> Future[None]:
+        """Copy fragments and have a thread `write` the copies; return what it ends with. Waits for the write before."""
         self.wait()
-        self._pending = Pending(self._writer.submit(write, self.copies.take(fragments, device)))
-        return self._pending
+        copies = self.copies.take(fragments, device)
+        self._written = in_thread(lambda: write(copies), "async-save")
+        return self._written
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
-        wait([self._pending.written])
+        wait([self._written])
 
 
 def flush(files: Iterable[Path]) -> None:
     """Force files to disk. Raises OSError.
 
-    On a file system of many nodes this is for the node that wrote them: the conductor's turn comes to nothing then.
+    On a file system of many nodes the node that wrote them has to do it: the conductor's own call has no effect.
     """
     for path in files:
         with open(path, "rb") as file:

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_rlhf.placement.trainer_memory import BUCKET
+from slurm_rlhf.placement.rank_memory import BUCKET
 from slurm_rlhf.trainer.distributed import World, release_cache
-from slurm_rlhf.trainer.optimizer_state import HOST, MOMENTS, Fragment, moved, whole_fragments, zero_moments
+from slurm_rlhf.trainer.optimizer_state import HOST, Fragment, move_moments, whole_fragments, zero_moments
 from slurm_rlhf.trainer.train_settings import DTYPES, TrainSettings, adamw
 from slurm_rlhf.trainer.trainer import Trainer
 
@@ -51,8 +51,7 @@ class PlainTrainer(Trainer):
     def move(self, where: Literal["host", "device"]) -> None:
         device = HOST if where == "host" else self.world.device
         for state in self.optimizer.state.values():
-            for moment in MOMENTS:
-                state[moment] = moved(state[moment], device)
+            move_moments(state, device)
         release_cache()
 
     def _update(self) -> float:

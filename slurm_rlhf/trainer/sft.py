@@ -21,14 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
-from slurm_rlhf.algorithms.policy_loss_inputs import Metrics
+from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config, Data
-from slurm_rlhf.data.framing import continuations
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet, cell, read_jsonl
-from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.data.tokenizer import Tokenizer, continuations
 from slurm_rlhf.errors import CheckpointError, ConfigError, DataError, printable
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.records import Experience
@@ -279,7 +278,7 @@ WORDS = {
 
 
 class StopSignals:
-    """Remembers the first signal, inside a `with` block; a second one does what it does by itself."""
+    """Remembers the first signal, inside a `with` block; a second one has its usual effect."""
 
     def __init__(self) -> None:
         self.number = 0

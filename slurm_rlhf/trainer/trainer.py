@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.trainer.distributed import World
-from slurm_rlhf.trainer.optimizer_state import AsyncSave, Fragment, Pending, ShardReader, flush, write_shard
+from slurm_rlhf.trainer.optimizer_state import AsyncSave, Fragment, ShardReader, done, flush, write_shard
 from slurm_rlhf.trainer.train_settings import TrainSettings, learning_rate
 
 
@@ -103,11 +104,11 @@ class Trainer(ABC):
         Collective only if `sharded`: then a parameter is whole until the next one is asked for.
         """
 
-    def save(self, directory: Path, behind: bool = False) -> Pending:
+    def save(self, directory: Path, behind: bool = False) -> Future[None]:
         """Write all that the next steps depend on; every rank gives the same directory. Raises OSError.
 
         Called by a rank's worker and by `sft`. With `behind` it only copies, and a thread writes the same files while
-        the next steps are taken: not collective, and it waits for an earlier write. The answer has what that raises.
+        the next steps are taken: not collective, and it waits for an earlier write. The Future raises what that raises.
         """
         state = self._state()
 
@@ -126,7 +127,7 @@ class Trainer(ABC):
         self._saver.wait()
         write(fragments)
         torch.distributed.barrier()
-        return Pending()
+        return done()
 
     def load(self, directory: Path) -> None:
         """Continue where `save` was called, by as many ranks as now or by others, under any ZeRO stage and trainer.
@@ -167,7 +168,7 @@ class Trainer(ABC):
         """Take `self._scale`, which has changed, for the next step. An implementation that reads it needs nothing."""
 
     def _checked(self, loss: Tensor) -> Tensor:
-        """Make a loss NaN that is not finite: so every gradient is, and all ranks, which add them up, skip the step."""
+        """Make a loss that is not finite NaN: then the sum of gradients is NaN, and all ranks skip the step."""
         return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan).to(loss.dtype)
 
     def _clip(self) -> float:
@@ -278,8 +279,7 @@ class LossScale:
 
     def state(self) -> dict[str, float]:
         """Return what a checkpoint keeps."""
-        kept = asdict(self)
-        return {name: kept[name] for name in ("scale", "passed", "overflows")}
+        return {"scale": self.scale, "passed": self.passed, "overflows": self.overflows}
 
     def load(self, state: dict[str, float]) -> None:
         """Continue where `state` was called."""

@@ -7,18 +7,101 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
+from xxhash import xxh3_64
 
 from slurm_rlhf.errors import SyncError, shortened
-from slurm_rlhf.weights.checksum import checksum, host_checksum
 from slurm_rlhf.weights.transfer_plan import FIXED_HEADER, BucketPart, Parameter, Piece, Span, SyncPlan
+
+_PIECE = 1 << 20  # bytes that are copied and hashed at a time: they stay in a second-level cache in between
+_BLOCK = 1 << 15  # words of a block of the sum
+_AT_ONCE = 1 << 20  # words that a device takes in one go: more need more memory, less more launches
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the multiplier of Fibonacci hashing
+
+
+def checksum(data: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute a checksum of `data` (uint8 [n]; on a device n is a multiple of 8), as an int64 tensor [] on its device.
+
+    With `into` (uint8 [n]) the bytes are copied there on the way, and those that arrived are summed.
+    """
+    if _is_cpu(data):
+        return torch.tensor(host_checksum(data, into))
+    return _weighted(data, into)
+
+
+def host_checksum(data: torch.Tensor, into: torch.Tensor | None = None) -> int:
+    """Compute `checksum` of bytes on a host, XXH3, as an int64. The interpreter's lock is free meanwhile."""
+    state = xxh3_64()
+    if into is None:
+        state.update(data.numpy())
+    else:
+        for low in range(0, data.numel(), _PIECE):
+            here = into[low : low + _PIECE]
+            here.copy_(data[low : low + _PIECE])
+            state.update(here.numpy())
+    found = state.intdigest()
+    return found - (found >> 63 << 64)
+
+
+def _weighted(data: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    """Sum over i, j of x[i, j] * w[j] * v[i] mod 2^64.
+
+    x are the bytes as 64-bit words in blocks of 32768, w and v odd weights: integer arithmetic that depends on
+    positions, the same on every device.
+    """
+    words = data.view(torch.int64)
+    copied = words if into is None else into.view(torch.int64)
+    block_sums = []
+    for low in range(0, words.numel(), _AT_ONCE):
+        here = copied[low : low + _AT_ONCE]
+        if into is not None:
+            here.copy_(words[low : low + _AT_ONCE])
+        block_sums.append(_sums(here))
+    flat = torch.cat([sums.view(-1) for sums in block_sums]) if block_sums else words
+    return (flat * _block_weights(flat.numel(), str(data.device))).sum()
+
+
+def _sums(words: torch.Tensor) -> torch.Tensor:
+    """Sum the blocks in `words` (int64 [n]), weighted: int64 [blocks]."""
+    weights = _weights(str(words.device))
+    end = words.numel() // _BLOCK * _BLOCK
+    whole = (words[:end].view(-1, _BLOCK) * weights).sum(1)
+    if end == words.numel():
+        return whole
+    return torch.cat([whole, (words[end:] * weights[: words.numel() - end]).sum().view(1)])
+
+
+def _is_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+@cache
+def _weights(device: str) -> torch.Tensor:
+    """Return the weights of the words of a block."""
+    return _mixed(_BLOCK).to(device)
+
+
+@cache
+def _block_weights(blocks: int, device: str) -> torch.Tensor:
+    """Return the weights of the blocks; 1 for the first."""
+    weights = _mixed(blocks + 1)[1:] if blocks else torch.zeros(0, dtype=torch.int64)
+    weights[:1] = 1
+    return weights.to(device)
+
+
+def _mixed(count: int) -> torch.Tensor:
+    """Make `count` odd words, no two alike."""
+    numbers = torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN
+    return (numbers ^ (numbers >> 29)) * _GOLDEN | 1
+
 
 Source = Callable[[Span], torch.Tensor]
 """A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""
 
 _NOTHING: Mapping[int, int] = {}
-_WASTE = 2  # a block of memory serves requests down to its size over this
+_WASTE = 2  # a block of memory serves requests of at least its size divided by this
 
 
 class Pool:
@@ -90,7 +173,7 @@ def fill(
             sums.append(checksum(apart[-1]))
             continue
         view = buffer[offset : offset + piece.span.nbytes]
-        if data.device == buffer.device and (_on_host(data) or _in_words(data)):
+        if data.device == buffer.device and (_is_cpu(data) or _in_words(data)):
             sums.append(checksum(data, into=view))
         else:
             view.copy_(data)
@@ -116,7 +199,7 @@ def verify(
     `buffer` is the bucket's. `known`: of pieces at these offsets, checksums of what arrived. Waits for a GPU once.
     Raises SyncError naming the parameters that differ.
     """
-    read = _read_on_host if _on_host(buffer) else _read_on_device
+    read = _read_on_host if _is_cpu(buffer) else _read_on_device
     for part, header, sums in read(buffer, parts, known):
         sent = _checksums(header, part, bucket, version)
         pairs = zip(part.pieces, sent, sums, strict=True)
@@ -273,12 +356,8 @@ def _header(buffer: torch.Tensor, pieces: int) -> torch.Tensor:
     return buffer[: 8 * (FIXED_HEADER + pieces)].view(torch.int64)
 
 
-def _on_host(data: torch.Tensor) -> bool:
-    return data.device.type == "cpu"
-
-
 def _words(buffer: torch.Tensor, offset: int, piece: Piece) -> torch.Tensor:
     """Return what is summed: the bytes of the piece, on a device with the padding up to whole 64-bit words."""
-    if _on_host(buffer):
+    if _is_cpu(buffer):
         return buffer[offset : offset + piece.span.nbytes]
     return buffer[offset : offset + -(-piece.span.nbytes // 8) * 8]

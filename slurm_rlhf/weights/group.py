@@ -18,16 +18,15 @@ from typing import Any
 from torch.distributed import Store
 
 from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, link_mbits
+from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.polling import in_thread, wait_until
 from slurm_rlhf.records import SyncConnection
-from slurm_rlhf.weights.backends.backend import Backend, TransportFailure
+from slurm_rlhf.weights.backends import Backend, TransportFailure
 from slurm_rlhf.weights.backends.gloo import GlooTransport
-from slurm_rlhf.weights.diagnosis import FailureBoard, Names
-from slurm_rlhf.weights.liveness import Heartbeat
+from slurm_rlhf.weights.diagnosis import FailureBoard, Heartbeat
 from slurm_rlhf.weights.rendezvous import (
-    BACKENDS,
     Member,
     Membership,
     call_roll,
@@ -73,10 +72,10 @@ class SyncGroup:
         self.store: Store
         self.board: FailureBoard
         self.control: GlooTransport
-        self.late = False  # it was its deadline that ended it
+        self.late = False  # its deadline has ended it
         self.quiet: tuple[int, ...] = ()  # members whose heartbeats stayed out during an update
         self.heartbeat: Heartbeat
-        self._silence_s = joining.silence_s
+        self.silence_s = joining.silence_s
         self.dropped = threading.Event()  # its connections were closed because it failed
         self._ended = ""
         self._holds: list[GlooTransport | Backend] = []
@@ -107,10 +106,10 @@ class SyncGroup:
         """
         try:
             where = (self._joining.host, self._joining.port, self.name)
-            self.store = connect(*where, self.timeout_s, self._silence_s)
-            self.board = FailureBoard(self.store, self.rank, str(self.me))
+            self.store = connect(*where, self.timeout_s, self.silence_s)
+            self.board = FailureBoard(self.store, self.me, self.timeout_s, self.silence_s)
             with closing(listen(self.me.address)) as listener:
-                self.heartbeat = Heartbeat(self.me.address, self._silence_s)
+                self.heartbeat = Heartbeat(self.me.address, self.silence_s)
                 port = int(listener.getsockname()[1])
                 self.me = replace(self.me, port=port, heartbeat_port=self.heartbeat.port)
                 self._meet()
@@ -201,12 +200,12 @@ class SyncGroup:
         """Say why the group is spent; empty while it is not."""
         return self._ended
 
-    def abort(self, reason: str, told: bool = False) -> None:
+    def abort(self, reason: str, known: bool = False) -> None:
         """Wake every thread that waits on the group, in this process and, as connections close, in the others.
 
-        `told`: the others know what this rank has to say; `reason` is a verdict, and no refusal of its own.
+        `known`: the others know `reason`, which is a verdict and no refusal of this rank.
         """
-        if not told and not self._ended and not self.late and hasattr(self, "board"):
+        if not known and not self._ended and not self.late and hasattr(self, "board"):
             self.board.post(reason)  # before the others see the connections close
         self._ended = self._ended or reason
         self.drop()
@@ -219,7 +218,7 @@ class SyncGroup:
         self.dropped.set()
 
     def close(self) -> None:
-        """Leave in peace. The members do this at the same time, after their last update."""
+        """Leave a group that works. The members do this at the same time, after their last update."""
         self._ended = self._ended or "it was closed"
         for held in reversed(self._holds):
             held.close()
@@ -229,11 +228,6 @@ class SyncGroup:
         """Tell the others whom this rank has not heard from, before it drops its connections."""
         self.quiet = quiet
         self.board.post(quiet=quiet)
-
-    def names(self) -> Names:
-        """Return how messages call the members."""
-        short, ends = ({m.rank: call(m) for m in self.members} for call in (str, lambda m: m.end))
-        return Names(short, ends, self.timeout_s, self._silence_s, {m.rank: m.node for m in self.members})
 
     def _stop_heartbeat(self) -> None:
         if hasattr(self, "heartbeat"):
@@ -340,8 +334,9 @@ def connection(group: SyncGroup) -> SyncConnection:
 
 
 def _known(backend: str) -> str:
-    if backend not in BACKENDS:
-        raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(BACKENDS)}")
+    known = all_keys()["sync.backend"].choices
+    if backend not in known:
+        raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(known)}")
     if backend == "nccl" and not nccl_available():
         raise ConfigError("sync.backend: nccl needs a GPU and a torch that has NCCL; auto and gloo run here")
     return backend

@@ -1,4 +1,4 @@
-"""Lead the updates that bring the actor's weights into all engines, of which one may be lost while the others wait."""
+"""Leads the updates that bring the actor's weights into all engines. An engine may be lost during one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import (
     ActorCalls,
     EngineCalls,
-    ListenRequest,
     SyncGroupRequest,
-    SyncUpdateRequest,
 )
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 
@@ -84,9 +82,8 @@ class WeightSync:
 
     def _update(self, version: int) -> tuple[dict[str, float], SyncReport | None]:
         """Answer the metrics, or the report of who was cut off: every member has let go of the group then."""
-        request = SyncUpdateRequest(version)
-        sends = self.actor.start_all(ActorCalls.sync_push, request)
-        receipts = [self.rollout.call(engine, EngineCalls.sync_receive, request) for engine in self.engines]
+        sends = self.actor.start_all(ActorCalls.sync_push, version)
+        receipts = [self.rollout.call(engine, EngineCalls.sync_receive, version) for engine in self.engines]
         settle_update(self.rollout, sends, dict(zip(receipts, self.engines, strict=True)))
         reports = gather([*sends, *receipts])
         for report in reports:
@@ -106,7 +103,7 @@ class WeightSync:
 
     def _join(self) -> None:
         self.generation += 1
-        store = self.actor.call(LEADER, ActorCalls.sync_listen, ListenRequest(self.host)).result()
+        store = self.actor.call(LEADER, ActorCalls.sync_listen, self.host).result()
         actors, tp = self.actor.world, self.rollout.width
         group = SyncGroupRequest(
             name=f"weights.{os.getpid()}.{self.generation}",
@@ -156,12 +153,12 @@ class _Transfer:
     engines: Mapping[Call, int]
     lost: dict[int, BaseException] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
-    failed: bool = False  # a call, and it is not known that an engine was lost
+    failed: bool = False  # a call failed, and no engine is known to be lost
     aborts: int = 0
     broken_at: float = 0.0  # the first call failed, or reported that the transfer was cut off
 
     def take(self, call: Call) -> bool:
-        """Note the end of a call; False: it failed for a reason that is nothing to do with the others."""
+        """Note the end of a call; False: it failed for a reason of its own, and ends the run."""
         error = call.exception()
         if error is None:
             found = call.result()
@@ -191,12 +188,12 @@ def settle_update(rollout: EngineHandle, actor: Sequence[Call], engines: Mapping
 def settle_forming(
     rollout: EngineHandle, leader: RoleHandle[ActorCalls], actor: Sequence[Call], engines: Mapping[Call, int]
 ) -> None:
-    """Wait for the calls that form a group, in the same way; the others do not wait for an engine that is lost."""
+    """Wait for the calls that form a group, as `settle_update` does; once an engine is lost, all others give up."""
     _settle(_Transfer(rollout, actor, engines), partial(_end_forming, leader))
 
 
 def _settle(transfer: _Transfer, urge: Callable[[_Transfer, float], None]) -> None:
-    """Wait; `urge` hastens those that are left, so many seconds after the first has failed or broken off."""
+    """Wait. Once a call has failed or broken off, `urge(transfer, seconds since then)` hurries the others."""
     pending = {*transfer.actor, *transfer.engines}
     while pending:
         done, pending = wait(pending, timeouts.POLL_S if transfer.broken_at else None, FIRST_COMPLETED)

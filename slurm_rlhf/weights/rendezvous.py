@@ -21,14 +21,12 @@ from typing import Any
 import torch
 from torch.distributed import Store, TCPStore
 
-from slurm_rlhf.cluster.listeners import shut
-from slurm_rlhf.cluster.network import is_loopback, own_address
+from slurm_rlhf.cluster.network import is_loopback, own_address, shut
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.process_groups._torch import signed
+from slurm_rlhf.process_groups._torch import connect_store, signed
 from slurm_rlhf.wire import timeouts
 
-BACKENDS = ("auto", "gloo", "nccl", "ipc", "disk")
 _BACKLOG = 4096
 _PROBES = 16  # connections that are tried at a time
 
@@ -67,21 +65,21 @@ class SyncStore:
         return cls(server, host, port, number)
 
     def shut(self) -> None:
-        """Take no further connection: whoever reaches the store can change it. Those that there are go on."""
+        """Take no further connection: whoever reaches the store can change it. Open ones stay."""
         if self._number >= 0:
             shut(self._number)
             self._number = -1
 
 
 def connect(host: str, port: int, name: str, timeout_s: float, answer_s: float) -> Store:
-    """Connect to the store at `host:port`, for group `name`. Raises SyncError when `timeout_s` does not suffice for it.
+    """Connect to the store at `host:port`, for group `name`.
 
-    Or when nothing answers there for `answer_s`, not even with a refusal: the store's node accepts connections however
-    busy the process is.
+    Raises SyncError after `timeout_s`, or if nothing answers there for `answer_s`, not even with a refusal: a node
+    accepts connections however busy the store's process is.
     """
     _wait_for_answer(host, port, min(answer_s, timeout_s))
     try:
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        store = connect_store(host, port, timeout_s)
     except (RuntimeError, OSError) as error:
         raise SyncError(
             f"{socket.gethostname()} cannot reach the weight sync store at {host}:{port} within {timeout_s:g} s: "

@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from slurm_rlhf.errors import SyncBroken, SyncError
-from slurm_rlhf.weights.backends.backend import TransportFailure
+from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.diagnosis import Diagnosis, cut
 from slurm_rlhf.weights.group import SyncGroup
 from slurm_rlhf.wire import timeouts
@@ -36,7 +35,7 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
     """
     group.check()
     deadline = _Deadline(group, version)
-    reports = _Reports(group)
+    reports = _reports(group)
     try:
         with group.heartbeat.watched(reports.miss):
             yield
@@ -53,7 +52,7 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
             )
     except TransportFailure as error:
         reports.drop()
-        found = _ended(group) or group.board.judge(group.peers, reports.left, group.quiet, group.names(), _words(error))
+        found = _ended(group) or group.board.judge(group.members, reports.left, group.quiet, _words(error))
         verdict = Diagnosis(
             f"weight update to policy version {version} failed: {found.text}", found.refused, found.silent
         )
@@ -74,7 +73,7 @@ def following(group: SyncGroup, version: int) -> Iterator[None]:
     """
     group.check()
     deadline = _Deadline(group, version)
-    lead = _Lead(group)
+    lead = _last_message(group)
     try:
         with group.heartbeat.watched(lead.miss):
             yield
@@ -104,12 +103,23 @@ class _Deadline(threading.Timer):
         group.abort(f"policy version {version} was not everywhere after {1.5 * group.timeout_s:g} s (timeout.sync)")
 
 
-class _Waiting(ABC):
-    """Wait for a message of each of some members in a thread of its own, all through the update."""
+class _Messages:
+    """Waits for a message of each of some members, each in a thread of its own, all through the update.
 
-    def __init__(self, group: SyncGroup, peers: Iterable[int]) -> None:
+    So a member that dies is noticed at once and by name, whoever it was exchanging data with; the failure wakes the
+    threads that send and receive.
+    """
+
+    def __init__(self, group: SyncGroup, peers: Iterable[int], tag: int, limit_s: float | None, pause_s: float) -> None:
+        """`limit_s`: None for the group's time-out. `pause_s`: from a failure to the end of all connections."""
+        self.left: set[int] = set()  # members whose connection closed before the others'
         self._group = group
+        self._tag = tag
+        self._limit_s = limit_s
+        self._pause_s = pause_s
         self._failure: TransportFailure | None = None
+        self._dropping = threading.Lock()
+        self._dropped = False
         self._threads = [
             threading.Thread(target=self._wait, args=(rank,), name=f"sync-report-{rank}", daemon=True) for rank in peers
         ]
@@ -132,36 +142,15 @@ class _Waiting(ABC):
 
     def drop(self) -> None:
         """Let go of all connections, so that every member notices."""
-        self._group.drop()
-
-    @abstractmethod
-    def _wait(self, rank: int) -> None:
-        """Wait for the message of `rank`; note what failed."""
-
-
-class _Reports(_Waiting):
-    """Wait for the report of each member.
-
-    So a member that dies is noticed at once and by name, whoever it was exchanging data with; the failure wakes the
-    thread that sends.
-    """
-
-    def __init__(self, group: SyncGroup) -> None:
-        self.left: set[int] = set()  # members whose connection closed before the others'
-        self._dropping = threading.Lock()
-        self._dropped = False
-        super().__init__(group, group.peers)
-
-    def drop(self) -> None:
         with self._dropping:
             if not self._dropped:
-                time.sleep(timeouts.CLOSING_S)  # a death closes several connections, one after the other
+                time.sleep(self._pause_s)
                 self._dropped = True
-                super().drop()
+                self._group.drop()
 
     def _wait(self, rank: int) -> None:
         try:
-            self._group.control.receive(_word(), rank, REPORT_TAG).wait()
+            self._group.control.receive(_word(), rank, self._tag).wait(self._limit_s)
         except Exception as error:  # whatever it is, the update must not wait for this thread
             if self._dropped:
                 return
@@ -171,19 +160,14 @@ class _Reports(_Waiting):
             self.drop()
 
 
-class _Lead(_Waiting):
-    """Wait for rank 0's last message, and so notice when rank 0 lets go, whatever else is waited for."""
+def _reports(group: SyncGroup) -> _Messages:
+    """Wait, as rank 0, for the report of each member. A death closes several connections, one after the other."""
+    return _Messages(group, group.peers, REPORT_TAG, None, timeouts.CLOSING_S)
 
-    def __init__(self, group: SyncGroup) -> None:
-        super().__init__(group, (0,))
 
-    def _wait(self, rank: int) -> None:
-        try:
-            # Rank 0 has the shorter time-out: it knows who was late.
-            self._group.control.receive(_word(), rank, DONE_TAG).wait(2 * self._group.timeout_s)
-        except Exception as error:
-            self._failure = _as_failure(error)
-            self.drop()
+def _last_message(group: SyncGroup) -> _Messages:
+    """Wait for rank 0's last message, longer than it waits itself, because it knows who was late."""
+    return _Messages(group, (0,), DONE_TAG, 2 * group.timeout_s, 0.0)
 
 
 def _as_failure(error: Exception) -> TransportFailure:
@@ -220,11 +204,11 @@ def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError
     # A member that does not hear rank 0 does not wait for its verdict.
     verdict = ended or (None if 0 in group.quiet else group.board.verdict())
     if verdict is None and group.quiet:
-        verdict = Diagnosis(cut({group.rank: group.quiet}, {group.rank}, group.names()), silent=True)
+        verdict = Diagnosis(cut({group.rank: group.quiet}, {group.rank}, group.members, group.silence_s), silent=True)
     if verdict is None:
         verdict = Diagnosis(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}", silent=True)
     # A leader that stood still reads later what was posted here: a refusal of this rank would end the run.
-    group.abort(verdict.text, told=True)
+    group.abort(verdict.text, known=True)
     text = f"policy version {version} did not get through at {group.me}: {verdict.text}"
     return _error(Diagnosis(text, verdict.refused, verdict.silent))
 

@@ -22,9 +22,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 from zmq.utils.z85 import decode as z85_decode
 
-from slurm_rlhf.disk import files_exhausted, most_files
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.run_directory import write_atomically
+from slurm_rlhf.run_directory import files_exhausted, most_files, write_atomically
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.io_thread import CarefulLog
 
@@ -73,7 +72,7 @@ class RunKeys:
 
     @classmethod
     def parse(cls, content: str | bytes, origin: Path | str) -> RunKeys:
-        """Read keys as `create` writes them. Raises ConfigError naming `origin` when these are none."""
+        """Read keys as `create` writes them. Raises ConfigError naming `origin` if it holds none."""
         try:
             values = json.loads(content)
             keys = cls(**{name.name: str(values[name.name]) for name in fields(cls)})
@@ -109,7 +108,7 @@ log = CarefulLog(logging.getLogger(__name__))
 _EVENTS_PER_ROUND = 200
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _QUIET_MS = 10  # no news for so long means that no connection is being made
-_SHARE = 4  # one descriptor in so many may be that of a connection whose handshake is not done
+_SHARE = 4  # connections whose handshake is not done may take one descriptor in so many
 
 
 class Authenticator:
@@ -126,7 +125,7 @@ class Authenticator:
         """Call it before `socket` binds; a context has room for one authenticator."""
         self.refused = 0
         self.obstacle = ""
-        """Why connections of anybody were not accepted."""
+        """Why connections were not accepted; empty: all were."""
         self._pending = 0
         self._most = max(1, most_files() // _SHARE)
         self._unheard: dict[int, None] = {}  # descriptors of connections that brought no message yet, oldest first
@@ -141,7 +140,7 @@ class Authenticator:
         socket.zap_domain = b"slurm_rlhf"
         self._monitor = socket.get_monitor_socket(_WATCHED)
         self._monitored = socket
-        self._hand = os.dup(self._zap.fileno())  # to look at what has the number of a connection, and at nothing else
+        self._hand = os.dup(self._zap.fileno())  # for a look at a connection, so that nothing else is ended by mistake
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
@@ -169,7 +168,7 @@ class Authenticator:
         """Close, before the socket does, what the end of the context would wait for."""
         with contextlib.suppress(zmq.ZMQError):  # it was never bound
             self._monitored.unbind(self._monitored.getsockopt_string(zmq.LAST_ENDPOINT))
-        # Where ZeroMQ has no room for its news it waits with a lock taken, and `disable_monitor` for that lock.
+        # ZeroMQ without room for its events waits with a lock held, for which `disable_monitor` would wait.
         while self._monitor.poll(_QUIET_MS):
             self._monitor.recv_multipart()
         self._monitored.disable_monitor()

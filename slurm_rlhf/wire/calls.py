@@ -1,9 +1,9 @@
 """Declares every call of the conductor to a rank: its argument, its result and its deadline.
 
 One class per role. A worker subclasses the class of its role and implements the methods; the conductor names them in
-`RoleHandle.call(rank, ActorCalls.logprobs, batch)`. A method has no argument or one, which is a record. To add a call:
-its records here, the method with `@call` in the class of its role, and the implementation in the worker. The names of
-method and fields are what travels.
+`RoleHandle.call(rank, ActorCalls.logprobs, batch)`. A method has one argument at most: a number, a text or a record. To
+add a call: its records here, the method with `@call` in the class of its role, and the implementation in the worker.
+The names of methods and fields travel, so that both ends must have the same.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from slurm_rlhf.records import (
     SyncReport,
     Trajectory,
 )
-from slurm_rlhf.wire.declarations import call
+from slurm_rlhf.wire.codec import call
 
 
 class DeviceReport(Record):
     """Describes the accelerator of a rank; sizes in bytes."""
 
-    gpu: str  # its name
-    total: int
-    used: int  # memory that all processes use
-    allocated: int  # memory that PyTorch uses in this process
-    attention: str  # the kernel in use; empty: none yet
+    gpu: str = ""  # its name; empty: the rank has none
+    total: int = 0
+    used: int = 0  # memory that all processes use; without a GPU, that of this process
+    allocated: int = 0  # memory that PyTorch uses in this process
+    attention: str = ""  # the kernel in use; empty: none yet
 
 
 class StacksAnswer(Record):
@@ -47,17 +47,6 @@ class StacksAnswer(Record):
 
     threads: str  # their stacks as faulthandler writes them, the main thread first
     node: str  # load and memory of its node
-
-
-class MemoryReport(Record):
-    """Says how much memory is in use, in bytes: of the rank's accelerator by all processes, else of its process."""
-
-    used: int
-    total: int  # memory of the accelerator; 0 without one
-
-
-class StartRequest(Record):
-    total_steps: int  # optimizer steps of the whole run, for the learning-rate schedule
 
 
 class StartAnswer(Record):
@@ -84,7 +73,7 @@ class TrainAnswer(Record):
     """Says what one optimizer step did on a rank."""
 
     metrics: dict[str, float]  # sums over this rank's tokens, and `lr` and `grad_norm` of the whole step
-    logprobs: F32 | None = None  # [A], from before the step; only of an actor that computed none before the update
+    logprobs: F32 | None = None  # [A], from before the step; None if the actor computed them before the update
 
 
 class SelfCheckAnswer(Record):
@@ -96,17 +85,9 @@ class SelfCheckAnswer(Record):
     eval: F32  # computed in eval mode
 
 
-class DirectoryRequest(Record):
-    path: str  # a directory that all ranks see
-
-
 class SaveRequest(Record):
     path: str  # a directory that all ranks see
     behind: bool  # only copy the state to host memory, and write it while later calls are answered
-
-
-class ListenRequest(Record):
-    host: str  # this node, as the other members know it
 
 
 class SyncGroupRequest(Record):
@@ -126,10 +107,6 @@ class SyncGroupRequest(Record):
         """Return what describes the group, without what is left to the configuration."""
         known = asdict(self)
         return {name: value for name, value in known.items() if name != "parameters" and value is not None}
-
-
-class SyncUpdateRequest(Record):
-    version: int  # number of the policy that is transferred
 
 
 class PromptTokens(NamedTuple):
@@ -207,12 +184,8 @@ class RankCalls(Protocol):
     """Declares the calls that every rank of every role answers."""
 
     @call(deadline="forward")  # it waits behind whatever the rank computes
-    def about(self) -> DeviceReport | None:
-        """Describe this rank's accelerator; None: it has none."""
-
-    @call(deadline="forward")
-    def memory(self) -> MemoryReport:
-        """Measure the memory in use."""
+    def memory(self) -> DeviceReport:
+        """Describe this rank's accelerator, and the memory in use."""
 
     @call(deadline="heartbeat")
     def stacks(self) -> StacksAnswer:
@@ -227,8 +200,8 @@ class StartCalls(RankCalls, Protocol):
     """Declares the calls of every role that has a model."""
 
     @call(deadline="start")
-    def start(self, request: StartRequest) -> StartAnswer:
-        """Load the model. The first call of a rank."""
+    def start(self, total_steps: int) -> StartAnswer:
+        """Load the model: the first call of a rank. `total_steps`: optimizer steps of the whole run."""
 
 
 class LogprobCalls(StartCalls, Protocol):
@@ -259,7 +232,7 @@ class TrainerCalls(StartCalls, Protocol):
         """Do nothing else until what `save` has copied is written, or has failed."""
 
     @call(deadline="checkpoint")
-    def load(self, request: DirectoryRequest) -> None:
+    def load(self, directory: str) -> None:
         """Continue from what `save` wrote."""
 
     @call(deadline="sync")
@@ -287,8 +260,8 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
         """Compute the log-probs of a few sequences in several ways."""
 
     @call(deadline="checkpoint")
-    def export(self, request: DirectoryRequest) -> None:
-        """Write the policy and its tokenizer as a Hugging Face directory."""
+    def export(self, directory: str) -> None:
+        """Write the policy and its tokenizer as a Hugging Face directory, which all ranks see."""
 
     @call(deadline="generate")
     def generate(self, batch: ResponseBatch) -> GenerateAnswer:
@@ -299,15 +272,18 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
         """End sampling, also in the calls that came before: they are answered with nothing."""
 
     @call(deadline="sync")
-    def sync_listen(self, request: ListenRequest) -> StoreAddress:
-        """Open the store where the members of weight transfer groups meet; rank 0 only."""
+    def sync_listen(self, host: str) -> StoreAddress:
+        """Open the store where the members of a weight transfer group meet; rank 0 only.
+
+        `host`: this node, as the other members know it.
+        """
 
     @call(deadline="heartbeat")
     def sync_abort(self) -> None:
         """Give up the weight transfer group that is being formed; answered at once, whatever the rank does."""
 
     @call(deadline="sync")
-    def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
+    def sync_push(self, version: int) -> SyncReport:
         """Send this rank's share of the weights as policy `version`."""
 
 
@@ -343,7 +319,7 @@ class EngineCalls(StartCalls, SyncCalls, Protocol):
         """Drop all requests: nobody waits for their responses any more, and their calls fail."""
 
     @call(deadline="sync")
-    def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
+    def sync_receive(self, version: int) -> SyncReport:
         """Receive the weights of policy `version`."""
 
     @call(deadline="sync")

@@ -21,7 +21,7 @@ from slurm_rlhf.wire.io_thread import IoThread, Part, make_socket, to_parts
 from slurm_rlhf.wire.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Hello, Kind, Request, unpack
 
 THREAD_FAILED = "the thread that talks to the conductor has failed: the lines above say why"
-"""Why a rank leaves whose conductor is there."""
+"""Why a rank leaves though its conductor is there."""
 
 
 class ControlClient(IoThread):

@@ -7,8 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import zmq
@@ -19,19 +18,21 @@ from slurm_rlhf.wire.auth import Authenticator, RunKeys
 from slurm_rlhf.wire.codec import Buffer, decode
 from slurm_rlhf.wire.io_thread import CarefulLog, IoThread, Part, make_socket
 from slurm_rlhf.wire.messages import (
+    LOOKING,
     MAIN_LANE,
     NUMBERED,
     PULSE_LANE,
+    Call,
     CallFailure,
     Envelope,
     Hello,
     Kind,
     Peer,
+    PendingCalls,
     Roster,
     Said,
     unpack,
 )
-from slurm_rlhf.wire.pending_calls import LOOKING, Call, PendingCalls
 
 log = CarefulLog(logging.getLogger(__name__))
 
@@ -49,14 +50,24 @@ class IoLoop(IoThread):
     def __init__(
         self,
         keys: RunKeys,
-        host: str,
         *,
-        interval: float,
-        limit: float,
-        on_lost: OnLost | None,
-        on_event: OnEvent | None,
+        host: str = "127.0.0.1",
+        heartbeat_interval: float = 1.0,
+        heartbeat_limit: float = 20.0,
+        on_lost: OnLost | None = None,
+        on_event: OnEvent | None = None,
     ) -> None:
-        super().__init__(interval, limit)
+        """Listen at once, on a port that the system chooses.
+
+        host: address to listen on.
+        on_lost: a rank fell silent for `heartbeat_limit` seconds or lost messages (`peer.lost` says which). Its calls
+            have failed with RoleDied by then. Not called for a rank that said goodbye.
+        on_event: what a rank sent with `ControlClient.event`.
+        Raises RunError when the address cannot be bound, ConfigError for heartbeat times that cannot work.
+        """
+        super().__init__(heartbeat_interval, heartbeat_limit)
+        self._host = host
+        self._broken: dict[str, Exception] = {}  # role -> what its calls raise
         self.roster = Roster()
         self.pending = PendingCalls()
         self.replayed = 0  # dropped messages that had come before, and hellos of a rank that is already here
@@ -118,19 +129,16 @@ class IoLoop(IoThread):
             return self.pending.next_deadline()
 
     def _send_calls(self) -> None:
-        with suppress(Empty):
-            while True:
-                call, parts = self._outbox.get_nowait()
-                if not call.peer.lost and not call.future.done():
-                    self._send(call.peer, "call", parts, call.id, call.method)
+        while not self._outbox.empty():  # nobody else takes anything out
+            call, parts = self._outbox.get_nowait()
+            if not call.peer.lost and not call.future.done():
+                self._send(call.peer, "call", parts, call.id, call.method)
 
     def _drop_given_up(self) -> None:
-        with suppress(Empty):
-            while True:
-                peer, why = self._given_up.get_nowait()
-                if not peer.lost:
-                    self._drop(peer, why)
-                    self._transmit([peer.route, Envelope("lost", peer.sent).pack()])
+        while not self._given_up.empty():
+            peer, why = self._given_up.get_nowait()
+            if not peer.lost:
+                self._drop(peer, why)
 
     def _send(self, peer: Peer, kind: Kind, parts: Sequence[Part] = (), call: int = 0, method: str = "") -> None:
         peer.sent += kind in NUMBERED
@@ -155,7 +163,7 @@ class IoLoop(IoThread):
         if envelope.kind == "pulse":
             self._take_pulse(route, envelope.name)
             return
-        peer = self.roster.at(route)
+        peer = self.roster.by_route.get(route)
         if envelope.kind == "hello":
             self._welcome(route, decode(rest, Hello, "a hello"))
             return
@@ -178,7 +186,7 @@ class IoLoop(IoThread):
         self._dispatch(peer, envelope, rest)
 
     def _take_pulse(self, route: bytes, phase: str) -> None:
-        peer = self.roster.at(MAIN_LANE + route[1:])
+        peer = self.roster.by_route.get(MAIN_LANE + route[1:])
         if route[:1] != PULSE_LANE or peer is None:
             raise WireError("a pulse from a process that never said hello")
         if not peer.lost:
@@ -202,12 +210,12 @@ class IoLoop(IoThread):
 
     def _welcome(self, route: bytes, hello: Hello) -> None:
         newcomer = hello.peer(route, self.now)
-        known = self.roster.at(route)
+        known = self.roster.by_route.get(route)
         if known is None and hello.start != (wanted := self._starts.get(newcomer.role, 0)):
             self.replayed += 1
             self._transmit([route, Envelope("taken", 0, name=f"start {wanted} of {newcomer.role}").pack()])
             return
-        holder = self.roster.find(newcomer.role, newcomer.rank)
+        holder = self.roster.by_name.get((newcomer.role, newcomer.rank))
         if known is not None and (known is not holder or known.lost):
             raise WireError(f"{known} said hello again as {newcomer}")
         if known is None and holder is not None and not holder.lost:
@@ -268,7 +276,6 @@ class IoLoop(IoThread):
 
     def _lose(self, peer: Peer, reason: str) -> None:
         self._drop(peer, reason)
-        self._transmit([peer.route, Envelope("lost", peer.sent).pack()])
         log.warning("%s is lost: %s", peer, peer.lost, extra=of_hang(peer.silent))
         self._call_back(self._on_lost, peer)
 
@@ -278,6 +285,7 @@ class IoLoop(IoThread):
             peer.backlog.clear()
             calls = self.pending.take(lambda call: call.peer is peer)
             self._lock.notify_all()
+        self._transmit([peer.route, Envelope("lost", peer.sent).pack()])
         for call in calls:
             call.future.set_exception(
                 RoleDied(f"{peer} is lost while it was in {call.method}: {reason}", hang=peer.silent)

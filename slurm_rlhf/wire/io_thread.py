@@ -78,38 +78,34 @@ def to_parts(frames: list[Buffer]) -> list[Part]:
 
 
 class Wakeup:
-    """Wakes the I/O thread from other threads, which must not touch its sockets: a pipe that it polls, too."""
+    """Wakes the I/O thread from other threads, which must not touch its sockets: a descriptor that it polls, too."""
 
     def __init__(self) -> None:
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Without it a signal could reach a descriptor that was closed and given to somebody else meanwhile.
         self._lock = threading.Lock()
         self._closed = False
 
     def fileno(self) -> int:
         """Return what to poll for reading."""
-        return self._read
+        return self._descriptor
 
     def signal(self) -> None:
         """Any thread: let the I/O thread's poll return. Does nothing after close."""
         with self._lock:
-            # A full pipe wakes as well as one more byte would.
             if not self._closed:
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._write, b"\0")
+                os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
         """I/O thread: forget the signals so far; call it before looking at what was queued."""
         with contextlib.suppress(BlockingIOError):
-            while len(os.read(self._read, 4096)) == 4096:
-                pass
+            os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
-        """I/O thread: close the pipe, at the end."""
+        """I/O thread: close the descriptor, at the end."""
         with self._lock:
             self._closed = True
-            os.close(self._read)
-            os.close(self._write)
+            os.close(self._descriptor)
 
 
 class HeartbeatTimer:
@@ -124,7 +120,7 @@ class HeartbeatTimer:
         self.interval = interval
         self.limit = limit
         self.longest_round = limit / _INTERVALS_PER_LIMIT
-        """Seconds of a round of the I/O loop, which takes `interval` at most, beyond which it cannot have listened."""
+        """Seconds; a round of the I/O loop that took longer was held up, and heard nobody meanwhile."""
         self._next = 0.0
 
     def due(self, now: float) -> bool:

@@ -13,9 +13,15 @@ that they do not wait behind 100 MB of log-probs. All other messages use the oth
 
 from __future__ import annotations
 
+import heapq
+import logging
+import os
+import signal
+import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -23,7 +29,8 @@ from msgspec import Meta, Struct, msgpack
 
 from slurm_rlhf.errors import RemoteError, RunError, SlurmRlhfError, UserError, WireError, system_cause
 from slurm_rlhf.records import Record
-from slurm_rlhf.wire.codec import Buffer, decode, encode
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.codec import Buffer, Reader, decode, encode
 from slurm_rlhf.wire.io_thread import Part
 
 NUMBERED = frozenset({"call", "reply", "error", "event"})
@@ -91,7 +98,7 @@ class CallFailure(Record):
 
     @classmethod
     def of(cls, error: BaseException) -> CallFailure:
-        """Describe `error`; of an endless traceback the end, where it was raised."""
+        """Describe `error`, with the last part of a long traceback."""
         kind, message = type(error).__name__, str(error)[:_MAX_CHARACTERS]
         cause = system_cause(f"{kind}: {message}")
         return cls(
@@ -211,38 +218,148 @@ class Roster:
     """Finds peers by connection and by name. Not locked: the server does that."""
 
     def __init__(self) -> None:
-        self._by_route: dict[bytes, Peer] = {}
-        self._by_name: dict[tuple[str, int], Peer] = {}
+        self.by_route: dict[bytes, Peer] = {}
+        """Routing id of a connection -> the peer behind it, lost ones included."""
+        self.by_name: dict[tuple[str, int], Peer] = {}
+        """(role, rank) -> the newest peer of that name, lost or not."""
 
     def add(self, peer: Peer) -> None:
         """Add a peer, in place of a lost one of the same name."""
-        self._by_route[peer.route] = peer
-        self._by_name[peer.role, peer.rank] = peer
-
-    def at(self, route: bytes) -> Peer | None:
-        """Return the peer behind a connection, lost ones included."""
-        return self._by_route.get(route)
-
-    def find(self, role: str, rank: int) -> Peer | None:
-        """Return the newest peer of that name, lost or not."""
-        return self._by_name.get((role, rank))
+        self.by_route[peer.route] = peer
+        self.by_name[peer.role, peer.rank] = peer
 
     def of_role(self, role: str) -> list[Peer]:
         """Return the newest peer of each rank, in rank order, lost ones included."""
-        return sorted((peer for peer in self._by_name.values() if peer.role == role), key=lambda peer: peer.rank)
+        return sorted((peer for peer in self.by_name.values() if peer.role == role), key=lambda peer: peer.rank)
 
     def dismiss(self, role: str, reason: str) -> list[Peer]:
         """Give up all peers of a role, and forget their names; their connections stay known. Returns them."""
         dismissed = self.of_role(role)
         for peer in dismissed:
             peer.lost = peer.lost or reason
-            del self._by_name[peer.role, peer.rank]
+            del self.by_name[peer.role, peer.rank]
         return dismissed
-
-    def on(self, host: str) -> list[Peer]:
-        """Return the newest peer of each rank on a node, lost ones included."""
-        return [peer for peer in self._by_name.values() if peer.host == host]
 
     def present(self) -> Iterator[Peer]:
         """Yield all peers that are not lost."""
-        return (peer for peer in list(self._by_name.values()) if not peer.lost)
+        return (peer for peer in list(self.by_name.values()) if not peer.lost)
+
+
+LOOKING = frozenset({"stacks", "written"})
+"""Calls that change nothing: their answers are no sign that the run makes progress."""
+
+_FORGOTTEN = 256  # deadlines of ended calls that are kept at most, besides one for each open call
+
+
+@dataclass(slots=True)
+class Call:
+    """Waits for the reply of a peer."""
+
+    id: int
+    peer: Peer
+    method: str
+    timeout_s: float
+    read: Reader  # decodes the result
+    since: float  # on the server's clock
+    future: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Describes a call that was not answered yet."""
+
+    peer: Peer
+    method: str
+    seconds: float  # since it was sent
+    timeout_s: float
+
+
+class PendingCalls:
+    """Finds calls by id and by deadline. Not locked: the server does that.
+
+    A deadline is a limit on silence: it counts from the call, or from the peer's last reply to the same method if
+    that is later. So many calls can be queued at one rank, and none expires while the rank works them off.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Call] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._last_reply: dict[tuple[Peer, str], float] = {}
+        self._newest = 0
+
+    def add(self, peer: Peer, method: str, timeout_s: float, read: Reader, now: float) -> Call:
+        self._newest += 1
+        call = Call(self._newest, peer, method, timeout_s, read, now)
+        call.future.set_running_or_notify_cancel()
+        self._calls[call.id] = call
+        if len(self._deadlines) > 2 * len(self._calls) + _FORGOTTEN:
+            # Calls that are answered leave theirs behind, and deadlines are hours.
+            self._deadlines = [each for each in self._deadlines if each[1] in self._calls]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (now + timeout_s, call.id))
+        return call
+
+    def answered(self, id: int, peer: Peer, now: float) -> Call | None:
+        """Take the call that `peer` replied to; None: it was given up, or never made to this peer."""
+        call = self._calls.get(id)
+        if call is None or call.peer is not peer:
+            return None
+        self._last_reply[peer, call.method] = now
+        return self._calls.pop(id)
+
+    def was_made(self, id: int) -> bool:
+        return 0 < id <= self._newest
+
+    def expired(self, now: float) -> list[Call]:
+        """Take the calls that are past their deadline."""
+        calls = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, id = heapq.heappop(self._deadlines)
+            call = self._calls.get(id)
+            if call is None:
+                continue
+            renewed = self._last_reply.get((call.peer, call.method), 0.0) + call.timeout_s
+            if renewed > now:
+                heapq.heappush(self._deadlines, (renewed, id))
+            else:
+                calls.append(self._calls.pop(id))
+        return calls
+
+    def flights(self, now: float) -> list[Flight]:
+        """List the calls, the oldest first, but for those that only look."""
+        calls = [call for call in self._calls.values() if call.method not in LOOKING]
+        return [Flight(call.peer, call.method, now - call.since, call.timeout_s) for call in calls]
+
+    def next_deadline(self) -> float | None:
+        while self._deadlines and self._deadlines[0][1] not in self._calls:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def take(self, which: Callable[[Call], bool]) -> list[Call]:
+        """Take the calls for which `which` holds."""
+        calls = [call for call in self._calls.values() if which(call)]
+        for call in calls:
+            del self._calls[call.id]
+        return calls
+
+
+log = logging.getLogger(__name__)
+
+
+class Preemption:
+    """Sends SIGUSR1, which saves and requeues, to this process once all ranks of a role got SIGTERM.
+
+    One rank alone was not preempted: somebody has sent it the signal. Used by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[Peer] = set()
+        self._noticed = False
+
+    def note(self, peer: Peer, ranks: Iterable[Peer], count: int) -> None:
+        """Note that `peer` got SIGTERM; `ranks`: those of its role now, of which `count` make a preemption."""
+        log.info("%s was told to terminate", peer)
+        self._told.add(peer)
+        if not self._noticed and sum(each in self._told for each in ranks) == count:
+            self._noticed = True
+            threading.Timer(timeouts.PREEMPTION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()

@@ -1,4 +1,4 @@
-"""One table of the time-outs that no key of the configuration sets; those of keys are `config.schema_cluster.Timeout`.
+"""One table of the time-outs that no key of the configuration sets; those of keys are `config.schema_jobs.Timeout`.
 
 In seconds; names in MS are in milliseconds. Each says what it bounds.
 """
@@ -15,9 +15,9 @@ CONNECT_HANDSHAKE_MS = 30_000  # the handshake as a rank sees it: the conductor 
 LINGER_MS = 1_000  # the last messages on their way out, once a socket is closed
 CONTEXT_END_S = 5.0  # the end of ZeroMQ's thread: libzmq 4.3.5 may wait without end if ranks are killed as they connect
 PREEMPTION_S = 1.0  # the conductor's own SIGTERM, after those of all ranks: `scancel` sends both, and then it decides
-LAST_WORDS_S = 1.0  # the reasons of the main thread and of the control client, when an engine's rank has to end
+LAST_WORDS_S = 1.0  # messages on their way, before an engine's rank ends
 FOLLOWER_S = 5.0  # the leader's report why an engine does not start, before its follower ends
-STORE_JOIN_S = 10.0  # the way of a rank to the store of its own node
+STORE_JOIN_S = 10.0  # a rank's connection to the store of its own node
 TORCHRUN_S = 600  # the meeting of a torchrun's nodes, as torch has it; the conductor gives up sooner (timeout.connect)
 
 # --- programs that are asked ---
@@ -74,5 +74,5 @@ POST_S = 3.0  # the survivors' posts after a failure
 POST_CLOSED_S = 0.5  # the survivors' posts, once a connection is known to be closed
 CLOSING_S = 0.3  # the connections that a death closes, one after the other
 GROUP_MARGIN_S = 2.0  # a group's answer beyond timeout.sync
-GROUP_REACH_S = 10.0  # the members' way to each other's ports, when a group could not be formed
+GROUP_REACH_S = 10.0  # the members' connections to each other's ports, while a group is formed
 BENCH_SYNC_S = 600.0  # an operation of `slurm-rlhf bench sync`

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_rlhf.algorithms.groups import passes, refill
+from slurm_rlhf.algorithms.reward_shaping import passes, refill
 
 
 @pytest.mark.parametrize(

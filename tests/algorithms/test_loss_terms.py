@@ -22,7 +22,8 @@ from slurm_rlhf.algorithms.losses import (
     nll_loss,
     positive_weights,
 )
-from slurm_rlhf.algorithms.policy_distance import ESTIMATORS, approx_kl
+from slurm_rlhf.algorithms.policy_distance import approx_kl
+from slurm_rlhf.config.keys import all_keys
 
 EVERYWHERE = torch.ones(3, dtype=torch.bool)
 LIMIT = 20.0
@@ -49,7 +50,7 @@ def test_kl_by_hand(estimator: str, values: list[float], slopes: list[float]) ->
 
 
 def test_the_reward_takes_every_estimator_and_the_loss_all_but_k1() -> None:
-    assert set(KL_LOSSES) == {*ESTIMATORS} - {"k1"}
+    assert set(KL_LOSSES) == {*all_keys()["algo.kl.estimator"].choices} - {"k1"}
     drawn = np.random.default_rng(0).normal(size=(2, 50), scale=9)
     assert np.array_equal(approx_kl(*drawn, "k3+"), approx_kl(*drawn, "k3"))
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_loss import policy_loss
 
-from slurm_rlhf.algorithms.losses import entropy_bonus, value_loss
+from slurm_rlhf.algorithms.losses import PolicyInputs, checked_loss, entropy_bonus, k3, value_loss
 from slurm_rlhf.algorithms.policy_distance import approx_kl
-from slurm_rlhf.algorithms.policy_loss_inputs import PolicyInputs, checked_loss, k3
 from slurm_rlhf.errors import ConfigError
 
 token = st.tuples(

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from slurm_rlhf.algorithms.losses import AGGREGATIONS, loss_weights
+from slurm_rlhf.algorithms.losses import AGGREGATIONS, PolicyInputs, loss_weights
 from slurm_rlhf.algorithms.methods.ppo import GAE
 from slurm_rlhf.algorithms.methods.reinforce import DR_GRPO
 from slurm_rlhf.algorithms.packed import step_mean
-from slurm_rlhf.algorithms.policy_loss_inputs import PolicyInputs
 from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES, aggregation_of, clip_range
 from slurm_rlhf.config.schema_models import Actor
 from slurm_rlhf.docs.pages import page

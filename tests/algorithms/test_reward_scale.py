@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from slurm_rlhf.algorithms.reward_scale import MUCH, FixedScale, RunningScale, clip_warning, clipped_share
+from slurm_rlhf.algorithms.reward_shaping import MUCH, FixedScale, RunningScale, clip_warning, clipped_share, normalized
 
 
 def test_running_statistics_are_those_of_all_rewards_together() -> None:
@@ -21,7 +21,7 @@ def test_running_statistics_are_those_of_all_rewards_together() -> None:
         assert scale.mean == pytest.approx(seen.mean(), rel=1e-12)
         assert scale.std == pytest.approx(max(seen.std(), 1e-4), rel=1e-9)
     expected = (batches[-1] - seen.mean()) / seen.std()
-    np.testing.assert_allclose(scale.normalize(batches[-1]), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(normalized(batches[-1], scale), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_checkpoint_of_it_goes_on_bit_for_bit() -> None:
@@ -30,7 +30,7 @@ def test_a_checkpoint_of_it_goes_on_bit_for_bit() -> None:
     again = RunningScale(**json.loads(json.dumps(scale.state_dict())))
     later = rng.normal(size=20)
     assert again == scale
-    assert again.with_batch(later).normalize(later).tobytes() == scale.with_batch(later).normalize(later).tobytes()
+    assert normalized(later, again.with_batch(later)).tobytes() == normalized(later, scale.with_batch(later)).tobytes()
 
 
 def test_a_batch_may_be_looked_at_and_dropped() -> None:
@@ -41,14 +41,14 @@ def test_a_batch_may_be_looked_at_and_dropped() -> None:
 
 def test_equal_rewards_become_zero_and_an_empty_batch_changes_nothing() -> None:
     scale = RunningScale().with_batch(np.full(4, 0.1, dtype=np.float32))
-    assert scale.normalize(np.full(4, 0.1, dtype=np.float32)).tolist() == [0.0] * 4
+    assert normalized(np.full(4, 0.1, dtype=np.float32), scale).tolist() == [0.0] * 4
     assert scale.with_batch([]) == scale
-    assert RunningScale().normalize([]).tolist() == []
+    assert normalized([], RunningScale()).tolist() == []
 
 
 def test_a_models_own_statistics_stay() -> None:
     scale = FixedScale(2.0, 4.0)
-    assert scale.with_batch([50.0]).normalize([2.0, 6.0]).tolist() == [0.0, 1.0]
+    assert normalized([2.0, 6.0], scale.with_batch([50.0])).tolist() == [0.0, 1.0]
 
 
 def test_the_share_of_what_a_clip_changes() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.checkpoint import manifest
+from slurm_rlhf.checkpoint import resume
 from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack, _flush
 from slurm_rlhf.errors import CheckpointError, ConfigError
 
@@ -212,8 +212,8 @@ def test_checkpoint_can_be_moved_and_given_a_name(checkpoints: CheckpointDir, tm
 def test_large_files_are_checked_by_size_and_both_ends(
     checkpoints: CheckpointDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "WHOLE_LIMIT", 4000)
-    monkeypatch.setattr(manifest, "ENDS", 1000)
+    monkeypatch.setattr(resume, "WHOLE_LIMIT", 4000)
+    monkeypatch.setattr(resume, "ENDS", 1000)
     bad = save(checkpoints, 1)
     record = json.loads((bad / "manifest.json").read_text())["files"]["actor/rank_0/model.bin"]
     assert record["whole"] is False
@@ -284,7 +284,7 @@ def test_what_cannot_be_forced_to_disk_is_no_success(
 
 def test_a_file_that_cannot_be_read_is_a_difference_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    record = manifest.FileRecord(1, "0" * 64, True)
-    assert manifest._difference(tmp_path / "file" / "below", record).startswith("cannot be read (")
-    assert manifest._difference(tmp_path / "nothing", record) == "is missing"
-    assert manifest._difference(tmp_path / "file", record) == "does not have the contents that were written"
+    record = resume.FileRecord(1, "0" * 64, True)
+    assert resume._difference(tmp_path / "file" / "below", record).startswith("cannot be read (")
+    assert resume._difference(tmp_path / "nothing", record) == "is missing"
+    assert resume._difference(tmp_path / "file", record) == "does not have the contents that were written"

@@ -77,11 +77,9 @@ def test_check_shows_what_a_run_reads(file: Path, capsys: pytest.CaptureFixture[
     out, err = capsys.readouterr()
     assert err == ""
     sound, *lines = out.splitlines()
-    assert sound.startswith("keys, files and model directories are sound; reading ")
+    assert sound.startswith("keys, files and model directories are right; reading ")
     assert lines[0].endswith("prompts.jsonl, 1 dropped (longer than 10 tokens)")
-    assert lines[1].startswith(
-        "steps: 3, of 64 prompts with 1 responses each; the prompts are good for 2 in an episode"
-    )
+    assert lines[1].startswith("steps: 3, of 64 prompts with 1 responses each; one pass over the prompts is 2 steps")
     assert lines[2] == "the first prompt, 5 tokens: '0+1='"
     assert lines[3] == "its label: '1'"
     assert lines[4].endswith("as if they were responses: 1, 2, 3, 4")

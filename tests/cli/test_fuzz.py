@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_notation import expand, expand_counts, gpus_of_nodes, per_node, slurm_order
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import rule_problems
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.data.prompts import read_jsonl
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.wire.codec import decode, encode

@@ -12,13 +12,12 @@ import pytest
 
 from slurm_rlhf.cli import init
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.cli.init import choose
-from slurm_rlhf.cluster.partitions import best, parse_modules, parse_partitions, proposed
+from slurm_rlhf.cli.init import Start, choose, script, toml
+from slurm_rlhf.cluster.resources import best, parse_modules, parse_partitions, proposed
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.nodes.starter import Start, script, toml
 
 SINFO = """cpu*|100|(null)|2-00:00:00|64|up
 gpu|16|gpu:h100:8(S:0-1)|1-00:00:00|96|up
@@ -64,8 +63,8 @@ def test_answers_and_options_are_settled_and_what_cannot_be_is_refused() -> None
     assert (choose("mine", {}, [], silent).gpus, choose("mine", {}, [], silent).partition) == (0, "")
     for given, message in (
         ({"partition": "gpuu"}, "no partition 'gpuu'; did you mean gpu?"),
-        ({"nodes": "17"}, "--nodes takes a number, 1 to 16; got '17'"),
-        ({"gpus_per_node": "x"}, "--gpus_per_node takes a number, 0 to 8; got 'x'"),
+        ({"nodes": "17"}, "--nodes takes a whole number from 1 to 16, got '17'"),
+        ({"gpus_per_node": "x"}, "--gpus_per_node takes a whole number from 0 to 8, got 'x'"),
         ({"tensor_parallel_size": "3"}, "--tensor_parallel_size=3 does not divide the 8 GPUs of a node"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -139,7 +138,7 @@ def test_without_slurm_two_files_and_what_to_do_next(
     assert out.rstrip().endswith("5. slurm-rlhf train mine.toml")
     before = Path("mine.toml").read_text()
     assert cli.main(["init", "mine", "--yes"]) == 2
-    assert "mine.toml, mine_reward.py is there already" in capsys.readouterr().err
+    assert "mine.toml, mine_reward.py exists already" in capsys.readouterr().err
     assert Path("mine.toml").read_text() == before
 
 

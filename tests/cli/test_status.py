@@ -120,7 +120,7 @@ def test_a_pending_job_says_why(bench: Bench, capsys: pytest.CaptureFixture[str]
     bench.says("PENDING", "BeginTime")
     bench.wrote("stopped", 4)
     out = shown(bench.run_dir, capsys)
-    assert "BeginTime: its time to begin lies ahead; after a requeue that is about two minutes" in out
+    assert "BeginTime: its time to begin has not come; after a requeue that takes about two minutes" in out
     assert "run         " in out
     assert ": stopped\n" in out
 
@@ -149,13 +149,13 @@ def test_a_job_whose_first_node_is_gone(bench: Bench, capsys: pytest.CaptureFixt
     assert f"run         {bench.run_dir}: running\n" in shown(bench.run_dir, capsys)
     failed.write_text(CLOSED_BY_PEER)
     out = shown(bench.run_dir, capsys)
-    assert f"{bench.run_dir}: the conductor is gone, say its ranks on gpu002, gpu003, and have left" in out
+    assert f"{bench.run_dir}: the conductor is gone: its ranks on gpu002, gpu003 say so, and have ended" in out
     assert "scontrol requeue" not in out
     bench.says("RUNNING BatchHost=gpu009")
     out = shown(bench.run_dir, capsys)
-    assert "its first node gpu009 is gone, and with it the conductor: nobody leads the run any more.\n" in out
-    assert "Another node on which an engine was ends this, within a minute: it requeues the job" in out
-    assert "Where no node does that: scontrol requeue 12\n" in out
+    assert "its first node gpu009 is gone, and with it the conductor: no process leads the run.\n" in out
+    assert "Another node that had an engine requeues the job within a minute" in out
+    assert "If no node does that: scontrol requeue 12\n" in out
 
 
 def test_who_has_ended_a_job_without_its_first_node(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +168,7 @@ def test_who_has_ended_a_job_without_its_first_node(bench: Bench, capsys: pytest
     for state, restarts, words in (("PENDING", 0, "has requeued it"), ("CANCELLED", 1, "has cancelled it")):
         bench.says(state)
         assert words not in shown(bench.run_dir, capsys)
-        assert "the conductor is gone, say its ranks" not in shown(bench.run_dir, capsys)
+        assert "the conductor is gone: its ranks" not in shown(bench.run_dir, capsys)
         mark(bench.run_dir, "12", restarts).write_text(f"its first node gpu001 was down: gpu002 {words}\n")
         assert f"            its first node gpu001 was down: gpu002 {words}\n" in shown(bench.run_dir, capsys)
 

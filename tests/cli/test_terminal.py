@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from slurm_rlhf.cli import check_parity, generate, mpi_start
-from slurm_rlhf.cli.examine import show as show_examination
-from slurm_rlhf.cli.examine import tell
 from slurm_rlhf.cli.main import guarded, main
-from slurm_rlhf.cli.watch import show
+from slurm_rlhf.cli.preflight import show as show_examination
+from slurm_rlhf.cli.preflight import tell
+from slurm_rlhf.cli.status import show
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError

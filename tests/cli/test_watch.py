@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from waiting import HANG_S, until
 
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.cli.status import watched
-from slurm_rlhf.cli.watch import bar, sparkline
+from slurm_rlhf.cli.status import bar, sparkline, status_of
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.observe.run_status import Summary
 
@@ -70,7 +69,7 @@ def finish(run: Path) -> None:
 @pytest.mark.slow
 def test_a_frame_has_status_curve_phases_and_engines(run: Path) -> None:
     finish(run)
-    lines, over = watched(str(run))
+    lines, over = status_of(str(run), curves=True)
     assert over
     text = "\n".join(lines)
     assert f"{run}: finished" in text

@@ -14,8 +14,7 @@ from torch.distributed import TCPStore
 from waiting import HANG_S, until
 
 from slurm_rlhf.cluster import network
-from slurm_rlhf.cluster.listeners import JOINED, shut, shut_when_joined, tell_joined
-from slurm_rlhf.cluster.network import own_address
+from slurm_rlhf.cluster.network import JOINED, own_address, shut, shut_when_joined, tell_joined
 
 SECRET = "of the run"
 

@@ -11,7 +11,7 @@ from slurm_rlhf.cluster.slurm_notation import count_devices, expand_counts, pars
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.role_sizes import role_sizes
+from slurm_rlhf.placement.topology import role_sizes
 
 BATCH = {
     "SLURM_JOB_ID": "4711",

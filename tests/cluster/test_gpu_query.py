@@ -16,7 +16,6 @@ from slurm_rlhf.cluster.gpu_query import (
     driver_cuda,
     is_busy,
     local_gpus,
-    parse_cuda,
     parse_gpus,
     share_gpus,
     with_processes,
@@ -40,7 +39,7 @@ def test_cards_processes_driver_and_cuda(tmp_path: Path) -> None:
     assert (process.pid, process.name, process.memory_mib) == (os.getpid(), "/opt/my python", 40100)
     assert process.user  # this process's own
     assert [is_busy(gpu) for gpu in look.gpus] == [True, False]
-    assert (look.driver, look.cuda, look.said) == ("580.95.05", driver_cuda() or "13.0", "")
+    assert (look.driver, look.cuda, look.said) == ("580.95.05", driver_cuda(), "")
     assert [gpu.index for gpu in look.chosen(("1", "0"))] == [1, 0]
     assert [gpu.index for gpu in look.chosen((cards[1].split(", ")[1][:12], "7"))] == [1]
 
@@ -56,7 +55,7 @@ def test_cards_processes_driver_and_cuda(tmp_path: Path) -> None:
             "nvidia-smi fails: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver",
         ),
         ("Failed to initialize NVML: Driver/library version mismatch\n", 18, "version mismatch"),
-        ('Field "uuid" is not a valid field to query.\n', 0, "not what --query-gpu answers"),
+        ('Field "uuid" is not a valid field to query.\n', 0, "not an answer to --query-gpu answers"),
     ],
 )
 def test_without_cards_the_programs_own_words_are_kept(tmp_path: Path, said: str, code: int, expected: str) -> None:
@@ -68,12 +67,10 @@ def test_without_cards_the_programs_own_words_are_kept(tmp_path: Path, said: str
 
 
 def test_other_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="not what --query-gpu answers"):
+    with pytest.raises(ValueError, match="not an answer to --query-gpu answers"):
         parse_gpus("0, GPU-1, H100\n")
-    with pytest.raises(ValueError, match="not what --query-compute-apps answers"):
+    with pytest.raises(ValueError, match="not an answer to --query-compute-apps answers"):
         with_processes(parse_gpus(card(0)), "GPU-1, 5\n")
-    assert parse_cuda("| NVIDIA-SMI 535.104.05   Driver Version: 535.104.05   CUDA Version: 12.2     |") == "12.2"
-    assert parse_cuda("CUDA Version: N/A") == ""
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build a library")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from slurm_rlhf.cluster import kernel_cache
-from slurm_rlhf.cluster.kernel_cache import (
+from slurm_rlhf.cluster import local_directory
+from slurm_rlhf.cluster.local_directory import (
     CACHES,
     KernelCache,
     cache_variables,
@@ -104,7 +104,7 @@ def test_the_lock_file_of_a_killed_compiler_keeps_nobody_waiting(take: Take) -> 
 
 RANK = """
 import sys, time
-from slurm_rlhf.cluster.kernel_cache import take_kernel_cache
+from slurm_rlhf.cluster.local_directory import take_kernel_cache
 cache, told = take_kernel_cache(sys.argv[1], "rollout", int(sys.argv[2]), 1.0)
 print(cache.directory if cache else told, flush=True)
 sys.stdin.readline()
@@ -151,7 +151,7 @@ def test_nobody_else_can_look_in_or_was_there_first(
     assert f"slurm_rlhf_kernels.54321 there belongs to user {theirs.stat().st_uid}" in told
     theirs.rmdir()
     theirs.symlink_to(root)
-    assert "slurm_rlhf_kernels.54321 there is no directory" in refused(tmp_path)
+    assert "slurm_rlhf_kernels.54321 is not a directory there" in refused(tmp_path)
 
 
 def refused(base: Path) -> str:
@@ -168,8 +168,8 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     made = [tmp_path / "disk", tmp_path / "other"]
     for place in made:
         place.mkdir()
-    monkeypatch.setattr(kernel_cache, "ACCELERATORS", (tmp_path,))
-    monkeypatch.setattr(kernel_cache, "local_places", lambda: made)
+    monkeypatch.setattr(local_directory, "ACCELERATORS", (tmp_path,))
+    monkeypatch.setattr(local_directory, "local_places", lambda: made)
     return made
 
 
@@ -206,7 +206,7 @@ def test_a_full_disk_is_passed_over(places: list[Path], monkeypatch: pytest.Monk
 def test_a_rank_that_holds_the_door_does_not_hang_the_others(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
     root = take().directory.parent.parent
     monkeypatch.setattr(timeouts, "KERNEL_LOCK_S", 0.1)
-    door = kernel_cache._try_lock(root)
+    door = local_directory._try_lock(root)
     assert door is not None
     try:
         assert "another rank holds its lock" in refused(root.parent)
@@ -219,15 +219,15 @@ def test_other_versions_have_other_directories(take: Take, monkeypatch: pytest.M
     file = write(first)
     first.started()
     leave(first)
-    usual = kernel_cache.version
-    monkeypatch.setattr(kernel_cache, "version", lambda name: "9.9" if name == "torch" else usual(name))
+    usual = local_directory.version
+    monkeypatch.setattr(local_directory, "version", lambda name: "9.9" if name == "torch" else usual(name))
     newer = take()
     assert newer.directory.parent.name.startswith("torch-9.9-")
     assert newer.directory.name == first.directory.name
     assert file.exists()
-    monkeypatch.setattr(kernel_cache, "version", usual)
+    monkeypatch.setattr(local_directory, "version", usual)
     assert take().directory == first.directory
-    monkeypatch.setattr(kernel_cache, "DRIVER", Path(__file__))
+    monkeypatch.setattr(local_directory, "DRIVER", Path(__file__))
     assert take().directory.parent not in (first.directory.parent, newer.directory.parent)
 
 
@@ -250,7 +250,7 @@ def test_the_longest_unused_go_first_and_none_that_is_in_use(take: Take) -> None
 
 
 def test_where_there_is_nothing_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cache, "ACCELERATORS", (tmp_path / "none",))
+    monkeypatch.setattr(local_directory, "ACCELERATORS", (tmp_path / "none",))
     assert take_kernel_cache("auto", "actor", 0, 1.0) == (None, "no accelerator here, so no kernels to keep")
     assert take_kernel_cache("none", "actor", 0, 1.0)[0] is None
     assert not list(tmp_path.iterdir())
@@ -268,7 +268,7 @@ def test_disks_of_the_node_come_before_memory_and_before_what_is_shared(
     assert file_system(tmp_path, table) == "ext4"
     assert file_system(tmp_path, tmp_path / "absent") == ""
     kinds = {"/var/tmp": "lustre", "/tmp": "tmpfs"}
-    monkeypatch.setattr(kernel_cache, "file_system", lambda path: kinds[str(path)])
+    monkeypatch.setattr(local_directory, "file_system", lambda path: kinds[str(path)])
     assert local_places() == [Path("/tmp"), Path("/var/tmp")]
     kinds["/tmp"] = "nfs"
     assert local_places() == [Path("/var/tmp"), Path("/tmp")]
@@ -277,8 +277,8 @@ def test_disks_of_the_node_come_before_memory_and_before_what_is_shared(
 def test_on_a_shared_file_system_a_node_has_directories_of_its_own(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its locks may hold on one node only."""
     alone = take().directory
-    monkeypatch.setattr(kernel_cache, "file_system", lambda path: "nfs4")
-    monkeypatch.setattr(kernel_cache.platform, "node", lambda: "gpu007.cluster")
+    monkeypatch.setattr(local_directory, "file_system", lambda path: "nfs4")
+    monkeypatch.setattr(local_directory.platform, "node", lambda: "gpu007.cluster")
     here = take()
     assert here.directory == alone.parent / "gpu007" / alone.name
     write(here, size=1 << 20)

@@ -11,7 +11,7 @@ from slurm_rlhf.cluster.resources import local_topology
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import role_sizes
+from slurm_rlhf.placement.topology import role_sizes
 
 
 def nvidia_smi(folder: Path, gpus: int, code: int = 0) -> dict[str, str]:

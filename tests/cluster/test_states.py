@@ -57,7 +57,7 @@ def test_several_states_and_unknown_ones() -> None:
     ("reason", "words"),
     [
         ("None", ""),
-        ("Priority", "Priority: others come first"),
+        ("Priority", "Priority: other jobs come first"),
         ("AssocGrpGRES", "AssocGrpGRES: a limit of your account or QOS is reached"),
         ("QOSMaxJobsPerUserLimit", "QOSMaxJobsPerUserLimit: a limit of your account or QOS is reached"),
         ("ReqNodeNotAvail, UnavailableNodes:gpu7", f"ReqNodeNotAvail: {REASONS['ReqNodeNotAvail']}"),

@@ -132,6 +132,25 @@ def test_sigusr1_before_a_run_begins_is_noted_for_it(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.splitlines()) == (0, [USR1.what, "None"]), done.stderr
 
 
+SENT_AT_THE_END = """
+import os, signal
+from slurm_rlhf.cluster.stop import note_early
+
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
+        kill(pid, number)
+
+
+note_early()
+last = Last()
+"""
+
+
+def test_sigusr1_while_the_interpreter_ends_changes_no_exit_code() -> None:
+    assert subprocess.run([sys.executable, "-c", SENT_AT_THE_END], check=False, timeout=HANG_S).returncode == 0
+
+
 HUNG_UP = """
 import pathlib, signal, sys, threading
 from slurm_rlhf.cluster.stop import Stop, StopRequested

@@ -21,8 +21,7 @@ from slurm_rlhf.nodes.mpi.assignment import Launched, Process, place_processes
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import RankMap, draw, place
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import Topology, role_sizes
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run.gpu_account import StepFlops
 
@@ -85,8 +84,8 @@ def test_without_a_critic_nothing_is_reckoned_for_it(config: Config) -> None:
     lengths = np.array([4, 4], dtype=np.int32)
     tokens = np.zeros(16, dtype=np.int32)
     experience = Experience(lengths, lengths, tokens, np.ones(8, dtype=np.bool_), np.zeros(2, dtype=np.float32))
-    alone = StepFlops(shape, None, None, False, 1, 2)
-    both = StepFlops(shape, shape, None, False, 1, 2)
+    config.rollout.n_samples_per_prompt = 2
+    alone, both = StepFlops(config, {ACTOR: shape}), StepFlops(config, {ACTOR: shape, CRITIC: shape})
     assert 0 < alone.update(experience, True) < both.update(experience, True)
     assert 0 < alone.others(experience) < both.others(experience)
     assert alone.update(experience, False) == 0
@@ -140,7 +139,7 @@ def test_every_estimator_starts_the_roles_that_it_computes_with(config: Config, 
     assert [assignment.role for assignment in mpi.assignments] == wanted
     config.train.colocate_all = True
     assert placed(config, gpus=1).worlds == dict.fromkeys(wanted, 1)
-    assert [role.name for role in running_roles(config) if role.saves] == wanted[: 1 + (estimator == "gae")]
+    assert [role.name for role in running_roles(config) if role.kind == "trained"] == wanted[: 1 + (estimator == "gae")]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.config.aliases import INTERVALS, VALUES, read_as, spellings, tables
-from slurm_rlhf.config.key_text import dump_toml
-from slurm_rlhf.config.keys import all_keys, get, nearest
+from slurm_rlhf.config.keys import INTERVALS, VALUES, all_keys, get, nearest, read_as, spellings, tables
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import out_of_range
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import ConfigError
 

@@ -13,9 +13,9 @@ from waiting import HANG_S
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.check import check, check_sft, warnings
-from slurm_rlhf.config.key_text import from_text
 from slurm_rlhf.config.keys import all_keys, put
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import from_text
 from slurm_rlhf.errors import ConfigError, ModelError
 
 COLOCATED = (
@@ -148,7 +148,7 @@ FILTERED = ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=
         (["eval.dataset=/"], ["eval.dataset: is a directory, not a file: /"]),
         (
             ["reward.remote_url="],
-            ["neither reward.remote_url (a Python file", "nor reward.model_name_or_path nor reward.function"],
+            ["neither reward.remote_url (a Python file", "nor reward.function (one", "nor reward.model_name_or_path ("],
         ),
         (["reward.model_name_or_path=/rm"], ["reward.remote_url and reward.model_name_or_path are both set"]),
         (

@@ -10,7 +10,7 @@ import pytest
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.model_directory import check_architecture
 from slurm_rlhf.config.roles import ROLLOUT, running_roles
-from slurm_rlhf.config.rules import engine_problems, rule_problems, unused_note
+from slurm_rlhf.config.rules import EngineRules, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 
@@ -42,7 +42,7 @@ def test_the_actor_samples_alone() -> None:
     ],
 )
 def test_what_it_excludes_is_one_sentence_that_names_the_key(keys: dict[str, Any], words: tuple[str, ...]) -> None:
-    (problem,) = engine_problems(config(**keys))
+    (problem,) = EngineRules(config(**keys)).problems()
     assert all(word in problem for word in words)
     assert problem in list(rule_problems(config(**keys)))
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.algorithms.registry import built_in
-from slurm_rlhf.config.key_text import dump_toml, help_text
 from slurm_rlhf.config.keys import Key, all_keys, documentation, get, put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_eval import EvalDataSet
+from slurm_rlhf.config.schema_jobs import EvalDataSet
+from slurm_rlhf.config.text import dump_toml, help_text
 from slurm_rlhf.errors import ConfigError
 
 
@@ -231,7 +231,7 @@ def test_dump_is_a_file_a_user_could_have_written(tmp_path: Path) -> None:
 
 
 def test_defaults_have_the_types_of_their_keys() -> None:
-    from slurm_rlhf.config.key_text import from_toml
+    from slurm_rlhf.config.text import from_toml
 
     for key in all_keys().values():
         assert from_toml(key, key.default) == key.default, key.name

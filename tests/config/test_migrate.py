@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.config.aliases import tables
-from slurm_rlhf.config.keys import all_keys, get
+from slurm_rlhf.config.keys import all_keys, get, tables
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.migrate import PROGRAM, translate
 from slurm_rlhf.config.schema import Config

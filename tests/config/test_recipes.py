@@ -13,15 +13,15 @@ from model_configs import SHAPES
 from waiting import HANG_S
 
 from slurm_rlhf.algorithms.policy_losses import aggregation_of, clip_range
-from slurm_rlhf.cli.placement_report import layout_on
+from slurm_rlhf.cli.plan import layout_on
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, ROLES, ROLLOUT, algorithm_of, running_roles
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.placement.engine_memory import GIB
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.rank_memory import GIB
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 RECIPES = sorted(path.stem for path in (SBATCH / "recipes").glob("*.toml"))

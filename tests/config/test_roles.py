@@ -29,8 +29,7 @@ from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import RankMap, draw, place
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import Topology, role_sizes
 from slurm_rlhf.ranks import rank_process as worker_main
 
 JUDGE = "judge"

@@ -10,9 +10,8 @@ import pytest
 from lookalikes import llama_like, sentencepiece_like
 
 from slurm_rlhf.config.schema import Data
-from slurm_rlhf.data.framing import has_double_bos, missing_eos
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, missing_eos
 
 FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "llama": (llama_like, "<|begin_of_text|>"),

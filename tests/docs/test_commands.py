@@ -12,8 +12,7 @@ from shown_commands import ROOT, TEXTS
 from training_runs import workspace
 
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.config.aliases import read_as
-from slurm_rlhf.config.keys import all_keys
+from slurm_rlhf.config.keys import all_keys, read_as
 
 COMMAND = re.compile(r"^(?:slurm-rlhf|sbatch|bash) ")
 

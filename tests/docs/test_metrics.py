@@ -9,7 +9,7 @@ from glossary import explained, unexplained
 from recorded_run import write_run
 
 import slurm_rlhf
-from slurm_rlhf.observe.jsonl import read_rows
+from slurm_rlhf.observe.run_log import read_rows
 
 PACKAGE = Path(slurm_rlhf.__file__).parent
 

@@ -19,7 +19,7 @@ from tiny_models import make_tiny
 from waiting import HANG_S, scaled
 from zygote import Zygote
 
-from slurm_rlhf.cluster import kernel_cache
+from slurm_rlhf.cluster import local_directory
 from slurm_rlhf.engine.tp_engine import SHARED_MEMORY, EnginePlace
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.ranks.engine_follower import segment_prefix
@@ -31,7 +31,6 @@ from slurm_rlhf.wire.calls import (
     GenerateBatch,
     PackedPrompts,
     PromptTokens,
-    StartRequest,
     WakeUpRequest,
 )
 
@@ -187,7 +186,7 @@ def test_each_rank_keeps_what_it_compiles_in_a_directory_of_its_own(pair: Rollou
     for rank, slot in enumerate(slots):
         assert f"compiled kernels are kept in {slot}" in single.log(rank)
         assert not (slot / ".starting").exists()  # what starting compiles is whole
-        assert kernel_cache._try_lock(slot) is None  # while it lives
+        assert local_directory._try_lock(slot) is None  # while it lives
 
 
 def test_an_idle_engine_waits_and_does_not_look_again_and_again(pair: RolloutFleet) -> None:
@@ -251,10 +250,10 @@ def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path,
         alone.launch([0])
         alone.server.wait_for("rollout", 1, HANG_S)
         with pytest.raises(RemoteError, match=r"engine 0 \(rollout ranks 0 to 1 on .*TP rank \[1\] did not connect"):
-            alone.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=HANG_S)
+            alone.engines.call(0, EngineCalls.start, 1).result(timeout=HANG_S)
         wrong.server.wait_for("rollout", 2, HANG_S)
         with pytest.raises(RemoteError, match="vLLM does not accept the model") as caught:
-            wrong.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=HANG_S)
+            wrong.engines.call(0, EngineCalls.start, 1).result(timeout=HANG_S)
         assert caught.value.user_error
     finally:
         wrong.close()
@@ -273,7 +272,7 @@ def test_an_engine_starts_again_where_a_killed_one_was(
     try:
         fleet.launch([0, 1])
         fleet.server.wait_for("rollout", 2, HANG_S)
-        fleet.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=HANG_S)
+        fleet.engines.call(0, EngineCalls.start, 1).result(timeout=HANG_S)
         fleet.engines.ready = [0]
         assert not left.exists()
         assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == single_tokens

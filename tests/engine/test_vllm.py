@@ -15,8 +15,8 @@ from rollout_engine import EngineProcess
 from tiny_models import make_tiny, mislabel
 
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.placement.engine_memory import block_bytes, blocks_of_sequence
 from slurm_rlhf.placement.model_shape import FAMILIES, read_shape, shape_of
+from slurm_rlhf.placement.rank_memory import block_bytes, blocks_of_sequence
 from slurm_rlhf.records import Sampling, Trajectory
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
@@ -127,7 +127,6 @@ def test_what_the_engine_refuses(fresh: EngineProcess, path: Path) -> None:
         fresh.run(child.add, request)
     assert len(fresh.run(child.drain)) == 1
     assert "Valid sizes: 1, 2" in fresh.run(child.refused, path, {"tensor_parallel_size": 4})
-    assert "vllm.dtype is 'fp8'; valid: auto, fp32" in fresh.run(child.refused, path, {"dtype": "fp8"})
 
 
 def test_models_that_vllm_does_not_run(engine: EngineProcess, path: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from slurm_rlhf.eval.estimators import bootstrap, majority_score, pass_at_k, wilson
+from slurm_rlhf.eval.report import bootstrap, majority_score, pass_at_k, wilson
 
 SIZES = range(1, 9)
 

@@ -16,8 +16,8 @@ from slurm_rlhf.errors import DataError
 from slurm_rlhf.eval.responses import ScoredResponse
 from slurm_rlhf.eval.sets import Evaluation, read_eval_sets
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.values import Rewards
 
 FILES = {
     "sums": [{"input": f"{n}+1=", "label": str(n + 1), "part": "odd" if n % 2 else "even"} for n in range(6)],

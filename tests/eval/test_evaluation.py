@@ -12,14 +12,13 @@ import pytest
 from evaluated_runs import PROMPTS, Engines, make, rows
 from waiting import HANG_S
 
-from slurm_rlhf.algorithms.reward_scale import RunningScale
+from slurm_rlhf.algorithms.reward_shaping import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
 from slurm_rlhf.errors import FilteredAway, RemoteError, RewardError
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.function import RewardFunction, Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.values import Rewards
 from slurm_rlhf.sampling.batch_sources import OnDemand
 from slurm_rlhf.sampling.batches import Batch, EpisodesOver
 

@@ -15,6 +15,7 @@ from steps import make_loop, make_step
 
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RunError
@@ -61,7 +62,7 @@ RANKS = RankMap(
         "rollout": [NodeShare("n1", (3, 4), (0, 1), ((0, 0), (0, 1)))],
     },
 )
-H100 = DeviceReport("NVIDIA H100 80GB HBM3", total=80 << 30, used=30 << 30, allocated=29 << 30, attention="")
+H100 = DeviceReport("NVIDIA H100 80GB HBM3", total=80 << 30, used=30 << 30, attention="")
 WAY = SyncConnection("nccl", "ib0", "10.0.0.1", "n1")
 
 
@@ -127,7 +128,7 @@ FORWARD, GENERATE = ForwardBatch(FOUR, []), GenerateBatch(PackedPrompts.pack([])
 @pytest.fixture
 def server() -> Server:
     made = Server()
-    made.answers["about"] = lambda role, rank: replace(
+    made.answers["memory"] = lambda role, rank: replace(
         H100,
         used=(30 + rank) << 30,
         attention={"rollout": "FLASH_ATTN", "actor": "sdpa: FLASH_ATTENTION"}.get(role, ""),
@@ -235,9 +236,9 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str
     """It never ends a run."""
     made = config(tmp_path, **({"model_type": "novel"} if kind == "model" else {}))
     if kind == "card":
-        server.answers["about"] = lambda role, rank: replace(H100, gpu="Novel 9000")
+        server.answers["memory"] = lambda role, rank: replace(H100, gpu="Novel 9000")
     if kind == "silent":
-        server.answers["about"] = RunError("no")
+        server.answers["memory"] = RunError("no")
     clock = Clock()
     told: list[str] = []
     account = GpuAccount(made, RANKS, 40.0, lambda: None, told.append, clock)
@@ -253,7 +254,7 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str
 
 def test_flops_are_those_of_the_mathematics(tmp_path: Path) -> None:
     made = config(tmp_path)
-    flops = StepFlops.of(made)
+    flops = StepFlops.of(changed(made, {}))
     assert flops is not None
     shape = read_shape("actor.model_name_or_path", made.actor.model_name_or_path)
     one = experience([10], [30])
@@ -283,8 +284,8 @@ def test_a_critic_that_starts_from_the_reward_model_has_its_shape(tmp_path: Path
     made.reward.model_name_or_path = str(smaller)
     flops = StepFlops.of(made)
     assert flops is not None
-    assert flops.critic == flops.reward == read_shape("reward.model_name_or_path", str(smaller))
-    assert flops.critic.parameters < flops.policy.parameters
+    assert flops.models["critic"] == flops.models["reward"] == read_shape("reward.model_name_or_path", str(smaller))
+    assert flops.models["critic"].parameters < flops.models["actor"].parameters
 
 
 class Pool:
@@ -357,7 +358,7 @@ def test_records_of_a_run(tmp_path: Path, server: Server, capsys: pytest.Capture
                 assert not ours
                 assert "gpus" not in summary
                 assert "GPU" not in console
-                assert not [call for call in server.pending if call[2] == "about"]
+                assert not [call for call in server.pending if call[2] == "memory"]
                 continue
             assert {"perf/gpu_idle", "perf/gpu_hours", "perf/mfu", "perf/mfu_update", "perf/gpu_idle_critic"} < ours
             hours += [row["perf/gpu_hours"] for row in rows[-2:]]

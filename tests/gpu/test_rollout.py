@@ -28,7 +28,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine import vllm
 from slurm_rlhf.engine.vllm import DeviceMemory, prepare_environment
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.groups.engine_pool import EnginePool, _EngineStart
+from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.ranks.rank_process import import_libraries
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
@@ -157,9 +157,8 @@ class Engines:
 def colocated(told: list[str], offload: bool, generate: Callable[..., Any]) -> Engines:
     handle, roles = Handle(told, "engines"), {"actor": Handle(told, "actor"), "critic": Handle(told, "critic")}
     colocation = Colocation(roles, handle, offload)  # type: ignore[arg-type]
-    supervisor = SimpleNamespace(recovery=None)
-    pool = EnginePool(supervisor, handle, Weights(told), 1.0, all_at_once=True)  # type: ignore[arg-type]
-    pool._starts = {engine: _EngineStart(0, done=True) for engine in range(handle.world)}
+    started: Any = SimpleNamespace(up=dict.fromkeys(range(handle.world), 0), take_part=lambda up, version: None)
+    pool = EnginePool(SimpleNamespace(), started, handle, Weights(told), True)  # type: ignore[arg-type]
     dispatcher = SimpleNamespace(run=generate)
     return Engines(
         told, make_step(Config(), roles, colocation=colocation, pool=pool, dispatcher=dispatcher), colocation
@@ -216,21 +215,17 @@ def attending() -> Worker:
 
 def test_a_rank_says_what_its_gpu_holds(cuda: FakeCuda) -> None:
     held = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
-    said = attending().about()
-    assert said is not None
+    said = attending().memory()
     assert said.total == 100 * MIB
     assert said.used >= said.allocated >= held.numel()
     assert said.gpu
     assert said.attention == "FLASH_ATTN"
-    seen = attending().memory()
-    assert (seen.used, seen.total) == (said.used, said.total)
     assert device_bytes(torch.device("cuda", 0)) == 100 * MIB
 
 
 def test_without_a_gpu_a_rank_says_nothing_of_one() -> None:
-    assert attending().about() is None
     seen = attending().memory()
-    assert (seen.used > 0, seen.total) == (True, 0)  # of the process
+    assert (seen.gpu, seen.used > 0, seen.total) == ("", True, 0)  # of the process
     assert device_bytes(torch.device("cpu")) == 0
 
 

@@ -16,15 +16,15 @@ from sync_peer import describe, hold, make_weights
 from torch.distributed import HashStore
 from waiting import HANG_S
 
-import slurm_rlhf.weights.sender as push_module
+import slurm_rlhf.weights.ends as push_module
 from slurm_rlhf.bench import sync as bench_sync
 from slurm_rlhf.bench import train as bench_train
-from slurm_rlhf.bench.options import BENCHES, read
+from slurm_rlhf.cli.bench import BENCHES
 from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import OWN_ERRORS
-from slurm_rlhf.weights.backends.backend import TransportFailure
+from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.backends.device_ipc import DeviceIpc, ordinal_of
 from slurm_rlhf.weights.backends.nccl import Nccl, NcclCommunicator, in_time, name_interface
 from slurm_rlhf.weights.group import SyncGroup
@@ -352,10 +352,12 @@ def test_an_address_is_no_interface(monkeypatch, cuda: FakeCuda):
 
 def test_the_benchmark_of_transfers_knows_the_gpus(monkeypatch):
     monkeypatch.setattr(bench_sync, "local_gpus", lambda environ: ("0", "1"))
-    options = read(BENCHES["sync"], ["--backend=nccl", "--size=1MB"]).options
-    world = bench_sync._world(options)
-    assert (world.gpus, world.bucket_bytes) == (("0", "1"), 256 << 20)
-    assert bench_sync._world(options | {"backend": "gloo"}).gpus == ()
+    asked = []
+    monkeypatch.setattr(bench_sync, "measure", lambda spec, gpus: asked.append((gpus, spec.bucket_bytes)))
+    monkeypatch.setattr(bench_sync, "show", lambda result: "")
+    for backend in ("nccl", "gloo"):
+        BENCHES["sync"].run([f"--backend={backend}", "--size=1MB"])
+    assert asked == [(("0", "1"), 256 << 20), ((), 64 << 20)]
 
 
 def test_the_benchmark_of_training_names_the_gpu(cuda: FakeCuda):

@@ -29,14 +29,13 @@ from slurm_rlhf.ranks.model_workers import ReferenceWorker
 from slurm_rlhf.ranks.rank_process import import_libraries
 from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.trainer import deepspeed as zero
-from slurm_rlhf.trainer import distributed, frozen_models, trainers
+from slurm_rlhf.trainer import distributed, trainers
 from slurm_rlhf.trainer._deepspeed import import_deepspeed
 from slurm_rlhf.trainer._torch import limit_collectives
 from slurm_rlhf.trainer.deepspeed import zero3_config
 from slurm_rlhf.trainer.distributed import World, undisturbed
-from slurm_rlhf.trainer.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.trainer.train_settings import Schedule, TrainSettings, adamw
-from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
+from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer, RewardModel, ValueTrainer
 
 pytestmark = [pytest.mark.usefixtures("own_environment")]
 
@@ -91,9 +90,9 @@ def _load_before(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(models)
     for module, loader, given in (
         (trainers, "load_policy", (models / "policy", config.ds, 7)),
-        (frozen_models, "load_policy", (models / "policy", config.ds, 7)),
+        (trainers, "load_policy", (models / "policy", config.ds, 7)),
         (trainers, "load_critic", (models / "policy", config.ds, 0)),
-        (frozen_models, "load_reward", (models / "reward", config.ds)),
+        (trainers, "load_reward", (models / "reward", config.ds)),
     ):
         real = getattr(module, loader)
         loaded = [real(*given)]
@@ -291,7 +290,7 @@ def test_an_asynchronous_save_waits_once_and_copies_to_pinned_memory(
     pending: list[Any] = []
     for _ in range(2):  # the second time into memory that is there
         assert waits(cuda, lambda: pending.append(trainer.save(later, behind=True))) == {"synchronize": 1}
-        pending[-1].written.result(HANG_S)
+        pending[-1].result(HANG_S)
     copies = trainer.backend._saver.copies
     assert all(buffer.is_pinned() for buffer in copies._buffers.values())
     assert copies.nbytes == 12 * sum(parameter.numel() for parameter in trainer.backend.module.parameters())
@@ -308,7 +307,7 @@ def test_what_is_tried_out_leaves_the_random_state_of_the_gpu(cuda: FakeCuda) ->
 
 
 class Optimizer:
-    """What `offload_optimizer` moves of ZeRO-3: masters of two groups, AdamW's states, gradients and their bucket."""
+    """What `move_optimizer` moves of ZeRO-3: masters of two groups, AdamW's states, gradients and their bucket."""
 
     def __init__(self) -> None:
         self.fp32_partitioned_groups_flat = [torch.ones(1000, device=GPU), torch.ones(500, device=GPU)]
@@ -326,7 +325,7 @@ def test_parked_states_lie_in_pinned_host_memory_and_gradients_nowhere(cuda: Fak
     optimizer = Optimizer()
     parked = SimpleNamespace(optimizer=optimizer)
     kept = [*optimizer.fp32_partitioned_groups_flat]
-    zero.offload_optimizer(parked, 3, GPU)
+    zero.move_optimizer(parked, 3, "host", GPU)
     for master in optimizer.fp32_partitioned_groups_flat:
         state = optimizer.optimizer.state[master]
         for tensor in (master.data, state["exp_avg"].data, state["exp_avg_sq"].data):
@@ -334,7 +333,7 @@ def test_parked_states_lie_in_pinned_host_memory_and_gradients_nowhere(cuda: Fak
             assert tensor.is_pinned()
     assert optimizer.grad_partitions_flat_buffer.untyped_storage().nbytes() == 0
     assert optimizer.ipg_buckets[torch.float32].buffer.untyped_storage().nbytes() == 0
-    zero.reload_optimizer(parked, 3, GPU)
+    zero.move_optimizer(parked, 3, "device", GPU)
     assert [master is before for master, before in zip(optimizer.fp32_partitioned_groups_flat, kept, strict=True)]
     for master in optimizer.fp32_partitioned_groups_flat:
         state = optimizer.optimizer.state[master]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.groups.deaths import Death, Deaths, RoleRanks, Standstills, culprits, silent_nodes, unheard
-from slurm_rlhf.groups.start_logs import StartLogs
+from slurm_rlhf.groups.deaths import Death, Deaths, RoleRanks, Standstills, StartLogs, culprits
+from slurm_rlhf.groups.silence import silent_nodes, unheard
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.placement.rank_map import NodeShare
 from slurm_rlhf.run_directory import RunDirectory

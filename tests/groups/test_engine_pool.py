@@ -18,8 +18,7 @@ from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.weights.lead import EngineLost
 from slurm_rlhf.wire.handles import EngineHandle
@@ -81,7 +80,7 @@ def parts(tmp_path: Path) -> Iterator[tuple[Supervisor, Engines]]:
     directory = RunDirectory(tmp_path / "run")
     directory.make()
     config = Config()
-    config.timeout.heartbeat_interval, config.timeout.shutdown = 0.2, 1.0
+    config.timeout.heartbeat_interval, config.timeout.shutdown, config.timeout.connect = 0.2, 1.0, CONNECT_S
     engines = Engines(directory)
     ranks = place(Topology.uniform(["n1"], 2), [RoleSize("rollout", 1, 2, tp=1, engines=2)])
     supervisor = Supervisor(config, directory, ranks, engines)  # type: ignore[arg-type]
@@ -95,8 +94,10 @@ def parts(tmp_path: Path) -> Iterator[tuple[Supervisor, Engines]]:
 def pool_of(supervisor: Supervisor, weights: Weights, notes: list[str], all_at_once: bool) -> EnginePool:
     handle = supervisor.roles["rollout"]
     assert isinstance(handle, EngineHandle)
-    pool = EnginePool(supervisor, handle, weights, CONNECT_S, all_at_once, notes.append)  # type: ignore[arg-type]
-    return pool
+    engines = supervisor.engines
+    assert engines is not None
+    engines.begin(all_at_once, notes.append)
+    return EnginePool(supervisor, engines, handle, weights, all_at_once)  # type: ignore[arg-type]
 
 
 def test_a_run_goes_on_without_an_engine_that_never_comes_and_takes_one_that_comes_late(
@@ -107,7 +108,6 @@ def test_a_run_goes_on_without_an_engine_that_never_comes_and_takes_one_that_com
     engines.come(0)
     until(lambda: supervisor.here("rollout") == {0}, "the first engine")
     pool = pool_of(supervisor, weights, notes, all_at_once=False)
-    pool.begin()
     assert pool.wait([]) == [0]
     until(lambda: bool(notes), "the warning")
     assert "engine 1: rollout rank 1 did not say hello within 1 s" in notes[0]
@@ -132,7 +132,6 @@ def test_without_any_engine_or_where_all_are_needed_the_run_ends(
         engines.come(0)
         until(lambda: supervisor.here("rollout") == {0}, "the first engine")
     pool = pool_of(supervisor, Weights(), [], all_at_once)
-    pool.begin()
     with pytest.raises(CallTimeout, match="did not say hello within 1 s"):
         pool.wait([])
     until(lambda: isinstance(supervisor.failure, CallTimeout), "the end of the run")
@@ -152,7 +151,6 @@ def test_an_engine_that_is_lost_during_an_update_is_done_without(parts: tuple[Su
     engines.come(0)
     until(lambda: supervisor.here("rollout") == {0}, "the first engine")
     pool = pool_of(supervisor, weights, [], all_at_once=False)
-    pool.begin()
     assert pool.wait([]) == [0]
     assert pool.update(1) == {"sync_s": 1.0}
     assert weights.updates == [(1, [0]), (1, [0])]

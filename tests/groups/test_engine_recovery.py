@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import hang_peer
@@ -19,10 +20,10 @@ from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.observe.events import EventLog, engines_lost, read_events
-from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.observe.run_log import EventLog, engines_lost, read_events
+from slurm_rlhf.placement.rank_map import NodeShare, RankMap, place
+from slurm_rlhf.placement.topology import RoleSize, Topology
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.handles import EngineHandle
 
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 LIMIT = 3.0
 RANK = {0: 0, 1: 2}  # engine -> its leader
+TOPOLOGY = Topology.uniform(["n1", "n2"], 4)
 
 
 class Engines:
@@ -42,6 +44,7 @@ class Engines:
         self.directory = directory
         self.spares: list[str] = []
         self.unfit: dict[str, str] = {}
+        self.homes = {0: "n1", 1: "n1"}
         self.places: list[tuple[int, str]] = []  # further starts
         self.of: dict[int, list[subprocess.Popen[bytes]]] = {}
         self.told: set[int] = set()
@@ -49,7 +52,7 @@ class Engines:
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         self.endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
         for engine in RANK:
-            self._start(engine, "n1")
+            self._start(engine, self.homes[engine])
 
     def _start(self, engine: int, node: str) -> None:
         ranks = (RANK[engine], RANK[engine] + 1)
@@ -92,14 +95,20 @@ class Engines:
 
 
 class Roles:
-    """Implements `Launcher` with engines alone."""
+    """Implements `Launcher` with engines, and roles of which nobody comes: nothing can be started on n2 any more."""
 
     address = "127.0.0.1"
 
     def __init__(self, directory: RunDirectory) -> None:
         self.engines = Engines(directory)
-        self.start = self.engines.start
         self.stop = self.engines.stop
+
+    def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
+        if role == "rollout":
+            self.engines.start(role, arguments, environment)
+
+    def unreached(self, nodes: Sequence[str]) -> list[str]:
+        return [node for node in nodes if node == "n2"]
 
     def stopped(self) -> list[tuple[str, int]]:
         return []
@@ -118,26 +127,28 @@ class Weights:
 
 
 class Bench:
-    def __init__(self, path: Path, most: int) -> None:
+    def __init__(self, path: Path, most: int, ranks: RankMap | None = None) -> None:
         directory = RunDirectory(path / "run")
         directory.make()
-        config = Config()
+        config = self.config = Config()
         config.timeout.heartbeat_interval, config.timeout.heartbeat, config.timeout.shutdown = 0.2, LIMIT, 1.0
         config.train.max_engine_restarts, config.vllm.tensor_parallel_size = most, 2
         self.launcher = Roles(directory)
-        self.ranks = ranks = place(Topology.uniform(["n1"], 4), [RoleSize("rollout", 1, 4, tp=2, engines=2)])
+        self.ranks = ranks = ranks or place(TOPOLOGY, [RoleSize("rollout", 1, 4, tp=2, engines=2)])
+        self.launcher.engines.homes = ranks.engine_nodes
         self.supervisor = Supervisor(config, directory, ranks, self.launcher)  # type: ignore[arg-type]
-        self.supervisor.start({"rollout": {}})
-        self.recovery = self.supervisor.recovery
-        assert self.recovery is not None
+        self.starting = in_thread(lambda: self.supervisor.start({role: {} for role in ranks.roles}), "start")
+        until(lambda: self.supervisor.engines is not None)
+        assert self.supervisor.engines is not None
+        self.engines = self.supervisor.engines
         self.said: list[str] = []
         self._file, self._log = directory.events, EventLog(directory.events)
-        self.recovery.tell = self._tell
+        self.engines.tell = self._tell
         handle = self.supervisor.roles["rollout"]
         assert isinstance(handle, EngineHandle)
         self.handle = handle
-        self.pool = EnginePool(self.supervisor, handle, Weights(), 60.0, all_at_once=True)  # type: ignore[arg-type]
-        self.pool.begin()
+        self.pool = EnginePool(self.supervisor, self.engines, handle, Weights(), True)  # type: ignore[arg-type]
+        self.engines.begin(True, self.said.append)
 
     def _tell(self, text: str, kind: str, engine: int) -> None:
         self._log.append(kind, 1, text, engine)
@@ -224,7 +235,7 @@ def test_no_engine_starts_on_a_node_that_the_run_has_given_up(bench: Bench) -> N
     """Both fall silent, and with them their node: of the two spares one was left out before."""
     bench.begin()
     bench.launcher.engines.spares = ["n2", "n3"]
-    bench.supervisor.move_engines(bench.ranks, ["n2"])
+    bench.engines.leave_out(bench.ranks.engine_nodes, ["n2"])
     for process in (*bench.processes[0], *bench.processes[1]):
         os.kill(process.pid, signal.SIGSTOP)
     until(lambda: len(bench.launcher.engines.places) == 2)
@@ -236,7 +247,25 @@ def test_where_all_engines_die_the_pool_has_none_until_one_is_back(bench: Bench)
     for processes in bench.processes.values():
         os.kill(processes[0].pid, signal.SIGKILL)
     until(lambda: bench.handle.ready == [])
-    assert bench.supervisor.without_engines
+    assert bench.engines.all_lost
     assert bench.pool.update(2) == {}
     until(lambda: bool(bench.pool.rescue()))
-    assert not bench.supervisor.without_engines
+    assert not bench.engines.all_lost
+
+
+def test_a_role_that_starts_where_an_engine_has_fallen_silent_does_not_wait_for_its_ranks(tmp_path: Path) -> None:
+    """The critic's ranks would have `timeout.connect` to come, and their node is dead."""
+    shares = [NodeShare(f"n{1 + e}", (0, 1), (2 * e, 2 * e + 1), ((e, 0), (e, 1))) for e in RANK]
+    critic = NodeShare("n2", (2,), (0,))
+    bench = Bench(tmp_path, 1, RankMap(TOPOLOGY, {"rollout": shares, "critic": [critic]}))
+    try:
+        bench.begin()
+        for process in bench.processes[1]:
+            os.kill(process.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(RoleDied, match="role critic died: rank 0 on n2 is lost before its hello: the engines"):
+            bench.starting.result(HANG_S)
+        assert time.monotonic() - begun < bench.config.timeout.connect / 2
+        assert bench.supervisor.silent_nodes() == {"n2"}
+    finally:
+        bench.supervisor.stop()

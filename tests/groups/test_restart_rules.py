@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_rlhf.groups.engine_recovery import Loss, RestartPlace, incidents, next_place
+from slurm_rlhf.groups.restarts import Loss, RestartPlace, incidents, next_place
 
 
 def losses(*found: tuple[int, str, float]) -> list[Loss]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.groups.start_logs import StartLogs
+from slurm_rlhf.groups.deaths import StartLogs
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.observe.log_tail import FailedProcess
 from slurm_rlhf.run_directory import RunDirectory

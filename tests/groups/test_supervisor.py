@@ -19,12 +19,12 @@ from waiting import HANG_S, scaled, until
 from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.supervisor import POLL_S, SILENT_BEATS, Supervisor
+from slurm_rlhf.groups.silence import SILENT_BEATS
+from slurm_rlhf.groups.supervisor import POLL_S, Supervisor
 from slurm_rlhf.nodes.launcher import Ended, LocalLauncher
 from slurm_rlhf.observe.log_tail import _ROOT_CAUSE
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts

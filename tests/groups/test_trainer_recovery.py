@@ -11,11 +11,11 @@ import pytest
 from slurm_rlhf.cluster.stop import TERM, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.deaths import FailedRole
-from slurm_rlhf.groups.trainer_recovery import Plan, RunFailure, TrainerRecovery, offenders, refusal
+from slurm_rlhf.groups.restarts import RunFailure, offenders, refusal
+from slurm_rlhf.groups.state import Unit
+from slurm_rlhf.groups.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import Topology, role_sizes
 
 KILLED = "role critic died: rank 0 on n2 (pid {}) was killed by SIGKILL.\nThe last lines of critic.log:\n    none"
 CRASHED = (
@@ -70,7 +70,7 @@ class Parts:
     """What a plan asks: who died, which nodes are silent, what hangs."""
 
     config: Config = field(default_factory=Config)
-    failed_role: FailedRole | None = None
+    failed_role: Unit | None = None
     silent: set[str] = field(default_factory=set)
     behind: BaseException | None = None
     culprits: list[str] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Parts:
             blame=blame,
             failed_role=self.failed_role,
             silent_nodes=lambda: set(self.silent),
-            recovery=SimpleNamespace(node=homes.get, deserted=deserted) if self.engines_alone else None,
+            engines=SimpleNamespace(node=homes.get, deserted=deserted, alone=self.engines_alone),
         )
         watchdog: Any = SimpleNamespace(behind=lambda error: self.behind, culprits=lambda: self.culprits)
         names = [f"n{number}" for number in range(1, 5 + self.spares)]
@@ -123,8 +123,8 @@ class Parts:
 
 
 DIED = RoleDied("role actor died: rank 1 on n2 (pid 7) was killed by SIGKILL")
-ACTOR = FailedRole("actor", ("n2",))
-LOST = FailedRole("actor", ("n2",), silent=True)
+ACTOR = Unit("actor", ("n2",))
+LOST = Unit("actor", ("n2",), silent=True)
 
 
 def test_the_trainers_start_again_where_they_were_and_the_engines_stay() -> None:
@@ -140,7 +140,7 @@ def test_the_trainers_start_again_where_they_were_and_the_engines_stay() -> None
 
 @pytest.mark.parametrize("role", ["actor", "rollout"])
 def test_engines_that_share_the_devices_start_again_with_the_trainers_whoever_died(role: str) -> None:
-    parts = Parts(failed_role=FailedRole(role, ("n2",)), engines_alone=False)
+    parts = Parts(failed_role=Unit(role, ("n2",)), engines_alone=False)
     parts.config.train.colocate_all = True
     plan = parts.recovery().plan(DIED, 5, parts.ranks)
     assert set(plan.roles) == {"actor", "critic", "rollout"}
@@ -150,7 +150,7 @@ def test_engines_that_share_the_devices_start_again_with_the_trainers_whoever_di
 @pytest.mark.parametrize(
     ("parts", "error", "said"),
     [
-        (Parts(failed_role=FailedRole("rollout", ("n4",))), RoleDied("role rollout died"), ""),
+        (Parts(failed_role=Unit("rollout", ("n4",))), RoleDied("role rollout died"), ""),
         (Parts(), RemoteError("reward.py returned NaN", user_error=True, role="actor"), ""),
         (Parts(), RemoteError("generate failed", role="rollout"), ""),
         (Parts(), RunError("control server"), ""),
@@ -161,7 +161,7 @@ def test_engines_that_share_the_devices_start_again_with_the_trainers_whoever_di
             "not restarted in this job: under MPI no role can",
         ),
         (
-            Parts(failed_role=FailedRole("rollout", ("n4",)), engines_alone=False, fixed="under MPI no role can"),
+            Parts(failed_role=Unit("rollout", ("n4",)), engines_alone=False, fixed="under MPI no role can"),
             RoleDied("role rollout died"),
             "not restarted in this job: under MPI no role can",
         ),
@@ -231,7 +231,7 @@ def test_without_a_spare_the_run_goes_on_with_smaller_roles_and_says_which() -> 
 
 
 def test_without_a_spare_and_a_smaller_layout_the_run_ends_and_says_what_is_missing() -> None:
-    parts = Parts(failed_role=FailedRole("critic", ("n3",), silent=True), silent={"n2", "n3"})
+    parts = Parts(failed_role=Unit("critic", ("n3",), silent=True), silent={"n2", "n3"})
     with pytest.raises(RoleDied):
         parts.plan(DIED)
     (told,) = parts.notes

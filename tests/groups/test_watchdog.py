@@ -28,8 +28,7 @@ from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.nodes.node_look import look
 from slurm_rlhf.observe.timing import LEARNED, UNKNOWN
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.slow]
@@ -115,7 +114,7 @@ class Watched:
         self.dog.phase(phase)
 
     def call(self, rank: int, method: str, timeout_s: float = HANG_S) -> Future[Any]:
-        return self.supervisor.server.call("actor", rank, method, {"seconds": HANG_S}, timeout_s, lambda value: value)
+        return self.supervisor.server.call("actor", rank, method, HANG_S, timeout_s, lambda value: value)
 
     def told(self) -> str:
         """The first paragraph, once it is there."""
@@ -178,7 +177,7 @@ def test_a_hang_of_the_first_step_is_told_long_before_the_deadline_and_ends_the_
         call = run.call(1, "work_in_python")
         told = run.told()
         assert "behind is actor rank 1 on n1" in told
-        assert f"(budget {UNKNOWN * 0.2:g} s: the first time, it is not known what is usual)" in told
+        assert f"(budget {UNKNOWN * 0.2:g} s: the usual wait is not known in the first pass)" in told
         left = float(re.search(r"If nothing moves for ([\d.]+) s more, the run ends", told)[1])  # type: ignore[index]
         assert 0.5 * HANG_S < left < 0.9 * HANG_S
         time.sleep(5 * run.dog._config.timeout.hang_grace)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import slurm_rlhf
-from slurm_rlhf.config.key_text import default_text
 from slurm_rlhf.config.keys import all_keys, documentation
+from slurm_rlhf.config.text import default_text
 from slurm_rlhf.docs.pages import TOPICS, page
 
 ROOT = Path(slurm_rlhf.__file__).parents[1]
@@ -32,6 +32,35 @@ def is_there(path: str) -> bool:
 def test_named_paths_exist(text: str) -> None:
     assert len(paths(text)) > 10
     assert [path for path in paths(text) if not is_there(path)] == []
+
+
+RECIPES = {
+    "an algorithm": (3, r"rloo|RLOO", {"family": "reinforce", "name": "rloo"}),
+    "a configuration key": (2, r"logprob_chunk_tokens", {"room": "trainer", "file": "trainers"}),
+    "a command": (2, r"status", {"name": "status"}),
+    "a role": (5, r"[Cc]ritic|CRITIC", {"file": ""}),
+    "a reward source": (3, r"RewardFunction|REWARD_SOURCES", {"name": "function"}),
+    "a backend of the weight transfer": (4, r"disk|Disk", {"name": "disk"}),
+    "an engine": (3, r"\bhf\b|Hf", {"name": "hf"}),
+    "a trainer": (3, r"PlainTrainer", {"name": "plain_torch"}),
+}
+"""What is added -> files that are touched, what each of them says of one that is there, and its names in the paths."""
+
+
+@pytest.mark.parametrize("added", RECIPES)
+def test_a_recipe_lists_every_file_that_one_touches(added: str) -> None:
+    """And no more: the numbered lines, each of which begins with its file."""
+    count, said, names = RECIPES[added]
+    recipe = CONTRIBUTING.split(f"\n## Add {added}\n")[1].split("\n## ")[0]
+    steps = re.findall(r"^\d+\. `([^`]+)`", recipe, re.MULTILINE)
+    assert len(steps) == len(re.findall(r"^\d+\. ", recipe, re.MULTILINE)) == count
+    for path in steps:
+        place = re.sub(r"<(\w+)>", lambda found: names[found[1]] or "*", path)
+        assert any(re.search(said, file.read_text(encoding="utf-8")) for file in ROOT.glob(place)), place
+
+
+def test_recipes_are_all_there() -> None:
+    assert re.findall(r"^## Add (.*)$", CONTRIBUTING, re.MULTILINE) == list(RECIPES)
 
 
 def test_every_room_is_on_the_map() -> None:

@@ -28,9 +28,9 @@ import task
 from learn_curves import Learned, Point, Side, picture, race
 
 from slurm_rlhf.config.check import check
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.placement.rank_map import RankMap

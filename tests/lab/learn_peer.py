@@ -23,8 +23,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import LENGTH, STOP, Prompt, Trajectory
-from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.rewards.function import RewardFunction, Rewards
 
 
 @dataclass(frozen=True, slots=True)

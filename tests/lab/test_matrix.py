@@ -13,7 +13,7 @@ from random_models import ARCHITECTURES, ORIGINAL, WINDOW
 from waiting import HANG_S, scaled
 
 from slurm_rlhf.config.architectures import COMPARED
-from slurm_rlhf.parity.subjects import NEW_TOKENS
+from slurm_rlhf.parity.verdicts import NEW_TOKENS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

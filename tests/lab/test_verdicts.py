@@ -22,7 +22,7 @@ from campaign.verdicts import (
     unequal,
 )
 
-from slurm_rlhf.groups.trainer_recovery import RunFailure, refusal
+from slurm_rlhf.groups.restarts import RunFailure, refusal
 
 KILL = Fault("SIGKILL", "actor rank 1", "train", says=r"role actor died: rank 1\b", limit_s=10)
 CALM = Fault("clock jump +1 h", "all of the run", "any", does=BORNE)

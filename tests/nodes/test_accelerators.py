@@ -22,8 +22,7 @@ from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.nodes import node_look
 from slurm_rlhf.nodes.accelerators import Wanted, judge_accelerators, seen_by_processes
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import CPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, Node, Topology, role_sizes
 
 MODULES = dict.fromkeys(architectures.wanted_modules(), False)
 GRANTED = "ask for them with sbatch --gpus-per-node"

@@ -85,7 +85,7 @@ def test_ill_gpus() -> None:
         "GPU 1: its clocks are lowered, it is too hot",
     ]
     assert parse_health(HEALTH, ("0", "1")) == told
-    assert parse_health(HEALTH, ("GPU-00000002",)) == ["GPU 2: its clocks are lowered, the power supply brakes it"]
+    assert parse_health(HEALTH, ("GPU-00000002",)) == ["GPU 2: its clocks are lowered, the power supply limits it"]
     assert parse_health("No devices were found\n", ("0",)) == []
 
 

@@ -16,8 +16,7 @@ from waiting import until
 from slurm_rlhf.nodes import children
 from slurm_rlhf.nodes.engine_launcher import EngineEnds, LocalEngines
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.wire import timeouts
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurm_rlhf.cli import examine
+from slurm_rlhf.cli import preflight
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes.accelerators import Wanted
@@ -25,8 +25,7 @@ from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.report import FAILED, OK, draw
 from slurm_rlhf.nodes.starters import AGENT, CommandStarter, here
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import CPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 
 NODE = socket.gethostname().partition(".")[0]
 DEAF = (
@@ -159,9 +158,9 @@ def test_an_allocation_that_shrank_over_a_requeue_is_read_from_slurm(
     ("image", "started"), [("", sys.executable), ("/image.sif", "apptainer exec /image.sif python3")]
 )
 def test_a_question_says_how_python_is_started(monkeypatch: pytest.MonkeyPatch, image: str, started: str) -> None:
-    monkeypatch.setattr(examine, "address_among", lambda nodes, own: "10.0.0.1")
+    monkeypatch.setattr(preflight, "address_among", lambda nodes, own: "10.0.0.1")
     config, slurm = Config(), SimpleNamespace(job_id=12)
     config.slurm.container = image
-    asked = examine.question(config, None, None, ["n1"], slurm)  # type: ignore[arg-type]
+    asked = preflight.question(config, None, None, ["n1"], slurm)  # type: ignore[arg-type]
     assert re.sub(" --bind=[^ ]+", "", asked.started) == started
     assert (asked.inside, asked.job, asked.address) == (bool(image), "12", "10.0.0.1")

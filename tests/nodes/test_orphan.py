@@ -18,8 +18,7 @@ from slurm_rlhf.nodes import orphan
 from slurm_rlhf.nodes.children import EngineRanks
 from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Heir, answers, decide, heirs, mark
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 
 ALIVE = Job("12", "12", "RUNNING", "None", "0:0", "1", "gpu[001-003]", "", "", batch_host="gpu001", requeue="1")
 HEADLESS = replace(ALIVE, nodes="gpu[002-003]")

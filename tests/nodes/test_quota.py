@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.disk import device_of
 from slurm_rlhf.nodes import needs
 from slurm_rlhf.nodes.needs import Quota, quota_on, read_quota
+from slurm_rlhf.run_directory import device_of
 from slurm_rlhf.wire import timeouts
 
 NFS = """Disk quotas for user alice (uid 1000):

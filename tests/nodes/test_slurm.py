@@ -18,8 +18,7 @@ from slurm_rlhf.nodes.node_look import NodeView, look
 from slurm_rlhf.nodes.slurm import SlurmLauncher
 from slurm_rlhf.nodes.slurm_run import SlurmRun
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 
 pytestmark = [pytest.mark.slow]
 NODES = ("127.0.0.1", "127.0.0.2")

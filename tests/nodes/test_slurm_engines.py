@@ -11,11 +11,11 @@ from played_agents import WRITE_ORDERS, PlayedAgent
 from waiting import until
 
 from slurm_rlhf.cluster.slurm_environment import read_slurm
+from slurm_rlhf.nodes.agent_steps import AgentSteps
 from slurm_rlhf.nodes.slurm_engines import SlurmEngines
 from slurm_rlhf.nodes.slurm_run import SlurmRun
 from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 
 pytestmark = [pytest.mark.slow]
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -36,7 +36,9 @@ class Bench:
         ranks = place(Topology.uniform(NODES, 2), [RoleSize("rollout", 2, 2, engines=4)])
         slurm = read_slurm(JOB)
         assert slurm is not None
-        self.engines = SlurmEngines(SlurmRun(self.run_dir, slurm, token="run"), ranks)
+        run = SlurmRun(self.run_dir, slurm)
+        self.agents = AgentSteps(run, NODES[0])
+        self.engines = SlurmEngines(run, ranks, self.agents)
 
     def srun(self, script: str) -> None:
         program = self.root / "bin" / "srun"
@@ -54,7 +56,7 @@ class Bench:
     def wait_for_starts(self, count: int) -> None:
         until(lambda: len(self.starts) >= count, f"start {count}")
 
-    def agents(self, start: int, *nodes: str) -> list[PlayedAgent]:
+    def play(self, start: int, *nodes: str) -> list[PlayedAgent]:
         """The agents of a start of a step, the last so far."""
         self.wait_for_starts(start)
         return [PlayedAgent(self.root / "orders", node) for node in nodes]
@@ -69,12 +71,13 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     made = Bench(tmp_path)
     yield made
     made.engines.stop(False, 0)
+    made.agents.close()
 
 
 def test_an_engine_that_ended_starts_again_on_a_spare_node_and_no_other_does(bench: Bench) -> None:
     bench.srun("exec sleep 60")
     bench.engines.start(["--x"], {node: {"A": node} for node in NODES})
-    one, other = bench.agents(1, *NODES)
+    one, other = bench.play(1, *NODES)
     assert f"--nodelist={','.join(NODES)}" in bench.starts[0]
     assert (one.started()["engines"], other.started()["environment"]) == (None, {NODES[1]: {"A": NODES[1]}})
     assert bench.engines.ended() == []
@@ -85,7 +88,7 @@ def test_an_engine_that_ended_starts_again_on_a_spare_node_and_no_other_does(ben
     assert bench.engines.ended() == [(1, "rank 1 was killed"), (2, "rank 2 was killed")]  # `gone` has dropped none
     assert bench.engines.ended() == []
     bench.engines.start_again(1, SPARE)
-    (moved,) = bench.agents(2, SPARE)
+    (moved,) = bench.play(2, SPARE)
     assert f"--nodelist={SPARE}" in bench.starts[1]
     spec = moved.started()
     assert (spec["engines"], spec["environment"][SPARE]) == ([1], {"A": NODES[0]})
@@ -105,7 +108,7 @@ def test_an_engine_that_stays_on_its_node_needs_no_step(bench: Bench) -> None:
     """And so no slurmctld, which may be away. Its end is told by its agent."""
     bench.srun("exec sleep 60")
     bench.engines.start([], {node: {} for node in NODES})
-    (other,) = bench.agents(1, NODES[1])
+    (other,) = bench.play(1, NODES[1])
     other.started()
     bench.engines.end(3)
     assert other.asked("end")[1] == 3

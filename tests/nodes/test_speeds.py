@@ -12,9 +12,8 @@ from slurm_rlhf.nodes.report import FAILED, OK, WARNING
 from slurm_rlhf.nodes.speed_checks import groups as judge_groups
 from slurm_rlhf.nodes.speed_checks import links as judge_links
 from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.spares import chosen
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.replacement import chosen
+from slurm_rlhf.placement.topology import RoleSize, Topology
 
 NODES = [f"n{number}" for number in range(1, 6)]
 FAST = 1e8  # bytes per second

@@ -15,7 +15,7 @@ import slurm_rlhf.nodes
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
-from slurm_rlhf.config.schema_cluster import minutes
+from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError, UserError
 from slurm_rlhf.nodes import requeue, submitit_job
 from slurm_rlhf.nodes.requeue import PARENT_REQUEUES, ChainContinuation, ParentContinuation, continuation_of
@@ -147,7 +147,7 @@ def test_a_chain_cancels_its_own_waiting_jobs_alone(tmp_path: Path, monkeypatch:
     array = {**JOB, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
     for environ, which in ((JOB, "15, 18"), (array, "12")):
         found = continuation_of(Slurm(chain=True), tmp_path, environ)
-        assert found.go_on().told == "the next job of the chain goes on"
+        assert found.go_on().text == "the next job of the chain goes on"
         assert found.end_time() == 99.0
         assert found.finished() == f"the jobs that waited to go on with this run are cancelled: {which}"
     calls = (tmp_path / "calls").read_text().splitlines()
@@ -196,7 +196,7 @@ def test_a_requeue_is_tried_again_while_the_controller_is_away(
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() + 7200)
     arranged = found.go_on()
-    assert (told in arranged.told, arranged.holds) == (True, holds), arranged
+    assert (told in arranged.text, arranged.sure) == (True, holds), arranged
     assert right() < ends - 60
     if calls:
         assert len((tmp_path / "calls").read_text().splitlines()) == calls
@@ -215,8 +215,8 @@ def test_a_successor_whose_sbatch_had_no_answer_is_not_submitted_twice(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     arranged = continuation_of(Slurm(), tmp_path, JOB).go_on()
-    assert arranged.holds
-    assert "job 14 follows this one" in arranged.told
+    assert arranged.sure
+    assert "job 14 follows this one" in arranged.text
 
 
 def test_a_parent_is_told_by_its_signal(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from slurm_rlhf.nodes.environment import node_environment
 from slurm_rlhf.nodes.srun import Step, role_step, step_command, step_environment
 from slurm_rlhf.nodes.step_spec import StepSpec, share_on, torchrun_command
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import CPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 
 
 def spec(role: str, store: str = "") -> StepSpec:

@@ -14,15 +14,14 @@ from types import SimpleNamespace
 import pytest
 from small_disk import small_disk
 
-from slurm_rlhf import disk
+from slurm_rlhf import run_directory
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.disk import MIB, make_run_directory, refusal, remedy, run_directory_kept
 from slurm_rlhf.errors import CheckpointError, DiskError, RemoteError
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.run import conductor
-from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.run_directory import MIB, RunDirectory, make_run_directory, refusal, remedy, run_directory_kept
 
 FULL, QUOTA = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded")
 SHORT_WRITE = RemoteError("save failed on actor 0 on n1: RuntimeError: [enforce fail at inline_container.cc:672] .")
@@ -32,8 +31,8 @@ SHORT_WRITE = RemoteError("save failed on actor 0 on n1: RuntimeError: [enforce 
 def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What statvfs answers: 3 MiB of 8 GiB are free, inodes as well."""
     answer = SimpleNamespace(f_bavail=768, f_frsize=4096, f_files=1000, f_favail=10)
-    monkeypatch.setattr(disk.os, "statvfs", lambda path: answer)
-    monkeypatch.setattr(disk, "mount_of", lambda path: (Path("/scratch"), "lustre"))
+    monkeypatch.setattr(run_directory.os, "statvfs", lambda path: answer)
+    monkeypatch.setattr(run_directory, "mount_of", lambda path: (Path("/scratch"), "lustre"))
     return answer
 
 

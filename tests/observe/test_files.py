@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import HANG_S
 
-from slurm_rlhf.observe.jsonl import whole_lines
 from slurm_rlhf.observe.log_tail import FailedProcess, first_failure
-from slurm_rlhf.observe.metrics import MetricsLog, TensorBoardEvents, _masked_crc
+from slurm_rlhf.observe.metrics import MetricsLog, TensorBoardEvents
+from slurm_rlhf.observe.run_log import whole_lines
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.timing import Phases
 
@@ -82,9 +82,6 @@ def _read_events(directory: Path) -> list[tuple[str, int, float]]:
 
 
 def test_tensorboard_reads_the_events_of_a_run_and_of_its_resume(tmp_path):
-    assert _masked_crc(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(
-        4, "little"
-    )  # the check value of CRC-32C
     directory = tmp_path / "tensorboard"
     events = TensorBoardEvents(directory)
     for step in (1, 2, 3):
@@ -117,7 +114,7 @@ for kind in ("rich", "plain", "none"):
     shown.begin(0, 1)
     shown.step(1, 1, {})
     shown.end()
-assert not {"torch", "numpy", "tensorflow"} & set(sys.modules), sys.modules.keys()
+assert not {"torch", "tensorflow"} & set(sys.modules), sys.modules.keys()
 """
     root = Path(__file__).parents[2]
     done = subprocess.run(

@@ -11,18 +11,25 @@ import pytest
 from recorded_run import Clock, sample
 
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung, SyncBroken, SyncError, of_hang
-from slurm_rlhf.observe.events import (
+from slurm_rlhf.observe.run_log import (
     EventLog,
+    SampleLog,
     WarningEvents,
+    append_line,
+    choose,
+    console_text,
+    drop_end,
     engines_lost,
     kind_of_failure,
     kind_of_note,
+    markdown_text,
     read_events,
+    read_rows,
+    read_samples,
+    truncate_after,
 )
-from slurm_rlhf.observe.jsonl import append_line, drop_end, read_rows, truncate_after
 from slurm_rlhf.observe.run_status import Summary
-from slurm_rlhf.observe.samples import SampleLog, choose, console_text, markdown_text, read_samples
-from slurm_rlhf.observe.spans import KEPT, CallSpans, TimelineLog, joined, thinned
+from slurm_rlhf.observe.timing import KEPT, CallSpans, TimelineLog, joined, thinned
 from slurm_rlhf.wire.messages import CallFailure, Peer
 
 

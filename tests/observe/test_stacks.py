@@ -23,7 +23,7 @@ from slurm_rlhf.observe.timing import FACTOR, LEARNED, UNKNOWN, UNSURE, WaitBudg
 
 HOLDS = """
 import ctypes, subprocess, sys, threading
-from slurm_rlhf.observe.late_stacks import LateStacks
+from slurm_rlhf.observe.stacks import LateStacks
 wait = threading.Thread(target=threading.Event().wait, daemon=True)
 wait.start()
 print("words of before")
@@ -46,7 +46,7 @@ inner()
 
 RUNS = """
 import sys, threading, time
-from slurm_rlhf.observe.late_stacks import LateStacks
+from slurm_rlhf.observe.stacks import LateStacks
 late = LateStacks()
 
 def deep(left):

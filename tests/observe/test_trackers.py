@@ -19,12 +19,11 @@ from recorded_run import sample
 from tracker_files import history, trackio_rows, wandb_starts
 from waiting import HANG_S
 
+from slurm_rlhf.config.check import tracker_problems, without_secrets
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.trackers import tracker_problems, without_secrets
 from slurm_rlhf.observe.metrics import TensorBoardEvents
-from slurm_rlhf.observe.trackers.process import ProcessSink, TrackerFailed
-from slurm_rlhf.observe.trackers.sink import TrackedRun
-from slurm_rlhf.observe.trackers.trackers import Trackers, kept_id
+from slurm_rlhf.observe.sinks import TrackedRun
+from slurm_rlhf.observe.trackers import ProcessSink, TrackerFailed, Trackers, kept_id
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -76,7 +75,7 @@ def test_what_is_missing_is_said_before_the_start(
     names: list[str], problems: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = ("wandb", "sqlalchemy")
-    monkeypatch.setattr("slurm_rlhf.config.trackers.find_spec", lambda name: name in there or None)
+    monkeypatch.setattr("slurm_rlhf.config.check.find_spec", lambda name: name in there or None)
     config = Config()
     config.logger.use = names
     found = list(tracker_problems(config))
@@ -132,16 +131,20 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_or_dies_is_told_of_with_its_log(tmp_path: Path) -> None:
+def test_a_process_that_fails_or_dies_is_told_of_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
-    sink = ProcessSink("nosuch", RUN, log, 60)
-    sink.open()
-    with pytest.raises(TrackerFailed, match=f"^ValueError: no tracker 'nosuch'; its log is {log}$"):
+    sink = ProcessSink("nosuch", log, 60)
+    sink.open(RUN)
+    with pytest.raises(TrackerFailed, match=f"^KeyError: 'nosuch'; its log is {log}$"):
         sink.close(False)
-    assert "ValueError" in log.read_text()
-    sink = ProcessSink("wandb", RUN, log, 60, _program(tmp_path, "kill -9 $$"))
-    with contextlib.suppress(TrackerFailed):  # told here already where the process is dead by now
-        sink.open()
+    assert "KeyError" in log.read_text()
+    sink = ProcessSink("wandb", log, 60)
+    with (
+        monkeypatch.context() as patch,
+        contextlib.suppress(TrackerFailed),
+    ):  # raised here if the process is dead by now
+        patch.setattr(sys, "executable", _program(tmp_path, "kill -9 $$"))
+        sink.open(RUN)
     with pytest.raises(TrackerFailed, match=f"^its process ended with exit code -9; its log is {log}$"):
         sink.close(False)
     with pytest.raises(TrackerFailed):
@@ -159,10 +162,13 @@ def test_a_process_that_fails_or_dies_is_told_of_with_its_log(tmp_path: Path) ->
     assert told[0].startswith("warning: wandb gets nothing more of this run: its process ended with exit code -9")
 
 
-def test_a_process_that_hangs_holds_nobody_and_is_gone_at_the_end(tmp_path: Path) -> None:
+def test_a_process_that_hangs_holds_nobody_and_is_gone_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It reads nothing, and a process that it started would outlive it."""
-    sink = ProcessSink("wandb", RUN, tmp_path / "log", 0.5, _program(tmp_path, "sleep 1000 & echo $! > child; wait"))
-    sink.open()
+    monkeypatch.setattr(sys, "executable", _program(tmp_path, "sleep 1000 & echo $! > child; wait"))
+    sink = ProcessSink("wandb", tmp_path / "log", 0.5)
+    sink.open(RUN)
     for step in range(200):
         sink.metrics(step, {"x" * 1000: 1.0})  # more than a pipe holds
     child = tmp_path / "child"
@@ -262,7 +268,7 @@ def test_mlflow_has_one_run_in_its_database(tmp_path: Path, monkeypatch: pytest.
     if python == sys.executable:
         require("mlflow")
     root = Path(__file__).parents[2]
-    monkeypatch.setattr("slurm_rlhf.observe.trackers.process.sys", SimpleNamespace(executable=python))
+    monkeypatch.setattr("slurm_rlhf.observe.trackers.sys", SimpleNamespace(executable=python))
     monkeypatch.setenv("PYTHONPATH", str(root))
     run_id = kept_id(tmp_path / "trackers" / "id")
     said = three_steps_and_a_resume(tmp_path, "mlflow")

@@ -15,10 +15,8 @@ from waiting import until
 
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.parity import processes
-from slurm_rlhf.parity.processes import Options, compare
-from slurm_rlhf.parity.stages import Task
-from slurm_rlhf.parity.subjects import Subject
-from slurm_rlhf.parity.verdicts import Line
+from slurm_rlhf.parity.processes import Options, Task, compare
+from slurm_rlhf.parity.verdicts import Line, Subject
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +90,9 @@ def test_a_model_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path
 
 
 def test_what_is_refused_starts_nothing(tmp_path: Path) -> None:
-    subjects = [Subject("a", refused="known to differ"), Subject("b", failed="no network")]
+    subjects = [
+        Subject("a", verdict="refused", reason="known to differ"),
+        Subject("b", verdict="failed", reason="no network"),
+    ]
     found = list(compare(subjects, Options()))
     assert [(line.verdict, line.reason) for line in found] == [("refused", "known to differ"), ("failed", "no network")]

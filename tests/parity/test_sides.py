@@ -13,8 +13,7 @@ from random_models import make_model
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.parity import sides
-from slurm_rlhf.parity.subjects import NEW_TOKENS, prompts
-from slurm_rlhf.parity.verdicts import PRECISIONS
+from slurm_rlhf.parity.verdicts import NEW_TOKENS, PRECISIONS, prompts
 from slurm_rlhf.trainer import logprobs
 
 EXPERIENCE = make_experience([(3, 9), (12, 1), (1, 30), (5, 44)])

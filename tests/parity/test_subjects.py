@@ -10,7 +10,7 @@ from tiny_models import make_tiny
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.parity.subjects import model
+from slurm_rlhf.parity.verdicts import model
 
 
 def test_a_model_of_the_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,22 +23,25 @@ def test_a_model_of_the_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: p
     (stored / "refs").mkdir()
     (stored / "refs" / "main").write_text("1234")
     subject = model("me/tiny", 320)
-    assert (subject.directory, subject.failed) == (str(stored / "snapshots" / "1234"), "")
+    assert (subject.directory, subject.reason) == (str(stored / "snapshots" / "1234"), "")
     assert subject.architecture == "Qwen2ForCausalLM"
     other = model("me/other", 320)
-    assert other.failed.startswith("no such directory, and the Hugging Face hub did not give")
-    assert "hf download me/other --local-dir DIR" in other.failed
+    assert other.verdict == "failed"
+    assert other.reason.startswith("no such directory, and the Hugging Face hub did not give")
+    assert "hf download me/other --local-dir DIR" in other.reason
 
 
 def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path) -> None:
     capped = make_tiny(tmp_path / "capped")
     config = json.loads((capped / "config.json").read_text())
     (capped / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
-    assert "how a qwen2 does it is not known here" in model(str(capped), 320).refused
-    assert "lower data.max_len to at most 512" in model(str(make_tiny(tmp_path / "short")), 600).refused
+    subject = model(str(capped), 320)
+    assert subject.verdict == "refused"
+    assert "how a qwen2 does it is not known here" in subject.reason
+    assert "lower data.max_len to at most 512" in model(str(make_tiny(tmp_path / "short")), 600).reason
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no config.json" in model(str(empty), 320).refused
+    assert "no config.json" in model(str(empty), 320).reason
     with pytest.raises(ConfigError, match="no such directory, and no name of a model on the Hugging Face hub"):
         model("./nowhere", 320)
 

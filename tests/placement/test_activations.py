@@ -10,7 +10,7 @@ from model_configs import VARIANTS, make_config
 from transformers import AutoModelForCausalLM
 
 from slurm_rlhf.placement.model_shape import shape_of
-from slurm_rlhf.placement.trainer_memory import Pass, autocast_weights, recomputed, saved
+from slurm_rlhf.placement.rank_memory import Pass, autocast_weights, recomputed, saved
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 BATCH, LENGTH = 2, 48

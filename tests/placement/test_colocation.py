@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rlhf.cli.placement_report import draw_layout, layout_here, layout_on
+from slurm_rlhf.cli.plan import draw_layout, layout_here, layout_on
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
@@ -103,5 +103,5 @@ def test_without_gpus_colocated_roles_share_their_process_slots() -> None:
 def test_engines_that_do_not_cover_the_actors_slots() -> None:
     config = all_in_one(1, 4, 1)
     config.vllm.num_engines = 3
-    with pytest.raises(PlacementError, match=r"vllm\.num_engines = 3.* Make them equal .*4 x 1 or 2 x 2 or 1 x 4"):
+    with pytest.raises(PlacementError, match=r"vllm\.num_engines = 3.* Make them equal"):
         layout_here(config, JOB)

@@ -11,10 +11,9 @@ from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, ROLES
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.engine_memory import GIB, hf_terms
-from slurm_rlhf.placement.memory import account, gathers_once, rank_memories
+from slurm_rlhf.placement.memory import account, gathers_once, help_for, rank_memories
 from slurm_rlhf.placement.model_shape import shape_of
-from slurm_rlhf.placement.too_large import help_for
+from slurm_rlhf.placement.rank_memory import GIB, hf_terms
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 H100 = int(79.1 * GIB)

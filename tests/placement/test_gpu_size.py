@@ -9,7 +9,7 @@ import pytest
 from slurm_rlhf.cluster.gpu_query import local_kinds
 from slurm_rlhf.cluster.slurm_job import gpu_types, granted_types, parse_types
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.placement.gpus import found_size, told_size
+from slurm_rlhf.placement.gpus import found_size, size_by_keys
 
 DETAILS = """JobId=12 JobName=x
    JOB_GRES=gpu:a100:12
@@ -64,17 +64,17 @@ def test_without_scontrol_what_was_asked_for_is_taken(tmp_path: Path) -> None:
 
 
 def test_the_user_knows_best() -> None:
-    assert told_size("", 0.0) is None
-    by_name, by_size = told_size("h100", 0.0), told_size("", 80.0)
+    assert size_by_keys("", 0.0) is None
+    by_name, by_size = size_by_keys("h100", 0.0), size_by_keys("", 80.0)
     assert by_name is not None
     assert by_size is not None
     assert by_name.gib == pytest.approx(79.1, abs=0.01)
     assert 78 < by_size.gib < 80
-    both = told_size("my_own", 48.0)
+    both = size_by_keys("my_own", 48.0)
     assert both is not None
     assert both.name == "my_own of 48 GB"
     with pytest.raises(ConfigError, match=r"'my_own' is no GPU that is known here.*H100 PCIe, "):
-        told_size("my_own", 0.0)
+        size_by_keys("my_own", 0.0)
 
 
 def test_one_kind() -> None:

@@ -6,9 +6,8 @@ import pytest
 
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.spares import with_engine_on
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.replacement import with_engine_on
+from slurm_rlhf.placement.topology import RoleSize, Topology
 
 
 @pytest.fixture

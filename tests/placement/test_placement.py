@@ -10,11 +10,9 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.slurm_notation import expand
-from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap, draw, place
-from slurm_rlhf.placement.role_sizes import RoleSize, role_sizes
-from slurm_rlhf.placement.topology import Node, Topology, numbered_names
+from slurm_rlhf.placement.topology import Node, RoleSize, Topology, numbered_names
 
 
 def nodes(count: int, gpus: int) -> Topology:
@@ -141,16 +139,6 @@ def test_errors_say_why_and_how_many_nodes_do(count: int, gpus: int, roles: list
     with pytest.raises(PlacementError) as error:
         place(nodes(count, gpus), roles)
     assert expected in str(error.value), str(error.value)
-
-
-@pytest.mark.parametrize("key", ["num_nodes", "num_gpus_per_node"])
-def test_sizes_below_one_name_their_key(key: str) -> None:
-    config = Config()
-    setattr(config.ref, key, 0)
-    with pytest.raises(PlacementError, match=f"ref.{key}"):
-        role_sizes(config)
-    config.algo.kl.init_coef = 0.0
-    assert [size.role for size in role_sizes(config)] == ["actor", "critic", "rollout"]
 
 
 @pytest.mark.parametrize("shared", [True, False])

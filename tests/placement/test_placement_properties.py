@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.packing import Block
 from slurm_rlhf.placement.rank_map import RankMap, make_blocks, place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Node, Topology
+from slurm_rlhf.placement.topology import Node, RoleSize, Topology
 
 PAIR = frozenset(("actor", "reference"))
 

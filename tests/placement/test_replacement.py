@@ -11,8 +11,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
 from slurm_rlhf.placement.replacement import group_sizes, replaced, smaller_layouts
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import CPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, Node, Topology, role_sizes
 
 CONFIG = {
     **{"algo.kl.init_coef": 0, "algo.advantage.estimator": "group_norm", "rollout.n_samples_per_prompt": 4},

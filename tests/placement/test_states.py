@@ -124,7 +124,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compare(model: Path, cases: list[list[Any]], out: Path) -> None:
     from slurm_rlhf.placement.model_shape import read_shape
-    from slurm_rlhf.placement.trainer_memory import trainer_states
+    from slurm_rlhf.placement.rank_memory import trainer_states
 
     torchrun(RANKS, program=__file__, model=str(model), out=str(out), cases=cases)
     shape = read_shape("actor.model_name_or_path", model)

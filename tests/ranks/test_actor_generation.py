@@ -22,16 +22,15 @@ from training_ranks import make_config
 from waiting import HANG_S, scaled, until
 from warm_runs import WarmRun
 
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import LENGTH, STOP, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.actor_sampler import ActorSampler
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import ActorCalls, PackedPrompts, PromptTokens, ResponseBatch, StartRequest
-from slurm_rlhf.wire.handles import RoleHandle, gather
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.calls import ActorCalls, PackedPrompts, PromptTokens, ResponseBatch
+from slurm_rlhf.wire.handles import ControlServer, RoleHandle, gather
 
 pytestmark = [pytest.mark.slow]
 
@@ -90,7 +89,7 @@ def actor(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rol
     try:
         peers = server.wait_for("actor", RANKS, HANG_S)
         handle: RoleHandle[Any] = RoleHandle(server, "actor", RANKS, config.timeout)
-        notes = [answer.note for answer in gather(handle.start_all(ActorCalls.start, StartRequest(3)))]
+        notes = [answer.note for answer in gather(handle.start_all(ActorCalls.start, 3))]
         assert all("layer by layer" in note for note in notes)
         yield handle
     finally:

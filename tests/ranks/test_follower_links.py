@@ -14,17 +14,23 @@ from msgspec.structs import replace
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.engine.engine import GenerateRequest
 from slurm_rlhf.engine.tp_engine import EnginePlace
 from slurm_rlhf.errors import CallTimeout, RunError, WireError
 from slurm_rlhf.ranks.engine_follower import LEADER_ADDRESS, EngineFollower, read_address
-from slurm_rlhf.ranks.follower_links import FollowerAnswer, FollowerCalls, FollowerLinks, LeaderMessage
-from slurm_rlhf.ranks.local_stream import LocalListener, LocalStream, accept_all, connect_local
+from slurm_rlhf.ranks.follower_links import (
+    FollowerAnswer,
+    FollowerCalls,
+    FollowerLinks,
+    LeaderMessage,
+    LocalListener,
+    LocalStream,
+    connect_local,
+)
 from slurm_rlhf.records import ParameterSpec, Sampling, SyncConnection, SyncReport
-from slurm_rlhf.wire.calls import RankCalls, SyncGroupRequest, SyncUpdateRequest, WakeUpRequest
-from slurm_rlhf.wire.codec import read
-from slurm_rlhf.wire.declarations import CallSpec, calls_of
+from slurm_rlhf.wire.calls import RankCalls, SyncGroupRequest, WakeUpRequest
+from slurm_rlhf.wire.codec import CallSpec, calls_of, read
 from slurm_rlhf.wire.messages import Request
 
 REQUEST = GenerateRequest("7.1", 7, 1, np.arange(5, dtype=np.int32), Sampling(max_new_tokens=4), 3)
@@ -33,7 +39,7 @@ TRAVELLING: dict[str, tuple[Any, Any]] = {
     "add": (REQUEST, None),
     "check": (None, b"digest"),
     "sync_join": (GROUP, SyncConnection("gloo", "eth0", "10.0.0.1", "n1", 1000)),
-    "sync_receive": (SyncUpdateRequest(4), SyncReport(nbytes=8)),
+    "sync_receive": (4, SyncReport(nbytes=8)),
     "wake_up": (WakeUpRequest("kv_cache"), None),
 }
 """Command -> argument and result, where it has them."""
@@ -49,7 +55,7 @@ class Links:
             self.followers.append(connect_local(listener.path, HANG_S))
             self.followers[-1].send(rank)
         self.failures: SimpleQueue[str] = SimpleQueue()
-        streams = accept_all(listener, {1, 2}, 5)
+        streams = listener.accept_all({1, 2}, 5)
         self.leader = FollowerLinks(EnginePlace(0, 0, 3, "here"), streams, timeout, self.failures.put)
         listener.close()
 
@@ -117,9 +123,9 @@ def test_requests_come_with_the_next_step_and_before_it(links: Links) -> None:
 
 
 def test_answers_are_records(links: Links) -> None:
-    links.leader.send(FollowerCalls.sync_receive, SyncUpdateRequest(4))
+    links.leader.send(FollowerCalls.sync_receive, 4)
     told = links.told()
-    assert argument_of(told, calls_of(FollowerCalls)["sync_receive"]) == SyncUpdateRequest(4)
+    assert argument_of(told, calls_of(FollowerCalls)["sync_receive"]) == 4
     links.answer(
         FollowerAnswer("done", 1, SyncReport(nbytes=8)),
         FollowerAnswer("done", 1, SyncReport(broken="the link was cut")),
@@ -129,7 +135,7 @@ def test_answers_are_records(links: Links) -> None:
 
 
 def test_an_answer_of_another_type_is_refused_by_name(links: Links) -> None:
-    links.leader.send(FollowerCalls.sync_receive, SyncUpdateRequest(4))
+    links.leader.send(FollowerCalls.sync_receive, 4)
     links.answer(FollowerAnswer("done", 1, {"broke": ""}), FollowerAnswer("done", 1, SyncReport()))
     with pytest.raises(WireError, match=r"^the result of sync_receive is not what .* unknown field `broke`"):
         links.leader.finish(FollowerCalls.sync_receive)

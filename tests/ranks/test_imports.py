@@ -14,12 +14,12 @@ import pytest
 from control_peer import ask
 from waiting import HANG_S, scaled
 
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.server import ControlServer
 
 pytestmark = pytest.mark.slow
 

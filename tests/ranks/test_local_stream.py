@@ -16,7 +16,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.errors import CallTimeout, RoleDied, WireError
-from slurm_rlhf.ranks.local_stream import LocalListener, LocalStream, accept_all, connect_local
+from slurm_rlhf.ranks.follower_links import LocalListener, LocalStream, connect_local
 
 
 @pytest.fixture
@@ -117,10 +117,10 @@ def test_everybody_is_awaited_and_the_missing_are_named(listener: LocalListener)
     for number in (3, 1):
         threading.Thread(target=come, args=(number,)).start()
     with pytest.raises(CallTimeout, match=r"rank \[2\] did not connect within 0.5 s"):
-        accept_all(listener, {1, 2, 3}, 0.5)
+        listener.accept_all({1, 2, 3}, 0.5)
     threading.Thread(target=come, args=(7,)).start()
     with pytest.raises(WireError, match="says it is rank 7"):
-        accept_all(listener, {1, 2}, 5)
+        listener.accept_all({1, 2}, 5)
     listener.close()
     assert not os.path.exists(listener.path)
     with pytest.raises(RoleDied, match="nobody listens"):

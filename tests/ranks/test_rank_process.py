@@ -15,7 +15,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.processes import PARENT
-from slurm_rlhf.ranks import own_stacks
+from slurm_rlhf.ranks import worker
 from slurm_rlhf.ranks.rank_process import serve
 
 CRASH = """
@@ -114,13 +114,13 @@ def test_the_flight_recorder_is_switched_on_where_there_are_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "device").touch()
-    monkeypatch.setenv(own_stacks.PIPE, "kept")
-    monkeypatch.setattr(own_stacks, "_DEVICES", (str(tmp_path / "device"),))
-    own_stacks.record_flights(tmp_path, "actor")
-    assert os.environ[own_stacks.PIPE] == "kept"
-    monkeypatch.delenv(own_stacks.PIPE)
-    own_stacks.record_flights(tmp_path / "nowhere", "actor")
-    assert own_stacks.PIPE not in os.environ
-    own_stacks.record_flights(tmp_path, "actor")
-    assert os.environ[own_stacks.PIPE] == f"{tmp_path}/flights.actor."
+    monkeypatch.setenv(worker.PIPE, "kept")
+    monkeypatch.setattr(worker, "_DEVICES", (str(tmp_path / "device"),))
+    worker.record_flights(tmp_path, "actor")
+    assert os.environ[worker.PIPE] == "kept"
+    monkeypatch.delenv(worker.PIPE)
+    worker.record_flights(tmp_path / "nowhere", "actor")
+    assert worker.PIPE not in os.environ
+    worker.record_flights(tmp_path, "actor")
+    assert os.environ[worker.PIPE] == f"{tmp_path}/flights.actor."
     assert [path.name for path in tmp_path.iterdir()] == ["device"]

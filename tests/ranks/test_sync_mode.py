@@ -14,7 +14,7 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.ranks.engine_leader import EngineLeader
 from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import Sampling, SyncReport, Trajectory, VersionSpan
-from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens, SyncUpdateRequest
+from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens
 from slurm_rlhf.wire.codec import decode, encode
 
 
@@ -132,7 +132,7 @@ def versions_of(asked: Call) -> list[list[int]]:
 def test_responses_in_flight_when_weights_come(mode: str, versions: list[int]) -> None:
     role = make_role(mode)
     asked = ask(role)
-    weights = Call("sync_receive", SyncUpdateRequest(1))
+    weights = Call("sync_receive", 1)
     role.handle(weights)
     assert (weights.answer is None) == (mode == "drain")
     while role.busy():
@@ -145,7 +145,7 @@ def test_responses_in_flight_when_weights_come(mode: str, versions: list[int]) -
 def test_responses_wait_while_an_update_that_broke_off_is_repeated() -> None:
     role = make_role("inflight", broken=1)
     asked = ask(role)
-    first, again = (Call("sync_receive", SyncUpdateRequest(1)) for _ in range(2))
+    first, again = (Call("sync_receive", 1) for _ in range(2))
     role.handle(first)
     assert first.answer == SyncReport(broken="somebody died")
     assert not role.busy()  # so the worker waits for calls instead of stepping an engine without usable weights
@@ -173,7 +173,7 @@ def test_a_step_that_fails_leaves_no_request_in_the_engine() -> None:
 def test_what_nobody_wants_any_more_is_dropped_and_holds_no_update() -> None:
     role = make_role("drain")
     unwanted = ask(role)
-    weights, dropped = Call("sync_receive", SyncUpdateRequest(1)), Call("drop", None)
+    weights, dropped = Call("sync_receive", 1), Call("drop", None)
     role.handle(weights)
     assert weights.answer is None
     role.handle(dropped)

@@ -12,8 +12,7 @@ from slurm_rlhf.errors import ModelError
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import Record
 from slurm_rlhf.wire.calls import RankCalls
-from slurm_rlhf.wire.codec import decode, encode
-from slurm_rlhf.wire.declarations import call
+from slurm_rlhf.wire.codec import call, decode, encode
 from slurm_rlhf.wire.messages import Request
 
 CALLS = "about, add, add_later, fail, memory, shutdown, stacks"

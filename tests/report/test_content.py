@@ -13,12 +13,9 @@ import pytest
 from recorded_run import BEGAN, RANKS, write_run
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.observe.events import RunEvent
-from slurm_rlhf.observe.samples import Sample, SampleLog
-from slurm_rlhf.report.content import CHARACTERS, content, distinct, groups, settings, short
-from slurm_rlhf.report.curves import POINTS, curves, step_times
-from slurm_rlhf.report.nodes import nodes, weight_sync
-from slurm_rlhf.report.page import embedded, page
+from slurm_rlhf.observe.run_log import RunEvent, Sample, SampleLog
+from slurm_rlhf.report.curves import POINTS, curves, nodes, step_times, weight_sync
+from slurm_rlhf.report.page import CHARACTERS, content, distinct, embedded, groups, page, settings, short
 from slurm_rlhf.report.run_files import SAMPLES, RunFiles, shown_places
 from slurm_rlhf.report.timeline import MOST_EVENTS, role_times, sessions, shown, timeline, trace
 from slurm_rlhf.run_directory import RunDirectory

@@ -160,7 +160,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, body: str, told: str) -> None
 
 @pytest.mark.parametrize(
     ("source", "told"),
-    [("", "no such file"), ("absent.py", "absent.py"), ("http://host:5000/score", "not supported yet")],
+    [("", "no such file"), ("absent.py", "absent.py"), ("http://host:5000/score", "no such file")],
 )
 def test_sources_that_cannot_be_used(source: str, told: str) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.remote_url: ") as caught:

@@ -18,8 +18,7 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.checkpoint.interval import failures
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CheckpointError, RoleDied
-from slurm_rlhf.run.run_state import RunCheckpoints, RunState
-from slurm_rlhf.run.saves import SaveCadence
+from slurm_rlhf.run.run_state import RunCheckpoints, RunState, SaveCadence
 
 
 class Trainer:

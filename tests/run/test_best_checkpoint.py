@@ -18,7 +18,7 @@ from slurm_rlhf.eval.sets import Sample
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.run.loop import TrainingLoop
-from slurm_rlhf.run.saves import Best, better, resumed
+from slurm_rlhf.run.run_state import Best, better, resumed
 
 CURVE = (0.5, 0.25, 0.75, 0.5, 0.75, 0.25, 0.5)
 """The score after so many steps: the third value, of step 2, is the best, and step 4 only equals it."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run.run_inputs import changed_keys, model_contents, refuse_other_model
 

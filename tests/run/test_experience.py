@@ -7,11 +7,11 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from slurm_rlhf.algorithms.registry import find_algorithm
-from slurm_rlhf.algorithms.reward_scale import FixedScale
+from slurm_rlhf.algorithms.reward_shaping import FixedScale
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.run.experience import counting, fill_advantages, loss_mask
 
 

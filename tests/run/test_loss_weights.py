@@ -11,7 +11,7 @@ from slurm_rlhf.algorithms.correction import COLUMN
 from slurm_rlhf.algorithms.methods.ppo import GAE
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.run.experience import fill_advantages, fill_loss_weights
 from slurm_rlhf.run.update import Trained, update_metrics
 

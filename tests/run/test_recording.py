@@ -12,16 +12,15 @@ import pytest
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RoleDied
-from slurm_rlhf.observe.events import read_events
-from slurm_rlhf.observe.samples import read_samples
+from slurm_rlhf.observe.run_log import read_events, read_samples
 from slurm_rlhf.records import Experience, Prompt, SyncConnection, Trajectory, VersionSpan, pack
-from slurm_rlhf.rewards.values import Rewards
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.run.recording import Recorder
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_state import RunState
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.batches import Batch
-from slurm_rlhf.wire.calls import MemoryReport, RankCalls
+from slurm_rlhf.wire.calls import DeviceReport, RankCalls
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle
 
 PROMPTS, SAMPLES = 3, 2
@@ -149,7 +148,7 @@ class Answering:
         if (role, rank) == ("actor", 1):
             future.set_exception(RoleDied("gone"))
         else:
-            future.set_result(MemoryReport(100 + rank, 0))
+            future.set_result(DeviceReport(used=100 + rank))
         return future
 
 

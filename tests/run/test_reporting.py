@@ -18,8 +18,7 @@ from slurm_rlhf.groups.run_lock import MOST_RESTARTS, refuse_restart, refuse_sho
 from slurm_rlhf.nodes.launcher import LocalLauncher
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.run.conductor import Conductor, lead_run
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_inputs import Inputs

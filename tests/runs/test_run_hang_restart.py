@@ -10,7 +10,7 @@ from training_runs import metrics, started, timeless
 from waiting import scaled
 from whole_run import WORLD, whole_run
 
-from slurm_rlhf.observe.events import read_events
+from slurm_rlhf.observe.run_log import read_events
 
 # Behind -m full for its time: two whole runs.
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full]

@@ -14,7 +14,7 @@ from sums_task import REWARD
 from training_runs import metrics, started, summary, workspace
 from waiting import scaled
 
-from slurm_rlhf.observe.events import read_events
+from slurm_rlhf.observe.run_log import read_events
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -16,9 +16,9 @@ from waiting import HANG_S
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES, running_roles
 from slurm_rlhf.config.rules import rule_problems
-from slurm_rlhf.placement.engine_memory import GIB
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.rank_memory import GIB
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 SMALL = {**SHAPES["7B"], "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,

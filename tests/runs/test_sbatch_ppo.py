@@ -15,12 +15,11 @@ from model_configs import SHAPES, make_shape
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES, colocations
-from slurm_rlhf.placement.engine_memory import GIB
 from slurm_rlhf.placement.memory import Models, account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import Topology, numbered_names
+from slurm_rlhf.placement.rank_memory import GIB
+from slurm_rlhf.placement.topology import Topology, numbered_names, role_sizes
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 NODES = {"ppo_7b": 2, "ppo_7b_1node": 1, "ppo_32b": 16}

@@ -59,7 +59,7 @@ def test_the_ranks_leave_by_themselves_and_the_run_goes_on_from_its_checkpoint(
             slurm.wait_until(lambda: summary(run_dir)["status"] == "finished", "end of the run")
         finally:
             slurm.restart(FIRST)
-    assert known or f"the conductor is gone, say its ranks on {', '.join(OTHERS)}, and have left" in before
+    assert known or f"the conductor is gone: its ranks on {', '.join(OTHERS)} say so, and have ended" in before
     assert slurm.wait_over(number) == ("COMPLETED", 0), said(run_dir)
     assert slurm.job(job)["Restarts"] == ("0" if "--no-requeue" in how else "1")
     (at,) = map(int, re.findall(r"resuming from \S+ at step (\d+)/", said(run_dir)))

@@ -10,7 +10,7 @@ from slurm_cluster import SMALL, Cluster, said
 from training_runs import metrics, steps, summary, timeless, train, workspace
 from waiting import scaled
 
-from slurm_rlhf.observe.events import read_events
+from slurm_rlhf.observe.run_log import read_events
 
 # Behind -m full for its time: a whole run, twice started.
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full]

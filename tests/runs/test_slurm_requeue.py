@@ -17,8 +17,8 @@ from training_runs import metrics, saved, steps, summary, timeless
 from waiting import scaled
 
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.observe.trackers.trackers import kept_id
-from slurm_rlhf.report.content import content
+from slurm_rlhf.observe.trackers import kept_id
+from slurm_rlhf.report.page import content
 from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
 

@@ -12,7 +12,7 @@ from training_runs import assert_close_metrics, steps, summary, timeless
 from training_runs import metrics as rows
 from waiting import scaled
 
-from slurm_rlhf.observe.events import read_events
+from slurm_rlhf.observe.run_log import read_events
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.records import EngineLoad
-from slurm_rlhf.run.step_metrics import EngineMetrics, Stragglers, far_below
+from slurm_rlhf.run.step_metrics import EngineMetrics, far_below
 from slurm_rlhf.sampling.dispatch import allowance, chunk
 
 
@@ -65,9 +65,13 @@ def test_a_slow_engine_is_named_once_with_node_and_figures_and_again_when_it_is_
 
 
 def test_an_engine_without_prompts_ends_the_streak_and_is_not_back() -> None:
-    stragglers = Stragglers()
-    rates = [{0: 9.0, 1: 1.0}, {0: 9.0, 1: 0.0}, {0: 9.0, 1: 1.0}, {0: 9.0, 1: 1.0}, {0: 9.0, 1: 0.0}]
-    assert [stragglers.step(rate) for rate in rates] == [({}, []), ({}, []), ({}, []), ({1: 9.0}, []), ({}, [])]
+    told: list[str] = []
+    metrics = EngineMetrics(str, lambda text, kind, engine: told.append(text))
+    heard = []
+    for step, rate in enumerate([1.0, 0.0, 1.0, 1.0, 0.0], start=1):
+        metrics.step(step, {0: load(9.0), 1: load(rate)})
+        heard.append(len(told))
+    assert heard == [0, 0, 0, 1, 1]
 
 
 def test_the_load_of_an_engine_as_metrics() -> None:

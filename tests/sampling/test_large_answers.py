@@ -11,7 +11,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.engine.engine import Status
 from slurm_rlhf.ranks.engine_leader import EngineLeader
 from slurm_rlhf.ranks.rank_process import serve
@@ -22,8 +22,7 @@ from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens, Sampled
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.codec import MAX_HEADER_BYTES, encode
-from slurm_rlhf.wire.handles import EngineHandle
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle
 
 TOKENS, SAMPLES, PROMPTS = 1000, 8, 512
 TEXT = "x" * 8 * TOKENS

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -25,9 +27,11 @@ def owners(engines: Engines, engine: int) -> list[int]:
 class Batch:
     """A dispatcher in a thread of its own, over engines that finish one response when the test says so."""
 
-    def __init__(self, engines: Engines, count: int, deterministic: bool, rescue: Any = None) -> None:
+    def __init__(
+        self, engines: Engines, count: int, deterministic: bool, rescue: Any = None, width: int = 2, pool: Any = None
+    ) -> None:
         self.engines = engines
-        dispatcher = Dispatcher(cast("Any", engines), 1, 2, deterministic, None, rescue)
+        dispatcher = Dispatcher(cast("Any", engines), 1, width, deterministic, pool, rescue)
         prompts = [Prompt(index, f"{index}", IDS) for index in range(count)]
         self._found: Future[list[Trajectory]] = Future()
 
@@ -43,6 +47,9 @@ class Batch:
         """Of each response, its prompt, its sample and its engine."""
         found = self._found.result(HANG_S)
         return [(each.prompt, each.sample, each.engine) for each in found]
+
+    def done(self) -> bool:
+        return self._found.done()
 
     def finish_all(self) -> None:
         """Let engines finish what they have until the batch is complete."""
@@ -75,6 +82,43 @@ def test_what_a_lost_engine_had_finished_is_kept_and_the_rest_goes_to_others() -
     assert [(prompt, sample) for prompt, sample, _ in found] == [(p, s) for p in range(8) for s in (0, 1)]
     assert {engine for prompt, _, engine in found if prompt != kept} == {0}
     assert {engine for prompt, _, engine in found if prompt == kept} == {1}
+
+
+class Pool:
+    """Takes engines of the test back in, which have the weights from then on; in place of `EnginePool`."""
+
+    def __init__(self, engines: Engines) -> None:
+        self.engines = engines
+        self.started: list[int] = []
+        self.coming = True
+
+    def admit(self, version: int) -> list[int]:
+        found, self.started = self.started, []
+        for engine in found:
+            assert not owners(self.engines, engine), "it was asked before it had the weights"
+            self.engines.lost.remove(engine)
+        self.engines.ready = sorted([*self.engines.ready, *found])
+        return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_response_arrives_once_under_any_losses_and_joins_and_no_engine_owes_too_much(seed: int) -> None:
+    engines, dice, width, most = Engines(3), random.Random(seed), 6, {0: 0}
+    pool = Pool(engines)
+    batch = Batch(engines, 40, deterministic=False, rescue=lambda: pool.admit(1), width=width, pool=pool)
+    until(lambda: bool(engines.open))
+    while not batch.done():
+        held = Counter(engine for engine, *_ in engines.rows())
+        most = {engine: max(most.get(engine, 0), held[engine]) for engine in range(3)}
+        if engines.ready and dice.random() < 0.1:
+            engines.lose(dice.choice(engines.ready))
+        elif away := [each for each in engines.lost if each not in pool.started]:
+            pool.started += away[: dice.random() < 0.2]
+        if waiting := engines.places():
+            engines.finish(*dice.sample(waiting, dice.randrange(len(waiting)) + 1))
+        threading.Event().wait(0.001)
+    assert [(prompt, sample) for prompt, sample, _ in batch.result()] == [(p, s) for p in range(40) for s in (0, 1)]
+    assert max(most.values()) <= width + -(-width // 4)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

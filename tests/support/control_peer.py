@@ -17,8 +17,8 @@ from slurm_rlhf.errors import RewardError, RoleDied
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.codec import decode
+from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Request
-from slurm_rlhf.wire.server import ControlServer
 
 INTERVAL, LIMIT = 0.2, round(scaled(2.0))
 

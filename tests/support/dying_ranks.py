@@ -12,7 +12,7 @@ from pathlib import Path
 from patched_ranks import patched
 from training_runs import started, summary
 
-from slurm_rlhf.observe.events import read_events
+from slurm_rlhf.observe.run_log import read_events
 
 _SOURCE = """
 import json, os, signal, sys, time

@@ -12,7 +12,7 @@ import numpy as np
 from steps import make_loop, make_step
 
 from slurm_rlhf.algorithms.policy_distance import KLController
-from slurm_rlhf.algorithms.reward_scale import RunningScale
+from slurm_rlhf.algorithms.reward_shaping import RunningScale
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import Node, Topology
+from slurm_rlhf.placement.topology import Node, RoleSize, Topology
 
 GOLDEN = Path(__file__).parents[1] / "nodes" / "golden"
 LOGS = Path("/runs/a/logs")

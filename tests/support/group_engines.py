@@ -16,8 +16,8 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
+from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.values import Rewards
 from slurm_rlhf.sampling.batches import Batch, FilterCounts
 from slurm_rlhf.sampling.engine_feed import EngineFeed
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
@@ -62,6 +62,11 @@ class Engines:
                     self.open.append((engine, place, prompt, sample, self.version))
         self._answer()
         return future
+
+    def rows(self) -> list[Row]:
+        """Those in flight."""
+        with self._lock:
+            return list(self.open)
 
     def places(self) -> list[int]:
         """Those in flight."""

@@ -12,7 +12,7 @@ from typing import Any
 from slurm_rlhf.cluster.processes import print_to
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.observe.stacks import late_s
-from slurm_rlhf.ranks.own_stacks import answer, expect_beat
+from slurm_rlhf.ranks.worker import expect_beat, take_stacks
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 
@@ -48,10 +48,10 @@ def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str,
         heartbeat_interval=INTERVAL,
         heartbeat_limit=float(limit),
         on_beat=partial(expect_beat, late_s(float(limit))),
-        threaded={"stacks": answer},
+        threaded={"stacks": take_stacks},
     )
     while (request := client.receive()) is not None:
-        request.reply(globals()[request.method](**request.argument()))
+        request.reply(globals()[request.method](request.argument()))
 
 
 if __name__ == "__main__":

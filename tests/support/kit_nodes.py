@@ -11,7 +11,7 @@ from kit_bench import shown_sync
 from kit_train import STEPS, judged, last_words
 from training_runs import metrics, train, workspace
 
-from slurm_rlhf.bench.sync import SyncWorld, measure, parameters_of
+from slurm_rlhf.bench.sync import Spec, measure, parameters_of
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.nodes.accelerators import Wanted
@@ -54,7 +54,7 @@ def sync(place: Place) -> Finding:
     ranks = min(2, len(place.gpus))
     for name in STEP_VARIABLES:  # or srun would read them as options of the ranks' steps
         os.environ.pop(name, None)
-    world = SyncWorld(
+    spec = Spec(
         parameters_of(20 << 20 if place.rehearse else 2 << 30),
         [first] * ranks,
         [second] * ranks,
@@ -63,12 +63,9 @@ def sync(place: Place) -> Finding:
         bucket_bytes=(4 if place.rehearse else 256) << 20,
         naive=False,
         host=address_towards(second),
-        prefix=lambda node: _step(node, len(place.gpus)),
-        gpus=() if place.rehearse else place.gpus,
-        remote=True,
-        scratch=place.scratch,
     )
-    return shown_sync(measure(world))
+    gpus = () if place.rehearse else place.gpus
+    return shown_sync(measure(spec, gpus, lambda node: _step(node, len(place.gpus)), place.scratch))
 
 
 def _step(node: str, gpus: int) -> list[str]:

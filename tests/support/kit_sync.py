@@ -13,7 +13,7 @@ from sync_fleet import Fleet
 from sync_peer import hold, make_weights
 
 from slurm_rlhf.errors import SyncBroken
-from slurm_rlhf.weights.sender import Sender
+from slurm_rlhf.weights.ends import Sender
 
 ACTORS, ENGINES = 2, 2
 DYING = 2.0

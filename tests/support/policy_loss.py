@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from slurm_rlhf.algorithms.policy_loss_inputs import Metrics, PolicyInputs
+from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs
 from slurm_rlhf.algorithms.policy_losses import ppo_loss
 
 

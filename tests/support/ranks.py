@@ -11,15 +11,14 @@ from typing import Any
 from waiting import HANG_S, until
 from zygote import Rank, WarmRank, Zygote
 
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import EngineCalls, StartRequest
-from slurm_rlhf.wire.handles import EngineHandle, gather
+from slurm_rlhf.wire.calls import EngineCalls
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle, gather
 from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.server import ControlServer
 
 
 def config(model: Path, run_dir: Path, *, engines: int = 1, tp: int = 1, dtype: str = "fp32") -> Config:
@@ -71,7 +70,7 @@ class RolloutFleet:
 
     def starting(self) -> list[Future[Any]]:
         self.server.wait_for("rollout", self.world, HANG_S)
-        return self.engines.start_all(EngineCalls.start, StartRequest(1))
+        return self.engines.start_all(EngineCalls.start, 1)
 
     def kill(self, rank: int) -> None:
         self.ranks[rank].send_signal(signal.SIGKILL)

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.evaluation import EvalSettings
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.eval.report import report_of
 from slurm_rlhf.eval.responses import ScoredResponse
-from slurm_rlhf.observe.events import EventLog
 from slurm_rlhf.observe.metrics import MetricsLog
+from slurm_rlhf.observe.run_log import EventLog, Sample, SampleLog
 from slurm_rlhf.observe.run_status import Summary
-from slurm_rlhf.observe.samples import Sample, SampleLog
-from slurm_rlhf.observe.spans import CallSpans, TimelineLog
+from slurm_rlhf.observe.timing import CallSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run_directory import RunDirectory

@@ -18,8 +18,7 @@ from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting
-from slurm_rlhf.run.run_state import RunCheckpoints, RunState
-from slurm_rlhf.run.saves import SaveCadence
+from slurm_rlhf.run.run_state import RunCheckpoints, RunState, SaveCadence
 from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run_directory import RunDirectory
 

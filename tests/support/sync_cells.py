@@ -17,17 +17,14 @@ from slurm_rlhf.records import Sampling, Trajectory
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.wire.calls import (
     ActorCalls,
-    DirectoryRequest,
     EngineCalls,
     GenerateBatch,
     PackedPrompts,
     PromptTokens,
     StartCalls,
-    StartRequest,
     TrainBatch,
 )
-from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer, EngineHandle, RoleHandle, gather
 
 ACTORS = 2
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9)
@@ -85,14 +82,14 @@ class Bench:
         engine_server.wait_for("rollout", cell.tp, HANG_S)
         actor: RoleHandle[ActorCalls] = RoleHandle(actor_server, "actor", ACTORS, actor_config.timeout)
         rollout = EngineHandle(engine_server, "rollout", cell.tp, cell.tp, engine_config.timeout)
-        start = StartRequest(4)
+        start = 4
         started = gather([*actor.start_all(StartCalls.start, start), *rollout.start_all(StartCalls.start, start)])
         sync = WeightSync(actor_config, actor, rollout, "127.0.0.1")
         sync.connect(started[0].parameters or [], [0])
         found = []
         for version in (1, 2):
             sync.update(version)
-            actor.call_all(ActorCalls.export, DirectoryRequest(str(place / f"v{version}")))
+            actor.call_all(ActorCalls.export, str(place / f"v{version}"))
             sampled = self._generate(rollout, version)
             gaps = (largest_gap(sampled, place / f"v{version}"), largest_gap(sampled, stale))
             found.append(gaps)

@@ -15,12 +15,12 @@ from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RemoteError
+from slurm_rlhf.weights.ends import Sender
 from slurm_rlhf.weights.group import SyncGroup, join
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.weights.rendezvous import Membership, SyncStore
-from slurm_rlhf.weights.sender import Sender
 from slurm_rlhf.weights.transfer_plan import make_plan
-from slurm_rlhf.wire.declarations import spec_of
+from slurm_rlhf.wire.codec import spec_of
 
 BUCKET = 1 << 20
 

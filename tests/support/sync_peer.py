@@ -137,8 +137,7 @@ class _Engine:
 
     def warm_up(self) -> int:
         """Import what the other commands use: that takes seconds, which the tests' time-outs must not contain."""
-        import slurm_rlhf.weights.receiver
-        import slurm_rlhf.weights.sender  # noqa: F401
+        import slurm_rlhf.weights.ends  # noqa: F401
 
         return os.getpid()
 
@@ -156,7 +155,7 @@ class _Engine:
         module.GlooTransport = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[misc,assignment]
 
     def receiver_of(self, parameters: Any, bucket: int, zero: int = 0, expected: Any = None) -> int:
-        from slurm_rlhf.weights.receiver import Receiver
+        from slurm_rlhf.weights.ends import Receiver
         from slurm_rlhf.weights.transfer_plan import make_plan
 
         plan = make_plan(parameters, bucket, self.group.layout(zero))
@@ -164,7 +163,7 @@ class _Engine:
         return len(self.receiver.plan.buckets)
 
     def sender_of(self, parameters: Any, bucket: int, zero: int = 0) -> int:
-        from slurm_rlhf.weights.sender import Sender
+        from slurm_rlhf.weights.ends import Sender
         from slurm_rlhf.weights.transfer_plan import make_plan
 
         self.sender = Sender(self.group, make_plan(parameters, bucket, self.group.layout(zero)))
@@ -175,7 +174,7 @@ class _Engine:
 
         zero = self.sender.plan.layout.zero_stage == 3
         world = self.group.actors if zero else 1
-        import slurm_rlhf.weights.sender as module
+        import slurm_rlhf.weights.ends as module
 
         fill = module.fill
         held = hold(make_weights(seed, layers), self.group.rank if zero else 0, world)
@@ -255,8 +254,7 @@ class _Engine:
     def become(self, role: str, rank: int, settings: dict[str, Any]) -> None:
         """A rank of a run, for the conductor's calls below."""
         from slurm_rlhf.config.schema import Config
-        from slurm_rlhf.weights.receiver import EngineEnd
-        from slurm_rlhf.weights.sender import ActorEnd
+        from slurm_rlhf.weights.ends import ActorEnd, EngineEnd
 
         config = Config()
         for name, value in settings.items():

@@ -23,8 +23,8 @@ from slurm_rlhf.records import Experience
 from slurm_rlhf.trainer.batch import collate
 from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.forward_fixes import RANDOM
-from slurm_rlhf.trainer.frozen_models import FrozenPolicy
 from slurm_rlhf.trainer.models import PolicyModule, load_critic, load_policy
+from slurm_rlhf.trainer.trainers import FrozenPolicy
 
 FP32 = Ds(param_dtype="fp32")
 MAX_LEN = 64

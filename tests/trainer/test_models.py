@@ -25,10 +25,9 @@ from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.trainer.batch import collate, per_action
 from slurm_rlhf.trainer.export import save_hf
-from slurm_rlhf.trainer.frozen_models import FrozenPolicy
 from slurm_rlhf.trainer.models import _compare_logits, load_critic, load_policy
 from slurm_rlhf.trainer.sft import SftTrainer
-from slurm_rlhf.trainer.trainers import PolicyTrainer
+from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer
 
 FP32 = Ds(param_dtype="fp32")
 CPU = torch.device("cpu")

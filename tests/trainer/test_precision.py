@@ -85,8 +85,7 @@ def value_head(model: Path, world: Any, stage: int, out: Path) -> dict[str, torc
 
 def actor_and_reference(model: Path, world: Any) -> dict[str, torch.Tensor]:
     """Log-probs of the actor and of whole and cut references, at ZeRO stage 0 in bf16."""
-    from slurm_rlhf.trainer.frozen_models import FrozenPolicy
-    from slurm_rlhf.trainer.trainers import PolicyTrainer
+    from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer
 
     config = make_config(model, zero_stage=0, param_dtype="bf16")
     part, micro = share(make_experience(0), world.rank, world.size, 40)
@@ -99,8 +98,7 @@ def actor_and_reference(model: Path, world: Any) -> dict[str, torch.Tensor]:
 
 def fp16_models(model: Path, world: Any) -> dict[str, torch.Tensor]:
     """Log-probs of an actor at ZeRO stage 3 in fp16 with an fp32 head, and of whole and cut references."""
-    from slurm_rlhf.trainer.frozen_models import FrozenPolicy
-    from slurm_rlhf.trainer.trainers import PolicyTrainer
+    from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer
 
     config = make_config(model, zero_stage=3, param_dtype="fp16", fp32_lm_head=True)
     part, micro = share(make_experience(0), world.rank, world.size, 40)
@@ -117,7 +115,7 @@ def fp16_models(model: Path, world: Any) -> dict[str, torch.Tensor]:
 
 def cut_models(models: Path, world: Any) -> dict[str, torch.Tensor]:
     """Log-probs of references that are whole and cut over the ranks, of models with more than linear layers."""
-    from slurm_rlhf.trainer.frozen_models import FrozenPolicy
+    from slurm_rlhf.trainer.trainers import FrozenPolicy
 
     answers = {}
     part, micro = share(make_experience(0), world.rank, world.size, 40)
@@ -206,7 +204,7 @@ def test_values_of_a_bf16_critic_are_those_of_the_fp32_master_of_its_head(
 
 def test_scores_of_a_bf16_reward_model_are_computed_with_the_fp32_head_of_its_file(tmp_path: Path) -> None:
     from slurm_rlhf.trainer.batch import collate
-    from slurm_rlhf.trainer.frozen_models import RewardModel, last_token
+    from slurm_rlhf.trainer.trainers import RewardModel, last_token
 
     path = make_reward(tmp_path / "rm", "v_head.summary")
     config = make_config(path, param_dtype="bf16")

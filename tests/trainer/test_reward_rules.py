@@ -10,13 +10,14 @@ import pytest
 import torch
 from tiny_models import make_reward, make_tiny
 
+from slurm_rlhf.algorithms.reward_shaping import normalized
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.trainer.batch import collate
-from slurm_rlhf.trainer.frozen_models import RewardModel, pooling
 from slurm_rlhf.trainer.models import load_critic, load_reward
+from slurm_rlhf.trainer.trainers import RewardModel, pooling
 
 EOS = 1
 SEQUENCES = ([5, 9, 20, EOS], [7, 8, 9, 10, 11, 12, EOS], [30, 31, 32], [4, EOS, EOS])
@@ -145,7 +146,7 @@ def test_statistics_of_a_reward_model(models: Path, tmp_path: Path) -> None:
     assert reward_statistics(str(models / "score")) is None
     scale, told = reward_scale(config_of(models, "openrlhf", normalize_enable=True))
     assert scale is not None
-    assert scale.normalize([2.5]).tolist() == [1.0]
+    assert normalized([2.5], scale).tolist() == [1.0]
     assert "config.json: mean 0.5, std 2" in told
     assert "all rewards of the run so far" in reward_scale(config_of(models, "score", normalize_enable=True))[1]
     assert reward_scale(config_of(models, "openrlhf")) == (None, "")

@@ -176,14 +176,14 @@ def train_and_save(name: str, dtype: str, out: Path) -> None:
     for directory in (now, behind):
         directory.mkdir(exist_ok=True)
     torch.rand(rank + 1)  # so that the random state is the rank's own
-    assert trainer.save(now).written.done()
+    assert trainer.save(now).done()
     save_file(all_shards(trainer), out / f"{name}.{dtype}.saved.{rank}")
     with writing_held() as free:
         pending = trainer.save(behind, behind=True)
         metrics.append(take(trainer, STEPS - 1))
-        assert not pending.written.done()
+        assert not pending.done()
         free.set()
-        pending.written.result(HANG_S)
+        pending.result(HANG_S)
     files = list(now.glob(f"rank_{rank:05d}.*"))
     assert len(files) == 2
     assert all((behind / file.name).read_bytes() == file.read_bytes() for file in files)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from slurm_rlhf.weights.backends.gloo import Gloo, GlooTransport
-from slurm_rlhf.weights.bucket import Pool, fill, verify
-from slurm_rlhf.weights.checksum import host_checksum
+from slurm_rlhf.weights.bucket import Pool, fill, host_checksum, verify
+from slurm_rlhf.weights.ends import span_source
 from slurm_rlhf.weights.rendezvous import SyncStore, connect
-from slurm_rlhf.weights.sender import span_source
 from slurm_rlhf.weights.transfer_plan import Layout, make_plan
 
 PLAN = make_plan(

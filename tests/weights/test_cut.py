@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,8 @@ from sync_peer import Peer, describe, make_weights
 from waiting import HANG_S, scaled, until
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.weights.diagnosis import Names, cut
+from slurm_rlhf.weights.diagnosis import Heartbeat, cut, partners, silent
 from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.weights.liveness import Heartbeat, partners, silent
 from slurm_rlhf.weights.rendezvous import Member
 
 pytestmark = [pytest.mark.slow]
@@ -180,17 +180,16 @@ def test_who_is_silent(ages: dict[int, float], named: tuple[int, ...]) -> None:
 
 
 def test_what_silences_mean() -> None:
-    short, ends = ({rank: f"{letter}{rank}" for rank in range(9)} for letter in ("m", "M"))
-    ends = {rank: f"{name} (ib0)" for rank, name in ends.items()}
-    names = Names(short, ends, 300, 15, {rank: "aabbbbccc"[rank] for rank in range(9)})
+    members = [replace(member(rank, "aabbbbccc"[rank]), label=f"M{rank}") for rank in range(9)]
+    where = {rank: f"M{rank} on {members[rank].node} (eth0, 127.0.0.1)" for rank in range(9)}
     for_so_long = "for 15 s (timeout.sync_silence)"
-    assert cut({0: (3,), 1: (), 2: (3,)}, {0, 1, 2}, names) == (
-        f"M0 (ib0) heard nothing from M3 (ib0) {for_so_long}: its link is cut, or it hangs"
+    assert cut({0: (3,), 1: (), 2: (3,)}, {0, 1, 2}, members, 15) == (
+        f"{where[0]} heard nothing from {where[3]} {for_so_long}: its link is cut, or it hangs"
     )
-    assert cut({0: (), 2: (3,), 3: (2,)}, {0, 2, 3}, names).startswith(
-        f"M2 (ib0) heard nothing from M3 (ib0) {for_so_long}, though both are alive: the link between them is cut"
+    assert cut({0: (), 2: (3,), 3: (2,)}, {0, 2, 3}, members, 15).startswith(
+        f"{where[2]} heard nothing from {where[3]} {for_so_long}, though both are alive: the link between them is cut"
     )
-    own = cut({0: (2, 3, 4, 5, 6, 7, 8), 1: ()}, {0, 1}, names)
-    assert own == f"M0 (ib0) heard nothing from any other node (b, c) {for_so_long}: its own link is cut"
-    whole_node = cut({0: (), 1: (3, 4, 5, 6, 7, 8)}, {0, 1, 2}, names)
-    assert "M1 (ib0) heard nothing from M3 (ib0) and M4 (ib0) and M5 (ib0) and M6 (ib0) and 2 more for" in whole_node
+    own = cut({0: (2, 3, 4, 5, 6, 7, 8), 1: ()}, {0, 1}, members, 15)
+    assert own == f"{where[0]} heard nothing from any other node (b, c) {for_so_long}: its own link is cut"
+    whole_node = cut({0: (), 1: (3, 4, 5, 6, 7, 8)}, {0, 1, 2}, members, 15)
+    assert f"{where[1]} heard nothing from {' and '.join(where[rank] for rank in range(3, 7))} and 2 more" in whole_node

@@ -1,21 +1,19 @@
-"""What two fences use of torch's C++ bindings is there, with the signature used. Runs first."""
+"""What process groups use of torch's C++ bindings is there, with the signature used. Runs first."""
 
 from __future__ import annotations
 
 import importlib
 import re
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from slurm_rlhf.process_groups import _torch as process_groups
-from slurm_rlhf.weights import _torch as transfers
+from slurm_rlhf.process_groups import _torch as fence
 
 ENTRY = re.compile(r"^(\S+)\.so ([\w.]+)(?:\((.*)\))?$", re.MULTILINE)
-ENTRIES = [entry for fence in (process_groups, transfers) for entry in ENTRY.findall(fence.__doc__ or "")]
-VERSION = re.search(r"written for torch (\S+)\.", transfers.__doc__ or "")
+ENTRIES = ENTRY.findall(fence.__doc__ or "")
+VERSION = re.search(r"written for torch (\S+)\.", fence.__doc__ or "")
 
 
 def problem(module: str, name: str, arguments: str | None) -> str:
@@ -41,8 +39,7 @@ def test_the_bindings_of_the_installed_torch(module: str, name: str, arguments: 
     assert VERSION is not None
     wrong = problem(module, name, arguments)
     assert not wrong, (
-        f"torch {torch.__version__} (this code was written for {VERSION[1]}): {wrong}; used in "
-        "a _torch.py of process_groups or weights"
+        f"torch {torch.__version__} (this code was written for {VERSION[1]}): {wrong}; used in process_groups/_torch.py"
     )
 
 
@@ -58,8 +55,7 @@ def test_a_change_is_named(name: str, arguments: str, said: str) -> None:
     assert re.search(said, problem("_C/_distributed_c10d", name, arguments))
 
 
-@pytest.mark.parametrize("fence", [process_groups, transfers], ids=["process_groups", "weights"])
-def test_every_use_is_listed(fence: ModuleType) -> None:
+def test_every_use_is_listed() -> None:
     assert len(ENTRIES) == 8
     assert fence.__file__ is not None
     with open(fence.__file__, encoding="utf-8") as opened:

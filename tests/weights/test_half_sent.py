@@ -15,10 +15,10 @@ import torch
 from waiting import HANG_S
 
 from slurm_rlhf.errors import SyncBroken
-from slurm_rlhf.weights.backends.backend import TransportFailure
+from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.backends.gloo import GlooTransport
 from slurm_rlhf.weights.rendezvous import SyncStore, connect
-from slurm_rlhf.weights.update import _Deadline, _ended, _error, _Lead, _Reports
+from slurm_rlhf.weights.update import _Deadline, _ended, _error, _last_message, _reports
 
 NBYTES = 128 << 20  # more than the buffers of a connection hold
 STOPPED = f"""
@@ -67,7 +67,7 @@ class Stuck:
         self.over.wait(HANG_S)
 
 
-@pytest.mark.parametrize("waiting", [_Reports, _Lead])
+@pytest.mark.parametrize("waiting", [_reports, _last_message])
 def test_dropped_connections_wake_who_waits_for_a_report_that_came_in_half(waiting: Any) -> None:
     stuck, dropped = Stuck(), threading.Event()
     group = SimpleNamespace(peers=(1,), actors=1, timeout_s=HANG_S, dropped=dropped, drop=dropped.set)
@@ -80,7 +80,7 @@ def test_dropped_connections_wake_who_waits_for_a_report_that_came_in_half(waiti
     stuck.over.set()
 
 
-@pytest.mark.parametrize("waiting", [_Reports, _Lead])
+@pytest.mark.parametrize("waiting", [_reports, _last_message])
 def test_whatever_ends_the_thread_that_waits_for_a_report_ends_the_update(
     waiting: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.weights.receiver import check_match
+from slurm_rlhf.weights.ends import check_match
 from slurm_rlhf.weights.routes import Route, cost_of, routes
 from slurm_rlhf.weights.transfer_plan import ALIGN, ITEM_SIZE, Layout, SyncPlan, make_plan
 

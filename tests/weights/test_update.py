@@ -18,13 +18,12 @@ from waiting import HANG_S, scaled
 from slurm_rlhf.cluster.network import address_of, interface_of
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weights.backends.backend import TransportFailure
+from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.backends.gloo import GlooTransport
+from slurm_rlhf.weights.ends import Receiver, Sender
 from slurm_rlhf.weights.group import SyncGroup, join
-from slurm_rlhf.weights.receiver import Receiver
 from slurm_rlhf.weights.rendezvous import Membership
 from slurm_rlhf.weights.routes import routes
-from slurm_rlhf.weights.sender import Sender
 from slurm_rlhf.weights.transfer_plan import DEPTH, make_plan
 
 pytestmark = [pytest.mark.slow]

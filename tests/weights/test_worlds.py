@@ -23,8 +23,8 @@ from waiting import HANG_S
 from slurm_rlhf.weights.group import join
 from slurm_rlhf.weights.rendezvous import Membership
 from slurm_rlhf.weights.transfer_plan import make_plan
-from slurm_rlhf.weights.sender import Sender
-from slurm_rlhf.weights.receiver import Receiver
+from slurm_rlhf.weights.ends import Sender
+from slurm_rlhf.weights.ends import Receiver
 from slurm_rlhf.weights.rendezvous import SyncStore
 
 role, rank, place = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])

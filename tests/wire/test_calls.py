@@ -19,9 +19,9 @@ from waiting import HANG_S, scaled
 from slurm_rlhf.errors import CallTimeout, ConfigError, RemoteError, RoleDied, RunError, WireError
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
+from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.io_thread import Wakeup
 from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.server import ControlServer
 
 pytestmark = [pytest.mark.slow]
 

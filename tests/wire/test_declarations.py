@@ -13,13 +13,13 @@ import pytest
 from msgspec import inspect
 
 import slurm_rlhf
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.ranks.follower_links import FollowerCalls
 from slurm_rlhf.records import Record
 from slurm_rlhf.wire import calls, timeouts
 from slurm_rlhf.wire.calls import RankCalls, StacksAnswer
-from slurm_rlhf.wire.declarations import call, calls_of, spec_of
+from slurm_rlhf.wire.codec import call, calls_of, spec_of
 
 ROLES = [calls.ActorCalls, calls.CriticCalls, calls.ReferenceCalls, calls.RewardCalls, calls.EngineCalls]
 
@@ -49,7 +49,7 @@ def test_every_declaration_names_a_deadline_and_types_that_refuse_what_they_do_n
     for name, spec in declared.items():
         assert spec.name == name
         assert spec.deadline is None or spec.seconds(Timeout()) > 0
-        assert spec.argument is None or issubclass(spec.argument, Record)
+        assert spec.argument in (None, int, str) or issubclass(spec.argument, Record)
         for kind in (spec.argument, spec.result):
             for part in within(inspect.type_info(kind)):
                 match part:
@@ -63,13 +63,10 @@ def test_every_declaration_names_a_deadline_and_types_that_refuse_what_they_do_n
 
 def test_an_implementation_has_the_declarations_of_its_role() -> None:
     class Half(RankCalls):
-        def about(self) -> None:
-            return None
-
         def stacks(self) -> StacksAnswer:
             return StacksAnswer("", "")
 
-    assert set(calls_of(Half)) == {"about", "memory", "shutdown", "stacks"}
+    assert set(calls_of(Half)) == {"memory", "shutdown", "stacks"}
     with pytest.raises(TypeError, match=r"abstract methods '?memory'?, '?shutdown"):
         Half()  # type: ignore[abstract]
 

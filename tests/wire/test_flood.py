@@ -17,10 +17,10 @@ from control_peer import ask, start_peer, stop_peer
 from waiting import HANG_S, until
 
 from slurm_rlhf.errors import CallTimeout
-from slurm_rlhf.observe.events import EventLog, WarningEvents, read_events
+from slurm_rlhf.observe.run_log import EventLog, WarningEvents, read_events
 from slurm_rlhf.wire.auth import Authenticator, RunKeys
 from slurm_rlhf.wire.client import ControlClient
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer
 
 LIMIT, STRANGERS = 1024, 1600
 

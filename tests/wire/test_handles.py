@@ -12,14 +12,13 @@ from typing import Any, Protocol
 import pytest
 from waiting import HANG_S, scaled
 
-from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError, RoleDied, RunError, WireError
 from slurm_rlhf.records import Record
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
-from slurm_rlhf.wire.declarations import call
-from slurm_rlhf.wire.handles import RoleHandle, gather
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.codec import call
+from slurm_rlhf.wire.handles import ControlServer, RoleHandle, gather
 
 
 class Job(Record):

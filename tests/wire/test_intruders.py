@@ -19,8 +19,8 @@ from slurm_rlhf.errors import CallTimeout
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.codec import encode
+from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Envelope
-from slurm_rlhf.wire.server import ControlServer
 
 HELLO = {"role": "critic", "rank": 0, "world": 2, "host": "node09", "pid": 1, "start": 0}
 

@@ -22,9 +22,9 @@ from slurm_rlhf.errors import CallTimeout, RoleDied
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import THREAD_FAILED, ControlClient
 from slurm_rlhf.wire.codec import encode
+from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.io_thread import ListeningClock, end_context
 from slurm_rlhf.wire.messages import Envelope, Peer
-from slurm_rlhf.wire.server import ControlServer
 
 pytestmark = [pytest.mark.slow]
 
@@ -294,7 +294,7 @@ IDLE = """
 import resource, sys, time
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
-from slurm_rlhf.wire.server import ControlServer
+from slurm_rlhf.wire.handles import ControlServer
 
 keys = RunKeys.create(sys.argv[1])
 with ControlServer(keys) as server:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_rlhf.wire.messages import Peer
-from slurm_rlhf.wire.pending_calls import PendingCalls
+from slurm_rlhf.wire.messages import Peer, PendingCalls
 
 HOUR = 3600.0
 

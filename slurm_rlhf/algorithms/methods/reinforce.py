@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from slurm_rlhf.algorithms.advantages import gae, token_rewards
-from slurm_rlhf.algorithms.groups import centred, clipped, counted, from_first, normed, summed
 from slurm_rlhf.algorithms.packed import F64, find_actions
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
+from slurm_rlhf.algorithms.reward_shaping import centred, clipped, counted, from_first, normed, summed
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import F32
 

@@ -16,8 +16,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.nodes.step_spec import share_on
 from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, role_sizes
 
 _COUNTS = (
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),

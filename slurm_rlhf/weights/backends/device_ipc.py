@@ -6,19 +6,18 @@ CPUs, and no process maps, or makes a context on, a GPU that is not its own. Run
 
 from __future__ import annotations
 
-import base64
-import json
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec import msgpack
 from torch.distributed import Store, Work
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.weights._torch import open_gpu_memory, share_gpu_memory
-from slurm_rlhf.weights.backends.backend import Done, Incoming, PendingTransfer, wait_for
+from slurm_rlhf.process_groups._torch import open_gpu_memory, share_gpu_memory
+from slurm_rlhf.weights.backends import Done, Incoming, PendingTransfer, wait_for
 from slurm_rlhf.weights.backends.nccl import NcclCommunicator, in_time
 from slurm_rlhf.weights.backends.shared_memory import SharedMemory
 from slurm_rlhf.weights.bucket import Pool
@@ -70,7 +69,7 @@ class DeviceIpc:
         if rank < len(actors) and (self._readers or gather):
             largest = max(plan.nbytes(bucket, self._stream) for bucket in range(len(plan.buckets)))
             self._slots = [self.pool.take(largest) for _ in range(DEPTH)]
-            store.set(f"cuda/{rank}", json.dumps([device_name(), *(_handle(slot) for slot in self._slots)]))
+            store.set(f"cuda/{rank}", msgpack.encode([device_name(), *map(share_gpu_memory, self._slots)]))
         if gather is not None:
             in_time(lambda: gather.settle(gather.meet(self.device)), timeout_s)
 
@@ -168,18 +167,11 @@ class DeviceIpc:
 
     def _slots_of(self, owner: int) -> list[torch.Tensor]:
         if owner not in self._mapped:
-            device, *handles = json.loads(self._store.get(f"cuda/{owner}"))
+            device, *shared = msgpack.decode(self._store.get(f"cuda/{owner}"))
+            # The number of the GPU in what is shared is that of its owner's process.
             ordinal = ordinal_of(device, device_names(), f"actor {owner}")
-            self._mapped[owner] = [_open(handle, ordinal) for handle in handles]
+            self._mapped[owner] = [open_gpu_memory(ordinal, slot) for slot in shared]
         return self._mapped[owner]
-
-
-def _handle(tensor: torch.Tensor) -> list[Any]:
-    """Describe the tensor's memory for another process, as JSON can carry it."""
-    return [
-        {"bytes": base64.b64encode(item).decode()} if isinstance(item, bytes) else item
-        for item in share_gpu_memory(tensor)
-    ]
 
 
 def ordinal_of(device: str, visible: Sequence[str], owner: str) -> int:
@@ -190,9 +182,3 @@ def ordinal_of(device: str, visible: Sequence[str], owner: str) -> int:
             "ipc is for roles that share their GPUs (train.colocate_all). Use sync.backend = auto"
         )
     return visible.index(device)
-
-
-def _open(handle: list[Any], ordinal: int) -> torch.Tensor:
-    """Map memory on the GPU that is number `ordinal` here. The number in the handle is that of its owner's process."""
-    fields = [base64.b64decode(item["bytes"]) if isinstance(item, dict) else item for item in handle]
-    return open_gpu_memory(ordinal, fields)

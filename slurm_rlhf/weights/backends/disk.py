@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from slurm_rlhf.weights.backends.backend import Done, Incoming, PendingTransfer, TransportFailure, wait_for
+from slurm_rlhf.weights.backends import Done, Incoming, PendingTransfer, TransportFailure, wait_for
 from slurm_rlhf.weights.bucket import Pool
 from slurm_rlhf.weights.transfer_plan import BucketPart, SyncPlan
 

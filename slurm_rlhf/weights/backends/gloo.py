@@ -16,10 +16,9 @@ import torch
 from torch.distributed import PrefixStore, Store, Work
 
 from slurm_rlhf.process_groups._torch import gloo_group, prove
-from slurm_rlhf.weights.backends.backend import Incoming, PendingTransfer, TransportFailure
+from slurm_rlhf.weights.backends import Incoming, PendingTransfer, TransportFailure
 from slurm_rlhf.weights.backends.shared_memory import SharedMemory
-from slurm_rlhf.weights.bucket import Pool
-from slurm_rlhf.weights.checksum import host_checksum
+from slurm_rlhf.weights.bucket import Pool, host_checksum
 from slurm_rlhf.weights.routes import Route, partners, routes
 from slurm_rlhf.weights.transfer_plan import DEPTH, BucketPart, SyncPlan
 

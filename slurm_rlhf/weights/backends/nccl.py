@@ -13,9 +13,8 @@ import torch
 from torch.distributed import PrefixStore, Store, Work
 
 from slurm_rlhf.polling import in_thread
-from slurm_rlhf.process_groups._torch import nccl_group
-from slurm_rlhf.weights._torch import all_gather, coalesced
-from slurm_rlhf.weights.backends.backend import Incoming, PendingTransfer, TransportFailure, wait_for
+from slurm_rlhf.process_groups._torch import all_gather, coalesced, nccl_group
+from slurm_rlhf.weights.backends import Incoming, PendingTransfer, TransportFailure, wait_for
 from slurm_rlhf.weights.bucket import Pool
 from slurm_rlhf.weights.transfer_plan import ALIGN, BucketPart, SyncPlan
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slurm_rlhf.weights.backends.backend import wait_for
+from slurm_rlhf.weights.backends import wait_for
 
 _DIRECTORY = "/dev/shm"
 _PAGE = 4096

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch.distributed import PrefixStore
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.weights.backends.backend import Backend, TransportFailure
+from slurm_rlhf.weights.backends import Backend, TransportFailure
 from slurm_rlhf.weights.backends.device_ipc import DeviceIpc
 from slurm_rlhf.weights.backends.disk import Disk, clear
 from slurm_rlhf.weights.backends.gloo import Gloo

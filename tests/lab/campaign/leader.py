@@ -22,7 +22,7 @@ from campaign.verdicts import Observation, Row, judge, unequal
 from campaign.watch import finished, look_at_rest, watch
 from campaign.workload import write_workload
 from slurm_rlhf.errors import RunError, SlurmRlhfError
-from slurm_rlhf.observe.jsonl import read_rows
+from slurm_rlhf.observe.run_log import read_rows
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 

@@ -18,9 +18,8 @@ from campaign import processes
 from campaign.faults import START
 from slurm_rlhf.checkpoint.resume import latest
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.events import CHECKPOINT, RESTART, RESUME, read_events
-from slurm_rlhf.observe.events import START as BEGUN
-from slurm_rlhf.observe.jsonl import read_rows
+from slurm_rlhf.observe.run_log import CHECKPOINT, RESTART, RESUME, read_events, read_rows
+from slurm_rlhf.observe.run_log import START as BEGUN
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 

@@ -1,0 +1,122 @@
+"""Says what may start again, how often and where: rules for engines and for all other roles together. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.placement.replacement import passed_over
+
+INCIDENT_S = 60.0
+"""Engines of a node that are lost within this time are one loss of the node."""
+TWICE = 2
+"""Failures of ranks on one node after which another node is taken, if there is one."""
+
+# These do not come from the program: a process that is killed twice in the same step may be killed by chance.
+_FROM_OUTSIDE = re.compile(r"killed by SIG(KILL|TERM)\b|ended: (Killed|Terminated)\b|\bis lost: ")
+_CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+def roles_again(roles: Iterable[str], failed: str, engines_too: bool) -> tuple[str, ...]:
+    """List those of `roles` that start again together because `failed` broke the run.
+
+    Ranks of trainers need each other, so all of them do. Engines start again alone (`next_place`) where their launcher
+    can do that; they do with the trainers if one of them broke the run all the same, or if they have to.
+    """
+    with_engines = engines_too or ROLES[failed].kind == "engine"
+    return tuple(role for role in roles if with_engines or ROLES[role].kind != "engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Says that an engine was lost on a node, at `at` seconds of some clock."""
+
+    engine: int
+    node: str
+    at: float
+    silent: bool = False  # True: nothing was heard of it, so that the node may be gone
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPlace:
+    """Says where an engine starts again; `node` None: nowhere, for the reason `why`."""
+
+    node: str | None
+    why: str = ""
+
+
+def next_place(
+    engine: int,
+    home: str,
+    losses: Sequence[Loss],
+    spares: Collection[str],
+    home_gone: bool,
+    most: int,
+    unfit: Mapping[str, str] | None = None,
+) -> RestartPlace:
+    """Choose where `engine`, which has just been lost on `home`, starts again.
+
+    `losses`: all losses of the run so far, in their order. `spares`: nodes without ranks. `home_gone`: nothing is
+    heard from that node. `most`: train.max_engine_restarts, the starts that an engine gets after its first; a node that
+    was lost more often gets no further engine. `unfit`: spares that get none either, and why.
+    """
+    died = sum(loss.engine == engine for loss in losses)
+    if died > most:
+        return RestartPlace(None, f"it died {died} times (train.max_engine_restarts = {most})")
+    bad = {node for node in {loss.node for loss in losses} if incidents(losses, node) > most}
+    good = [node for node in spares if node not in {*bad, *(unfit or {})}]
+    if home not in bad and not (home_gone and good):
+        return RestartPlace(home)
+    if good:
+        return RestartPlace(good[0])
+    why = f"its node {home} lost engines {incidents(losses, home)} times (train.max_engine_restarts = {most})"
+    passed = {node: said for node, said in (unfit or {}).items() if node in spares}
+    return RestartPlace(None, f"{why}; {passed_over(passed)}" if passed else why)
+
+
+def incidents(losses: Sequence[Loss], node: str) -> int:
+    """Count how often a node lost engines; several within a minute are one time."""
+    count, last = 0, -INCIDENT_S
+    for loss in losses:
+        if loss.node == node:
+            count += loss.at - last >= INCIDENT_S or count == 0
+            last = loss.at
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class RunFailure:
+    """Describes what broke the run once."""
+
+    step: int  # step in which it happened
+    text: str  # message of the error
+    nodes: tuple[str, ...] = ()  # nodes where the role may have died
+
+    @property
+    def head(self) -> str:
+        """Return the first line of the text."""
+        return self.text.partition("\n")[0]
+
+    def repeats(self, other: RunFailure) -> bool:
+        """Tell whether this is the same failure in the same step, by the words alone; numbers change."""
+        same = _CHANGING.sub("#", self.text) == _CHANGING.sub("#", other.text)
+        return self.step == other.step and same and not _FROM_OUTSIDE.search(self.head)
+
+
+def refusal(failures: Sequence[RunFailure], most: int) -> str:
+    """Say why the run ends after the last of `failures` and is not restarted; empty: it is."""
+    if len(failures) > most:
+        listed = "".join(f"\n  {number}. step {one.step}: {one.head}" for number, one in enumerate(failures, 1))
+        return f"train.max_restarts = {most} restarts are used up. What failed:{listed}"
+    if len(failures) > 1 and failures[-1].repeats(failures[-2]):
+        return f"the same failure came twice in a row in step {failures[-1].step}: a restart would meet it again"
+    return ""
+
+
+def offenders(failures: Sequence[RunFailure]) -> set[str]:
+    """List the nodes on which ranks died `TWICE` or more, where it is known which node it was."""
+    counted = Counter(failure.nodes[0] for failure in failures if len(failure.nodes) == 1)
+    return {node for node, count in counted.items() if count >= TWICE}

@@ -1,0 +1,292 @@
+"""Write and read the files of a run that hold one JSON object a line: events.jsonl, samples.jsonl and others.
+
+A line is written whole; a reader passes over a line that a kill or a full disk has cut.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from slurm_rlhf.errors import SlurmRlhfError, cut, printable
+from slurm_rlhf.run_directory import write_atomically
+
+_BLOCK = 1 << 16
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Write one line. The operating system has it when this returns. Raises OSError; ValueError for NaN."""
+    line = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    with path.open("a", encoding="utf-8", errors="replace") as file:
+        file.write(line + "\n")
+
+
+def whole_lines(text: str, key: str = "step") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (line, row) for each whole line whose object has `key`. Only a newline ends a line."""
+    for line in text.split("\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and key in row:
+            yield line, row
+
+
+def read_rows(path: Path, key: str = "step") -> list[dict[str, Any]]:
+    """Read all whole lines of a file; none if it is missing, cannot be read, or is no file, such as /dev/full."""
+    try:
+        return list(iterate_rows(path, key))
+    except OSError:
+        return []
+
+
+def iterate_rows(path: Path, key: str = "step", wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a file, with one line in memory at a time. Raises OSError.
+
+    `wanted`: the numbers of the lines to read, from 0 on; None: all.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            if wanted is None or number in wanted:
+                for _, row in whole_lines(line.decode("utf-8", "replace").removesuffix("\n"), key):
+                    yield {sys.intern(name): value for name, value in row.items()}  # rows share the names
+
+
+def count_lines(path: Path) -> int:
+    """Count the lines of a file; 0 if it is missing or cannot be read."""
+    if not path.is_file():
+        return 0
+    try:
+        with path.open("rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
+def drop_end(path: Path, step: int) -> None:
+    """Drop the lines from `step` on, and any half line, at the end of a file. Raises OSError.
+
+    It reads little more than these lines, while `truncate_after` reads the whole file.
+    """
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        end, size = file.seek(0, os.SEEK_END), _BLOCK
+        while True:
+            begin = max(0, end - size)
+            file.seek(begin)
+            tail = file.read()
+            if begin:
+                tail = tail[tail.find(b"\n") + 1 :]  # without the cut first line
+            dropped = 0
+            for line in reversed(tail.splitlines(keepends=True)):
+                if any(row["step"] < step for _, row in whole_lines(line.decode(errors="replace"))):
+                    file.truncate(end - dropped)
+                    return
+                dropped += len(line)
+            if not begin:
+                file.truncate(0)
+                return
+            size *= 4
+
+
+def truncate_after(path: Path, step: int) -> int:
+    """Drop the lines after `step`, which a resumed run writes again, and any half line; return how many lines.
+
+    The other lines keep every byte.
+    """
+    if not path.is_file():
+        return 0
+    lines = list(whole_lines(path.read_text(encoding="utf-8", errors="replace")))
+    kept = [line for line, row in lines if row["step"] <= step]
+    write_atomically(path, "".join(line + "\n" for line in kept), durable=True)
+    return len(lines) - len(kept)
+
+
+START: Final = "start"
+RESUME: Final = "resume"
+STOP: Final = "stop"
+REQUEUE: Final = "requeue"
+RESTART: Final = "restart"
+WARNING: Final = "warning"
+HANG: Final = "hang"
+ERROR: Final = "error"
+CHECKPOINT: Final = "checkpoint"
+FINISH: Final = "finish"
+ENGINE_LOST: Final = "engine lost"
+ENGINE_JOINED: Final = "engine joined"
+"""Kinds of events. HANG: a rank was silent, or did not answer in time. RESTART: roles were started again in the same
+job, and the session goes on."""
+
+BEGINS, ENDS = (START, RESUME), (STOP, HANG, ERROR, FINISH)
+"""Kinds that begin and end a session, one start of the run."""
+
+_LONGEST = 2000  # characters of a text
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """Say what happened after `step` steps, at the Unix time `at`."""
+
+    event: str
+    at: float
+    step: int
+    text: str
+    engine: int | None = None  # number of the engine that the event concerns
+
+
+class EventLog:
+    """Append events to a file."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+
+    def append(self, event: str, step: int, text: str, engine: int | None = None) -> None:
+        """Write one event. Raises OSError."""
+        row = asdict(RunEvent(event, round(self._clock(), 3), step, text[:_LONGEST], engine))
+        append_line(self._path, {name: value for name, value in row.items() if value is not None})
+
+
+def read_events(path: Path) -> list[RunEvent]:
+    """Read all events in the order in which they were written; skip lines that hold something else."""
+    found = []
+    for row in read_rows(path, "event"):
+        try:
+            found.append(_event(row))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return found
+
+
+def _event(row: dict[str, Any]) -> RunEvent:
+    engine = row.get("engine")
+    what = (str(row["event"]), float(row["at"]), int(row["step"]), str(row["text"]))
+    return RunEvent(*what, None if engine is None else int(engine))
+
+
+def kind_of_note(text: str) -> str:
+    """Return the kind of a line that was shown to the user: WARNING, or empty if it only reports progress."""
+    return WARNING if text.startswith("warning") or ": warning: " in text else ""
+
+
+def kind_of_failure(error: BaseException) -> str:
+    """Return the kind of the error that ended a run: HANG or ERROR."""
+    return HANG if isinstance(error, SlurmRlhfError) and error.hang else ERROR
+
+
+def engines_lost(events: Sequence[RunEvent]) -> dict[int, str]:
+    """Return the engines that are lost since the last start of a run, each with the text of its event."""
+    lost: dict[int, str] = {}
+    for event in events:
+        if event.event in BEGINS:
+            lost.clear()
+        elif event.engine is not None and event.event == ENGINE_LOST:
+            lost[event.engine] = event.text
+        elif event.engine is not None and event.event == ENGINE_JOINED:
+            lost.pop(event.engine, None)
+    return lost
+
+
+class WarningEvents(logging.Handler):
+    """Pass on what the package logs as a warning: ranks that are lost, updates that are repeated."""
+
+    def __init__(self, tell: Callable[[str, str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass on kind and text; `errors.of_hang` marks a hang. Errors have events of their own."""
+        if record.levelno == logging.WARNING:
+            try:
+                self._tell(HANG if getattr(record, "hang", False) else WARNING, record.getMessage())
+            except Exception:  # a full disk must not stop the thread that logs
+                self.handleError(record)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Hold a response and its figures. Lists have one entry per response token, or none."""
+
+    step: int
+    prompt_index: int  # the row of the data set
+    sample: int  # number of the response among those to the prompt
+    prompt: str
+    response: str
+    label: Any  # as the reward function got it; as text if it is no plain value
+    reward: float | None  # the reward function's answer; None for NaN
+    score: float | None  # None: the reward function gives no scores
+    advantage: float | None  # mean over the tokens of the response
+    finish_reason: str
+    engine: int
+    version: int  # of the policy that sampled the first token
+    tokens: list[str]  # with special tokens
+    logprobs: list[float | None]  # computed by the engine
+    actor_logprobs: list[float | None]  # computed by the actor, before the update
+
+
+def choose(seed: int, step: int, count: int, total: int) -> list[int]:
+    """Draw `count` of `total` responses of a step, in order; equal in all runs with this seed."""
+    return sorted(random.Random(f"{seed} samples {step}").sample(range(total), min(count, total)))
+
+
+class SampleLog:
+    """Append samples to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def append(self, sample: Sample) -> None:
+        """Write one line. Raises OSError."""
+        append_line(self._path, asdict(sample))
+
+
+def read_samples(path: Path, wanted: Container[int] | None = None) -> list[Sample]:
+    """Read the samples in the lines `wanted` (None: all lines); skip lines that hold something else."""
+    names = [field.name for field in fields(Sample)]
+    try:
+        rows = [row for row in iterate_rows(path, wanted=wanted) if row.keys() >= set(names)]
+    except OSError:
+        return []
+    return [Sample(**{name: row[name] for name in names}) for row in rows]
+
+
+def console_text(sample: Sample, width: int = 100, most: int = 600) -> str:
+    """Format a sample for a terminal or a log file: control characters as escapes, long texts cut."""
+    said = f"reward {_number(sample.reward)}"
+    if sample.score is not None:
+        said += f", score {_number(sample.score)}"
+    head = f"sample of step {sample.step}, prompt {sample.prompt_index}: {said}, {sample.finish_reason}"
+    return "\n".join([head, *_lines("> ", sample.prompt, width, most), *_lines("< ", sample.response, width, most)])
+
+
+def markdown_text(sample: Sample) -> str:
+    """Format a sample as Markdown for TensorBoard: texts as indented code, so that they are shown as they are."""
+    head = f"step {sample.step}, prompt {sample.prompt_index}: reward {_number(sample.reward)}, {sample.finish_reason}"
+    return f"{head}\n\nprompt\n\n{_code(sample.prompt)}\n\nresponse\n\n{_code(sample.response)}\n"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _code(text: str) -> str:
+    return textwrap.indent(text or " ", "    ", lambda line: True)
+
+
+def _lines(mark: str, text: str, width: int, most: int) -> list[str]:
+    found = []
+    for line in cut(text, most).splitlines() or [""]:
+        found += textwrap.wrap(printable(line.replace("\t", "\\t")), width - 4, drop_whitespace=False) or [""]
+    return [f"  {mark}{line}" for line in found]
