@@ -16,8 +16,8 @@ from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
 from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.cluster.processes import KILLED
 from slurm_rlhf.config.roles import ROLLOUT
-from slurm_rlhf.nodes.engine_node import EngineRanks
-from slurm_rlhf.nodes.node import visible_gpus, without_gpu_choice
+from slurm_rlhf.nodes.children import EngineRanks
+from slurm_rlhf.nodes.environment import visible_gpus, without_gpu_choice
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
