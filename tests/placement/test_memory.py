@@ -125,8 +125,8 @@ def test_a_reward_model_has_a_row_and_no_reference_has_none() -> None:
 def test_actor_and_reference_compute_at_once() -> None:
     held = rank_memories(config(), MODELS, H100)
     (row,) = [row for row in account(config(), MODELS, H100).rows if row.together]
-    both = {phase: held[ACTOR].at(phase) for phase in ("update", "forward")}
-    rest = {"update": "", "forward": "forward"}
+    both = {phase: held[ACTOR].at(phase) for phase in ("update", "forward", "step")}
+    rest = {"update": "", "forward": "forward", "step": ""}
     expected = max(sum(terms.values()) + sum(held[REFERENCE].at(rest[phase]).values()) for phase, terms in both.items())
     assert row.needed == expected
     assert {row.name for row in account(config(), MODELS, H100).rows if not row.there} == {ACTOR, REFERENCE}
@@ -174,7 +174,7 @@ def test_all_on_one_gpu_is_the_sum_of_what_stays() -> None:
             {"critic__num_nodes": 1, "critic__num_gpus_per_node": 1},
             79.1,
             CRITIC,
-            ["raise critic.num_nodes (now 1)", "lower train.max_tokens_per_gpu (now 32768)"],
+            ["raise critic.num_nodes (now 1)", "set ds.zero_stage = 3"],
         ),
         (
             {"vllm__gpu_memory_utilization": 0.99},
