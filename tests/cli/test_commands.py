@@ -78,7 +78,9 @@ def test_check_shows_what_a_run_reads(file: Path, capsys: pytest.CaptureFixture[
     sound, *lines = out.splitlines()
     assert sound.startswith("keys, files and model directories are right; reading ")
     assert lines[0].endswith("prompts.jsonl, 1 dropped (longer than 10 tokens)")
-    assert lines[1].startswith("steps: 3, of 64 prompts with 1 responses each; one pass over the prompts is 2 steps")
+    assert lines[1].startswith(
+        "steps: 3, each with 64 prompts and 1 responses to each; one pass over the prompts is 2 steps"
+    )
     assert lines[2] == "the first prompt, 5 tokens: '0+1='"
     assert lines[3] == "its label: '1'"
     assert lines[4].endswith("as if they were responses: 1, 2, 3, 4")
@@ -307,7 +309,7 @@ def test_plan_for_unlike_nodes_is_that_of_the_job(tmp_path: Path, capsys: pytest
             *((f"r01c0{number}", 4) for number in (1, 2, 3)),
         ]
         assert [share["node"] for share in plan["roles"]["actor"]] == ["fat-1", "fat-2"]
-    for gpus, told in (("6,4", "2 counts for 5 nodes"), ("0", "a node without GPUs"), ("x", "got 'x' for fat-1")):
+    for gpus, told in (("6,4", "2 counts for 5 nodes"), ("0", "every node needs a GPU"), ("x", "got 'x' for fat-1")):
         assert main(["plan", str(file), "--nodelist=r01c[01-03],fat-[1-2]", f"--gpus_per_node={gpus}"]) == 2
         assert told in capsys.readouterr().err
 
@@ -341,7 +343,7 @@ def test_plan_shows_what_a_weight_transfer_costs(file: Path, capsys: pytest.Capt
     assert main([*words, "--ds.zero_stage=2"]) == 0  # every node has the whole model already
     out = capsys.readouterr().out
     assert "weight transfer: 510 MB in 2 buckets, about" in out
-    assert re.search(r"^  an engine rank receives 510 MB and hands on 255 MB$", out, re.MULTILINE)
+    assert re.search(r"^  an engine rank receives 510 MB and forwards 255 MB$", out, re.MULTILINE)
     assert len(re.findall(": 0 B out, 0 B in", out)) == 2
 
 
@@ -349,4 +351,4 @@ def test_plan_without_shapes_shows_no_transfer(file: Path, capsys: pytest.Captur
     assert main(["plan", str(file)]) == 0
     assert "weight transfer" not in capsys.readouterr().out
     assert main(["plan", str(file), "--network_gbits=fast"]) == 2
-    assert "--network_gbits takes a rate in Gbit/s above 0, got 'fast'" in capsys.readouterr().err
+    assert "--network_gbits takes a number of at least 0.001, got 'fast'" in capsys.readouterr().err

@@ -27,7 +27,7 @@ from slurm_rlhf.cli.main import main
 from slurm_rlhf.cli.status import bar, sparkline, status_of
 from slurm_rlhf.cluster.processes import Session, read_session
 from slurm_rlhf.errors import printable
-from slurm_rlhf.nodes.headless import mark
+from slurm_rlhf.nodes.orphan import mark
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.wire import timeouts
 

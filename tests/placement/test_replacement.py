@@ -10,7 +10,7 @@ from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.nodes.node import visible_gpus
+from slurm_rlhf.nodes.environment import visible_gpus
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.replacement import group_sizes, replaced, smaller_layouts, with_engine_on
 from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology, role_sizes

@@ -14,9 +14,9 @@ from waiting import HANG_S
 
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS
 from slurm_rlhf.cluster.slurm_job import Job
-from slurm_rlhf.nodes import headless
-from slurm_rlhf.nodes.engine_node import EngineRanks
-from slurm_rlhf.nodes.headless import CANCEL, LEAVE, REQUEUE, WAIT, Heir, answers, decide, endpoint_of, heirs, mark
+from slurm_rlhf.nodes import orphan
+from slurm_rlhf.nodes.children import EngineRanks
+from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Heir, answers, decide, heirs, mark
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -64,8 +64,7 @@ def test_what_is_done(job: Job | None, expected: str) -> None:
     assert decide(job, 1, chain=True) == (CANCEL if expected == REQUEUE else expected)
 
 
-def test_the_ranks_say_where_the_conductor_was() -> None:
-    assert endpoint_of(["--role=rollout", "--endpoint=tcp://[::1]:7", "--x"]) == "tcp://[::1]:7"
+def test_a_conductor_answers_where_somebody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert answers(f"tcp://127.0.0.1:{server.getsockname()[1]}")
     assert not answers(NOBODY)
@@ -122,7 +121,7 @@ def test_one_of_those_left_requeues_the_job_once(slurm: Slurm, monkeypatch: pyte
     assert mark(slurm.run_dir, "12", 0).read_text() == (
         "its first node gpu001 was down, and with it the conductor: gpu002 has requeued it\n"
     )
-    monkeypatch.setattr(headless, "TURN_S", 0.0)
+    monkeypatch.setattr(orphan, "TURN_S", 0.0)
     assert second.settled()  # slurmctld is slow, and says the same
     assert twin.settled()  # of another step on the same node
     slurm.says("PENDING", restarts=1, nodes="(null)")
@@ -133,7 +132,7 @@ def test_one_of_those_left_requeues_the_job_once(slurm: Slurm, monkeypatch: pyte
 
 
 def test_the_second_acts_when_the_first_does_not(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headless, "TURN_S", 0.0)
+    monkeypatch.setattr(orphan, "TURN_S", 0.0)
     slurm.says()
     assert not slurm.heir("gpu003").settled()
     assert slurm.done == ["scontrol requeue 12"]
@@ -178,9 +177,7 @@ def test_a_requeue_that_is_refused_again_and_again_ends_in_a_cancelled_job(slurm
 def test_only_ranks_that_miss_the_conductor_leave_somebody_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, expected: bool
 ) -> None:
-    monkeypatch.setattr(
-        "slurm_rlhf.nodes.engine_node.start_child", lambda *_, **__: subprocess.Popen(["sh", "-c", ends])
-    )
+    monkeypatch.setattr("slurm_rlhf.nodes.children.start_child", lambda *_, **__: subprocess.Popen(["sh", "-c", ends]))
     ranks = place(Topology.uniform(("here",), 2), [RoleSize("rollout", 1, 2, engines=2)])
     engines = EngineRanks(tmp_path, ranks, "here", [], {})
     engines.start()
@@ -192,13 +189,12 @@ def test_only_ranks_that_miss_the_conductor_leave_somebody_behind(
 
 
 def test_scancel_ends_it_although_the_ranks_ignore_sigterm() -> None:
-    """It is what remains of a process that ignores SIGTERM, as all of a step do."""
+    """It is what remains of an agent, which ignores SIGTERM, as all of a step do."""
     program = (
-        "import os, signal, sys\n"
+        "import os, signal\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "from slurm_rlhf.nodes import headless\n"
-        "headless.read_spec = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "sys.argv = ['headless', 'spec']\n"
-        "headless.main()\n"
+        "from slurm_rlhf.nodes import orphan\n"
+        "orphan.read_slurm = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "orphan.await_end(None, None, 'n', '')\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=HANG_S).returncode == -signal.SIGTERM

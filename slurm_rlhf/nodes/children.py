@@ -1,32 +1,22 @@
-"""Keep the engines of one node: `python -m slurm_rlhf.nodes.engine_node SPEC.json`, run by the step of a job.
-
-How an engine ended is told through a file of the run directory, because nobody listens to this process; and a file
-there says that an engine is to be ended.
-"""
+"""Start and watch the ranks of the engines on one node."""
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
 from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS, STORE_FD, STORE_RANKS, exit_text
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.nodes.child_process import start_child
-from slurm_rlhf.nodes.headless import become_heir
-from slurm_rlhf.nodes.node import begun, interface_to_others, node_environment, read_spec, visible_gpus
-from slurm_rlhf.nodes.step_spec import WORKER_MODULE, StepSpec, share_on
+from slurm_rlhf.nodes.step_spec import WORKER_MODULE, share_on
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
 from slurm_rlhf.placement.topology import GPU
-from slurm_rlhf.run_directory import write_atomically
 
 
 @dataclass(slots=True)
@@ -122,11 +112,6 @@ class EngineRanks:
         return news
 
     @property
-    def numbers(self) -> list[int]:
-        """List the engines."""
-        return list(self._engines)
-
-    @property
     def running(self) -> bool:
         """Tell whether a rank is left."""
         return any(not self.gone(number) for number in self._engines)
@@ -136,6 +121,11 @@ class EngineRanks:
         """Tell whether a rank has left because it heard nothing of the conductor."""
         ranks = (process for engine in self._engines.values() for process in engine.ranks)
         return any(process.poll() == CONDUCTOR_GONE_STATUS for process in ranks)
+
+    @property
+    def numbers(self) -> list[int]:
+        """List the engines."""
+        return list(self._engines)
 
     def gone(self, number: int) -> bool:
         """Tell whether no rank of an engine is left."""
@@ -164,69 +154,3 @@ class EngineRanks:
         for process in engine.ranks:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
-
-
-POLL_S = 0.2
-_LOOKS_S = 1.0
-"""Between two looks for orders, on a file system that all nodes share."""
-
-
-def ended_file(run_dir: Path, run_id: str, engine: int) -> Path:
-    """Name the file that says how an engine of one start ended."""
-    return run_dir / ".control" / f"ended.{run_id}.{engine}"
-
-
-def end_file(run_dir: Path, run_id: str, engine: int) -> Path:
-    """Name the file that tells the node of an engine to end what is left of it."""
-    return run_dir / ".control" / f"end.{run_id}.{engine}"
-
-
-def main() -> None:
-    spec, engines, temporary = begun(prepare)
-    engines.start()
-    looked = time.monotonic()
-    while engines.running:
-        tell(spec, engines)
-        time.sleep(POLL_S)
-        if time.monotonic() - looked > _LOOKS_S:
-            looked = time.monotonic()
-            obey(spec, engines)
-    tell(spec, engines)
-    temporary.remove()
-    if engines.deserted:
-        become_heir(Path(sys.argv[1]))
-
-
-def obey(spec: StepSpec, engines: EngineRanks) -> None:
-    """End the engines that are to be ended: a process that is stopped does not hear its conductor."""
-    for engine in engines.numbers:
-        # Unlike Path.exists, os.path.exists is false where the file system does not answer this look.
-        if not engines.gone(engine) and os.path.exists(end_file(Path(spec.run_dir), spec.run_id, engine)):
-            engines.kill_engine(engine)
-
-
-def tell(spec: StepSpec, engines: EngineRanks) -> None:
-    """Write down which engines have ended."""
-    for engine, how in engines.ended():
-        print(f"engine {engine}: {how}", flush=True)
-        try:
-            write_atomically(ended_file(Path(spec.run_dir), spec.run_id, engine), how)
-        except OSError as error:  # the disk is full; heartbeats say the same a little later
-            print(f"engine {engine}: {error}", flush=True)
-
-
-def prepare(file: Path, environ: Mapping[str, str]) -> tuple[StepSpec, EngineRanks, LocalDirectory]:
-    """Read the specification of the step; make the engines of this node, and the directory of their temporary files."""
-    spec, ranks, node = read_spec(file, environ)
-    share = share_on(ranks, ROLLOUT, node)
-    own = {**spec.environment[node], **visible_gpus(ranks.topology, node, share.gpus, environ)}
-    temporary = take_temporary()
-    run_dir = Path(spec.run_dir)
-    interface = interface_to_others(ranks, node)
-    environment = node_environment(environ, ROLLOUT, run_dir / "logs", temporary.path, own, interface)
-    print(f"{node}: ranks {share.ranks[0]} to {share.ranks[-1]}, slots {','.join(map(str, share.gpus))}", flush=True)
-    return spec, EngineRanks(run_dir, ranks, node, spec.arguments, environment, spec.engines), temporary
-
-
-if __name__ == "__main__":
-    main()

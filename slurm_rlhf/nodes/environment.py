@@ -1,24 +1,14 @@
-"""Become the torchrun of a role on one node: `python -m slurm_rlhf.nodes.node SPEC.json`, run by the role's step.
-
-Prepares what the role's processes there get: variables, visible GPUs, a temporary directory.
-"""
+"""Say what the processes of a role get on a node: variables, visible GPUs, the network interface."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from slurm_rlhf.cluster.local_directory import OWN, cache_variables, take_temporary
+from slurm_rlhf.cluster.local_directory import cache_variables
 from slurm_rlhf.cluster.network import address_towards, interface_of
-from slurm_rlhf.cluster.processes import die_with_parent
-from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.nodes.step_spec import StepSpec, share_on, torchrun_command
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU, Topology
 
@@ -37,6 +27,9 @@ OTHER_CHOICES = ("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Variables by which ROCm would choose among the GPUs once more; they are removed."""
 
 GPU_VARIABLES = (*VISIBLE, *OTHER_CHOICES)
+
+IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+"""Signals to a step reach every process in it, torchrun included; only the conductor reacts to them."""
 
 
 def diagnosis_variables(role: str, logs: Path) -> dict[str, str]:
@@ -110,64 +103,8 @@ def _device_names(value: str) -> list[str]:
     return [device for device in value.split(",") if device and device != "NoDevFiles"]
 
 
-RANK_MAP = "rank_map.json"
-"""In the run directory."""
-
-IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-"""Signals to a step reach every process in it, torchrun included; only the conductor reacts to them."""
-
-
-T = TypeVar("T")
-
-
-def begun(prepare: Callable[[Path, Mapping[str, str]], T]) -> T:
-    """Return what `prepare` makes of this task's specification; what the task starts inherits the ignored signals."""
-    die_with_parent(os.getppid())
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        return prepare(Path(sys.argv[1]), os.environ)
-    except PlacementError as error:
-        sys.exit(f"error: {error}")
-
-
-def read_spec(file: Path, environ: Mapping[str, str]) -> tuple[StepSpec, RankMap, str]:
-    """Return the specification of a step, the rank map of its run, and the name of this node."""
-    spec = StepSpec.read(file)
-    ranks = RankMap.from_json(json.loads((Path(spec.run_dir) / RANK_MAP).read_text(encoding="utf-8")))
-    return spec, ranks, node_name(environ)
-
-
-def main() -> None:
-    command, environment = begun(prepare)
-    sys.stdout.flush()
-    os.execvpe(command[0], command, environment)
-
-
-def prepare(file: Path, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the torchrun of this node and its environment. Makes the node's cache directory, prints its choices."""
-    spec, ranks, node = read_spec(file, environ)
-    share = share_on(ranks, spec.role, node)
-    gpus = visible_gpus(ranks.topology, node, share.gpus, environ)
-    interface = interface_to_others(ranks, node)
-    cache = take_temporary().path
-    logs = Path(spec.run_dir) / "logs"
-    environment = node_environment(environ, spec.role, logs, cache, {**spec.environment[node], **gpus}, interface)
-    environment[OWN] = str(cache)
-    print(f"{node}: ranks {share.ranks[0]} to {share.ranks[-1]} of {spec.role}, slots {','.join(map(str, share.gpus))}")
-    chosen = ", ".join(f"{name}={environment.get(name, '')}" for name in INTERFACES)
-    print(f"{node}: {chosen} (interface to the other nodes: {interface or 'unknown'}; export these to choose others)")
-    command = torchrun_command(spec, ranks, node, str(cache / "torchrun"))
-    # torchrun would end its workers at SIGTERM, and with them what they have not saved.
-    return [*command[:3], "--signals-to-handle=SIGINT", *command[3:]], environment
-
-
 def interface_to_others(ranks: RankMap, node: str) -> str:
     """Return the interface towards another node of the run; loopback if there is no other node."""
     others = (share.node for shares in ranks.roles.values() for share in shares if share.node != node)
     other = next(others, None)
     return interface_of(address_towards(other)) if other else "lo"
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
-"""End a job that has lost its first node, and the conductor with it: `python -m slurm_rlhf.nodes.headless SPEC.json`.
+"""End a job that has lost its first node, and the conductor with it.
 
 With `--no-kill` Slurm leaves such a job as it is: it would keep its other nodes, idle, until its time is over. So the
-step of engines on another node, whose ranks have left, becomes this program. It waits until slurmctld has marked the
-first node down (SlurmdTimeout) and requeues the job, or cancels it where it is not to be requeued. Without `--no-kill`
-Slurm requeues or ends the job itself, and this program with it.
+agent of engines on another node, whose ranks have left, stays. It waits until slurmctld has marked the first node down
+(SlurmdTimeout) and requeues the job, or cancels it where it is not to be requeued. Without `--no-kill` Slurm requeues
+or ends the job itself, and the agent with it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +22,12 @@ from slurm_rlhf.cluster.slurm_job import Job, ask_jobs, command
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.nodes.node import read_spec
+from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 from slurm_rlhf.wire import timeouts
 
-MODULE = "slurm_rlhf.nodes.headless"
 HEIRS = 2
 """Nodes that wait: the second acts where the first is down, too."""
 TURN_S = 30.0
@@ -157,21 +154,9 @@ class Heir:
             write_atomically(mark(self.run_dir, self.job, self.restarts), f"{text}\n")
 
 
-def become_heir(file: Path) -> None:
-    """Replace this process, a task of the step that `file` describes."""
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", MODULE, str(file)])
-
-
-def endpoint_of(arguments: Sequence[str]) -> str:
-    """Return where the ranks with these `arguments` found the conductor."""
-    name = "--endpoint="
-    return next(word.removeprefix(name) for word in arguments if word.startswith(name))
-
-
-def main() -> None:
+def await_end(spec: StepSpec, ranks: RankMap, node: str, endpoint: str) -> None:
+    """Wait for the end of a job whose conductor, at `endpoint`, is gone, and see to it; this process ends with it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # scancel ends it at once, and it requeues no cancelled job
-    spec, ranks, node = read_spec(Path(sys.argv[1]), os.environ)
     slurm = read_slurm(os.environ)
     if slurm is None or node not in (line := heirs(ranks, slurm.job_nodes[0])):
         return
@@ -182,12 +167,7 @@ def main() -> None:
         return
     config = load_config(RunDirectory(run_dir).config, [])
     limit_s = config.timeout.node_down
-    place = line.index(node)
-    heir = Heir(job, slurm.restart_count, first, node, place, run_dir, endpoint_of(spec.arguments), config.slurm.chain)
+    heir = Heir(job, slurm.restart_count, first, node, line.index(node), run_dir, endpoint, config.slurm.chain)
     print(f"{node} waits for slurmctld to mark {first} down, {limit_s:g} s at most (timeout.node_down)", flush=True)
     if not wait_until(heir.settled, limit_s, _FIRST_S, _LONGEST_S):
         print(f"slurmctld has not marked {first} down within {limit_s:g} s (timeout.node_down): {by_hand}")
-
-
-if __name__ == "__main__":
-    main()
