@@ -172,19 +172,19 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], int
     holds, told = Holds(config), {}
     (path / "plugin.py").write_text(PLUGIN)
     with patched_engines(path / "patch", ENGINE.format(hold=str(path / HOLD)), ranks=("0",)):
-        with started(config, path / "run", *HELD, f"--train.plugins={path / 'plugin.py'}", warm=True) as hung:
-            hung.wait_for_step(4)
+        with started(config, path / "run", *HELD, f"--train.plugins={path / 'plugin.py'}", warm=True) as run:
+            run.wait_for_step(4)
             for place in PLACES:
                 known = set((path / "run").glob("hang-*/nodes.txt"))
                 holds.hold(place)
-                hung.wait_for_file("hang-*/nodes.txt", known)
+                run.wait_for_file("hang-*/nodes.txt", known)
                 (found,) = set((path / "run").glob("hang-*/nodes.txt")) - known
                 told[place] = Told(found.parent)
                 if place != PLACES[-1]:
                     holds.let_go(place)
-                    hung.wait_for_step(len(metrics(path / "run")) + 2)
-            code, output = hung.wait()
-            hung.assert_gone()
+                    run.wait_for_step(len(metrics(path / "run")) + 2)
+            code, output = run.wait()
+            run.assert_gone()
     return told, code, output, path / "run"
 
 
