@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evaluated_runs import PROMPTS, Engines, make, rows
+from steps import OnDemand
 from tiny_models import make_tiny
 from waiting import HANG_S
 
@@ -27,7 +28,6 @@ from slurm_rlhf.eval.sets import Evaluation, read_eval_sets
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction, Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.sampling.batch_sources import OnDemand
 from slurm_rlhf.sampling.batches import Batch, EpisodesOver
 
 HANGS = """
@@ -155,7 +155,7 @@ def test_a_function_s_own_time_out_is_told_as_its_own(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("def reward_func(responses):\n    raise TimeoutError('the judge')\n")
     with pytest.raises(RewardError, match=r"reward\.py:2: reward_func raised TimeoutError: the judge"):
-        Scoring(RewardFunction.load(str(file)), 5.0)(PROMPTS, Engines().run(PROMPTS, Sampling(), 0), 1)
+        Scoring(RewardFunction.load(str(file)), 5.0)(PROMPTS, Engines().sample(PROMPTS, Sampling(), 0), 1)
 
 
 @pytest.mark.parametrize("every", [0, 1])

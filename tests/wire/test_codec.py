@@ -24,7 +24,7 @@ from slurm_rlhf.errors import RunError, WireError
 from slurm_rlhf.ranks.follower_links import FollowerCalls
 from slurm_rlhf.records import ParameterSpec, Record, Trajectory, VersionSpan, pack
 from slurm_rlhf.wire import calls, codec, timeouts
-from slurm_rlhf.wire.calls import EngineLoad, GenerateAnswer, RankCalls, Sampled, StacksAnswer, TrainBatch
+from slurm_rlhf.wire.calls import EngineLoad, GenerateAnswer, RankCalls, StacksAnswer, TrainBatch
 from slurm_rlhf.wire.codec import INLINE_BYTES, call, calls_of, decode, encode, read, spec_of
 
 DTYPES = st.one_of(
@@ -130,7 +130,7 @@ def test_records_of_the_run_arrive_as_they_were() -> None:
         "4",
         [VersionSpan(0, 1, 3), VersionSpan(1, 2, 4)],
     )
-    answer = GenerateAnswer([Sampled(5, trajectory)], EngineLoad(tokens=3))
+    answer = GenerateAnswer([trajectory], EngineLoad(tokens=3))
     assert repr(decode(encode(answer), GenerateAnswer)) == repr(answer)
     batch = TrainBatch(pack([trajectory] * 3000, [1.0] * 3000), [[0, 1], [2]], 6.0)
     found = decode(encode(batch), TrainBatch)

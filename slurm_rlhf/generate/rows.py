@@ -1,27 +1,99 @@
-"""Hands the rows of a job to engines, and makes the lines of the output from their answers."""
+"""Makes prompts of the rows of a job, hands them to engines, and makes the lines of the output from the answers."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from slurm_rlhf.algorithms.registry import load_plugins
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.prompts import CHUNK, Row, encode_up_to, prompt_text, read_rows, require_column
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import request_seed
-from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
-from slurm_rlhf.generate.output import OutputLine
-from slurm_rlhf.generate.progress import JobProgress
-from slurm_rlhf.generate.prompts import BadRow
-from slurm_rlhf.generate.row_calls import Answered, RowCalls
+from slurm_rlhf.errors import CallTimeout, DataError, ModelError, RemoteError, RewardError
+from slurm_rlhf.generate.output import JobProgress, OutputLine
+from slurm_rlhf.generate.row_calls import VERSION, Answered, RowCalls
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction, Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.sampling.dispatch import allowance
+from slurm_rlhf.sampling.group_rules import allowance
 from slurm_rlhf.sampling.row_queue import RowQueue
-from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """Says why a row has no prompt for an engine."""
+
+    index: int
+    why: str
+    text: str | None = None
+
+
+@dataclass(slots=True)
+class PromptRows:
+    """Tokenizes rows of the file when they are needed."""
+
+    config: Config
+    tokenizer: Tokenizer
+    rows: list[Row]
+
+    @classmethod
+    def read(cls, config: Config, model: Path) -> PromptRows:
+        """Read the file. Raises DataError if no row can be used, ModelError for a missing chat template."""
+        dataset = Path(config.generate.dataset)
+        rows = read_rows(dataset, config.generate.max_samples)
+        require_column(rows, config.data.input_key, dataset)
+        tokenizer = Tokenizer.load(model)
+        if config.data.apply_chat_template:
+            tokenizer.chat([{"role": "user", "content": "2+2="}])
+        return cls(config, tokenizer, rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def prompts(self, numbers: Sequence[int]) -> Iterator[Prompt | BadRow]:
+        """Yield the prompts of rows, in the order of `numbers`."""
+        for begin in range(0, len(numbers), CHUNK):
+            yield from self._chunk(numbers[begin : begin + CHUNK])
+
+    def _chunk(self, numbers: Sequence[int]) -> list[Prompt | BadRow]:
+        texts = {number: self._text(number) for number in numbers}
+        good = {number: text for number, text in texts.items() if isinstance(text, str)}
+        data, longest = self.config.data, self.config.data.max_len - self.config.rollout.max_new_tokens
+        encoded = encode_up_to([*good.values()], self.tokenizer, data, longest)
+        ids = dict(zip(good, encoded, strict=True))
+        return [
+            text if isinstance(text, BadRow) else self._prompt(number, text, ids[number], longest)
+            for number, text in texts.items()
+        ]
+
+    def _text(self, number: int) -> str | BadRow:
+        row, where = self.rows[number], f"row {number}"
+        if isinstance(row, DataError):
+            return BadRow(number, str(row))
+        try:
+            return prompt_text(row, where, self.tokenizer, self.config.data)
+        except (DataError, ModelError) as error:
+            return BadRow(number, str(error))
+
+    def _prompt(self, number: int, text: str, ids: list[int] | str, longest: int) -> Prompt | BadRow:
+        if isinstance(ids, str):
+            return BadRow(number, f"row {number}: {ids}", text)
+        if len(ids) > longest:
+            return BadRow(
+                number,
+                f"row {number}: the prompt is longer than {longest} tokens, and with rollout.max_new_tokens = "
+                f"{self.config.rollout.max_new_tokens} it does not fit into data.max_len = {self.config.data.max_len}",
+                text,
+            )
+        row = self.rows[number]
+        assert not isinstance(row, DataError)
+        return Prompt(number, text, np.asarray(ids, dtype=np.int32), row.get(self.config.data.label_key), row)
 
 
 @dataclass(slots=True)
@@ -71,10 +143,6 @@ class Scores:
         return [(float(value), "") if math.isfinite(value) else (None, f"score {value}") for value in values]
 
 
-VERSION = 0
-"""Version of the weights, which do not change; the seed of each request depends on it."""
-
-
 @dataclass(slots=True)
 class PendingRows:
     """Knows the prompts that are left, and which of their samples are in the output already."""
@@ -89,7 +157,6 @@ class PendingRows:
     written: set[tuple[int, int]]  # (row, sample)
     own: Mapping[int, Sampling] = field(default_factory=dict)  # row -> its sampling, if that is not `sampling`
     queue: RowQueue = field(init=False)
-    _streams: int = field(default=0, init=False)  # number of calls so far: each gets its own responses
 
     def __post_init__(self) -> None:
         self.queue = RowQueue.of(sorted(self.prompts))
@@ -118,18 +185,12 @@ class PendingRows:
     def _how(self, row: int) -> Sampling:
         return self.own.get(row, self.sampling)
 
-    def feed(self, calls: RowCalls, engine: int, now: float) -> None:
-        """Hand rows to an engine as long as it has room: the rows that it works on at once, and a reserve."""
+    def feed(self, ask: Callable[[int, Prompt, Sampling], None], engine: int, engines: int, now: float) -> None:
+        """Hand rows to one of `engines` as long as it has room: the rows that it works on at once, and a reserve."""
         n = max((how.n for how in self.own.values()), default=self.sampling.n)
-        most = max(1, allowance(self.queue.waiting * n, len(calls.ready), self.width) // n)
-        while self.queue.held(engine) < most:
-            row = self.queue.take(engine, now)
-            if row is None:
-                return
-            self._streams += 1
-            prompt = self.prompts[row]
-            packed = PackedPrompts.pack([PromptTokens(0, row, prompt.token_ids)])
-            calls.ask(engine, row, GenerateBatch(packed, self._how(row), self.seed, VERSION, self._streams))
+        most = max(1, allowance(self.queue.waiting * n, engines, self.width) // n)
+        while self.queue.held(engine) < most and (row := self.queue.take(engine, now)) is not None:
+            ask(engine, self.prompts[row], self._how(row))
 
     def take(self, calls: RowCalls, answered: Sequence[Answered], progress: JobProgress) -> list[OutputLine]:
         """Make the lines of the engines' answers, each line once. Raises RewardError."""
@@ -137,14 +198,11 @@ class PendingRows:
         lines: list[OutputLine] = []
         found: list[Trajectory] = []
         for news in answered:
-            error = news.call.exception()
-            if error is not None:
-                lines += self._failed(calls, news, error)
-                continue
-            answer = news.call.result()
-            progress.took(news.engine, answer.load)
-            if self.queue.finish(news.engine, news.row, now):
-                found += [one for _, one in answer.found if (one.prompt, one.sample) not in self.written]
+            progress.took(news.engine, news.load)
+            if news.error is not None:
+                lines += self._failed(calls, news, news.error)
+            elif self.queue.finish(news.engine, news.row, now):
+                found += [one for one in news.found if (one.prompt, one.sample) not in self.written]
         lines += self._lines(found)
         self.written.update((line.row, line.sample) for line in lines)
         for row in {line.row for line in lines}:

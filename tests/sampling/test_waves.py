@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_rlhf.sampling.actor_sampler import deal
+from slurm_rlhf.sampling.waves import Wanted
+from slurm_rlhf.sampling.waves import deal as deal_responses
+
+
+def deal(lengths: list[int], samples: int, ranks: int, most: int) -> list[list[list[Wanted]]]:
+    """To each of `samples` responses to a prompt, the same."""
+    whole = {(position, k): length for position, length in enumerate(lengths) for k in range(samples)}
+    return deal_responses(whole, ranks, most)
 
 
 @given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 4), st.integers(1, 5), st.integers(1, 6))
