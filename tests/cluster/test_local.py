@@ -247,7 +247,7 @@ def test_cards_processes_driver_and_cuda(tmp_path: Path) -> None:
             "nvidia-smi fails: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver",
         ),
         ("Failed to initialize NVML: Driver/library version mismatch\n", 18, "version mismatch"),
-        ('Field "uuid" is not a valid field to query.\n', 0, "not an answer to --query-gpu answers"),
+        ('Field "uuid" is not a valid field to query.\n', 0, "not an answer to --query-gpu"),
     ],
 )
 def test_without_cards_the_programs_own_words_are_kept(tmp_path: Path, said: str, code: int, expected: str) -> None:
@@ -259,9 +259,9 @@ def test_without_cards_the_programs_own_words_are_kept(tmp_path: Path, said: str
 
 
 def test_other_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="not an answer to --query-gpu answers"):
+    with pytest.raises(ValueError, match="not an answer to --query-gpu"):
         parse_gpus("0, GPU-1, H100\n")
-    with pytest.raises(ValueError, match="not an answer to --query-compute-apps answers"):
+    with pytest.raises(ValueError, match="not an answer to --query-compute-apps"):
         with_processes(parse_gpus(card(0)), "GPU-1, 5\n")
 
 
