@@ -40,6 +40,7 @@ NODE_REACHED_S = 20.0  # srun's word that a node does not answer: 3 s without a 
 REQUEUED_KILL_S = 20.0  # Slurm's SIGTERM to a job that was requeued
 REQUEUE_END_S = 60.0  # the end of the tries to requeue, before the end of the allocation
 REQUEUE_S = 600.0  # the tries to requeue, where the end of the allocation is not known
+RANKS_LEAVE_S = 30.0  # the end of ranks that do not hear the conductor either, before their agent ends them
 ENGINE_END_S = 2.0  # a launcher's word how an engine ended whose own ranks have said why
 ENGINE_GONE_S = 10.0  # a node's word that an engine's processes are gone; one that is cut off never says it
 GPU_LEFT_S = 5.0  # the processes of an earlier run that are about to leave a GPU
@@ -51,6 +52,7 @@ MPI_LEAVE_S = 600.0  # the common end of an MPI start: the conductor may still a
 # --- preflight ---
 CONNECT_S = 3.0  # a connection to another node's port, where one that does not answer counts as not reached
 PREFLIGHT_S = 5.0  # the end of the agents, or a measurement beyond its own limit
+AGENT_S = 60.0  # an agent's answer to a call; most come at once
 AGENT_BEAT_S = 1.0  # the pause between two heartbeats of an agent
 AGENT_SILENT_S = 10.0  # the silence of an agent after which it counts as gone
 CANARY_S = 5.0  # a file system that is slow to show a new file

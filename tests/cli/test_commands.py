@@ -12,7 +12,6 @@ import pytest
 from lookalikes import llama_like
 from model_configs import NO_WEIGHTS
 
-from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.run.run_inputs import Inputs
@@ -247,20 +246,6 @@ def test_plan_needs_sizes_only(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "A actor: 10 ranks on 2 nodes" in out
     assert main(["plan", str(file), "--vllm.num_engines=0"]) == 2
     assert "vllm.num_engines must be at least 1" in capsys.readouterr().err
-
-
-def test_plan_gives_slots_to_the_roles_that_an_algorithm_computes_with(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "plan.toml"
-    file.write_text("[actor]\nnum_gpus_per_node = 4\n[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\n")
-    for name in built_in():
-        for coef, reference in ((0.0, {}), (0.01, {"reference": 1})):
-            keys = [f"--algo.advantage.estimator={name}", f"--algo.kl.init_coef={coef}"]
-            assert main(["plan", str(file), *keys, "--nodes=2", "--gpus_per_node=8", "--json"]) == 0
-            critic = {"critic": 1} if name == "gae" else {}
-            world = json.loads(capsys.readouterr().out)["world"]
-            assert world == {"actor": 4, **critic, **reference, "rollout": 4}, (name, coef)
 
 
 def slurm(nodes: str, count: int, gpus: int) -> dict[str, str]:
