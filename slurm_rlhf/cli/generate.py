@@ -80,7 +80,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
         return LocalLauncher(directory, ranks)
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmLauncher(SlurmRun(directory, slurm, container_of(config)), ranks)
+    return SlurmLauncher(SlurmRun(directory, slurm, container_of(config), timeout=config.timeout), ranks)
 
 
 def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm: SlurmEnvironment | None) -> Report:

@@ -36,7 +36,7 @@ from slurm_rlhf.nodes.mpi.launcher import Channel, MpiLauncher
 from slurm_rlhf.nodes.mpi.rank import follow, lead
 from slurm_rlhf.nodes.node_look import equipment
 from slurm_rlhf.nodes.report import Report
-from slurm_rlhf.nodes.starters import AGENT
+from slurm_rlhf.nodes.srun import AGENT
 from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.polling import wait_until

@@ -122,7 +122,7 @@ def _launcher(config: Config, ranks: RankMap, unfit: Mapping[str, str]) -> Launc
     nodes = ranks.used_nodes
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmLauncher(SlurmRun(run_dir, slurm, container_of(config), unfit), ranks)
+    return SlurmLauncher(SlurmRun(run_dir, slurm, container_of(config), unfit, config.timeout), ranks)
 
 
 def _say(text: str) -> None:

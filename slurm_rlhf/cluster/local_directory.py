@@ -50,10 +50,6 @@ class LocalDirectory:
         self._lock = None
 
 
-OWN = "SLURM_RLHF_TMPDIR"
-"""Variable with a directory that a process removes when it ends: the program before it, by exec, has made it."""
-
-
 def remove_directory(path: Path) -> None:
     """Remove a directory of this user, and its parent if that is empty then."""
     shutil.rmtree(path, ignore_errors=True)

@@ -82,7 +82,7 @@ _early = threading.Event()
 def note_early() -> None:
     """Keep SIGUSR1 for the first Stop, so that it does not end this process. Only the main thread may call it.
 
-    While the interpreter ends, SIGUSR1 is ignored: `scancel --signal` of an array's task sends it until that is gone.
+    While the interpreter ends, SIGUSR1 is ignored: `scancel --signal` on a task of an array repeats it until the end.
     """
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, lambda number, frame: _early.set())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 
-from slurm_rlhf.config.schema import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.placement.rank_map import NodeShare
 from slurm_rlhf.polling import in_thread

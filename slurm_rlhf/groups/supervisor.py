@@ -93,10 +93,9 @@ class Supervisor:
         self._start(roles, environment)
 
     def _start(self, roles: Collection[str], environment: Mapping[str, Environment]) -> None:
-        retired = RunError("the role goes on after a restart; this call is of before")
         for role in self._ranks.roles:
             if (old := self.roles.get(role)) is not None:
-                old.retire(retired)
+                old.retire(RunError("the role goes on after a restart; this call is of before"))
             if role in roles:
                 arguments = [
                     f"--role={role}",
@@ -182,7 +181,7 @@ class Supervisor:
     @property
     def failed_role(self) -> Unit | None:
         """Return the role whose failure `failure` is; None: that is not a role's."""
-        return next((unit for unit in self.units.values() if unit.state == "lost"), None)
+        return next((unit for unit in self.units.values() if unit.gone), None)
 
     def here(self, role: str) -> set[int]:
         """List the ranks of `role` that have said hello and are not lost."""
@@ -297,13 +296,17 @@ class Supervisor:
                 self._lose_before_hello(role, dead, "the engines there fell silent, and nothing can be started")
 
     def _watch_engines(self) -> None:
-        engines = self._launcher.engines
-        for engine, how in self._engine_ends.news(engines.ended() if engines else ()):
-            if not self._leaving.is_set() and not self._goes_on_without(engine, how):
-                group = next(group for group in self._ranks.tp_groups if group.engine == engine)
-                self._fail(ROLLOUT, (group.node,), how, self._logs.of_ranks(ROLLOUT, group.node, group.ranks))
-        if self.engines is not None:
-            self.engines.look()
+        if (engines := self.engines) is None:
+            return
+        launcher = self._launcher.engines
+        for engine, how in self._engine_ends.news(launcher.ended() if launcher else ()):
+            node, ranks = engines.node(engine), [g.ranks for g in self._ranks.tp_groups if g.engine == engine]
+            logs = self._logs.of_ranks(ROLLOUT, node, ranks[0])
+            # One that ends while it starts has told nobody why.
+            why = f"{how}.\n{self._logs.quote(logs)}" if engine not in engines.up else how
+            if not self._leaving.is_set() and not self._goes_on_without(engine, why):
+                self._fail(ROLLOUT, (node,), how, logs)
+        engines.look()
 
     def _goes_on_without(self, engine: int, why: str, silent: bool = False) -> bool:
         return self.engines is not None and self.engines.lost(engine, why, silent=silent)
@@ -359,11 +362,10 @@ class Supervisor:
         if event == FAILURE and (engine := self._engine_of(peer)) is not None:
             self._engine_ends.said(engine, str(data.get("reason")))
         if event == TERMINATION and not self._leaving.is_set():
-            ranks, count = self.server.peers(peer.role), peer.world
-            if len(self.roles) == 1:  # engines that serve alone, and may have lost some of their number
+            ranks, alone = self.server.peers(peer.role), len(self.roles) == 1
+            if alone:  # engines, of which some may be lost
                 ranks = [each for each in ranks if not each.lost]
-                count = len(ranks)
-            self._preemption.note(peer, ranks, count)
+            self._preemption.note(peer, ranks, len(ranks) if alone else peer.world)
 
     def _engine_of(self, peer: Peer) -> int | None:
         handle = self.roles[peer.role]

@@ -1,11 +1,12 @@
 """Start the processes of a run, on one machine, under Slurm or under MPI, look at the nodes, and submit runs as jobs.
 
-Starting: `launcher` (the protocol, and one machine), `slurm` with `srun` (the steps of a job) and `node`, `mpi/` (all
-of MPI); `engine_launcher` (the protocol of engines, and one machine), `slurm_engines`, `engine_node`;
-`slurm_run` (what all steps of a run share), `step_spec` (what a role's processes are started with), `child_process`.
-Jobs: `requeue` (the next job of a run), `headless` (a job that has lost its first node), `submitit_job`.
-Looking: `examination` asks the nodes and judges, `needs` says what a run wants of them; `agents` reaches the `agent` on
-each node, a process that collects `facts` with `collect`; `group_host` starts a light process per rank for the
+Starting: `launcher` (the protocol, and one machine), `engine_launcher` (the same for engines), `slurm` and
+`slurm_engines` with `srun` (the steps of a job), `mpi/` (all of MPI); `slurm_run` (what all steps of a run share).
+`agent` is the task of every step: in a role's step the parent of the role's processes on its node (`children`,
+`child_process`), which get an `environment` and what `step_spec` says; `agent_steps` is the conductor's end.
+Jobs: `requeue` (the next job of a run), `orphan` (a job that has lost its first node), `submitit_job`.
+Looking: `examination` asks the nodes and judges, `needs` says what a run wants of them; `agents` reaches the agent of
+each node, whose `examiner` collects `facts` with `collect`; `group_host` starts a light process per rank for the
 collectives that `groups` lists. Pure: `network_checks`, `node_checks`, `file_checks` and `speed_checks`; `report`
 shows them.
 `node_look` says what a node has and what its processes do in a hang, `accelerators` has checks before a start.

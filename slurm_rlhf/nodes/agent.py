@@ -1,163 +1,205 @@
-"""Be the agent of one node: `python -m slurm_rlhf.nodes.agent`, started on each by srun, MPI or the conductor.
+"""Be the agent of a node: `python -m slurm_rlhf.nodes.agent` is the task of every step.
 
-It answers the calls of the conductor (`nodes.agents`). Where it cannot reach that it prints its facts, so that the
-launcher brings them.
+Before a run it examines its node (`examiner`). In the step of a role it is the parent of the role's processes there:
+the conductor says what to start (`nodes.agent_steps`), and is told how that ends. Imports no torch, and never forks.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
+from slurm_rlhf.cluster.network import own_address
+from slurm_rlhf.cluster.processes import STORE_FD, die_with_parent, exit_text
 from slurm_rlhf.cluster.resources import node_name
-from slurm_rlhf.errors import CallTimeout, PlacementError, RoleDied
-from slurm_rlhf.nodes.collect import collect
-from slurm_rlhf.nodes.facts import Introduction, NodeFacts, Orders, Reach
-from slurm_rlhf.nodes.group_host import GroupHost
-from slurm_rlhf.nodes.link_test import Answerer, measure
+from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.errors import PlacementError, RoleDied
+from slurm_rlhf.nodes.child_process import bound_to_parent
+from slurm_rlhf.nodes.children import EngineRanks
+from slurm_rlhf.nodes.environment import IGNORED, INTERFACES, interface_to_others, node_environment, visible_gpus
+from slurm_rlhf.nodes.examiner import Examiner, client_of
+from slurm_rlhf.nodes.facts import VARIABLE, Orders
+from slurm_rlhf.nodes.node_look import look
+from slurm_rlhf.nodes.orphan import await_end
+from slurm_rlhf.nodes.step_spec import StepSpec, share_on, torchrun_command
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
+from slurm_rlhf.wire.messages import Request
 
-_PROBES = 16  # connections that are tried at a time
 _BACKLOG = 4096
 
 
-def main() -> None:
-    orders = Orders.from_environment(os.environ)
-    signal.alarm(int(orders.limit_s) + 5)  # whatever happens: no agent is left behind
-    agent = Agent(orders, node_name(), os.environ)
-    try:
-        agent.serve()
-    finally:
-        agent.close()
+class RoleAgent:
+    """Is the parent of the processes of a role on one node, and ends with them.
 
+    Used from the main thread, in which all of them are started: they end with that.
+    """
 
-class Agent:
-    """Looks at its node, and takes part in measurements."""
-
-    def __init__(self, orders: Orders, node: str, environ: Mapping[str, str]) -> None:
+    def __init__(self, orders: Orders, node: str) -> None:
         self._orders = orders
         self._node = node
-        self._environ = environ
-        self._keys = RunKeys.parse(orders.keys, "the agent's orders")
-        self._host = GroupHost() if orders.groups else None  # before there are threads
+        self._spec: StepSpec | None = None
+        self._ranks: RankMap | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # a torchrun, or the rank of an MPI start
+        self._engines: list[EngineRanks] = []  # one for each start
+        self._temporary: LocalDirectory | None = None
+        self._told = False  # the process has ended, and the conductor knows
+        self._leaving = False
 
-    def close(self) -> None:
-        """End what it has started."""
-        if self._host is not None:
-            self._host.end()
+    def _client(self) -> ControlClient:
+        return client_of(self._orders, f"{self._orders.step} {self._node}", self._node)
 
-    def serve(self) -> None:
-        """Do what the conductor asks until it says goodbye, or print the facts where it cannot be reached."""
-        orders, facts = self._orders, partial(collect, self._orders, self._node, self._environ)
+    def serve(self) -> int:
+        """Obey until all is over, or the conductor is gone; return the exit status. Raises PlacementError."""
+        with self._client() as client, suppress(RoleDied):
+            client.event("here")
+            while not self._over:
+                if (request := client.receive(timeouts.POLL_S)) is not None:
+                    self._obey(request)
+                for engine, how in self._ends():
+                    client.event("ended", engine=engine, how=how)
+        self._end()
+        code = self._process.returncode if self._process is not None else 0
+        return code if code >= 0 else 128 - code
+
+    def _ends(self) -> Iterator[tuple[int | None, str]]:
+        """Yield what has ended since the last call: an engine, or the process, and how."""
+        if self._process is not None and not self._told and (code := self._process.poll()) is not None:
+            self._told = True
+            yield None, exit_text(code)
+        for engine, how in (news for engines in self._engines for news in engines.ended()):
+            print(f"engine {engine}: {how}", flush=True)
+            yield engine, how
+
+    @property
+    def _over(self) -> bool:
+        return self._told or (self._leaving and not self._running)
+
+    @property
+    def _running(self) -> bool:
+        process = self._process is not None and self._process.poll() is None
+        return process or any(engines.running for engines in self._engines)
+
+    def _obey(self, request: Request) -> None:
+        match request.method:
+            case "start":
+                spec, ranks = request.argument(tuple[StepSpec, dict[str, Any]])
+                request.reply(self._start(spec, RankMap.from_json(ranks)))
+            case "end":  # a process that is stopped does not hear its conductor
+                engine = request.argument(int)
+                for engines in self._with(engine):
+                    engines.kill_engine(engine)
+                request.reply()
+            case "look":
+                pids = request.argument(list[int])
+                threading.Thread(target=self._look, args=(request, pids), name="look", daemon=True).start()
+            case "leave":
+                self._leaving = True
+                request.reply()
+
+    def _with(self, engine: int) -> list[EngineRanks]:
+        return [engines for engines in self._engines if engine in engines.numbers and not engines.gone(engine)]
+
+    def _look(self, request: Request, pids: Sequence[int]) -> None:
         try:
-            own = address_towards(orders.address)
-            family = socket.AF_INET6 if ":" in own else socket.AF_INET
-            links, store = (socket.create_server((own, 0), family=family, backlog=_BACKLOG) for _ in range(2))
-        except (OSError, PlacementError) as error:
-            cause = error.__cause__ or error
-            _print_facts(facts(), getattr(cause, "strerror", None) or str(cause))
-            return
-        Answerer(links, self._keys.client_secret, orders.limit_s)
-        ports = links.getsockname()[1], store.getsockname()[1]
-        with self._client(lambda: Introduction(own, *ports, time.time())) as client, suppress(RoleDied):
-            known = facts()
-            if problem := _absence(client, orders):
-                _print_facts(known, problem)
-                return
-            while (request := client.receive()) is not None:
-                match request.method:
-                    case "facts":
-                        reached = reach(request.argument(dict[str, int]), orders.connect_s)
-                        request.reply(replace(known, reached=reached))
-                    case "link":
-                        request.reply(self._measured(*request.argument(tuple[str, int])))
-                    case "groups":
-                        self._take_part(request.argument(dict[str, Any]), store, client)
-                        request.reply()
+            request.reply(look(self._node, pids))
+        except Exception as error:
+            request.fail(error)
 
-    def _client(self, introduce: Callable[[], Introduction]) -> ControlClient:
-        return ControlClient(
-            f"tcp://{self._orders.address}:{self._orders.port}",
-            self._keys,
-            role=self._node,
-            rank=0,
-            world=1,
-            host=self._node,
-            heartbeat_interval=timeouts.AGENT_BEAT_S,
-            heartbeat_limit=timeouts.AGENT_SILENT_S,
-            threaded={"introduce": introduce},
-        )
+    def _environment(self, spec: StepSpec, ranks: RankMap, own: Mapping[str, str]) -> dict[str, str]:
+        """Return the whole environment of the role's processes here; `own`: variables that win. Prints its choices."""
+        self._temporary = self._temporary or take_temporary()
+        interface = interface_to_others(ranks, self._node)
+        logs = Path(spec.run_dir) / "logs"
+        found = node_environment(os.environ, spec.role, logs, self._temporary.path, own, interface)
+        chosen = ", ".join(f"{name}={found.get(name, '')}" for name in INTERFACES)
+        towards = f"interface to the other nodes: {interface or 'unknown'}"
+        print(f"{self._node}: {chosen} ({towards}; export these to choose others)", flush=True)
+        return found
 
-    def _measured(self, address: str, port: int) -> dict[str, Any]:
-        try:
-            return measure(address, port, self._keys.client_secret, self._orders.limit_s / 4)
-        except OSError as error:
-            return {"error": error.strerror or str(error)}
-
-    def _take_part(self, order: dict[str, Any], store: socket.socket, client: ControlClient) -> None:
-        assert self._host is not None, "the orders said nothing of groups"
-        for report in self._host.run({**order, "secret": self._keys.client_secret}, store, self._environ):
-            client.event("group", **report)
-
-
-def _absence(client: ControlClient, orders: Orders) -> str:
-    """Say why the conductor cannot be reached; empty: it was. Raises RoleDied when it has gone."""
-    said = ""
-    for patience_s in (orders.connect_s, orders.limit_s):
-        try:
-            client.connect(patience_s)
+    def _start(self, spec: StepSpec, ranks: RankMap) -> str:
+        """Start what is asked for; return where other nodes of a role find this one, as `StepSpec.store`."""
+        self._spec, self._ranks = spec, ranks
+        share = share_on(ranks, spec.role, self._node)
+        own = {**spec.environment[self._node], **visible_gpus(ranks.topology, self._node, share.gpus, os.environ)}
+        slots = ",".join(map(str, share.gpus))
+        print(f"{self._node}: ranks {share.ranks[0]} to {share.ranks[-1]} of {spec.role}, slots {slots}")
+        environment = self._environment(spec, ranks, own)
+        if ROLES[spec.role].kind == "engine":
+            for number in spec.engines or ():
+                for engines in self._with(number):
+                    engines.end(number)
+            run_dir = Path(spec.run_dir)
+            self._engines.append(EngineRanks(run_dir, ranks, self._node, spec.arguments, environment, spec.engines))
+            self._engines[-1].start()
             return ""
-        except CallTimeout as error:
-            said = str(error)
+        command = torchrun_command(spec, ranks, self._node, f"{environment['TMPDIR']}/torchrun")
+        # torchrun would end its workers at SIGTERM, and with them what they have not saved.
+        command[3:3] = ["--signals-to-handle=SIGINT"]
+        if len(ranks.roles[spec.role]) == 1 or spec.store:
+            self._process = _start_here(command, environment)
+            return ""
+        # The port is bound here, and the socket handed down: no other process can take it in between.
+        address = own_address(self._node, environment.get("GLOO_SOCKET_IFNAME", ""))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as store:
+            environment[STORE_FD] = str(store.fileno())
+            self._process = _start_here(command, environment, (store.fileno(),))
+            return f"{address}:{store.getsockname()[1]}"
+
+    def _end(self) -> None:
+        """End what is left. Ranks that miss the conductor leave by themselves, and one of their nodes ends the job."""
+        wait_until(lambda: not self._running, timeouts.RANKS_LEAVE_S, 0.05, 0.05)
+        self._kill()
+        if self._temporary is not None:
+            self._temporary.remove()
+        if self._spec and self._ranks and any(engines.deserted for engines in self._engines):
+            await_end(self._spec, self._ranks, self._node, f"tcp://{self._orders.address}:{self._orders.port}")
+
+    def _kill(self) -> None:
+        """End every process by force, and wait for it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        for engines in self._engines:
+            engines.kill()
+
+
+def _start_here(command: list[str], environment: dict[str, str], fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    """Start a torchrun whose output goes where that of this process does."""
+    return subprocess.Popen(
+        bound_to_parent(command), stdin=subprocess.DEVNULL, env=environment, pass_fds=fds, start_new_session=True
+    )
+
+
+def main() -> None:
+    orders, node = Orders.from_environment(os.environ), node_name()
+    os.environ.pop(VARIABLE)  # what it starts needs no keys of agents
+    if orders.step:
+        die_with_parent(os.getppid())
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_IGN)
         try:
-            socket.create_connection((orders.address, orders.port), orders.connect_s).close()
-        except OSError as error:
-            return error.strerror or str(error)
-    return said  # it is there, and does not answer
-
-
-def _print_facts(facts: NodeFacts, problem: str) -> None:
-    print(json.dumps({"facts": asdict(replace(facts, conductor=problem))}), flush=True)
-
-
-def reach(peers: Mapping[str, int], timeout_s: float) -> tuple[Reach, ...]:
-    """Connect to other nodes by their names; `peers`: node -> port at which its agent listens."""
-    if not peers:
-        return ()
-    with ThreadPoolExecutor(min(_PROBES, len(peers))) as threads:
-        return tuple(threads.map(lambda node: _reach(node, peers[node], timeout_s), peers))
-
-
-def _reach(node: str, port: int, timeout_s: float) -> Reach:
+            sys.exit(RoleAgent(orders, node).serve())
+        except PlacementError as error:
+            sys.exit(f"error: {error}")
+    signal.alarm(int(orders.limit_s) + 5)  # whatever happens: no agent is left behind
+    examiner = Examiner(orders, node, os.environ)
     try:
-        found = socket.getaddrinfo(node, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return Reach(node, "", "", error.strerror or str(error))
-    address = str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
-    try:
-        name = socket.gethostbyaddr(address)[0]
-    except OSError:
-        name = ""
-    try:
-        socket.create_connection((address, port), timeout_s).close()
-    except ConnectionRefusedError:
-        pass  # an answer: the node is there, and its agent listens on another of its addresses
-    except OSError as error:
-        return Reach(node, address, name, error.strerror or str(error))
-    return Reach(node, address, name, "")
+        examiner.serve()
+    finally:
+        examiner.close()
 
 
 if __name__ == "__main__":

@@ -12,15 +12,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slurm_rlhf.errors import WireError
+from slurm_rlhf.nodes.agent_server import AgentServer
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts
 from slurm_rlhf.nodes.groups import Group, Lineup, Outcome, orders_for, outcomes
 from slurm_rlhf.nodes.starters import Starter
 from slurm_rlhf.placement.topology import GPU, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.codec import decode, read
-from slurm_rlhf.wire.handles import ControlServer
+from slurm_rlhf.wire.codec import read
 from slurm_rlhf.wire.messages import Peer
 
 T = TypeVar("T")
@@ -30,20 +29,12 @@ SUSPICIOUS = 0.5
 """Of the fastest link: what is below is measured once more, alone, for a busy moment of a node is no slow link."""
 
 
-class Agents:
+class Agents(AgentServer):
     """Calls the agents of one examination, and holds what they have said so far. Used from one thread."""
 
     def __init__(self, address: str, starter: Starter, limit_s: float) -> None:
-        """Listen on `address` alone. Raises RunError where that is none of this node."""
-        self.keys = RunKeys.new()
-        self._server = ControlServer(
-            self.keys,
-            host=address,
-            heartbeat_interval=timeouts.AGENT_BEAT_S,
-            heartbeat_limit=timeouts.AGENT_SILENT_S,
-            on_event=self._note,
-        )
-        self.port = self._server.port
+        """Raise RunError where `address` is none of this node."""
+        super().__init__(address, self._note)
         self.met: dict[str, Introduction] = {}
         """Node -> where its agent is reached; the agents that have introduced themselves."""
         self.facts: dict[str, NodeFacts] = {}
@@ -55,14 +46,10 @@ class Agents:
         self._begun = time.monotonic()
         self._clock = time.time()
 
-    def close(self) -> None:
-        """Say goodbye to the agents, which end."""
-        self._server.close()
-
     @property
     def here(self) -> list[str]:
         """Return the nodes whose agents can be called."""
-        return [node for node in list(self.met) if not self._server.peers(node)[0].lost]
+        return [node for node in list(self.met) if not self.server.peers(node)[0].lost]
 
     def seconds(self) -> float:
         """Return the time since the begin."""
@@ -78,9 +65,9 @@ class Agents:
 
         def all_known() -> bool:
             for node in nodes:
-                if node not in asked and self._server.peers(node):
+                if node not in asked and self.server.peers(node):
                     asked.add(node)
-                    answer = self.call(node, "introduce", None, Introduction)
+                    answer = self._ask(node, "introduce", None, Introduction)
                     answer.add_done_callback(partial(self._take_introduction, node, time.time()))
             return self._starter.over() or set(nodes) <= {*self.met, *self.printed()}
 
@@ -88,17 +75,14 @@ class Agents:
 
     def learn(self, peers: Mapping[str, Mapping[str, int]], until: float) -> None:
         """Collect the facts of the agents; each tries to reach its `peers`, and the port of each."""
-        calls = {node: self.call(node, "facts", others, NodeFacts) for node, others in peers.items()}
+        calls = {node: self._ask(node, "facts", others, NodeFacts) for node, others in peers.items()}
         for node, facts in self.gather(calls, until).items():
             self.facts[node] = replace(facts, node=node, skew_s=self._skews[node])
         for node, facts in self.printed().items():
             self.facts.setdefault(node, facts)
 
-    def call(self, node: str, method: str, argument: Any, result: Any) -> Future[Any]:
-        """Call an agent, which answers with a `result`. Does not block."""
-        limit_s = max(self.left(1.0), 0.0)
-        reader = partial(decode, declared=result, name=f"the answer to {method}")
-        return self._server.call(node, 0, method, argument, limit_s, reader)
+    def _ask(self, node: str, method: str, argument: Any, result: Any) -> Future[Any]:
+        return self.call(self.server.peers(node)[0], method, argument, result, max(self.left(1.0), 0.0))
 
     def gather(self, calls: Mapping[str, Future[T]], until: float) -> dict[str, T]:
         """Return the answers that come before this part of the time is over."""
@@ -161,7 +145,7 @@ class Agents:
         for group in stage:
             here, there = (lineup.seats[seat].node for seat in group.seats)
             met = self.met[there]
-            calls[here] = self.call(here, "link", (met.address, met.links), dict[str, Any])
+            calls[here] = self._ask(here, "link", (met.address, met.links), dict[str, Any])
             firsts[here] = {"seat": group.seats[0], "group": group.name}
         self.reports += [{**firsts[here], **said} for here, said in self.gather(calls, until).items()]
 
@@ -187,7 +171,7 @@ class Agents:
                 "seats_in_all": len(lineup.seats),
                 "limit_s": max(self.left(until) - timeouts.REPORT_S, timeouts.REPORT_S),
             }
-            calls[node] = self.call(node, "groups", order, None)
+            calls[node] = self._ask(node, "groups", order, None)
         self.gather(calls, until)
         return outcomes(lineup, self.reports)
 

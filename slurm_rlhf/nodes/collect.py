@@ -16,8 +16,8 @@ from pathlib import Path
 from slurm_rlhf.cluster.gpu_query import ask_health
 from slurm_rlhf.cluster.network import address_towards, addresses, interface_of, link_mbits
 from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.nodes.environment import INTERFACES
 from slurm_rlhf.nodes.facts import UNKNOWN, NodeFacts, Orders, Place
-from slurm_rlhf.nodes.node import INTERFACES
 from slurm_rlhf.nodes.node_look import equipment, versions
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import refusal

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
-from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.cluster.processes import KILLED
 from slurm_rlhf.config.roles import ROLLOUT
-from slurm_rlhf.nodes.engine_node import EngineRanks
-from slurm_rlhf.nodes.node import visible_gpus, without_gpu_choice
+from slurm_rlhf.nodes.children import EngineRanks
+from slurm_rlhf.nodes.environment import visible_gpus, without_gpu_choice
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
@@ -31,10 +30,6 @@ class EngineLauncher(Protocol):
 
     An engine ends when one of its ranks does: the others are ended with it, and no other engine is.
     """
-
-    @property
-    def address(self) -> str:
-        """Return the address of this process for the engines; loopback if all are on this machine."""
 
     unfit: Mapping[str, str]
     """Node -> why no engine is to start there, though it is one of `spares`."""
@@ -89,8 +84,6 @@ class LocalEngines:
     """Implements `EngineLauncher` on this machine."""
 
     unfit: Mapping[str, str] = {}
-
-    address = LOOPBACK
 
     def __init__(self, run_dir: Path, ranks: RankMap) -> None:
         self._run_dir = run_dir

@@ -117,7 +117,7 @@ class Examination:
         return Evidence(
             asked.nodes,
             asked.here,
-            f"{asked.here} ({asked.address}:{agents.port})",
+            f"{asked.here} ({asked.address}:{agents.server.port})",
             asked.needs,
             mine,
             token,
@@ -178,13 +178,10 @@ def canary_in(run_dir: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _orders(asked: Question, agents: Agents, canary: Path) -> Orders:
-    return Orders(
-        agents.keys.text(),
-        asked.address,
-        agents.port,
-        str(Path(asked.needs.run_dir).absolute()),
-        str(canary.absolute()),
-        asked.needs.places,
+    return agents.orders(
+        Path(asked.needs.run_dir).absolute(),
+        canary=str(canary.absolute()),
+        places=asked.needs.places,
         # Without GPUs the reason is of interest, but nvidia-smi on each node of a run on CPUs is not.
         gpus=bool(asked.needs.wanted.slots),
         groups=asked.measure,

@@ -7,24 +7,32 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slurm_rlhf.wire import timeouts
+
 VARIABLE = "SLURM_RLHF_AGENT"
 """The environment variable of an agent; it holds keys, so it is no argument, which other users could read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Tell an agent what to do. The conductor listens at `address` and `port`, `keys` admit to it."""
+    """Tell an agent who it is. The conductor listens at `address` and `port`, `keys` admit to it.
+
+    `step` names the start of a role's step, whose agents start processes; without it an agent examines its node.
+    """
 
     keys: str
     address: str
     port: int
     run_dir: str
-    canary: str
+    canary: str = ""
     places: tuple[tuple[str, str], ...] = ()  # (key, path) that must be readable
     gpus: bool = False  # look at them
     groups: bool = False  # get ready to start processes for the collectives
     connect_s: float = 5.0
-    limit_s: float = 60.0  # an agent ends itself
+    limit_s: float = 60.0  # an agent that examines ends itself
+    step: str = ""
+    beat_s: float = timeouts.AGENT_BEAT_S
+    silent_s: float = timeouts.AGENT_SILENT_S
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}

@@ -12,8 +12,8 @@ from typing import Any
 
 from slurm_rlhf.cluster.network import address_of, is_loopback
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.nodes.environment import visible_gpus, without_injected
 from slurm_rlhf.nodes.facts import VARIABLE
-from slurm_rlhf.nodes.node import visible_gpus, without_injected
 from slurm_rlhf.placement.topology import Node, Topology
 from slurm_rlhf.wire import timeouts
 

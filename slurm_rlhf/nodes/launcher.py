@@ -21,8 +21,8 @@ from slurm_rlhf.cluster.processes import exit_text, process_state
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.nodes.child_process import start_child
 from slurm_rlhf.nodes.engine_launcher import EngineLauncher, LocalEngines
-from slurm_rlhf.nodes.node import visible_gpus, without_gpu_choice
-from slurm_rlhf.nodes.node_look import look_here
+from slurm_rlhf.nodes.environment import visible_gpus, without_gpu_choice
+from slurm_rlhf.nodes.node_look import look
 from slurm_rlhf.nodes.step_spec import StepSpec, torchrun_command
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
@@ -160,7 +160,7 @@ class LocalLauncher:
             self.engines.stop(False, 0.0)
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
-        look_here(self._node, pids[self._node], directory)
+        look(self._node, pids[self._node]).write(directory)
 
     def unreached(self, nodes: Sequence[str]) -> list[str]:
         return []  # all is this machine

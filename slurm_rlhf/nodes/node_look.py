@@ -1,8 +1,7 @@
 """Look at a node: at what it has before a run starts, and at its processes from outside when a run hangs.
 
-`python -m slurm_rlhf.nodes.node_look DIRECTORY NODE=PID,PID...` writes `DIRECTORY/NODE.json`: the node's load, the
-state of each process, and its stack where py-spy is installed and may look. It runs when a run hangs and never before,
-so that a run that is well pays nothing. A rank may be stopped, or in the kernel: this needs nothing of it.
+In a hang: the node's load, the state of each process, and its stack where py-spy is installed and may look. A rank may
+be stopped, or in the kernel: this needs nothing of it.
 
 Imports no torch: either takes a second.
 """
@@ -17,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -27,7 +26,6 @@ from typing import Any
 
 from slurm_rlhf.cluster.gpu_query import GpuLook, ask_gpus, is_busy, local_gpus
 from slurm_rlhf.cluster.processes import node_load, process_state
-from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.architectures import wanted_modules
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
@@ -57,9 +55,13 @@ class NodeView:
 
     @classmethod
     def read(cls, path: Path) -> NodeView:
-        """Read what `main` wrote. Raises OSError, ValueError."""
+        """Read what `write` wrote. Raises OSError, ValueError."""
         data = json.loads(path.read_text(encoding="utf-8"))
         return cls(data["node"], data["load"], tuple(ProcessView(**each) for each in data["processes"]))
+
+    def write(self, directory: Path) -> None:
+        """Write it to a file of its node. Raises OSError."""
+        write_atomically(directory / f"{self.node}.json", json.dumps(asdict(self), indent=1) + "\n")
 
 
 def look(node: str, pids: Sequence[int], spy: str | None = None) -> NodeView:
@@ -90,24 +92,6 @@ def _process(pid: int, program: str | None) -> ProcessView:
     if "ermission" in done.stderr:
         why += " (ptrace is forbidden here: kernel.yama.ptrace_scope, or a container without CAP_SYS_PTRACE)"
     return ProcessView(pid, state, no_spy=f"py-spy: {why}")
-
-
-def look_here(node: str, pids: Sequence[int], directory: Path) -> None:
-    """Write what this node, whose name is `node`, sees of the processes. Raises OSError."""
-    view = look(node, pids)
-    write_atomically(directory / f"{node}.json", json.dumps(asdict(view), indent=1) + "\n")
-
-
-def arguments(pids: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the words that tell `main` which processes each node has."""
-    return [f"{node}={','.join(map(str, numbers))}" for node, numbers in pids.items()]
-
-
-def main() -> None:
-    directory, words = Path(sys.argv[1]), sys.argv[2:]
-    known = {node: [int(pid) for pid in numbers.split(",")] for node, _, numbers in (w.partition("=") for w in words)}
-    node = node_name()
-    look_here(node, known.get(node, []), directory)
 
 
 PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy", "pyzmq", "msgspec")
@@ -178,7 +162,3 @@ def _version(*names: str) -> str:
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
     return MISSING
-
-
-if __name__ == "__main__":
-    main()

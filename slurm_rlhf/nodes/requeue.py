@@ -20,7 +20,7 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.slurm_job import command
 from slurm_rlhf.cluster.stop import Arrangement, Continuation, immune, termination
 from slurm_rlhf.config.schema import Slurm
-from slurm_rlhf.nodes.node import GPU_VARIABLES
+from slurm_rlhf.nodes.environment import GPU_VARIABLES
 from slurm_rlhf.wire import timeouts
 
 _AGAIN_S = 10.0

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
-from slurm_rlhf.nodes.node import RANK_MAP
-from slurm_rlhf.nodes.srun import HOST, Container, RunningStep, Step
+from slurm_rlhf.config.schema import Timeout
+from slurm_rlhf.nodes.srun import AGENT, HOST, Container, RunningStep, Step
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import write_atomically
+
+RANK_MAP = "rank_map.json"
+"""In the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class SlurmRun:
     slurm: SlurmEnvironment
     container: Container = HOST
     unfit: Mapping[str, str] = field(default_factory=dict)  # node -> why no engine is to start there
+    timeout: Timeout = field(default_factory=Timeout)
     token: str = field(default_factory=lambda: secrets.token_hex(4))
 
     @property
@@ -34,16 +38,10 @@ class SlurmRun:
     def logs(self) -> Path:
         return self.run_dir / "logs"
 
-    @property
-    def control(self) -> Path:
-        """Name the directory of what the processes of a run tell each other in files."""
-        return self.run_dir / ".control"
-
     def write_map(self, ranks: RankMap) -> None:
         """Let every process of the run find who is where."""
         write_atomically(self.run_dir / RANK_MAP, json.dumps(ranks.to_json(), indent=1) + "\n")
 
-    def running(self, step: Step, log: Path, module: str, *arguments: str) -> RunningStep:
-        """Return a step whose tasks run `module`; `log` is that of srun itself. It is not started yet."""
-        command = self.container.command(f"slurm_rlhf.nodes.{module}", *arguments, gpus=bool(step.gpus))
-        return RunningStep(step, command, log)
+    def running(self, step: Step, log: Path) -> RunningStep:
+        """Return a step whose tasks are agents; `log` is that of srun itself. It is not started yet."""
+        return RunningStep(step, self.container.command(AGENT, gpus=bool(step.gpus)), log)

@@ -19,6 +19,9 @@ from slurm_rlhf.nodes.child_process import start_child
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 
+AGENT = "slurm_rlhf.nodes.agent"
+"""Module of the task of every step."""
+
 _OPTION_NAMES = """
     ACCOUNT ACCTG_FREQ BCAST BCAST_EXCLUDE BURST_BUFFER CLUSTERS COMPRESS CONSTRAINT CONTAINER CORE_SPEC CPUS_PER_GPU
     CPUS_PER_TASK CPU_BIND CPU_FREQ_REQ DELAY_BOOT DEPENDENCY DISABLE_STATUS DISTRIBUTION DIST_PLANESIZE EPILOG EXACT
@@ -116,6 +119,8 @@ class RunningStep:
     def __init__(self, step: Step, command: list[str], log: Path) -> None:
         self.step = step
         self.log = log
+        self.variables: Mapping[str, str] = {}
+        """Variables of its tasks, from the next start on."""
         self._command = step_command(step, command)
         self._sizes: dict[Path, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -123,8 +128,9 @@ class RunningStep:
     def start(self) -> None:
         """Start it, or start it again. The step ends with the thread that calls this."""
         self._sizes = {path: _size(path) for path in self._files()}
+        environment = {**step_environment(os.environ), **self.variables}
         # SIGTERM makes srun end its tasks. Killed outright, it would leave them to the end of the job.
-        self._process = start_child(self._command, self.log, step_environment(os.environ), signal.SIGTERM)
+        self._process = start_child(self._command, self.log, environment, signal.SIGTERM)
 
     @property
     def code(self) -> int | None:
@@ -224,7 +230,7 @@ def role_step(
         name=role,
         nodes=tuple(node.name for node in nodes),
         cpus=min(node.cpus for node in nodes),
-        # All that the job has there: `nodes.node` chooses among them, and NCCL needs to see the neighbours.
+        # All that the job has there: `nodes.environment` chooses among them, and NCCL needs to see the neighbours.
         gpus=tuple(node.gpus for node in nodes) if has_gpus else (),
         output=str(logs / f"{role}.%N.torchrun.log"),
         together=ROLES[role].kind != "engine",

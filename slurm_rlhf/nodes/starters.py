@@ -12,10 +12,8 @@ from typing import IO, Protocol
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.nodes.child_process import bound_to_parent
 from slurm_rlhf.nodes.facts import Orders
-from slurm_rlhf.nodes.srun import HOST, Container, Step, step_command, step_environment
+from slurm_rlhf.nodes.srun import AGENT, HOST, Container, Step, step_command, step_environment
 from slurm_rlhf.wire import timeouts
-
-AGENT = "slurm_rlhf.nodes.agent"
 
 
 class Starter(Protocol):

@@ -1,17 +1,15 @@
-"""Describe the step of a role, as a file that its nodes read and as a torchrun command line."""
+"""Describe what is started of a role, and write it as a torchrun command line."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
+from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import GPU
-from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.wire import timeouts
 
 WORKER_MODULE = "slurm_rlhf.ranks.rank_process"
@@ -20,12 +18,11 @@ TORCHRUN_MODULE = "slurm_rlhf.ranks.torchrun"
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """Describe the step of `role` in the run in `run_dir`.
+    """Describe the processes of `role` in the run in `run_dir`.
 
-    `run_id` names this start of the role, the same on every node. In the file `meeting` of `.control` the torchrun of
-    the first node says at which port the others find it; empty: each works alone on its node, so that none ends when
-    another node does. `environment` maps a node to the
-    variables of the role's processes there. `engines`: those of a node that are meant; None: all.
+    `run_id` names this start of the role, the same on every node. `environment` maps a node to the variables of the
+    role's processes there. `engines`: those of a node that are meant; None: all. `store`: where the first of the
+    role listens, as host:port; empty: this is the first.
     """
 
     role: str
@@ -33,16 +30,8 @@ class StepSpec:
     run_id: str
     arguments: list[str]
     environment: Mapping[str, Mapping[str, str]]
-    meeting: str = ""
     engines: list[int] | None = None
-
-    def write(self, path: Path) -> None:
-        """Write it as JSON; readers find a whole file or none."""
-        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
-
-    @classmethod
-    def read(cls, path: Path) -> StepSpec:
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+    store: str = ""
 
 
 def share_on(ranks: RankMap, role: str, node: str) -> NodeShare:
@@ -83,18 +72,14 @@ def torchrun_command(spec: StepSpec, ranks: RankMap, node: str, log_dir: str) ->
 
 def _rendezvous(spec: StepSpec, ranks: RankMap, share: NodeShare) -> list[str]:
     """Say where the torchruns meet. Not by torch's own ways: those listen on every address of the node."""
-    if not spec.meeting:
-        # The store binds port 0 itself and the workers share it: no other process can take a port chosen beforehand.
-        nodes, rank, world, where = 1, 0, len(share.ranks), "127.0.0.1:0"
-    else:
-        shares = ranks.roles[spec.role]
-        nodes, rank, world = len(shares), shares.index(share), ranks.world(spec.role)
-        where = f"{shares[0].node}:0"
-    if ranks.topology.accelerator == GPU:
-        world = 0  # the store listens on: NCCL makes connections to it when it likes
+    shares = ranks.roles[spec.role]
+    # Alone on its node, the store binds port 0 itself: no other process can take a port chosen beforehand.
+    store = spec.store or f"{shares[0].node if len(shares) > 1 else LOOPBACK}:0"
+    # With GPUs the store listens on: NCCL makes connections to it when it likes.
+    world = 0 if ranks.topology.accelerator == GPU else ranks.world(spec.role)
     return [
-        f"--nnodes={nodes}",
+        f"--nnodes={len(shares)}",
         "--rdzv-backend=bound",
-        f"--rdzv-endpoint={where}",
-        f"--rdzv-conf=rank={rank},ranks={world}" + (f",meeting={spec.meeting}" if spec.meeting else ""),
+        f"--rdzv-endpoint={store}",
+        f"--rdzv-conf=rank={shares.index(share)},ranks={world}",
     ]

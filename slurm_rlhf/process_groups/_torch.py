@@ -44,10 +44,9 @@ OWN_ERRORS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-"""What the constructor of ProcessGroupNCCL reads, for groups that handle their own errors. Blocking wait means: no
-watchdog thread (says the library itself). One would see what we see, and whatever ASYNC_ERROR_HANDLING says it then has
-the process's first group, the training's, dump and end the process. Nothing here calls `wait` before an operation is
-over."""
+"""Variables that the constructor of ProcessGroupNCCL reads, for groups that handle their own errors. Blocking wait
+switches off the library's watchdog thread, which would have the process's first group, the training's, dump its state
+and end the process, whatever ASYNC_ERROR_HANDLING says. Nothing here calls `wait` before an operation is over."""
 
 _BYTES = 32  # length of a number, and of an HMAC
 _secret = b""  # without `protect` anybody can sign and prove
@@ -150,8 +149,8 @@ class SignedStore(Store):
 def prove(receive: Transfer, send: Transfer, store: Store, rank: int, peers: Collection[int]) -> None:
     """Prove to each of `peers` to be `rank` of this run, while they do the same. Raises StrangerError.
 
-    Gloo takes whoever connects first, and says a rank's number, for that rank. `store` is the group's own. An answer is
-    the HMAC of the group, both ranks, and both their fresh numbers.
+    Gloo believes whoever connects first and names a rank. `store` is the group's own. An answer is the HMAC of the
+    group, both ranks, and both their fresh numbers.
     """
 
     def exchange(mine: dict[int, bytes]) -> dict[int, bytes]:

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -29,27 +28,23 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main as torchrun
 
-from slurm_rlhf.cluster.local_directory import OWN, remove_directory
 from slurm_rlhf.cluster.network import own_address, shut_when_joined
-from slurm_rlhf.cluster.processes import PARENT, raise_descriptors
+from slurm_rlhf.cluster.processes import PARENT, STORE_FD, raise_descriptors
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 
 BACKEND = "bound"
-"""Value of torchrun's `--rdzv-backend`; its `--rdzv-conf` has `rank`, of this node, `ranks`, of all nodes, and
-`meeting`, the file in which the first node says at which port it listens."""
+"""Value of torchrun's `--rdzv-backend`; its `--rdzv-conf` has `rank`, of this node, and `ranks`, of all nodes."""
 
 _BACKLOG = 4096
-_LOOK_S = 0.2
 
 
 class BoundRendezvous(RendezvousHandler):
     """Let the torchruns of a role meet at the store of the first; the nodes have the numbers they were given."""
 
-    def __init__(self, host: str, meeting: str, run_id: str, node: int, nodes: int, ranks: int) -> None:
-        self._where = RendezvousStoreInfo(host, 0)
-        self._meeting = meeting
+    def __init__(self, host: str, port: int, run_id: str, node: int, nodes: int, ranks: int) -> None:
+        self._where = RendezvousStoreInfo(host, port)
         self._run_id = run_id
         self._node = node
         self._nodes = nodes
@@ -87,35 +82,22 @@ class BoundRendezvous(RendezvousHandler):
         return True
 
     def _connect(self) -> TCPStore:
-        where = self._where = RendezvousStoreInfo(self._where.master_addr, self._port())
+        where = self._where
         return TCPStore(
             where.master_addr, where.master_port, self._nodes, False, timedelta(seconds=timeouts.TORCHRUN_S)
         )
 
-    @property
-    def _file(self) -> Path:
-        return RunDirectory(Path(_of_rank("--run_dir="))).keys.parent / self._meeting
-
-    def _port(self) -> int:
-        """Wait until the first node has said where it listens."""
-        end = time.monotonic() + timeouts.TORCHRUN_S
-        while not (said := _read(self._file)).endswith("\n"):
-            if time.monotonic() > end:
-                raise TimeoutError(
-                    f"{self._where.master_addr} has not written into {self._file}, within {timeouts.TORCHRUN_S} s, "
-                    "where it listens: its log says why; or this node does not see what others write there"
-                )
-            time.sleep(_LOOK_S)
-        return int(said)
-
     def _listen(self) -> TCPStore:
-        address = own_address(self._where.master_addr, os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        if STORE_FD in os.environ:  # others know its port already
+            listener = socket.socket(fileno=int(os.environ.pop(STORE_FD)))
+        else:
+            address = own_address(self._where.master_addr, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        address = str(listener.getsockname()[0])
         self._where = RendezvousStoreInfo(address, int(listener.getsockname()[1]))
-        if self._meeting:  # before the store, which waits for the others
+        if self._nodes > 1:
             print(f"the torchruns meet at {address}:{self._where.master_port}", flush=True)
-            self._file.write_text(f"{self._where.master_port}\n", encoding="ascii")
         number = listener.detach()
         store = TCPStore(
             *(address, self._where.master_port, self._nodes, True, timedelta(seconds=timeouts.TORCHRUN_S)),
@@ -128,13 +110,6 @@ class BoundRendezvous(RendezvousHandler):
         return store
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="ascii")
-    except OSError:  # a shared file system may have a moment's trouble
-        return ""
-
-
 def _of_rank(name: str) -> str:
     """Return an argument of the ranks; they stand behind torchrun's own."""
     return next(word.removeprefix(name) for word in sys.argv if word.startswith(name))
@@ -142,9 +117,9 @@ def _of_rank(name: str) -> str:
 
 def make(parameters: RendezvousParameters) -> BoundRendezvous:
     """Return what torchrun's options ask for."""
-    host, meeting = parameters.endpoint.rpartition(":")[0], parameters.get("meeting") or ""
+    host, _, port = parameters.endpoint.rpartition(":")
     node, ranks = parameters.get_as_int("rank", 0), parameters.get_as_int("ranks", 0)
-    return BoundRendezvous(host, meeting, parameters.run_id, node or 0, parameters.max_nodes, ranks or 0)
+    return BoundRendezvous(host, int(port), parameters.run_id, node or 0, parameters.max_nodes, ranks or 0)
 
 
 def kill_all(ranks: SubprocessContext, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
@@ -159,17 +134,11 @@ def main() -> None:
     rendezvous_handler_registry.register(BACKEND, make)
     os.environ[PARENT] = str(os.getpid())
     raise_descriptors()
-    own, failed = os.environ.pop(OWN, ""), False
     try:
         torchrun()
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        failed = True
-    finally:
-        if own:
-            remove_directory(Path(own))
-    if failed:
         os._exit(1)  # the interpreter's teardown of torch takes seconds on a busy node
 
 

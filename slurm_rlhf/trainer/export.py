@@ -1,4 +1,4 @@
-"""Models as Hugging Face directories. As a program: of the actor's part of a checkpoint.
+"""Models as Hugging Face directories. As a program, it exports the actor's part of a checkpoint.
 
 `python -m slurm_rlhf.trainer.export ACTOR_DIRECTORY BASE_MODEL OUT DTYPE`
 

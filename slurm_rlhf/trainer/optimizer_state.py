@@ -9,8 +9,8 @@ rank_00003.002.safetensors    "<kind>|<start>|<parameter>" -> fp32 [n], elements
 A rank reads its own files first, so that a resume with the same layout opens no others. What they lack it reads from
 the files of other ranks: no more than the elements it owns.
 
-What libraries have to save behind the computation writes files that only the same layout can read, or, as
-`torch.distributed.checkpoint.async_save` does, whole tensors, which a rank here does not have.
+Asynchronous saves of libraries write files that only the same layout can read, or whole tensors, which a rank here does
+not have (`torch.distributed.checkpoint.async_save`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def fragment_of(name: str, start: int, master: Tensor, state: dict[str, Tensor],
 
 
 def zero_moments(adamw: Any, masters: Iterable[Tensor], steps: int) -> None:
-    """Give AdamW zero moments of `masters` as after `steps` steps, which it would make in its first."""
+    """Give AdamW the zero moments of `masters` that its first step would make, and count `steps` steps as taken."""
     for master in masters:
         moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
         adamw.state[master] = {**moments, "step": torch.tensor(float(steps))}
@@ -234,7 +234,7 @@ class AsyncSave:
 def flush(files: Iterable[Path]) -> None:
     """Force files to disk. Raises OSError.
 
-    On a file system of many nodes this is for the node that wrote them: the conductor's turn comes to nothing then.
+    On a file system of many nodes the node that wrote them has to do it: the conductor's own call has no effect.
     """
     for path in files:
         with open(path, "rb") as file:

@@ -278,7 +278,7 @@ WORDS = {
 
 
 class StopSignals:
-    """Remembers the first signal, inside a `with` block; a second one does what it does by itself."""
+    """Remembers the first signal, inside a `with` block; a second one has its usual effect."""
 
     def __init__(self) -> None:
         self.number = 0

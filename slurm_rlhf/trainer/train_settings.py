@@ -93,7 +93,7 @@ class TrainSettings:
             timeout_s=config.timeout.collective,
             ds=config.ds,
             most_skipped=config.train.max_skipped_steps,
-            fused=not config.train.full_determinism,  # it rounds otherwise than a checkpoint's run may have done
+            fused=not config.train.full_determinism,  # it may round differently from a checkpoint's run
         )
 
     @property

@@ -168,7 +168,7 @@ class Trainer(ABC):
         """Take `self._scale`, which has changed, for the next step. An implementation that reads it needs nothing."""
 
     def _checked(self, loss: Tensor) -> Tensor:
-        """Make a loss NaN that is not finite: so every gradient is, and all ranks, which add them up, skip the step."""
+        """Make a loss that is not finite NaN: then the sum of gradients is NaN, and all ranks skip the step."""
         return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan).to(loss.dtype)
 
     def _clip(self) -> float:

@@ -101,7 +101,7 @@ Source = Callable[[Span], torch.Tensor]
 """A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""
 
 _NOTHING: Mapping[int, int] = {}
-_WASTE = 2  # a block of memory serves requests down to its size over this
+_WASTE = 2  # a block of memory serves requests of at least its size divided by this
 
 
 class Pool:

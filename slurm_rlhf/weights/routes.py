@@ -110,8 +110,8 @@ class Cost:
     def seconds(self, network: float, inside: float) -> float:
         """Return the time of the busiest link, at rates in bytes/s in each direction.
 
-        Links work side by side, so the longest counts; what chunks wait for each other is not in it (6 % on links of
-        400 Mbit/s).
+        Links work side by side, so the longest counts. Waits of chunks for each other are left out (6 % on links of 400
+        Mbit/s).
         """
         crossing = max([*self.out.values(), *self.into.values(), 0])
         return max(crossing / network, max([*self.inside.values(), 0]) / inside)

@@ -307,7 +307,7 @@ def _apart(spans: Sequence[Span], owned: Sequence[Sequence[Span]]) -> tuple[dict
 def _lay_out(
     owned: list[tuple[int, list[Span]]], places: Mapping[int, int], start: int, size: int
 ) -> tuple[BucketPart, ...]:
-    """Lay out the parts from byte `start` on. `places`: of parameters that lie apart, in pieces up to `size` bytes."""
+    """Lay out the parts from byte `start` on. `places`: where parameters lie apart, in pieces up to `size` bytes."""
     parts = []
     for index, (owner, whole) in enumerate(owned):
         spans = [cut for span in whole for cut in (_cut(span, size) if span.parameter in places else [span])]

@@ -73,7 +73,7 @@ class TrainAnswer(Record):
     """Says what one optimizer step did on a rank."""
 
     metrics: dict[str, float]  # sums over this rank's tokens, and `lr` and `grad_norm` of the whole step
-    logprobs: F32 | None = None  # [A], from before the step; only of an actor that computed none before the update
+    logprobs: F32 | None = None  # [A], from before the step; None if the actor computed them before the update
 
 
 class SelfCheckAnswer(Record):

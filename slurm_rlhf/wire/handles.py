@@ -320,7 +320,7 @@ class EngineHandle(RoleHandle[EngineCalls]):
         self.width = width
         self.ready: list[int] = list(range(self.world))
         self.goes_on_without: Callable[[int, BaseException], bool] = lambda engine, error: False
-        """Tells whether the run goes on without an engine whose call has failed; `EngineRecovery` decides."""
+        """Tells whether the run goes on without an engine whose call has failed; `groups.engines` decides."""
         self.give_up: Callable[[int, str], bool] = lambda engine, why: False
         """Gives an engine up, and says why; False: the run cannot do without it."""
 

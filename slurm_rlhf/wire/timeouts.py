@@ -15,9 +15,9 @@ CONNECT_HANDSHAKE_MS = 30_000  # the handshake as a rank sees it: the conductor 
 LINGER_MS = 1_000  # the last messages on their way out, once a socket is closed
 CONTEXT_END_S = 5.0  # the end of ZeroMQ's thread: libzmq 4.3.5 may wait without end if ranks are killed as they connect
 PREEMPTION_S = 1.0  # the conductor's own SIGTERM, after those of all ranks: `scancel` sends both, and then it decides
-LAST_WORDS_S = 1.0  # the reasons of the main thread and of the control client, when an engine's rank has to end
+LAST_WORDS_S = 1.0  # messages on their way, before an engine's rank ends
 FOLLOWER_S = 5.0  # the leader's report why an engine does not start, before its follower ends
-STORE_JOIN_S = 10.0  # the way of a rank to the store of its own node
+STORE_JOIN_S = 10.0  # a rank's connection to the store of its own node
 TORCHRUN_S = 600  # the meeting of a torchrun's nodes, as torch has it; the conductor gives up sooner (timeout.connect)
 
 # --- programs that are asked ---
@@ -40,6 +40,7 @@ NODE_REACHED_S = 20.0  # srun's word that a node does not answer: 3 s without a 
 REQUEUED_KILL_S = 20.0  # Slurm's SIGTERM to a job that was requeued
 REQUEUE_END_S = 60.0  # the end of the tries to requeue, before the end of the allocation
 REQUEUE_S = 600.0  # the tries to requeue, where the end of the allocation is not known
+RANKS_LEAVE_S = 30.0  # the end of ranks that do not hear the conductor either, before their agent ends them
 ENGINE_END_S = 2.0  # a launcher's word how an engine ended whose own ranks have said why
 ENGINE_GONE_S = 10.0  # a node's word that an engine's processes are gone; one that is cut off never says it
 GPU_LEFT_S = 5.0  # the processes of an earlier run that are about to leave a GPU
@@ -51,6 +52,7 @@ MPI_LEAVE_S = 600.0  # the common end of an MPI start: the conductor may still a
 # --- preflight ---
 CONNECT_S = 3.0  # a connection to another node's port, where one that does not answer counts as not reached
 PREFLIGHT_S = 5.0  # the end of the agents, or a measurement beyond its own limit
+AGENT_S = 60.0  # an agent's answer to a call; most come at once
 AGENT_BEAT_S = 1.0  # the pause between two heartbeats of an agent
 AGENT_SILENT_S = 10.0  # the silence of an agent after which it counts as gone
 CANARY_S = 5.0  # a file system that is slow to show a new file
@@ -72,5 +74,5 @@ POST_S = 3.0  # the survivors' posts after a failure
 POST_CLOSED_S = 0.5  # the survivors' posts, once a connection is known to be closed
 CLOSING_S = 0.3  # the connections that a death closes, one after the other
 GROUP_MARGIN_S = 2.0  # a group's answer beyond timeout.sync
-GROUP_REACH_S = 10.0  # the members' way to each other's ports, when a group could not be formed
+GROUP_REACH_S = 10.0  # the members' connections to each other's ports, while a group is formed
 BENCH_SYNC_S = 600.0  # an operation of `slurm-rlhf bench sync`

@@ -25,7 +25,7 @@ from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import MOST_RESTARTS, Watchdog
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.nodes.node_look import look_here
+from slurm_rlhf.nodes.node_look import look
 from slurm_rlhf.observe.timing import LEARNED, UNKNOWN
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
@@ -82,7 +82,7 @@ class Peers:
         return []
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
-        look_here("n1", pids["n1"], directory)
+        look("n1", pids["n1"]).write(directory)
 
     def stop(self, done: bool, grace_s: float) -> None:
         for process in self.started:
@@ -114,7 +114,7 @@ class Watched:
         self.dog.phase(phase)
 
     def call(self, rank: int, method: str, timeout_s: float = HANG_S) -> Future[Any]:
-        return self.supervisor.server.call("actor", rank, method, {"seconds": HANG_S}, timeout_s, lambda value: value)
+        return self.supervisor.server.call("actor", rank, method, HANG_S, timeout_s, lambda value: value)
 
     def told(self) -> str:
         """The first paragraph, once it is there."""

@@ -22,7 +22,7 @@ def config(runtime: str) -> Config:
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
 def test_srun_lines(runtime: str) -> None:
     container = container_of(config(runtime))
-    command = container.command("slurm_rlhf.nodes.node", "order.json", gpus=True)
+    command = container.command("slurm_rlhf.nodes.agent", gpus=True)
     text = lines(step_command(role_step(ranks(), "actor", LOGS, container), command))
     assert_golden(f"srun_actor_{runtime}.txt", text)
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from waiting import until
 
-from slurm_rlhf.nodes import engine_node
+from slurm_rlhf.nodes import children
 from slurm_rlhf.nodes.engine_launcher import EngineEnds, LocalEngines
-from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.wire import timeouts
@@ -29,7 +28,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalEngines:
         time.sleep(0.1)
         return subprocess.Popen(["sleep", "60"])
 
-    monkeypatch.setattr(engine_node, "start_child", start_child)
+    monkeypatch.setattr(children, "start_child", start_child)
     return LocalEngines(tmp_path, place(Topology.uniform(("here",), 4), [RoleSize("rollout", 1, 4, engines=2)]))
 
 
@@ -88,14 +87,3 @@ def test_how_an_engine_ended_its_launcher_knows_better_than_the_rank_that_is_lef
     ends.said(0, gone)  # and its node says nothing
     assert ends.news([]) == [(0, gone)]
     assert ends.news([]) == []
-
-
-def test_an_order_that_cannot_be_looked_for_ends_nobody(engines: LocalEngines) -> None:
-    """A name that is too long is an error to whoever looks, as a hiccup of the file system is."""
-    engines.start([], {"here": {}})
-    try:
-        assert engines._engines is not None
-        engine_node.obey(StepSpec("rollout", "/" + "x" * 300, "7", [], {}), engines._engines)
-        assert engines.ended() == []
-    finally:
-        engines.stop(False, 0.0)

@@ -9,7 +9,7 @@ import pytest
 
 from slurm_rlhf.cluster.network import address_towards, interface_of
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.nodes.node import node_environment, visible_gpus
+from slurm_rlhf.nodes.environment import node_environment, visible_gpus
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
 

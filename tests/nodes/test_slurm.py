@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from played_agents import WRITE_ORDERS, PlayedAgent
 from waiting import HANG_S, until
 
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.nodes.node_look import NodeView
+from slurm_rlhf.nodes.node_look import NodeView, look
 from slurm_rlhf.nodes.slurm import SlurmLauncher
 from slurm_rlhf.nodes.slurm_run import SlurmRun
-from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -50,7 +51,8 @@ class Bench:
     def srun(self, script: str) -> None:
         program = self.root / "bin" / "srun"
         program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/bash\nlogs={self.run_dir}/logs\necho start >>$logs/starts\n{script}\n")
+        begin = f"#!/bin/bash\nlogs={self.run_dir}/logs\norders=$logs/orders\n{WRITE_ORDERS}"
+        program.write_text(f"{begin}echo start >>$logs/starts\n{script}\n")
         program.chmod(0o755)
 
     def start(self, role: str) -> None:
@@ -64,8 +66,9 @@ class Bench:
         file = self.run_dir / "logs" / "starts"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def meeting(self) -> str:
-        return StepSpec.read(self.run_dir / ".control" / "actor.json").meeting
+    def agent(self, node: str) -> PlayedAgent:
+        """The agent of a node in the step that was started last."""
+        return PlayedAgent(self.run_dir / "logs" / "orders", node)
 
 
 @pytest.fixture
@@ -97,20 +100,40 @@ def test_the_first_task_that_failed_is_named_while_srun_still_waits_for_the_othe
     assert bench.launcher.ended() == []
 
 
-def test_a_controller_that_restarts_costs_another_attempt_with_another_meeting(bench: Bench) -> None:
+def test_torchruns_of_other_nodes_start_when_that_of_the_first_listens(bench: Bench) -> None:
+    """How one ends is known from its agent; what srun says of that afterwards is no news."""
+    bench.srun(
+        f"while [[ ! -e $logs/killed ]]; do sleep 0.1; done; echo 'srun: error: {NODES[1]}: task 1: Killed'; sleep 60"
+    )
+    bench.start("actor")
+    until(lambda: bench.starts, "the step")
+    other, first = bench.agent(NODES[1]), bench.agent(NODES[0])
+    assert (spec := first.started("10.0.0.1:24001"))["environment"] == {NODES[0]: {}}
+    assert spec["store"] == ""
+    assert other.started()["store"] == "10.0.0.1:24001"
+    assert bench.launcher.ended() == []
+    other.ended("was killed by SIGKILL")
+    (ended,) = bench.news()
+    assert (ended.role, ended.node, ended.how) == ("actor", NODES[1], "was killed by SIGKILL")
+    (bench.run_dir / "logs" / "killed").touch()
+    until(lambda: "Killed" in (bench.run_dir / "logs" / "actor.srun.log").read_text(), "the words of srun")
+    assert bench.launcher.ended() == []
+
+
+def test_a_controller_that_restarts_costs_another_attempt_with_agents_of_its_own(bench: Bench) -> None:
     bench.srun(
         "[ $(wc -l <$logs/starts) = 3 ] && exec sleep 60\n"
         "echo 'srun: error: Unable to contact slurm controller (connect failure)'\n"
         "echo 'srun: error: n1: task 0: Exited with exit code 1'; sleep 0.3; exit 1"
     )
     bench.start("actor")
-    first = bench.meeting()
+    until(lambda: bench.starts, "the step")
+    early = bench.agent(NODES[0])
     said = []
     until(lambda: said.extend(bench.launcher.ended()) or bench.starts == 3, "the third attempt")
+    early.ended("was killed by SIGKILL")
+    assert bench.agent(NODES[0]).step != early.step
     assert said + bench.launcher.ended() == []
-    assert bench.meeting() != first
-    for name in (first, bench.meeting()):  # the nodes look at a file that is there
-        assert (bench.run_dir / ".control" / name).read_text() == ""
 
 
 def test_a_controller_that_stays_away_ends_the_run(bench: Bench) -> None:
@@ -148,27 +171,32 @@ def test_stop_waits_for_ranks_that_are_done_and_is_hard_on_the_others(bench: Ben
     assert bench.launcher.ended()[-1].role == "actor"
 
 
-ON_EACH_NODE = """
-while [[ $1 == --* ]]; do [[ $1 == --nodelist=* ]] && nodes=${1#*=}; [[ $1 == --overlap ]] && beside=yes; shift; done
-[[ $beside == yes ]] || exit 1
-for node in ${nodes//,/ }; do SLURMD_NODENAME=$node "$@"; done
-"""
-
-
 def test_each_node_looks_at_its_own_processes(bench: Bench, tmp_path: Path) -> None:
-    bench.srun(ON_EACH_NODE)
-    bench.launcher.look({NODES[0]: [os.getpid()], NODES[1]: [os.getppid(), 2**22 + 1]}, tmp_path, 40)
+    bench.srun("exec sleep 60")
+    bench.start("reference")
+    until(lambda: bench.starts, "the step")
+    agents = [bench.agent(node) for node in NODES]
+    agents[0].started("10.0.0.1:24001")
+    agents[1].started()
+    looking = threading.Thread(target=bench.launcher.look, args=({NODES[0]: [1], NODES[1]: [2, 3]}, tmp_path, HANG_S))
+    looking.start()
+    for agent, node, pids in zip(agents, NODES, ([1], [2, 3]), strict=True):
+        request, asked = agent.asked("look")
+        assert asked == pids
+        request.reply(look(node, [os.getpid(), 2**22 + 1]))
+    looking.join()
     one, other = (NodeView.read(tmp_path / f"{node}.json") for node in NODES)
-    assert [process.pid for process in one.processes] == [os.getpid()]
     assert one.processes[0].state[0] in "RS"
     assert one.load.startswith("load ")
-    assert [process.pid for process in other.processes] == [os.getppid(), 2**22 + 1]
-    assert other.processes[1].state == ""  # no such process
+    assert (other.node, other.processes[1].state) == (NODES[1], "")  # no such process
     assert one.processes[0].spy or one.processes[0].no_spy
 
 
 def test_nodes_that_do_not_answer_are_not_waited_for(bench: Bench, tmp_path: Path) -> None:
-    bench.srun(f"exec sleep {2 * HANG_S}")
+    bench.srun("exec sleep 60")
+    bench.start("reference")
+    until(lambda: bench.starts, "the step")
+    bench.agent(NODES[0]).started("10.0.0.1:24001")
     bench.launcher.look({node: [1] for node in NODES}, tmp_path, 1.0)
     assert not list(tmp_path.glob("*.json"))
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from played_agents import WRITE_ORDERS, PlayedAgent
 from waiting import until
 
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.nodes.engine_node import end_file, ended_file
+from slurm_rlhf.nodes.agent_steps import AgentSteps
 from slurm_rlhf.nodes.slurm_engines import SlurmEngines
 from slurm_rlhf.nodes.slurm_run import SlurmRun
-from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -26,7 +26,6 @@ JOB = {
     "SLURM_JOB_NUM_NODES": "3",
     "SLURMD_NODENAME": NODES[0],
 }
-RUN = "7.0.run"
 
 
 class Bench:
@@ -37,12 +36,16 @@ class Bench:
         ranks = place(Topology.uniform(NODES, 2), [RoleSize("rollout", 2, 2, engines=4)])
         slurm = read_slurm(JOB)
         assert slurm is not None
-        self.engines = SlurmEngines(SlurmRun(self.run_dir, slurm, token="run"), ranks)
+        run = SlurmRun(self.run_dir, slurm)
+        self.agents = AgentSteps(run, NODES[0])
+        self.engines = SlurmEngines(run, ranks, self.agents)
 
     def srun(self, script: str) -> None:
         program = self.root / "bin" / "srun"
         program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/bash\necho $* >>{self.root}/starts\n{script}\n")
+        program.write_text(
+            f"#!/bin/bash\norders={self.root}/orders\n{WRITE_ORDERS}echo $* >>{self.root}/starts\n{script}\n"
+        )
         program.chmod(0o755)
 
     @property
@@ -52,6 +55,11 @@ class Bench:
 
     def wait_for_starts(self, count: int) -> None:
         until(lambda: len(self.starts) >= count, f"start {count}")
+
+    def play(self, start: int, *nodes: str) -> list[PlayedAgent]:
+        """The agents of a start of a step, the last so far."""
+        self.wait_for_starts(start)
+        return [PlayedAgent(self.root / "orders", node) for node in nodes]
 
     def news(self) -> list[tuple[int, str]]:
         return until(self.engines.ended, "news of an engine")
@@ -63,27 +71,27 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     made = Bench(tmp_path)
     yield made
     made.engines.stop(False, 0)
+    made.agents.close()
 
 
 def test_an_engine_that_ended_starts_again_on_a_spare_node_and_no_other_does(bench: Bench) -> None:
     bench.srun("exec sleep 60")
     bench.engines.start(["--x"], {node: {"A": node} for node in NODES})
-    bench.wait_for_starts(1)
+    one, other = bench.play(1, *NODES)
     assert f"--nodelist={','.join(NODES)}" in bench.starts[0]
+    assert (one.started()["engines"], other.started()["environment"]) == (None, {NODES[1]: {"A": NODES[1]}})
     assert bench.engines.ended() == []
     assert bench.engines.spares == [SPARE]
-    ended_file(bench.run_dir, RUN, 1).write_text("rank 1 was killed")
-    ended_file(bench.run_dir, RUN, 2).write_text("rank 2 was killed")
-    assert bench.engines.gone(1)
+    one.ended("rank 1 was killed", 1)
+    other.ended("rank 2 was killed", 2)
+    until(lambda: bench.engines.gone(1) and bench.engines.gone(2), "the ends")
     assert bench.engines.ended() == [(1, "rank 1 was killed"), (2, "rank 2 was killed")]  # `gone` has dropped none
     assert bench.engines.ended() == []
-    bench.engines.end(1)
-    assert not end_file(bench.run_dir, RUN, 1).exists()  # nothing is left of it
     bench.engines.start_again(1, SPARE)
-    bench.wait_for_starts(2)
+    (moved,) = bench.play(2, SPARE)
     assert f"--nodelist={SPARE}" in bench.starts[1]
-    spec = StepSpec.read(bench.run_dir / ".control" / "rollout.engine1.json")
-    assert (spec.run_id, spec.engines, spec.environment[SPARE]) == (f"{RUN}.e1.1", [1], {"A": NODES[0]})
+    spec = moved.started()
+    assert (spec["engines"], spec["environment"][SPARE]) == ([1], {"A": NODES[0]})
     ranks = RankMap.from_json(json.loads((bench.run_dir / "rank_map.json").read_text()))
     assert {group.engine: group.node for group in ranks.tp_groups} == {
         0: NODES[0],
@@ -91,29 +99,27 @@ def test_an_engine_that_ended_starts_again_on_a_spare_node_and_no_other_does(ben
         **dict.fromkeys((2, 3), NODES[1]),
     }
     assert bench.engines.spares == []
-    assert not bench.engines.gone(1)
+    one.ended("was ended", 1)  # what its old node says late is no news
+    moved.ended("rank 1 was killed again", 1)
+    assert bench.news() == [(1, "rank 1 was killed again")]
 
 
-def test_an_engine_that_is_to_end_is_told_through_a_file_and_its_end_is_no_news(bench: Bench) -> None:
+def test_an_engine_that_stays_on_its_node_needs_no_step(bench: Bench) -> None:
+    """And so no slurmctld, which may be away. Its end is told by its agent."""
     bench.srun("exec sleep 60")
     bench.engines.start([], {node: {} for node in NODES})
+    (other,) = bench.play(1, NODES[1])
+    other.started()
     bench.engines.end(3)
-    assert end_file(bench.run_dir, RUN, 3).exists()
+    assert other.asked("end")[1] == 3
     assert not bench.engines.gone(3)
-    ended_file(bench.run_dir, RUN, 3).write_text("rank 3 was killed")
-    assert bench.engines.gone(3)
-    assert bench.engines.ended() == []
-
-
-def test_a_look_that_the_file_system_does_not_answer_is_repeated(bench: Bench) -> None:
-    """A directory in place of the file cannot be read either."""
-    bench.srun("exec sleep 60")
-    bench.engines.start([], {node: {} for node in NODES})
-    ended_file(bench.run_dir, RUN, 0).mkdir()
-    assert bench.engines.ended() == []
-    ended_file(bench.run_dir, RUN, 0).rmdir()
-    ended_file(bench.run_dir, RUN, 0).write_text("rank 0 was killed")
-    assert bench.engines.ended() == [(0, "rank 0 was killed")]
+    other.ended("rank 3 was killed", 3)
+    until(lambda: bench.engines.gone(3), "the end")
+    assert bench.engines.ended() == []  # an end by order is no news
+    bench.engines.start_again(3, NODES[1])
+    assert other.started()["engines"] == [3]
+    assert not bench.engines.gone(3)
+    assert len(bench.starts) == 1
 
 
 def test_a_task_that_is_gone_costs_the_engines_of_its_node_alone(bench: Bench) -> None:

@@ -10,15 +10,15 @@ from golden_files import LOGS, assert_golden, lines, ranks
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.groups.role_environment import role_environment
-from slurm_rlhf.nodes.node import node_environment
+from slurm_rlhf.nodes.environment import node_environment
 from slurm_rlhf.nodes.srun import Step, role_step, step_command, step_environment
 from slurm_rlhf.nodes.step_spec import StepSpec, share_on, torchrun_command
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 
 
-def spec(role: str, meeting: str) -> StepSpec:
-    return StepSpec(role, "/runs/a", "77.0.abc", [f"--role={role}", "--run_dir=/runs/a"], {}, meeting)
+def spec(role: str, store: str = "") -> StepSpec:
+    return StepSpec(role, "/runs/a", "77.0.abc", [f"--role={role}", "--run_dir=/runs/a"], {}, store=store)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "rollout"])
@@ -27,18 +27,18 @@ def test_srun_lines(role: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "node", "meeting"),
-    [("actor", "gpu1", "actor.port"), ("actor", "gpu2", "actor.port"), ("critic", "gpu3", ""), ("rollout", "gpu2", "")],
+    ("role", "node", "store"),
+    [("actor", "gpu1", ""), ("actor", "gpu2", "10.0.0.1:24001"), ("critic", "gpu3", "")],
 )
-def test_torchrun_lines(role: str, node: str, meeting: str) -> None:
-    text = lines(torchrun_command(spec(role, meeting), ranks(), node, "/tmp/own/torchrun"))
+def test_torchrun_lines(role: str, node: str, store: str) -> None:
+    text = lines(torchrun_command(spec(role, store), ranks(), node, "/tmp/own/torchrun"))
     assert_golden(f"torchrun_{role}_{node}.txt", text)
 
 
 def test_workers_are_numbered_as_in_the_rank_map_on_every_node() -> None:
     for role in ("actor", "critic", "rollout"):
         for share in ranks().roles[role]:
-            words = torchrun_command(spec(role, ""), ranks(), share.node, "logs")
+            words = torchrun_command(spec(role), ranks(), share.node, "logs")
             assert f"--first_rank={share.ranks[0]}" in words
             assert f"--nproc-per-node={len(share.ranks)}" in words
             assert f"--world={ranks().world(role)}" in words
@@ -94,13 +94,6 @@ def test_only_nodes_that_hold_a_rank_are_used() -> None:
 def test_a_node_that_the_map_does_not_give_the_role_is_refused() -> None:
     with pytest.raises(PlacementError, match="critic was started on gpu1, but the rank map has it on gpu3"):
         share_on(ranks(), "critic", "gpu1")
-
-
-def test_specs_are_read_as_they_were_written(tmp_path: Path) -> None:
-    written = StepSpec("actor", "/runs/a", "7.0.x", ["--a=b c"], {"gpu1": {"OMP_NUM_THREADS": "3"}}, 24001)
-    written.write(tmp_path / "actor.json")
-    assert StepSpec.read(tmp_path / "actor.json") == written
-    assert [path.name for path in tmp_path.iterdir()] == ["actor.json"]
 
 
 def test_threads_are_shared_by_what_computes_at_the_same_time_on_the_same_node() -> None:

@@ -41,8 +41,8 @@ def test_the_ranks_leave_by_themselves_and_the_run_goes_on_from_its_checkpoint(
     with slurm.patience(NOTICED_S):
         slurm.cluster("crash", FIRST)
         try:
-            left = slurm.wait_until(lambda: not slurm.astray(run_dir, *OTHERS), "end of the ranks")
-            waiting = slurm.heirs(*OTHERS)
+            left = slurm.wait_until(lambda: not slurm.left(run_dir, *OTHERS), "end of the ranks")
+            waiting = slurm.agents(*OTHERS)
             assert not any(slurm.cluster("exec", node, "ls", "-A", "/dev/shm").split() for node in OTHERS)
             before = slurm.run(COMMAND, "status", str(run_dir))
             known = slurm.job(job)["JobState"] != "RUNNING"
@@ -107,11 +107,12 @@ def test_a_first_node_that_is_back_before_slurm_misses_it_costs_one_requeue(slur
     job = started(slurm, run_dir, ("--no-kill",), calm_run(slurm).overrides)
     slurm.cluster("crash", FIRST)
     try:
-        slurm.wait_until(lambda: bool(slurm.heirs(*OTHERS)), "process that waits")
+        slurm.wait_until(lambda: not slurm.left(run_dir, *OTHERS), "end of the ranks")
+        assert slurm.agents(*OTHERS)  # they wait
     finally:
         slurm.restart(FIRST)
     back = slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue")
-    slurm.wait_until(lambda: not slurm.heirs(*OTHERS), "end of what waits")
+    slurm.wait_until(lambda: not slurm.agents(*OTHERS), "end of what waits")
     requeued(slurm, job)
     slurm.wait_until(lambda: "resuming from" in said(run_dir), "next start")
     print(f"requeued {back:.0f} s after its first node was back")

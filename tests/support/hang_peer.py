@@ -51,7 +51,7 @@ def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str,
         threaded={"stacks": take_stacks},
     )
     while (request := client.receive()) is not None:
-        request.reply(globals()[request.method](**request.argument()))
+        request.reply(globals()[request.method](request.argument()))
 
 
 if __name__ == "__main__":

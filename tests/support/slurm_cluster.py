@@ -38,7 +38,7 @@ SMALL = (
 )
 """Fewer processes to start, where it is not they that matter."""
 ENDLESS = ("--train.max_steps=100000", "--train.num_episodes=100000")
-HEIR = "slurm_rlhf.nodes.headless"
+AGENT = "slurm_rlhf.nodes.agent"
 OWN = ("unshare", "slurm_cluster.sh", "slurmd", "sleep", "slurmstepd: extern")
 
 
@@ -172,13 +172,9 @@ class Cluster:
         """Command lines of a run's processes on `nodes`."""
         return [line for node in nodes for line in self.processes(node) if str(run_dir) in line]
 
-    def heirs(self, *nodes: str) -> list[str]:
-        """Command lines of those that wait on `nodes` for slurmctld to mark the first node of their job down."""
-        return [line for node in nodes for line in self.processes(node) if HEIR in line]
-
-    def astray(self, run_dir: Path, *nodes: str) -> list[str]:
-        """`left`, without those that wait for slurmctld."""
-        return [line for line in self.left(run_dir, *nodes) if HEIR not in line]
+    def agents(self, *nodes: str) -> list[str]:
+        """Command lines of agents on `nodes`; one whose ranks have left waits for slurmctld to mark a node down."""
+        return [line for node in nodes for line in self.processes(node) if AGENT in line]
 
     def numbered(self, node: str) -> Iterator[tuple[int, str]]:
         """(process id on this machine, command line) of everything on a node."""

@@ -12,7 +12,7 @@ from typing import Any
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.nodes.node_look import look_here
+from slurm_rlhf.nodes.node_look import look
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
@@ -98,7 +98,7 @@ class MpiLauncher:
         """Look at the ranks of this node alone: no other process of the run can start anything elsewhere."""
         here = node_name()
         if here in pids:
-            look_here(here, pids[here], directory)
+            look(here, pids[here]).write(directory)
 
     def unreached(self, nodes: Sequence[str]) -> list[str]:
         return []  # as above

@@ -26,16 +26,16 @@ from slurm_rlhf.cluster.local_directory import take_temporary
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS, exit_text
 from slurm_rlhf.nodes.child_process import bound_to_parent, start_child
-from slurm_rlhf.nodes.mpi.assignment import Assignment
-from slurm_rlhf.nodes.mpi.communicator import Communicator
-from slurm_rlhf.nodes.mpi.launcher import Channel
-from slurm_rlhf.nodes.node import (
+from slurm_rlhf.nodes.environment import (
     IGNORED,
     interface_to_others,
     node_environment,
     visible_gpus,
     without_injected,
 )
+from slurm_rlhf.nodes.mpi.assignment import Assignment
+from slurm_rlhf.nodes.mpi.communicator import Communicator
+from slurm_rlhf.nodes.mpi.launcher import Channel
 from slurm_rlhf.nodes.step_spec import WORKER_MODULE, share_on, worker_arguments
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU

@@ -74,9 +74,9 @@ class OnSlurm:
 
     def _lonely(self, session: Session, *nodes: str) -> list[str]:
         """What does not leave by itself on nodes that hear nothing of the conductor any more."""
-        astray, root = self._slurm.astray, session.directory.root
-        wait_until(lambda: not astray(root, *nodes), LONELY_S, 0.2, 0.5)
-        return [f"process {line[:160]} on {node}" for node in nodes for line in astray(root, node)]
+        left, root = self._slurm.left, session.directory.root
+        wait_until(lambda: not left(root, *nodes), LONELY_S, 0.2, 0.5)
+        return [f"process {line[:160]} on {node}" for node in nodes for line in left(root, node)]
 
     def _look_at(self, session: Session, seen: Observation, *nodes: str) -> None:
         """Note what an ended job has left on the nodes that live."""

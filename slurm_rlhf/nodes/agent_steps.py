@@ -1,0 +1,181 @@
+"""Reach the agents in the steps of roles: tell them what to start, and hear how that ended."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.nodes.agent_server import AgentServer
+from slurm_rlhf.nodes.slurm_run import SlurmRun
+from slurm_rlhf.nodes.srun import RunningStep, Step
+from slurm_rlhf.nodes.step_spec import StepSpec
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.messages import Peer
+
+_ATTEMPTS = 5
+"""Starts of a step that failed for a reason which may be gone the next time."""
+
+
+@dataclass(slots=True)
+class AgentStep:
+    """Is a step with an agent on each node, which starts there what `spec` describes.
+
+    The I/O thread of `AgentSteps` and one other thread use it.
+    """
+
+    running: RunningStep
+    spec: StepSpec
+    ranks: RankMap
+    name: str = ""  # of this start
+    store: str = ""  # where the torchruns meet
+    here: dict[str, Peer] = field(default_factory=dict)  # by node
+    said: deque[tuple[str, int | None, str]] = field(default_factory=deque)
+    attempts: int = 0
+    ending: bool = False
+    _told: int = 0
+    _ended: set[str] = field(default_factory=set)  # nodes whose agent has said that all is over
+
+    def news(self) -> list[tuple[str, int | None, str]]:
+        """Return (node, engine, how) of what ended since the last call; None: all that the step had there.
+
+        Agents tell it. Where an agent itself ended, srun does, and may name several nodes.
+        """
+        found = []
+        while self.said:
+            found.append(self.said.popleft())
+        self._ended |= {node for node, engine, _ in found if engine is None}
+        for nodes, how in self.running.failures()[self._told :]:
+            self._told += 1
+            if not self._ended.issuperset(names_in(nodes)):
+                found.append((nodes, None, how))
+        return found
+
+    @property
+    def untold(self) -> bool:
+        """Tell whether no end was returned yet."""
+        return not self._told and not self._ended
+
+
+def names_in(nodes: str) -> list[str]:
+    """List the nodes that srun named; where it wrote something else, that."""
+    try:
+        return expand(nodes)
+    except PlacementError:
+        return [nodes]
+
+
+class AgentSteps(AgentServer):
+    """Starts the steps of a run and talks to their agents. The conductor's threads may all use it."""
+
+    def __init__(self, run: SlurmRun, address: str) -> None:
+        """Listen on `address`, which the nodes reach."""
+        timeout = run.timeout
+        super().__init__(address, self._note, beat_s=timeout.heartbeat_interval, silent_s=timeout.heartbeat)
+        self._run = run
+        self._steps: dict[str, AgentStep] = {}  # by the name of its start
+
+    def start(self, step: Step, log: Path, spec: StepSpec, ranks: RankMap) -> AgentStep:
+        """Start a step whose agents start `spec`; it does not wait for them, and ends with the calling thread."""
+        started = AgentStep(self._run.running(step, log), spec, ranks)
+        self._start(started)
+        return started
+
+    def start_more(self, step: AgentStep, node: str, spec: StepSpec, ranks: RankMap) -> bool:
+        """Let the agent of `node` start `spec`, too; False: it cannot be reached."""
+        peer = step.here.get(node)
+        if peer is None or peer.lost:
+            return False
+        self.call(peer, "start", (spec, ranks.to_json()), str)
+        return True
+
+    def will_run(self, step: AgentStep) -> bool:
+        """Start a step once more that failed before it did anything, for a reason which may be gone the next time.
+
+        Its failed start may still be ending. Returns whether it will run.
+        """
+        running = step.running
+        failed = running.code is not None or (running.step.together and running.failures())
+        if not failed or not step.untold or step.said or step.attempts == _ATTEMPTS or not running.worth_another_try():
+            return False
+        if running.code is not None:
+            self._start(step)
+        elif not step.ending:
+            step.ending = True
+            running.signal(signal.SIGTERM)
+        return True
+
+    def _start(self, step: AgentStep) -> None:
+        step.name, step.attempts = f"{step.spec.role}.{secrets.token_hex(4)}", step.attempts + 1
+        step.here, step.store, step.ending = {}, "", False
+        self._steps[step.name] = step
+        step.running.variables = self.orders(step.spec.run_dir, step=step.name).to_environment()
+        step.running.start()
+
+    def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+        name, node = peer.role.split()
+        step = self._steps.get(name)
+        if step is None or step.name != name:
+            return  # an earlier start of it
+        if event == "here":
+            step.here[node] = peer
+            self._order(step, node)
+        elif event == "ended":
+            step.said.append((node, data["engine"], str(data["how"])))
+
+    def _order(self, step: AgentStep, node: str) -> None:
+        """Let an agent start what it is there for; the torchruns of a role when that of the first node listens."""
+        nodes = step.running.step.nodes
+        alone = len(nodes) == 1 or not step.running.step.together
+        if alone or node == nodes[0] or step.store:
+            spec = replace(step.spec, environment={node: step.spec.environment[node]}, store=step.store)
+            answer = self.call(step.here[node], "start", (spec, step.ranks.to_json()), str)
+            if not alone and node == nodes[0]:
+                answer.add_done_callback(partial(self._let_meet, step, step.name))
+
+    def _let_meet(self, step: AgentStep, name: str, answer: Future[str]) -> None:
+        if answer.exception() is None and step.name == name:
+            step.store = answer.result()
+            for node in step.here:
+                if node != step.running.step.nodes[0]:
+                    self._order(step, node)
+
+    def end_engine(self, step: AgentStep, node: str, engine: int) -> None:
+        """Let the agent of `node` end an engine by force."""
+        if (peer := step.here.get(node)) is not None:
+            self.call(peer, "end", engine)
+
+    @property
+    def peers(self) -> dict[str, Peer]:
+        """Map each node to one of the agents there."""
+        steps = list(self._steps.values())
+        return {node: peer for step in steps for node, peer in list(step.here.items()) if not peer.lost}
+
+    def end(self, steps: Sequence[AgentStep], done: bool = False, grace_s: float = 0.0) -> None:
+        """End steps and wait until they are gone; `done`: what they have started is leaving, and gets `grace_s`."""
+
+        def wait_gone(seconds: float) -> None:
+            wait_until(lambda: all(step.running.code is not None for step in steps), seconds, 0.05, 0.05)
+
+        if done:
+            for peer in (peer for step in steps for peer in list(step.here.values())):
+                self.call(peer, "leave")
+            wait_gone(grace_s)
+        # SIGTERM makes srun kill its tasks. Steps that are left then have a node that does not answer: the end of the
+        # batch step ends the rest, and srun itself would wait for SlurmdTimeout.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for step in steps:
+                step.running.signal(number)
+            wait_gone(timeouts.STEP_KILL_S)
+        for peer in (peer for step in steps for peer in list(step.here.values())):
+            self.server.dismiss(peer.role, "its step was ended")

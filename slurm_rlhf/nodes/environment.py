@@ -1,0 +1,110 @@
+"""Say what the processes of a role get on a node: variables, visible GPUs, the network interface."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slurm_rlhf.cluster.local_directory import cache_variables
+from slurm_rlhf.cluster.network import address_towards, interface_of
+from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.topology import GPU, Topology
+
+INJECTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that hooks of containers and sites set, and that torchrun's workers or engines would take for ours."""
+
+INJECTED_PREFIXES = ("PMI_", "PMI2_", "PMIX_", "OMPI_")
+
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Variables that name the network interface of collectives. NCCL finds InfiniBand (NCCL_IB_HCA) by itself."""
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Variables that name a process's GPUs; all are set alike. CUDA reads the first; ROCm reads both, which must agree."""
+
+OTHER_CHOICES = ("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+"""Variables by which ROCm would choose among the GPUs once more; they are removed."""
+
+GPU_VARIABLES = (*VISIBLE, *OTHER_CHOICES)
+
+IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+"""Signals to a step reach every process in it, torchrun included; only the conductor reacts to them."""
+
+
+def diagnosis_variables(role: str, logs: Path) -> dict[str, str]:
+    """Return variables that make NCCL write into `logs` why it hangs. A node's own /tmp is lost with the job."""
+    trace = str(logs / f"nccl_trace.{role}.")
+    return {
+        # Both names: torch reads the new one and falls back to the old one, libraries read either.
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": trace,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": trace,
+        "NCCL_DEBUG": "WARN",
+        "NCCL_DEBUG_FILE": str(logs / f"nccl.{role}.%h.%p.log"),
+    }
+
+
+def without_injected(environ: Mapping[str, str]) -> dict[str, str]:
+    """Copy `environ` without the variables that describe a rank."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in INJECTED and not name.startswith(INJECTED_PREFIXES)
+    }
+
+
+def node_environment(
+    environ: Mapping[str, str], role: str, logs: Path, cache: Path, own: Mapping[str, str], interface: str
+) -> dict[str, str]:
+    """Return the whole environment of `role` on a node, made from that of the step.
+
+    What the user exported wins over our diagnosis settings and over `interface` (empty: unknown). Two things win over
+    what the user exported: `own`, the role's variables, and `cache`, the directory for temporary files, and for
+    compiled kernels if train.kernel_cache keeps none.
+    """
+    kept = without_injected(environ)
+    networks = dict.fromkeys(INTERFACES, interface) if interface else {}
+    local = {**cache_variables(cache), "TMPDIR": str(cache)}
+    return without_gpu_choice({**diagnosis_variables(role, logs), **networks, **kept, **local, **own})
+
+
+def without_gpu_choice(environ: Mapping[str, str]) -> dict[str, str]:
+    """Copy `environ` without the variables that would choose among the visible GPUs once more."""
+    return {name: value for name, value in environ.items() if name not in OTHER_CHOICES}
+
+
+def visible_gpus(topology: Topology, node: str, slots: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which a process on `node` sees the GPUs of `slots`, in that order.
+
+    Slurm numbers the devices it granted, or renumbers them if it confines the job to them; `environ` of the step says
+    which, and slot i is the i-th of them. Raises PlacementError when fewer were granted than the rank map uses.
+    """
+    devices = _devices(topology, node, slots, environ) if topology.accelerator == GPU else ""
+    return dict.fromkeys(VISIBLE, devices)
+
+
+def _devices(topology: Topology, node: str, slots: Sequence[int], environ: Mapping[str, str]) -> str:
+    known = topology.node(node)
+    granted = next((found for name in GPU_VARIABLES if (found := _device_names(environ.get(name, "")))), [])
+    if known.devices or not granted:
+        return known.visible(slots)
+    if max(slots) >= len(granted):
+        raise PlacementError(
+            f"node {node}: the rank map uses GPU {max(slots)}, but the step was granted {len(granted)} "
+            f"({','.join(granted)}): ask for all of them with --gpus-per-node"
+        )
+    return ",".join(granted[slot] for slot in slots)
+
+
+def _device_names(value: str) -> list[str]:
+    return [device for device in value.split(",") if device and device != "NoDevFiles"]
+
+
+def interface_to_others(ranks: RankMap, node: str) -> str:
+    """Return the interface towards another node of the run; loopback if there is no other node."""
+    others = (share.node for shares in ranks.roles.values() for share in shares if share.node != node)
+    other = next(others, None)
+    return interface_of(address_towards(other)) if other else "lo"

@@ -1,0 +1,200 @@
+"""A job that has lost its first node: who is left, what is done, and that it is done once."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from waiting import HANG_S
+
+from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS
+from slurm_rlhf.cluster.slurm_job import Job
+from slurm_rlhf.nodes import orphan
+from slurm_rlhf.nodes.children import EngineRanks
+from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Heir, answers, decide, heirs, mark
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.topology import RoleSize, Topology
+
+ALIVE = Job("12", "12", "RUNNING", "None", "0:0", "1", "gpu[001-003]", "", "", batch_host="gpu001", requeue="1")
+HEADLESS = replace(ALIVE, nodes="gpu[002-003]")
+NOBODY = "tcp://127.0.0.1:1"
+SHOWN = "JobId=12 JobState={} Requeue={} Restarts={} NodeList={} BatchHost=gpu001"
+
+
+@pytest.mark.parametrize(
+    ("engines", "expected"),
+    [
+        (("n2", "n3", "n4"), ["n2", "n3"]),
+        (("n1", "n4", "n2"), ["n4", "n2"]),
+        (("n1",), []),
+        ((), []),
+    ],
+)
+def test_the_first_nodes_with_engines_wait(engines: tuple[str, ...], expected: list[str]) -> None:
+    """Each has two engines; `n1` is the first node of the job, and all have trainers."""
+    sizes = [RoleSize("actor", 4, 1)]
+    ranks = place(Topology.uniform(("n1", "n2", "n3", "n4"), 4), sizes)
+    if engines:
+        other = place(Topology.uniform(engines, 4), [RoleSize("rollout", len(engines), 2, engines=2 * len(engines))])
+        ranks = replace(ranks, roles={**ranks.roles, "rollout": other.roles["rollout"]})
+    assert heirs(ranks, "n1") == expected
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        (ALIVE, WAIT),  # slurmctld does not know yet, or the conductor alone has died: its job ends by itself
+        (HEADLESS, REQUEUE),
+        (replace(HEADLESS, requeue="0"), CANCEL),
+        (replace(HEADLESS, restarts="2"), LEAVE),  # somebody has requeued it, and it runs again
+        (replace(HEADLESS, restarts="2", state="PENDING"), LEAVE),
+        (replace(HEADLESS, state="COMPLETING"), LEAVE),
+        (replace(HEADLESS, state="CANCELLED"), LEAVE),
+        (replace(HEADLESS, state="NODE_FAIL"), LEAVE),
+        (None, LEAVE),
+    ],
+)
+def test_what_is_done(job: Job | None, expected: str) -> None:
+    assert decide(job, 1, chain=False) == expected
+    assert decide(job, 1, chain=True) == (CANCEL if expected == REQUEUE else expected)
+
+
+def test_a_conductor_answers_where_somebody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert answers(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+    assert not answers(NOBODY)
+
+
+class Slurm:
+    """A `scontrol` and a `scancel` of the test's, which note that they were called."""
+
+    def __init__(self, root: Path) -> None:
+        self.bin, self.run_dir = root / "bin", root / "run"
+        self.bin.mkdir()
+        (self.run_dir / ".control").mkdir(parents=True)
+        self.code = 0  # of requeue
+        self.program("scancel", "")
+
+    def program(self, name: str, script: str) -> None:
+        file = self.bin / name
+        file.write_text(f'#!/bin/sh\necho "{name} $@" >>{self.bin}/calls\n{script}\n')
+        file.chmod(0o755)
+
+    def says(self, state: str = "RUNNING", requeue: int = 1, restarts: int = 0, nodes: str = "gpu[002-003]") -> None:
+        shown = SHOWN.format(state, requeue, restarts, nodes)
+        refused = f"echo refused >&2; exit {self.code}" if self.code else "exit 0"
+        self.program("scontrol", f"test $1 = show && echo '{shown}' && exit 0\n{refused}")
+
+    @property
+    def done(self) -> list[str]:
+        """What was asked for, but for questions."""
+        calls = (self.bin / "calls").read_text().splitlines()
+        return [call for call in calls if not call.startswith("scontrol show")]
+
+    def heir(self, node: str = "gpu002", endpoint: str = NOBODY) -> Heir:
+        return Heir("12", 0, "gpu001", node, int(node == "gpu003"), self.run_dir, endpoint)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    made = Slurm(tmp_path)
+    monkeypatch.setenv("PATH", f"{made.bin}:/usr/bin:/bin")
+    return made
+
+
+def test_one_of_those_left_requeues_the_job_once(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    heir, second, twin = slurm.heir(), slurm.heir("gpu003"), slurm.heir()
+    slurm.says(nodes="gpu[001-003]")
+    assert not heir.settled()
+    slurm.program("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    assert not heir.settled()
+    slurm.says()
+    assert not second.settled()  # not its turn
+    assert slurm.done == []
+    assert not heir.settled()
+    assert slurm.done == ["scontrol requeue 12"]
+    assert mark(slurm.run_dir, "12", 0).read_text() == (
+        "its first node gpu001 was down, and with it the conductor: gpu002 has requeued it\n"
+    )
+    monkeypatch.setattr(orphan, "TURN_S", 0.0)
+    assert second.settled()  # slurmctld is slow, and says the same
+    assert twin.settled()  # of another step on the same node
+    slurm.says("PENDING", restarts=1, nodes="(null)")
+    assert heir.settled()
+    slurm.says(restarts=1)  # and it has lost its first node once more: that is for those of the new start
+    assert heir.settled()
+    assert slurm.done == ["scontrol requeue 12"]
+
+
+def test_the_second_acts_when_the_first_does_not(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orphan, "TURN_S", 0.0)
+    slurm.says()
+    assert not slurm.heir("gpu003").settled()
+    assert slurm.done == ["scontrol requeue 12"]
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "FAILED", "PREEMPTED"])
+def test_a_job_that_ends_is_left_alone(slurm: Slurm, state: str) -> None:
+    slurm.says(state)
+    assert slurm.heir().settled()
+    assert slurm.done == []
+
+
+def test_a_conductor_that_answers_is_left_alone(slurm: Slurm) -> None:
+    """It was stopped for a while, or this node was cut off."""
+    slurm.says()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert slurm.heir(endpoint=f"tcp://127.0.0.1:{server.getsockname()[1]}").settled()
+    assert not (slurm.bin / "calls").exists()
+
+
+def test_a_job_that_is_not_to_be_requeued_is_cancelled(slurm: Slurm) -> None:
+    slurm.says(requeue=0)
+    assert not slurm.heir().settled()
+    assert slurm.done == ["scancel 12"]
+    assert "gpu002 has cancelled it" in mark(slurm.run_dir, "12", 0).read_text()
+
+
+def test_a_requeue_that_is_refused_again_and_again_ends_in_a_cancelled_job(slurm: Slurm) -> None:
+    slurm.code = 1
+    slurm.says()
+    heir = slurm.heir()
+    for _ in range(3):
+        assert not heir.settled()
+    assert slurm.done == [*["scontrol requeue 12"] * 3, "scancel 12"]
+    assert "(scontrol requeue: refused): gpu002 has cancelled it" in mark(slurm.run_dir, "12", 0).read_text()
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [(f"exit {CONDUCTOR_GONE_STATUS}", True), ("exit 1", False), ("exit 0", False), ("kill -9 $$", False)],
+)
+def test_only_ranks_that_miss_the_conductor_leave_somebody_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, expected: bool
+) -> None:
+    monkeypatch.setattr("slurm_rlhf.nodes.children.start_child", lambda *_, **__: subprocess.Popen(["sh", "-c", ends]))
+    ranks = place(Topology.uniform(("here",), 2), [RoleSize("rollout", 1, 2, engines=2)])
+    engines = EngineRanks(tmp_path, ranks, "here", [], {})
+    engines.start()
+    for engine in engines._engines.values():
+        for process in engine.ranks:
+            process.wait()
+    assert not engines.running
+    assert engines.deserted is expected
+
+
+def test_scancel_ends_it_although_the_ranks_ignore_sigterm() -> None:
+    """It is what remains of an agent, which ignores SIGTERM, as all of a step do."""
+    program = (
+        "import os, signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "from slurm_rlhf.nodes import orphan\n"
+        "orphan.read_slurm = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "orphan.await_end(None, None, 'n', '')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=HANG_S).returncode == -signal.SIGTERM

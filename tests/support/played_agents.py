@@ -1,0 +1,43 @@
+"""Agents of steps that a test plays itself: its `srun` is a script that writes down what they would get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from waiting import HANG_S
+
+from slurm_rlhf.nodes.examiner import client_of
+from slurm_rlhf.nodes.facts import VARIABLE, Orders
+from slurm_rlhf.wire.client import ControlClient
+from slurm_rlhf.wire.messages import Request
+
+WRITE_ORDERS = f'echo "${VARIABLE}" >$orders.new && mv $orders.new $orders\n'
+"""A line of such a script; `$orders` is the file."""
+
+
+class PlayedAgent:
+    """The agent of a node in the step whose orders are in a file."""
+
+    def __init__(self, orders: Path, node: str) -> None:
+        read = Orders.from_environment({VARIABLE: orders.read_text(encoding="utf-8")})
+        self.step = read.step
+        self.client: ControlClient = client_of(read, f"{read.step} {node}", node)
+        self.client.connect(HANG_S)
+        self.client.event("here")
+
+    def asked(self, method: str, declared: Any = Any) -> tuple[Request, Any]:
+        """The next call, which is one of `method`, and its argument."""
+        request = self.client.receive(HANG_S)
+        assert request is not None
+        assert request.method == method
+        return request, request.argument(declared) if declared is not None else None
+
+    def started(self, store: str = "") -> Any:
+        """What it is told to start: the fields of a `StepSpec`."""
+        request, (spec, _) = self.asked("start")
+        request.reply(store)
+        return spec
+
+    def ended(self, how: str, engine: int | None = None) -> None:
+        self.client.event("ended", engine=engine, how=how)
