@@ -117,8 +117,9 @@ class Episodes:
     # On the loop.
 
     def attach(self, source: Source) -> None:
-        """Let a source begin groups."""
-        self._sources.append(source)
+        """Let a source begin groups, unless it may already."""
+        if source not in self._sources:
+            self._sources.append(source)
 
     def detach(self, source: Source) -> None:
         """Let a source begin no more."""

@@ -90,7 +90,6 @@ class GroupStream:
 
     def __post_init__(self) -> None:
         self._sampling = sampling_of(self.parts.config)
-        self.parts.episodes.post(self.parts.episodes.attach, self)
 
     def take(self, step: int) -> Batch:
         """Wait for the batch of `step`; the engines' calls have the time-outs.
@@ -122,12 +121,14 @@ class GroupStream:
     # On the loop.
 
     def _want(self, step: int) -> None:
+        self.parts.episodes.attach(self)
         self._step, self._version, self._wanted, self._changed = step, max(self._version, step - 1), True, True
 
     def _update(self, version: int) -> None:
         self._version = version
 
     def _pause(self, paused: bool) -> None:
+        self.parts.episodes.attach(self)
         self._paused, self._quiet_noted = paused, False
 
     def failed(self, error: BaseException) -> None:

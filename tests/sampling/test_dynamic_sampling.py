@@ -262,10 +262,10 @@ def test_a_group_is_judged_by_its_scores_and_without_them_by_its_rewards(
 def test_streams_and_rounds_are_chosen_by_the_configuration(
     engine: Any, filtered: bool, mode: Any, fixed: bool, expected: tuple[bool, int | None, bool]
 ) -> None:
-    config, episodes = Config(), cast("Any", SimpleNamespace(post=lambda *_: None, attach=None))
+    config = Config()
     config.rollout.engine, config.algo.dynamic_filtering_enable = engine, filtered
     config.vllm.sync_mode, config.train.full_determinism = mode, fixed
-    made = make_batches(cast("Any", SimpleNamespace(config=config, last=1, episodes=episodes)))
+    made = make_batches(cast("Any", SimpleNamespace(config=config, last=1)))
     assert (made.rule.rounds, made.rule.size, made.counts is not None) == expected
 
 
