@@ -31,8 +31,6 @@ from slurm_rlhf.nodes.examination import Examination
 from slurm_rlhf.nodes.facts import Orders
 from slurm_rlhf.nodes.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.nodes.mpi.communicator import Communicator
-from slurm_rlhf.nodes.mpi.launcher import MpiLauncher
-from slurm_rlhf.nodes.mpi.rank import follow, lead
 from slurm_rlhf.nodes.node_look import equipment
 from slurm_rlhf.nodes.report import Report
 from slurm_rlhf.nodes.srun import AGENT
@@ -118,6 +116,8 @@ def _run(world: Communicator, config: Config, placed: Placed, arguments: Argumen
     address = address_among([node.name for node in placed.ranks.topology.nodes], own.node)
     found = [[str(file.absolute()) for file in arguments.files], arguments.overrides, ranks, address]
     conductor = [sys.executable, "-m", "slurm_rlhf.cli.mpi_start", json.dumps(found)]
+    from slurm_rlhf.nodes.mpi.rank import lead
+
     return lead(world, placed.ranks, own, config.timeout.start, conductor)
 
 
@@ -125,6 +125,8 @@ def _other(world: Communicator) -> int:
     world.gather(asdict(this_process()))
     message = obey(world)
     if message is not None:
+        from slurm_rlhf.nodes.mpi.rank import follow
+
         own = Assignment(*message["assignments"][world.rank])
         follow(world, RankMap.from_json(message["ranks"]), own, message["start_s"])
     return 0
@@ -139,6 +141,8 @@ def run_conductor(start: str, orders: int) -> int:
 
     `start`: what rank 0 has found out, as JSON: files and overrides, rank map, address. Raises as `conductor.lead_run`.
     """
+    from slurm_rlhf.nodes.mpi.launcher import MpiLauncher
+
     files, overrides, rank_map, address = json.loads(start)
     config = load_config(files, overrides)
     run_dir = Path(config.run_dir)
