@@ -107,6 +107,9 @@ class RoleAgent:
             case "leave":
                 self._leaving = True
                 request.reply()
+            case "kill":
+                self._kill()
+                request.reply()
 
     def _with(self, engine: int) -> list[EngineRanks]:
         return [engines for engines in self._engines if engine in engines.numbers and not engines.gone(engine)]
@@ -118,15 +121,11 @@ class RoleAgent:
             request.fail(error)
 
     def _environment(self, spec: StepSpec, ranks: RankMap, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the whole environment of the role's processes here; `own`: variables that win. Prints its choices."""
+        """Return the whole environment of the role's processes here; `own`: variables that win."""
         self._temporary = self._temporary or take_temporary()
         interface = interface_to_others(ranks, self._node)
         logs = Path(spec.run_dir) / "logs"
-        found = node_environment(os.environ, spec.role, logs, self._temporary.path, own, interface)
-        chosen = ", ".join(f"{name}={found.get(name, '')}" for name in INTERFACES)
-        towards = f"interface to the other nodes: {interface or 'unknown'}"
-        print(f"{self._node}: {chosen} ({towards}; export these to choose others)", flush=True)
-        return found
+        return node_environment(os.environ, spec.role, logs, self._temporary.path, own, interface)
 
     def _start(self, spec: StepSpec, ranks: RankMap) -> str:
         """Start what is asked for; return where other nodes of a role find this one, as `StepSpec.store`."""
@@ -136,6 +135,9 @@ class RoleAgent:
         slots = ",".join(map(str, share.gpus))
         print(f"{self._node}: ranks {share.ranks[0]} to {share.ranks[-1]} of {spec.role}, slots {slots}")
         environment = self._environment(spec, ranks, own)
+        chosen = ", ".join(f"{name}={environment.get(name, '')}" for name in INTERFACES)
+        towards = f"interface to the other nodes: {interface_to_others(ranks, self._node) or 'unknown'}"
+        print(f"{self._node}: {chosen} ({towards}; export these to choose others)", flush=True)
         if ROLES[spec.role].kind == "engine":
             for number in spec.engines or ():
                 for engines in self._with(number):

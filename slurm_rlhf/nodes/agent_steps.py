@@ -116,14 +116,14 @@ class AgentSteps(AgentServer):
         return True
 
     def _start(self, step: AgentStep) -> None:
-        step.name, step.attempts = f"{step.spec.role}.{secrets.token_hex(4)}", step.attempts + 1
+        step.name, step.attempts = f"agent of {step.spec.role} ({secrets.token_hex(4)}) on", step.attempts + 1
         step.here, step.store, step.ending = {}, "", False
         self._steps[step.name] = step
         step.running.variables = self.orders(step.spec.run_dir, step=step.name).to_environment()
         step.running.start()
 
     def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
-        name, node = peer.role.split()
+        name, _, node = peer.role.rpartition(" ")
         step = self._steps.get(name)
         if step is None or step.name != name:
             return  # an earlier start of it

@@ -109,7 +109,7 @@ def assert_a_killed_rank_is_started_again(slurm: Cluster, run_dir: Path) -> None
 
 
 def assert_hang_is_told_of_every_node(slurm: Cluster, run_dir: Path, holds: Holds) -> None:
-    """The reward function hangs for a while: a step of srun looks at the ranks of all nodes, and the run goes on."""
+    """The reward function hangs for a while: the agents look at the ranks of all nodes, and the run goes on."""
     holds.hold("reward-hang")
     slurm.wait_until(lambda: any(run_dir.glob("hang-*/nodes.txt")), "report of the hang")
     holds.let_go("reward-hang")
