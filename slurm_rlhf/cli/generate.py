@@ -22,7 +22,6 @@ from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, lock_problem
 from slurm_rlhf.nodes.report import Report
-from slurm_rlhf.nodes.slurm_run import SlurmRun
 from slurm_rlhf.nodes.srun import container_of
 from slurm_rlhf.nodes.starters import by_srun
 from slurm_rlhf.placement.rank_map import RankMap
@@ -47,7 +46,7 @@ def run(words: list[str]) -> int:
     arguments = parse(words, USAGE)
     refuse_many_processes("generate")
     config = configured(arguments)
-    from slurm_rlhf.generate.start import engines_everywhere, generate, prepare
+    from slurm_rlhf.generate.job import engines_everywhere, generate, prepare
 
     shard, source = prepare(config, os.environ)
     ranks = engines_everywhere(
@@ -77,10 +76,11 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
             print(printable(note), flush=True)
     if slurm is None:
         return LocalLauncher(directory, ranks)
+    from slurm_rlhf.nodes.slurm import SlurmLauncher
+    from slurm_rlhf.nodes.slurm_run import SlurmRun
+
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    from slurm_rlhf.nodes.slurm import SlurmLauncher
-
     return SlurmLauncher(SlurmRun(directory, slurm, container_of(config), timeout=config.timeout), ranks)
 
 
@@ -134,7 +134,7 @@ def run_eval(words: list[str]) -> int:
     config = configured(arguments)
     from slurm_rlhf.eval.report import report_text
     from slurm_rlhf.generate.eval_job import EvalJob
-    from slurm_rlhf.generate.start import engines_everywhere
+    from slurm_rlhf.generate.job import engines_everywhere
 
     job = EvalJob.prepare(config, model, options.get("output"))
     for one in job.sets:
