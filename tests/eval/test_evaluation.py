@@ -85,7 +85,7 @@ def test_a_reward_that_raises_in_an_evaluation_costs_no_step(
             raise errors.pop()
         return reward(prompts, trajectories, step)
 
-    words = {"steps": 4, "beside": (lambda engines: engines.run) if overlap else None}
+    words = {"steps": 4, "beside": (lambda engines: engines.sample) if overlap else None}
     run = make(tmp_path, stop, reward, **words)
     assert run.evaluation is not None
     run.evaluation.reward = Scoring(raises_once, 50.0)  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ def colocated(told: list[str], offload: bool, generate: Callable[..., Any]) -> E
     colocation = Colocation(roles, handle, offload)  # type: ignore[arg-type]
     started: Any = SimpleNamespace(up=dict.fromkeys(range(handle.world), 0), take_part=lambda up, version: None)
     pool = EnginePool(SimpleNamespace(), started, handle, Weights(told), True)  # type: ignore[arg-type]
-    episodes = SimpleNamespace(sample=generate)
+    episodes = SimpleNamespace(sample=generate, post=lambda *work: None)
     return Engines(told, make_step(Config(), roles, colocation=colocation, pool=pool, episodes=episodes), colocation)
 
 

@@ -200,7 +200,7 @@ def sample_beside(engines: Engines) -> Sample:
 
     def sample(prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         assert threading.current_thread() is not threading.main_thread()
-        found = engines.run(prompts, sampling, version)
+        found = engines.sample(prompts, sampling, version)
         assert engines.version == version
         return found
 
