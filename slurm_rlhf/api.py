@@ -1,4 +1,4 @@
-"""Train and submit from a script or a notebook, as the commands of the same names do."""
+"""Train and submit from a script or a notebook, like the commands of the same names."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def train(
 ) -> Summary:
     """Run a training to its end, as `slurm-rlhf train` does, and return how it went.
 
-    Roles start as processes of their own: on this machine, or on the nodes of the Slurm allocation that this process
-    is in. `config` stays as it is; config.run_dir must be set, and a run goes on from its newest checkpoint there.
+    Roles start as processes of their own on this machine, or on the nodes of the Slurm allocation of this process.
+    `config` is not changed. config.run_dir must be set; a run goes on from its newest checkpoint there.
 
-    reward: a function in place of reward.remote_url, with the same arguments. It is called in this process, so it may
-    be defined in the script or notebook.
-    prompts: texts, or rows as in a JSONL file (dicts with data.input_key, and data.label_key for the reward), in place
-    of data.prompt_dataset. They are kept in the run directory.
+    reward: a function that replaces reward.remote_url, with the same arguments. It is called in this process, so the
+    script or notebook may define it.
+    prompts: texts, or rows as in a JSONL file (dicts with data.input_key, and data.label_key for the reward), instead
+    of data.prompt_dataset. They are written to the run directory.
     algorithm: the name of one, a record, or an advantage function (which then needs no critic). Advantages are computed
     in this process. A policy loss runs in the actor's processes: it has to be in a file that train.plugins names.
 
-    A run that gets a signal to stop saves and returns; `status` of the summary is then "stopped", else "finished".
-    Ctrl-C saves, and then raises KeyboardInterrupt; the same call goes on.
-    Raises SlurmRlhfError: UserError for what the message says how to mend, RunError when the run broke.
+    A run that gets a signal to stop saves and returns with `status` "stopped" in the summary, otherwise "finished".
+    Ctrl-C saves, and then raises KeyboardInterrupt; the same call goes on from there.
+    Raises SlurmRlhfError: UserError, whose message says how to fix the cause, or RunError if the run broke.
     """
     from slurm_rlhf.cli.train import train_here
     from slurm_rlhf.nodes.mpi.assignment import launched
@@ -63,16 +63,16 @@ def train(
         config.data.prompt_dataset = str(_write_prompts(config, prompts))
     keep_others_out()
     if train_here(config) == INTERRUPT.exit_code:
-        raise KeyboardInterrupt  # the rest of the caller's script expects a whole run
+        raise KeyboardInterrupt  # the caller's script expects a complete run
     return Summary.read(RunDirectory(Path(config.run_dir)).summary)
 
 
 def submit(config: Config, *, local: bool = False) -> Any:
     """Submit a run to Slurm, as `slurm-rlhf submit` does; returns a submitit job.
 
-    `job.result()` waits and returns the run's summary as a dict. What `config` names has to be files: rewards and
-    algorithms of yours come with train.plugins. `local`: run on this machine, in a process that outlives this one.
-    Raises ConfigError, PlacementError, ModelError, and RunError when sbatch refuses.
+    `job.result()` waits and returns the run's summary as a dict. Your own rewards and algorithms must be in files that
+    train.plugins names. `local`: run on this machine, in a process that goes on when this one ends.
+    Raises ConfigError, PlacementError, ModelError, and RunError if sbatch refuses.
     """
     from slurm_rlhf.nodes import submit as by_submitit
 
@@ -91,8 +91,8 @@ def _take_algorithm(algorithm: Algorithm | AdvantageFunction | str) -> str:
         algorithm = Algorithm(getattr(algorithm, "__name__", type(algorithm).__name__), algorithm)
     if algorithm.policy_loss is not None:
         raise ConfigError(
-            f"algorithm {algorithm.name!r} has a policy loss, which runs in the actor's processes: an object of this "
-            "process does not get there. Put the algorithm into a Python file that calls "
+            f"algorithm {algorithm.name!r} has a policy loss, which runs in the actor's processes: those do not have "
+            "objects of this process. Put the algorithm into a Python file that calls "
             "slurm_rlhf.register_algorithm, name the file in config.train.plugins, and pass the name alone: "
             f"algorithm={algorithm.name!r}"
         )
@@ -110,7 +110,7 @@ def _take_reward(config: Config, reward: Callable[..., Any]) -> None:
 
 
 def _write_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> Path:
-    """Keep the prompts as a JSONL file of the run, so that it can be resumed and repeated."""
+    """Write the prompts to a JSONL file of the run, so that it can be resumed and repeated."""
     if isinstance(prompts, str) or not prompts:
         raise DataError(f"prompts takes a list of texts or rows with at least one entry, got {prompts!r}")
     lines = []

@@ -1,4 +1,4 @@
-"""Wait for something that sends no message, or that may never return."""
+"""Wait for a condition without a message, or for a call that may never return."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 def wait_until(ready: Callable[[], object], timeout_s: float, pause_s: float = 0.005, longest_s: float = 0.1) -> bool:
-    """Ask `ready()` until it is true, or `timeout_s` seconds have passed; return whether it became true.
+    """Call `ready()` until it is true or `timeout_s` seconds have passed; return whether it became true.
 
-    Pauses grow from `pause_s` to `longest_s`. What `ready` raises ends the wait.
+    Pauses grow from `pause_s` to `longest_s`. An exception of `ready` ends the wait.
     """
     deadline = time.monotonic() + timeout_s
     while not ready():
@@ -26,13 +26,13 @@ def wait_until(ready: Callable[[], object], timeout_s: float, pause_s: float = 0
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Run `work` in a thread of its own, for callers that give up on it: nothing else ends a call into a library."""
+    """Run `work` in a thread of its own, so that the caller can stop waiting for a call into a library."""
     found: Future[T] = Future()
 
     def run() -> None:
         try:
             found.set_result(work())
-        except BaseException as error:  # whoever waits gets it
+        except BaseException as error:  # raised by `result`
             found.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

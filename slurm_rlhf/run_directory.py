@@ -16,7 +16,7 @@ from slurm_rlhf.errors import DiskError, RemoteError
 
 
 class RunDirectory:
-    """Name the paths below `run_dir`; `docs/first_run.md` says what each holds."""
+    """Name the paths in `run_dir`; `docs/first_run.md` describes the files."""
 
     def __init__(self, root: Path) -> None:
         self.root: Final = root
@@ -44,18 +44,18 @@ class RunDirectory:
         return self.logs / f"{role}.{node}.{rank}.log"
 
     def hang(self, step: int, number: int) -> Path:
-        """Name the directory of the report number `number` (from 1) about a hang in `step`."""
+        """Return the directory of report `number` (from 1) on a hang in `step`."""
         return self.root / (f"hang-{step}" if number == 1 else f"hang-{step}.{number}")
 
     def aside(self, path: Path, number: int) -> Path:
-        """Name the place of an earlier start's `path`: metrics.1.jsonl for metrics.jsonl."""
+        """Return the path for the file of an earlier start: metrics.1.jsonl for metrics.jsonl."""
         return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
     def make(self) -> None:
-        """Create the directories; only the owner can enter `.control`, which holds the keys.
+        """Make the directories; only the owner can enter `.control`, which holds the keys.
 
-        Raises PermissionError where `.control` is somebody else's, a link, or open to others: what a run reads there
-        tells its processes what to do.
+        Raises PermissionError if `.control` belongs to another user, is a link, or is open to others, because files in
+        it control the run.
         """
         self.logs.mkdir(parents=True, exist_ok=True)
         control = self.keys.parent
@@ -66,20 +66,20 @@ class RunDirectory:
         raise PermissionError(
             errno.EPERM,
             f"{control} belongs to user {found.st_uid} and has mode {stat.filemode(found.st_mode)}; it has to be a "
-            f"directory of user {os.geteuid()} that nobody else can enter (chmod 700, where it is yours), because the "
-            "keys of the run are there",
+            f"directory of user {os.geteuid()} that nobody else can enter (chmod 700, if it is yours), because it "
+            "holds the keys of the run",
         )
 
 
 def write_atomically(
     path: Path, text: str | Iterable[str], *, durable: bool = False, private: bool = False, errors: str = "strict"
 ) -> None:
-    """Replace `path` by a file with `text`, one piece or many, in one step. Raises OSError; an earlier file stays then.
+    """Replace `path` by a file with `text`, in one piece or many. Raises OSError; then an earlier file stays.
 
-    `durable`: the file outlives a crash of the node. `private`: only the owner can read it, at any moment.
+    `durable`: the file survives a crash of the node. `private`: only the owner can ever read it.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
-    # O_EXCL: never through somebody's link.
+    # O_EXCL: does not follow a link of another user.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8", errors=errors) as file:
@@ -101,14 +101,14 @@ _FULL = ("No space left on device", "inline_container.cc", "PytorchStreamWriter"
 _QUOTA = "Disk quota exceeded"
 _LARGE = "File too large"
 _READ_ONLY = "Read-only file system"
-"""Words of errors that have lost their number on the way through a library or from another process; torch's tell of any
-short write. Another disk of that process may be full: they count where little is free here."""
+"""Texts of errors whose number a library or another process has dropped; torch's texts mean any short write. They may
+be about another disk of that process, so they count only if little is free on this one."""
 
 
 def refusal(error: BaseException, place: Path, needed: int = 0) -> str:
-    """Say why the file system of `place` refused; empty where `error` has another reason.
+    """Say why the file system of `place` refused; empty if `error` has another reason.
 
-    `needed`: bytes that were about to be written, where that is known.
+    `needed`: bytes that were to be written, if that is known.
     """
     number = _number(error, place, needed)
     point, kind = mount_of(place)
@@ -128,8 +128,8 @@ def refusal(error: BaseException, place: Path, needed: int = 0) -> str:
     return ""
 
 
-def remedy(error: BaseException, place: Path, needed: int = 0, there: str = "") -> str:
-    """Say what to do about what `refusal` says of the same; `there`: more about the checkpoints that are kept."""
+def remedy(error: BaseException, place: Path, needed: int = 0, more: str = "") -> str:
+    """Say what to do about a `refusal`; `more` adds to the advice on checkpoints."""
     number = _number(error, place, needed)
     if number == errno.EFBIG:
         return "Raise that limit"
@@ -137,12 +137,12 @@ def remedy(error: BaseException, place: Path, needed: int = 0, there: str = "") 
     if number == errno.EROFS:
         return f"Have it mounted for writing again, or {other}"
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return f"Free space there, keep fewer checkpoints (ckpt.max_num{there}), or {other}"
+        return f"Free space there, keep fewer checkpoints (ckpt.max_num{more}), or {other}"
     return other.capitalize()
 
 
 def most_files() -> int:
-    """Return how many files and connections this process may have open."""
+    """Return how many files and connections this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
@@ -174,10 +174,7 @@ def make_run_directory(root: Path, make: Callable[[], None]) -> None:
 
 @contextmanager
 def run_directory_kept(root: Path) -> Iterator[None]:
-    """Turn an error because the disk of the run directory `root` is full, or `root` has vanished, into a DiskError.
-
-    Errors of roles count, too.
-    """
+    """Raise DiskError for errors of this process or of roles if the disk of `root` is full, or `root` has vanished."""
     try:
         yield
     except (OSError, RemoteError) as error:
@@ -193,13 +190,13 @@ def run_directory_kept(root: Path) -> Iterator[None]:
 
 
 def mount_of(path: Path, table: Path = MOUNTS) -> tuple[Path, str]:
-    """Return the mount point of `path` and the type of its file system; "/" and "" where the table does not say."""
+    """Return the mount point of `path` and the type of its file system; "/" and "" if the table does not have it."""
     _, point, kind = _mounted(path, table)
     return point, kind
 
 
 def device_of(point: Path, table: Path = MOUNTS) -> str:
-    """Return what is mounted at `point`: a device, or `server:/directory`; empty where the table does not say."""
+    """Return the device or `server:/directory` that is mounted at `point`; empty if the table does not have it."""
     device, found, _ = _mounted(point, table)
     return device if found == point else ""
 
@@ -220,7 +217,7 @@ def _mounted(path: Path, table: Path) -> tuple[str, Path, str]:
 
 
 def size_of(directory: Path) -> int:
-    """Add up the bytes of all files below `directory`; those that vanish meanwhile do not count."""
+    """Add up the sizes of all files in `directory`, except those that vanish meanwhile."""
     total = 0
     for parent, _, names in os.walk(directory):
         for name in names:

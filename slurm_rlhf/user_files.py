@@ -14,19 +14,19 @@ from typing import Any
 from slurm_rlhf.errors import ConfigError, UserError
 
 
-def run_file(file: Path, key: str, error_class: type[UserError], mend: str = "") -> ModuleType:
+def run_file(file: Path, key: str, error_class: type[UserError], fix: str = "") -> ModuleType:
     """Run a Python file as a module; its directory is importable for it.
 
-    `key`: the key of the configuration that names the file, for messages. Where the file raises, this raises
-    `error_class` with file and line; its message ends with `mend`, which says what to do. Raises ConfigError for a file
-    that is not Python.
+    `key`: the key of the configuration that names the file, for messages. If the file raises an exception, this raises
+    `error_class` with file and line, and with the advice `fix` at the end. Raises ConfigError for a file that is not
+    Python.
     """
     name = f"slurm_rlhf_user_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{key}: {file} is not a Python file: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickling look their module up by name; neighbours come last, so that they shadow nothing.
+    # Dataclasses look their module up by name. Files in its directory come last on the path, so that they hide nothing.
     sys.modules[name] = module
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
@@ -35,7 +35,7 @@ def run_file(file: Path, key: str, error_class: type[UserError], mend: str = "")
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise error_class(f"{line_of(file, error)}: cannot be imported: {text_of(error)}{mend}") from error
+        raise error_class(f"{line_of(file, error)}: cannot be imported: {text_of(error)}{fix}") from error
     finally:
         _running.pop()
     return module
@@ -46,17 +46,17 @@ _of_script: set[tuple[str, str]] = set()
 
 
 def note_origin(key: str, name: str) -> None:
-    """Remember whether the value `name` of `key` was registered by a file of `run_file`, or by the script itself."""
+    """Note whether a file of `run_file` or the script itself has registered the value `name` of `key`."""
     (_of_script.discard if _running else _of_script.add)((key, name))
 
 
 def is_of_script(key: str, name: str) -> bool:
-    """Tell whether the script alone has registered `name`: no other process that reads the configuration knows it."""
+    """Tell whether the script itself has registered `name`, so that other processes do not know it."""
     return (key, name) in _of_script
 
 
 def line_of(file: Path | str, error: BaseException) -> str:
-    """Name file and line of the deepest frame in the user's file."""
+    """Return file and line of the innermost frame in the user's file."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f"{file}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
@@ -64,17 +64,17 @@ def line_of(file: Path | str, error: BaseException) -> str:
 
 
 def file_of(function: Callable[..., Any]) -> str:
-    """Name the file that a function is defined in; a cell of a notebook has a name too. Else the function's name."""
+    """Return the file that defines a function, or the cell of a notebook; otherwise the function's name."""
     code = getattr(function, "__code__", None) or getattr(getattr(function, "__call__", None), "__code__", None)  # noqa: B004
     return str(code.co_filename) if code is not None else getattr(function, "__name__", type(function).__name__)
 
 
 def same_place(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Say whether `other` is `one` defined anew, as a cell of a notebook does that runs again."""
+    """Tell whether `other` is a new definition of `one`, as by a cell of a notebook that runs again."""
     return all(getattr(one, name, None) == getattr(other, name, "") for name in ("__module__", "__qualname__"))
 
 
 def text_of(error: BaseException) -> str:
-    """Put an error into words: its type and its message."""
+    """Return the type and the message of an error."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

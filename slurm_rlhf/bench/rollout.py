@@ -20,7 +20,8 @@ from slurm_rlhf.ranks.engine_leader import EngineLeader
 from slurm_rlhf.ranks.rank_process import import_libraries, serve
 from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
-from slurm_rlhf.sampling.dispatch import Dispatcher
+from slurm_rlhf.sampling.episodes import Episodes
+from slurm_rlhf.sampling.scheduler import Scheduler
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import EngineCalls
 from slurm_rlhf.wire.client import ControlClient
@@ -128,11 +129,11 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
         try:
             vocab = _vocab(config)
             baseline = BaselineEngine(config)
-            dispatcher = Dispatcher(worker.handle, config.train.seed, config.vllm.max_num_seqs, deterministic=False)
+            episodes = Episodes(Scheduler(worker.handle, config.train.seed, config.vllm.max_num_seqs))
 
             def ours(number: int) -> int:
                 drawn = _prompts(number, prompts, prompt_tokens, vocab)
-                found: list[Trajectory] = dispatcher.run(drawn, how, number)
+                found: list[Trajectory] = episodes.sample(drawn, how, number)
                 answered["ours"] = [t.response_ids.tolist() for t in found]
                 return sum(len(t.response_ids) for t in found)
 

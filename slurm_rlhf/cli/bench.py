@@ -53,7 +53,8 @@ class Bench:
         config = "" if self.defaults is None else "[FILE.toml ...] [--KEY=VALUE ...] "
         usage = f"usage: slurm-rlhf bench {self.name} {config}[--OPTION=VALUE ...] [--json]"
         shown = {
-            name: option.about + (f" [{option.default}]" if option.default not in (False, "") else "")
+            name: option.about
+            + (f" [{option.default}]" if option.default is not False and option.default != "" else "")
             for name, option in self.options.items()
         }
         return Command(usage, self.about, self.run, shown | {"json": "print one JSON object"})

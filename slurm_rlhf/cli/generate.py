@@ -47,7 +47,7 @@ def run(words: list[str]) -> int:
     arguments = parse(words, USAGE)
     refuse_many_processes("generate")
     config = configured(arguments)
-    from slurm_rlhf.generate.start import engines_everywhere, generate, prepare
+    from slurm_rlhf.generate.job import engines_everywhere, generate, prepare
 
     shard, source = prepare(config, os.environ)
     ranks = engines_everywhere(
@@ -134,7 +134,7 @@ def run_eval(words: list[str]) -> int:
     config = configured(arguments)
     from slurm_rlhf.eval.report import report_text
     from slurm_rlhf.generate.eval_job import EvalJob
-    from slurm_rlhf.generate.start import engines_everywhere
+    from slurm_rlhf.generate.job import engines_everywhere
 
     job = EvalJob.prepare(config, model, options.get("output"))
     for one in job.sets:

@@ -1,7 +1,7 @@
 """Keep the documentation by topic, and show a page in a terminal.
 
-What lives here: one Markdown page per topic, and `pages`: the topics, their texts, how a terminal shows them, and the
-reference of all keys, which is written from the schema, so that it cannot differ from it.
+What lives here: one Markdown page per topic, and `pages`: the topics, their texts, and the reference of all keys, which
+is written from the schema, so that it cannot differ from it.
 
 May import: the base modules and `config`. No torch.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError, SyncError, shortened
@@ -28,6 +29,7 @@ from slurm_rlhf.records import (
     Trajectory,
     VersionSpan,
 )
+from slurm_rlhf.wire.calls import GenerateBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,19 +85,35 @@ class ActiveRequest:
             text=text[: min(ends, default=None)],
             versions=self.spans,
             engine=engine,
+            key=self.request.key,
         )
 
 
-def request_seed(run_seed: int, prompt: int, sample: int, version: int) -> int:
-    """Return a seed in [0, 2**63) for sample `sample` of prompt row `prompt` under policy `version`.
+def request_seed(run_seed: int, prompt: int, sample: int, version: int, turn: int = 0) -> int:
+    """Return a seed in [0, 2**63) for turn `turn` of sample `sample` of prompt row `prompt` under policy `version`.
 
-    It depends on what the request is, and not on when it arrives. blake2b over the four numbers as 64-bit integers: the
+    It depends on what the request is, and not on when it arrives. blake2b over the numbers as 64-bit integers: the
     same in every process and on every machine, and unrelated for neighbours, unlike sums and products of small numbers.
     The top bit is 0 because engines keep seeds in signed 64-bit tensors.
     """
-    packed = struct.pack("<4q", run_seed, prompt, sample, version)
+    packed = struct.pack("<4q", run_seed, prompt, sample, version) + (struct.pack("<q", turn) if turn else b"")
     digest = hashlib.blake2b(packed, digest_size=8, person=b"rlhf-request").digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def requests_of(batch: GenerateBatch) -> list[GenerateRequest]:
+    """Make the requests of a call, in their order."""
+    return [
+        GenerateRequest(
+            str(one.number),
+            one.prompt,
+            one.sample,
+            one.token_ids,
+            replace(batch.sampling, max_new_tokens=one.limit),
+            request_seed(batch.run_seed, one.prompt, one.sample, one.round, one.turn),
+        )
+        for one in batch.asked
+    ]
 
 
 # --- the seam --------------------------------------------------------------------------------------------------------

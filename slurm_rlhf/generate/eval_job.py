@@ -21,13 +21,11 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import UserError
 from slurm_rlhf.eval.responses import ScoredResponse, answer_of
 from slurm_rlhf.eval.sets import EvalSet, Evaluated, answered, keep, read_eval_sets, source_of
-from slurm_rlhf.generate.answers import PendingRows, Scores
 from slurm_rlhf.generate.identity import Identity, claim, directory_fingerprint, file_fingerprint
-from slurm_rlhf.generate.job import Opened, answer_rows
+from slurm_rlhf.generate.job import Opened, answer_rows, engine_config
 from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
-from slurm_rlhf.generate.output import OUTPUT, OutputFile, whole_lines
-from slurm_rlhf.generate.progress import JobProgress
-from slurm_rlhf.generate.start import engine_config
+from slurm_rlhf.generate.output import OUTPUT, JobProgress, OutputFile, whole_lines
+from slurm_rlhf.generate.rows import PendingRows, Scores
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Prompt, Sampling

@@ -1,34 +1,40 @@
-"""Runs one job: claims the output, starts the engines, hands out rows, and writes the answers."""
+"""Puts a job together and runs it: claims the output, starts the engines, hands out rows, and writes the answers."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.config.check import check_generate
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.errors import RoleDied, printable
-from slurm_rlhf.generate.answers import VERSION, PendingRows
+from slurm_rlhf.errors import PlacementError, RoleDied, printable
+from slurm_rlhf.generate.identity import RowShard, claim, identity_of, shard_here
 from slurm_rlhf.generate.merge import merge
-from slurm_rlhf.generate.output import MERGED, OutputFile
-from slurm_rlhf.generate.progress import JobProgress
-from slurm_rlhf.generate.row_calls import Answered, Gone, RowCalls
+from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
+from slurm_rlhf.generate.output import MERGED, OUTPUT, JobProgress, OutputFile
+from slurm_rlhf.generate.row_calls import VERSION, Answered, Gone, RowCalls
+from slurm_rlhf.generate.rows import PendingRows, PromptRows, Scores
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe.run_status import write_summary
-from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.rank_map import NodeShare, RankMap
+from slurm_rlhf.placement.topology import CPU, Node, Topology
 from slurm_rlhf.run_directory import RunDirectory, run_directory_kept
+from slurm_rlhf.sampling.batches import sampling_of
 from slurm_rlhf.wire.handles import EngineHandle
 
 WAIT_S = 0.2
@@ -78,7 +84,7 @@ class GenerateJob:
                 handle, engines = supervisor.roles[ROLLOUT], supervisor.engines
                 assert isinstance(handle, EngineHandle)
                 assert engines is not None
-                self.calls = RowCalls(handle, engines)
+                self.calls = RowCalls(handle, engines, self.pending.seed, self.pending.width)
                 engines.begin_apart(VERSION)
                 self.tell(f"starting {handle.world} engines")
                 while self.pending.queue.unfinished:
@@ -87,6 +93,8 @@ class GenerateJob:
                         raise supervisor.failure
         finally:
             stop.ignore_signals()
+            if self.calls:
+                self.calls.close()
             supervisor.stop()
             ready = len(self.calls.ready) if self.calls else 0
             self.tell(self.progress.line(self.output.counts, ready, time.monotonic()))
@@ -104,7 +112,7 @@ class GenerateJob:
         self.output.sync(now)
         for engine in calls.ready:
             self.progress.works(now)
-            self.pending.feed(calls, engine, now)
+            self.pending.feed(calls.ask_row, engine, len(calls.ready), now)
         if calls.ready and self.progress.due(now):
             self.tell(self.progress.line(self.output.counts, len(calls.ready), now))
             self._write_summary("running")
@@ -167,3 +175,100 @@ def answer_rows(
         finally:
             with contextlib.suppress(OSError):
                 output.close()
+
+
+def engines_everywhere(topology: Topology, tp: int, per_node: int = 0) -> RankMap:
+    """Put `per_node` engines of `tp` neighbouring slots on each node; 0: as many as its GPUs hold.
+
+    Nodes without GPUs have as many process slots as that takes, for one engine where `per_node` is 0. Raises
+    PlacementError where a node holds fewer engines than were asked for, or none holds one.
+    """
+    if topology.accelerator == CPU:
+        slots = (per_node or 1) * tp
+        topology = Topology(tuple(Node(node.name, slots, node.cpus) for node in topology.nodes), CPU)
+    shares: list[NodeShare] = []
+    engines = 0
+    for node in topology.nodes:
+        count = node.gpus // tp
+        if per_node > count:
+            raise PlacementError(
+                f"generate.engines_per_node = {per_node} engines of vllm.tensor_parallel_size = {tp} need "
+                f"{per_node * tp} GPUs, and {node.name} has {node.gpus}: lower one of them, or set "
+                "generate.engines_per_node = 0 for as many as fit"
+            )
+        count = per_node or count
+        if count:
+            slots = count * tp
+            first = engines * tp
+            places = tuple((engines + slot // tp, slot % tp) for slot in range(slots))
+            shares.append(NodeShare(node.name, tuple(range(slots)), tuple(range(first, first + slots)), places))
+            engines += count
+    if not shares:
+        most = max(node.gpus for node in topology.nodes)
+        raise PlacementError(
+            f"vllm.tensor_parallel_size = {tp}, and the largest node has {most} GPUs: an engine does not leave its "
+            f"node. Use at most {most}, or ask for more GPUs with --gpus-per-node"
+        )
+    return RankMap(topology, {ROLLOUT: shares})
+
+
+def prepare(config: Config, environ: Mapping[str, str]) -> tuple[RowShard, Source]:
+    """Check all that is known before anything is written. Raises UserError."""
+    check_generate(config)
+    root = Path(config.run_dir)
+    shard = shard_here(root, config.generate.num_shards, environ)
+    source = find_source(config, root)
+    check_model(config, source.base or source.model)
+    return shard, source
+
+
+def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) -> Config:
+    """Return the configuration that the engines read, of a rollout role without trainers."""
+    made = copy.deepcopy(config)
+    made.run_dir = str(directory)
+    made.actor.model_name_or_path = str(model)
+    made.vllm = replace(
+        made.vllm,
+        num_engines=len(ranks.tp_groups),
+        num_nodes=len(ranks.roles[ROLLOUT]),
+        sync_mode="drain",
+    )
+    made.train.colocate_all = made.ds.enable_sleep = False
+    return made
+
+
+def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, launcher: Launcher) -> int:
+    """Answer the rows of `shard` that are left, and return the exit code. Raises SlurmRlhfError."""
+    began = time.monotonic()
+    root = shard.directory(Path(config.run_dir))
+    made = engine_config(config, source.model, ranks, root)
+    return answer_rows(made, root, ranks, launcher, partial(_open, config, shard, source, ranks, began))
+
+
+def _open(
+    config: Config, shard: RowShard, source: Source, ranks: RankMap, began: float, directory: RunDirectory
+) -> Opened:
+    """Open the output of a directory that only this process uses, and find the rows that are left."""
+    scores = Scores.of(config, directory.reward_log)
+    model = provide(source, print, directory.role_log("model", node_name(), 0))
+    rows = PromptRows.read(config, model)
+    claim(directory.root, identity_of(config, model, shard, len(rows)))
+    output = OutputFile(directory.root / OUTPUT)
+    n = config.rollout.n_samples_per_prompt
+    own = shard.rows(len(rows))
+    left = [row for row in own if not output.counts.complete(row, n)]
+    pending = PendingRows.of(
+        rows.prompts(left),
+        sampling=sampling_of(config),
+        seed=config.train.seed,
+        width=config.vllm.max_num_seqs,
+        scores=scores,
+        logprobs=config.generate.logprobs,
+        written=output.counts.done,
+    )
+    groups = {group.engine: group for group in ranks.tp_groups}
+    progress = JobProgress(len(own) * n, groups, began, len(output.counts.done))
+    part = f", part {shard.index} of {shard.count}" if shard.count > 1 else ""
+    done = f"; {progress.before} are there from before" if progress.before else ""
+    print(f"run directory {directory.root}: {progress.total} responses to {len(own)} rows{part}{done}", flush=True)
+    return output, pending, progress

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rlhf.errors import ConfigError, DataError, shortened
-from slurm_rlhf.generate.identity import FILE, ROWS, SHARD, read_identity
+from slurm_rlhf.generate.identity import FILE, ROWS, SHARD, RowShard, known_count, read_identity
 from slurm_rlhf.generate.output import MERGED, OUTPUT, whole_lines
-from slurm_rlhf.generate.shards import RowShard, known_count
 
 SAMPLES = "rollout.n_samples_per_prompt"
 

@@ -1,6 +1,6 @@
 """Starts the engines of a run, each by itself, and starts those again that die, once their old processes are gone.
 
-The users of a lost engine go on without it: `Dispatcher` and `GroupStream` hand its unfinished prompts to the others,
+The users of a lost engine go on without it: `Scheduler` hands its unfinished requests to the others,
 `EnginePool` forms the weight transfer group anew. An engine that was started again joins like one that starts late.
 """
 

@@ -230,7 +230,7 @@ class Sample:
     advantage: float | None  # mean over the tokens of the response
     finish_reason: str
     engine: int
-    version: int  # of the policy that sampled the first token
+    version: int  # policy version that sampled the first token
     tokens: list[str]  # with special tokens
     logprobs: list[float | None]  # computed by the engine
     actor_logprobs: list[float | None]  # computed by the actor, before the update

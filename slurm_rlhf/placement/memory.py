@@ -24,6 +24,7 @@ from slurm_rlhf.placement.rank_memory import (
     hf_terms,
     persistent,
     reduce_buckets,
+    step_work,
     tensors,
     trainer_states,
     update_terms,
@@ -178,7 +179,7 @@ def _alone(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
 
 def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     ds, ranks = config.ds, role.ranks(config)
-    elements, _ = tensors(shape, role.head)
+    elements, sizes = tensors(shape, role.head)
     held = trainer_states(config, shape, role.name)
     buckets = reduce_buckets(config, elements) if ranks > 1 or ds.zero_stage else 0
     resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role.name, ranks)}
@@ -192,6 +193,7 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     phases = {
         "update": moment | update_terms(config, shape, role),
         "forward": forward_terms(config, shape, role.head, ds.zero_stage == 3),
+        "step": moment | {"optimizer's work": step_work(elements, ranks, ds.zero_stage, max(sizes))},
     }
     if role.name == ACTOR and has_engines(config):
         bucket = min(config.sync.bucket_size_mb(on_gpus=True) << 20, (2 if half(config) else 4) * elements)
@@ -217,9 +219,10 @@ def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
     """Estimate a rank of an engine, which takes its whole share of the GPU, whatever it needs."""
     rank = engine(config, shape, gpu)
     bucket = config.sync.bucket_size_mb(on_gpus=True) << 20
+    module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
     awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
-    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket}})
+    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}})
 
 
 def _context(role: str, ranks: int) -> dict[str, int]:

@@ -216,16 +216,32 @@ def persistent(sizes: dict[int, int], elements: int) -> int:
     return sum(size * count for size, count in sizes.items() if size <= threshold)
 
 
+def step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
+    """Estimate an optimizer step beyond states and gradients: square roots of AdamW, flat gradients, their norm.
+
+    The norm of each piece of the gradient is taken in fp64.
+    """
+    part = -(-elements // ranks) if stage else elements
+    return 4 * part + max(4 * part if stage else 0, 8 * min(largest, part))
+
+
 def update_terms(config: Config, shape: ModelShape, role: RoleSpec) -> dict[str, int]:
     """Estimate forward and backward of a micro-batch; a sequence that is longer than the budget is one by itself."""
     ds, longest = config.ds, config.data.max_len
     tokens, width = max(config.train.max_tokens_per_gpu, longest), 2 if half(config) else 4
     checkpointing, autocast = config.actor.gradient_checkpointing_enable, half(config) and ds.zero_stage == 0
     how = Pass(tokens, longest, width, checkpointing, ds.attn_implementation, autocast)
+    elements, sizes = tensors(shape, role.head)
+    largest = max(sizes)
+    # The largest gradient is sent alone if no bucket holds it.
+    alone = (2 if ds.grad_comm_dtype == "bf16" else 4) * largest if largest > min(elements, BUCKET) else 0
     terms = {
         "activations": saved(shape, how) + recomputed(shape, how) + autocast_weights(shape, how),
         "backward": tokens * width * (2 * _widest(shape) + 2 * shape.hidden),  # the MLP is widest; not measured
+        "loose gradient": width * largest + alone,
     }
+    if role.head and ds.fp32_lm_head and half(config) and ds.zero_stage:  # at stage 0 parameters are fp32
+        terms["fp32 head"] = 8 * shape.head
     # Log-probabilities, their gradient, and the gradient of the logits in fp32 and in the precision of the head.
     each = 12 + (2 if width == 2 and not ds.fp32_lm_head else 0) + (8 if config.actor.entropy_coef else 0)
     return terms | _any_pass(config, shape, role.head, ds.zero_stage == 3, tokens, each)
@@ -234,7 +250,10 @@ def update_terms(config: Config, shape: ModelShape, role: RoleSpec) -> dict[str,
 def forward_terms(config: Config, shape: ModelShape, head: bool, cut: bool) -> dict[str, int]:
     """Estimate a pass without gradients, which has three fp32 tensors of log-probabilities and entropy."""
     tokens, width = max(config.train.forward_tokens, config.data.max_len), 2 if half(config) else 4
-    return {"forward activations": forward_work(shape, tokens, width)} | _any_pass(config, shape, head, cut, tokens, 12)
+    terms = {"forward activations": forward_work(shape, tokens, width)}
+    if head and config.ds.fp32_lm_head and half(config):
+        terms["fp32 head"] = 4 * shape.head
+    return terms | _any_pass(config, shape, head, cut, tokens, 12)
 
 
 def _any_pass(config: Config, shape: ModelShape, head: bool, cut: bool, tokens: int, each: int) -> dict[str, int]:

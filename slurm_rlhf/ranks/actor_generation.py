@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.engine.engine import GATHERING, Engine, GenerateRequest, phase_of, request_seed
+from slurm_rlhf.engine.engine import GATHERING, Engine, GenerateRequest, phase_of, requests_of
 from slurm_rlhf.engine.hf import HfEngine, Vocabulary
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.placement.memory import gathers_once
@@ -16,7 +16,7 @@ from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, EngineLoad, Trajectory
 from slurm_rlhf.trainer.distributed import all_agree, device_bytes
 from slurm_rlhf.trainer.generation import Generation
-from slurm_rlhf.wire.calls import ActorCalls, GenerateAnswer, PromptTokens, ResponseBatch, Sampled
+from slurm_rlhf.wire.calls import ActorBatch, ActorCalls, GenerateAnswer
 from slurm_rlhf.wire.client import ControlClient
 
 if TYPE_CHECKING:
@@ -46,14 +46,15 @@ class ActorGeneration:
         how = "layer by layer, for each token" if not self._generation.whole else "once for the responses of a step"
         return f"actor: samples with transformers; parameters that ZeRO-3 has cut are gathered {how}"
 
-    def sample(self, batch: ResponseBatch) -> GenerateAnswer:
+    def sample(self, batch: ActorBatch) -> GenerateAnswer:
         """Sample the responses of a batch. Raises RunError, also where another rank does not answer in time."""
         self._batch += 1
         self._note(0, GATHERING)
         began = time.monotonic()
         try:
             self._wake(batch.version)
-            found, steps = self._sample(self._requests(batch))
+            requests = requests_of(batch.batch)
+            found, steps = self._sample(requests)
         except RuntimeError as error:  # a collective's time-out, a lost connection, no memory
             self.sleep()
             raise RunError(
@@ -61,10 +62,9 @@ class ActorGeneration:
             ) from error
         if batch.last:
             self.sleep()
-        wanted = [(prompt.position, (prompt.prompt, sample)) for prompt, sample in _responses(batch)]
-        sampled = [Sampled(position, found[which]) for position, which in wanted if which in found]
-        tokens = sum(len(one.trajectory.response_ids) for one in sampled)
-        busy = time.monotonic() - began if wanted else 0.0
+        sampled = [found[request.key] for request in requests if request.key in found]
+        tokens = sum(len(one.response_ids) for one in sampled)
+        busy = time.monotonic() - began if requests else 0.0
         return GenerateAnswer(sampled, EngineLoad(tokens, len(sampled), steps, busy))
 
     def sleep(self) -> None:
@@ -81,9 +81,9 @@ class ActorGeneration:
             self._engine.load(self._generation.weights(), version)
             self._engine.wake(KV_CACHE)
 
-    def _sample(self, requests: list[GenerateRequest]) -> tuple[dict[tuple[int, int], Trajectory], int]:
+    def _sample(self, requests: list[GenerateRequest]) -> tuple[dict[str, Trajectory], int]:
         """Step until no rank needs this one; return the responses, none if they were dropped, and own steps."""
-        found: dict[tuple[int, int], Trajectory] = {}
+        found: dict[str, Trajectory] = {}
         steps, left = 0, len(requests)
         for request in requests:
             self._engine.add(request)
@@ -93,23 +93,10 @@ class ActorGeneration:
                 found, left = {}, 0
             steps += left > 0
             for one in self._engine.step():
-                found[one.prompt, one.sample] = one
+                found[one.key] = one
                 left -= 1
             if not self._engine.status.unfinished:
                 return found, steps
-
-    def _requests(self, batch: ResponseBatch) -> list[GenerateRequest]:
-        return [
-            GenerateRequest(
-                f"{prompt.position}.{sample}",
-                prompt.prompt,
-                sample,
-                prompt.token_ids,
-                batch.sampling,
-                request_seed(batch.run_seed, prompt.prompt, sample, batch.round),
-            )
-            for prompt, sample in _responses(batch)
-        ]
 
     def _advice(self, error: RuntimeError) -> str:
         if isinstance(error, torch.OutOfMemoryError):
@@ -118,8 +105,3 @@ class ActorGeneration:
 
     def _note(self, token: int, doing: int | str) -> None:
         self._client.phase = phase_of(self._batch, token, doing)
-
-
-def _responses(batch: ResponseBatch) -> list[tuple[PromptTokens, int]]:
-    """Return the prompt and the number of each response."""
-    return list(zip(batch.prompts, batch.samples.tolist(), strict=True))

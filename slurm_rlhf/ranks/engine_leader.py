@@ -10,11 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.engine.engine import GenerateRequest, Meter, backend, request_seed
+from slurm_rlhf.engine.engine import GenerateRequest, Meter, backend, requests_of
 from slurm_rlhf.engine.tp_engine import EnginePlace, TpEngine, engine_store
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.ranks.engine_follower import EngineFollower, EngineWorker, publish_address
@@ -26,10 +25,10 @@ from slurm_rlhf.wire.calls import (
     EngineCalls,
     GenerateAnswer,
     GenerateBatch,
-    Sampled,
     StartAnswer,
     SyncGroupRequest,
     WakeUpRequest,
+    most_in_answer,
 )
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.messages import FAILURE, Request, sendable
@@ -57,8 +56,10 @@ class EngineLeader(EngineWorker, EngineCalls):
     def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
         super().__init__(config, info, client)
         self.meter = Meter()
-        self._pending = PendingResponses()
-        self._open: dict[tuple[int, int], tuple[int, int]] = {}  # (prompt, sample) -> stream, position
+        self._calls: deque[tuple[CallAnswer, int]] = deque()  # with the least that each is answered with
+        self._open: set[str] = set()  # keys of the requests that the engine has
+        self._finished: list[Trajectory] = []  # responses that no call has fetched yet
+        self._error: Exception | None = None  # why requests are lost whose calls were not there yet
         self._after_drain: list[Request] = []
         self._halted = False  # an update broke off under responses in flight: they wait for the next update
         self.followers: FollowerLinks | None = None
@@ -116,10 +117,11 @@ class EngineLeader(EngineWorker, EngineCalls):
     def drop(self) -> None:
         """Drop what is in flight between two steps."""
         self._drop(RunError(f"{self.place} was told to drop its requests"))
+        self._error = None
 
     def sleep(self) -> int:
         """Give up the accelerator, and drop what is in flight: its run is being stopped."""
-        self._drop(RunError(f"{self.place} was told to sleep"))
+        self.drop()
         return self.engine.sleep()
 
     def wake_up(self, request: WakeUpRequest) -> None:
@@ -133,26 +135,19 @@ class EngineLeader(EngineWorker, EngineCalls):
         super().handle(request)
 
     def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:
-        """Queue `sampling.n` responses to each prompt; calls of one stream are answered as `PendingResponses` says."""
+        """Queue what is asked for. Calls are answered in their order with whatever has finished, whoever asked."""
         answer: CallAnswer = Future()
+        self._calls.append((answer, batch.least))
         try:
-            self._queue(batch, answer)
+            if self._error is not None:
+                raise self._error
+            for request in requests_of(batch):
+                self._open.add(request.key)
+                self.engine.add(request)
         except Exception as error:
             self._drop(error)
-            if not answer.done():
-                answer.set_exception(error)
+        self._answer()
         return answer
-
-    def _queue(self, batch: GenerateBatch, answer: CallAnswer) -> None:
-        asked = len(batch.prompts) * batch.sampling.n
-        found = self._pending.open(batch.stream, answer, batch.answer or asked, asked)
-        if found is not None:
-            self._reply(answer, found)
-        for position, prompt, token_ids in batch.prompts:
-            for sample in range(batch.sampling.n):
-                self._open[prompt, sample] = (batch.stream, position)
-                seed = request_seed(batch.run_seed, prompt, sample, batch.version)
-                self.engine.add(GenerateRequest(f"{prompt}.{sample}", prompt, sample, token_ids, batch.sampling, seed))
 
     def busy(self) -> bool:
         return bool(self._open) and not self._halted
@@ -168,15 +163,18 @@ class EngineLeader(EngineWorker, EngineCalls):
             self._drop(error)
             return
         self.meter.stepped(self.engine.status, len(finished))
-        for trajectory in finished:
-            stream, position = self._open.pop((trajectory.prompt, trajectory.sample))
-            completed = self._pending.finish(stream, Sampled(position, trajectory))
-            if completed:
-                self._reply(*completed)
+        self._open.difference_update(trajectory.key for trajectory in finished)
+        self._finished += finished
+        self._answer()
         self._drained()
 
-    def _reply(self, answer: CallAnswer, found: list[Sampled]) -> None:
-        answer.set_result(GenerateAnswer(found, self.meter.take()))
+    def _answer(self) -> None:
+        """Answer the calls that may be answered: all of them once nothing is left to come."""
+        while self._calls and (not self._open or len(self._finished) >= self._calls[0][1]):
+            longest = (len(one.prompt_ids) for one in self._finished), (len(one.response_ids) for one in self._finished)
+            count = most_in_answer(*(max(lengths, default=0) for lengths in longest))
+            found, self._finished = self._finished[:count], self._finished[count:]
+            self._calls.popleft()[0].set_result(GenerateAnswer(found, self.meter.take()))
 
     def _drained(self) -> None:
         """Answer the calls that waited for the last response, if that was it."""
@@ -186,9 +184,13 @@ class EngineLeader(EngineWorker, EngineCalls):
             super().handle(self._after_drain.pop(0))
 
     def _drop(self, error: Exception) -> None:
-        """Fail all calls and let the engine forget its requests, whose keys the next call may use again."""
-        self._pending.fail(error)
+        """Fail all calls, or else the next one, and let the engine forget its requests."""
+        self._error = None if self._calls or not self._open else error
+        for answer, _ in self._calls:
+            answer.set_exception(error)
+        self._calls.clear()
         self._open.clear()
+        self._finished.clear()
         try:
             self.engine.drop()
         except Exception:
@@ -261,66 +263,3 @@ class LeadingEngine(TpEngine):
     def close(self) -> None:
         self._followers.send(FollowerCalls.leave)
         super().close()
-
-
-@dataclass(slots=True)
-class _Stream:
-    """Keeps the calls of one stream in their order, and what is finished and not yet answered."""
-
-    open: deque[tuple[CallAnswer, int]] = field(default_factory=deque)  # call, responses that it asked for
-    finished: list[Sampled] = field(default_factory=list)
-    owed: int = 0  # responses that were asked for and that no call has come for yet
-
-
-class PendingResponses:
-    """Answers each call of a stream with as many responses as it asked for, whichever finish first.
-
-    So the caller knows how much an engine has in hand: of a call that were answered with its own responses only, the
-    last one would hold back the news that the others' places are free. All responses of a stream are answered when as
-    many have finished as its calls asked for. A call may ask for more responses than it is answered with: then calls
-    that ask for none come for the rest.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[int, _Stream] = {}
-
-    def open(self, stream: int, answer: CallAnswer, count: int, asked: int | None = None) -> list[Sampled] | None:
-        """Let `answer` wait for `count` responses, at least 1; `asked`: how many its call asks for, None: as many.
-
-        Returns what to answer it with, if that has finished already. Raises RunError for a call that comes for
-        responses which nobody has asked for, or which a failure has taken away.
-        """
-        queue = self._streams.get(stream, _Stream())
-        owed = queue.owed + (count if asked is None else asked) - count
-        if owed < 0:
-            raise RunError(f"a call came for {count} responses of stream {stream}, and {queue.owed} are left for it")
-        self._streams[stream] = queue
-        queue.owed = owed
-        queue.open.append((answer, count))
-        return self._complete(stream)
-
-    def finish(self, stream: int, response: Sampled) -> tuple[CallAnswer, list[Sampled]] | None:
-        """Add a finished response; return the call that it completes, if any, and what to answer it with."""
-        queue = self._streams[stream]
-        queue.finished.append(response)
-        first = queue.open[0][0] if queue.open else None
-        found = self._complete(stream)
-        return None if first is None or found is None else (first, found)
-
-    def _complete(self, stream: int) -> list[Sampled] | None:
-        """Take the answer to the first call of the stream, if as many responses have finished."""
-        queue = self._streams[stream]
-        if not queue.open or len(queue.finished) < queue.open[0][1]:
-            return None
-        _, count = queue.open.popleft()
-        found, queue.finished = queue.finished[:count], queue.finished[count:]
-        if not queue.open and not queue.owed:
-            del self._streams[stream]
-        return found
-
-    def fail(self, error: Exception) -> None:
-        """Let all calls fail: nothing that they asked for will come."""
-        for queue in self._streams.values():
-            for answer, _ in queue.open:
-                answer.set_exception(error)
-        self._streams.clear()

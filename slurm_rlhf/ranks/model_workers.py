@@ -21,12 +21,12 @@ from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer, RewardModel
 from slurm_rlhf.weights.ends import ActorEnd
 from slurm_rlhf.weights.group import abort_newest
 from slurm_rlhf.wire.calls import (
+    ActorBatch,
     ActorCalls,
     CriticCalls,
     ForwardBatch,
     GenerateAnswer,
     ReferenceCalls,
-    ResponseBatch,
     RewardCalls,
     SaveRequest,
     SelfCheckAnswer,
@@ -106,7 +106,7 @@ class ActorWorker(TrainerWorker, ActorCalls):
         answer = super().train_step(batch)
         return replace(answer, logprobs=self.trainer.passed)
 
-    def generate(self, batch: ResponseBatch) -> GenerateAnswer:
+    def generate(self, batch: ActorBatch) -> GenerateAnswer:
         return self.generation.sample(batch)
 
     def drop(self) -> None:

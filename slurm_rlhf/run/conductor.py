@@ -69,6 +69,11 @@ class Conductor:
     state: RunState = field(init=False)
     started: float = field(default_factory=time.monotonic)
 
+    def work(self, stop: Stop) -> None:
+        """Train to the end, or until `stop` is asked for."""
+        self.stop = stop
+        self.run()
+
     def stopped(self, request: StopRequested) -> bool:
         """Tell that the run stops; answer whether it did a step."""
         newest = None if request.saved else CheckpointDir(self.directory.root).resolve("auto")
@@ -88,9 +93,8 @@ class Conductor:
         """Tell the user something."""
         self.reporting.note(line)
 
-    def work(self, stop: Stop) -> None:
-        """Train to the end, or until `stop` is asked for. Mistakes of the user are found before a process starts."""
-        self.stop = stop
+    def run(self) -> None:
+        """Train to the end. All that a user may have got wrong is checked before the first process starts."""
         inputs = Inputs.read(self.config, self.reporting.note)
         self.state, checkpoint, complete = self._resume(inputs)
         changed = changed_keys(_config_of(checkpoint), self.config) if checkpoint else []

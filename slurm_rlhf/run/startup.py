@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.algorithms.policy_distance import KLController
@@ -38,8 +39,9 @@ from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.sampling.actor_sampler import ActorSampler
-from slurm_rlhf.sampling.dispatch import Dispatcher, Sampler
+from slurm_rlhf.sampling.episodes import Episodes
+from slurm_rlhf.sampling.scheduler import Scheduler
+from slurm_rlhf.sampling.waves import ActorWaves, Waves
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.wire.calls import EngineCalls, StartAnswer, StartCalls
 from slurm_rlhf.wire.handles import EngineHandle, gather
@@ -121,13 +123,13 @@ class Startup:
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
             pool = self._start_engines(units, engines, weight_sync, colocation)
             self._start_trainers(pool)
-            step = self._step(self._dispatcher(engines, pool), pool, colocation)
+            step = self._step(self._episodes(engines, pool), pool, colocation)
         else:
             gpus = self._gpus()
             self._start_trainers(None)
             at_once = config.rollout.hf_at_once(on_gpus=self.ranks.topology.accelerator == GPU)
-            sampler = ActorSampler(roles[ACTOR], config.train.seed, at_once, self.reporting.answered)
-            step = self._step(sampler, None, None)
+            waves = ActorWaves(roles[ACTOR], config.train.seed, at_once, self.reporting.answered)
+            step = self._step(Episodes(waves), None, None)
         directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
         checkpoints = RunCheckpoints(
             directory, config.ckpt.max_num, roles, state, step, saved, cadence, self.clock, gpus, self.inputs.model
@@ -155,11 +157,10 @@ class Startup:
         config, sets = self.config, self.inputs.evaluation
         if not sets:
             return None
-        overlapping, engines = None, self.supervisor.roles.get(ROLLOUT)
-        if config.eval.overlap and isinstance(engines, EngineHandle):
-            # Without a pool: while the actor trains it cannot give its weights to engines that start late.
-            most, fixed = config.vllm.max_num_seqs, config.train.full_determinism
-            overlapping = Dispatcher(engines, config.train.seed, most, fixed).run
+        overlapping = None
+        if config.eval.overlap and ROLLOUT in self.supervisor.roles:
+            # While the actor trains it cannot give its weights to engines that start late.
+            overlapping = partial(step.episodes.sample, admits=False)
         return Evaluation(config, sets, self.directory.evaluations, step.generate, step.reward, overlapping)
 
     def _phase(self, name: str) -> None:
@@ -223,20 +224,21 @@ class Startup:
         for future in futures:
             future.add_done_callback(answered)
 
-    def _dispatcher(self, engines: EngineHandle, pool: EnginePool) -> Dispatcher:
+    def _episodes(self, engines: EngineHandle, pool: EnginePool) -> Episodes:
         config = self.config
-        return Dispatcher(
-            engines,
-            config.train.seed,
-            config.vllm.max_num_seqs,
-            config.train.full_determinism,
-            # While the actor trains it cannot give its weights: late engines get theirs with the next update.
-            None if config.vllm.sync_mode == "inflight" else pool,
-            pool.rescue,
-            self.reporting.answered,
-        )
+        fixed, drain = config.train.full_determinism, config.vllm.sync_mode == "drain"
+        common = engines, config.train.seed, config.vllm.max_num_seqs, self.reporting.answered
+        urgent = not drain or config.algo.dynamic_filtering_enable
 
-    def _step(self, sampler: Sampler, pool: EnginePool | None, colocation: Colocation | None) -> TrainingStep:
+        def admit(version: int) -> list[int]:
+            # While the actor trains it cannot give its weights: late engines get theirs with the next update.
+            if engines.ready:
+                return pool.admit(version) if drain and not fixed else []
+            return pool.rescue()
+
+        return Episodes(Waves(*common) if fixed else Scheduler(*common, urgent=urgent), admit)
+
+    def _step(self, episodes: Episodes, pool: EnginePool | None, colocation: Colocation | None) -> TrainingStep:
         config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
         scale, message = reward_scale(config)
         if message:
@@ -249,7 +251,7 @@ class Startup:
             algorithm=algorithm_of(config),
             roles=roles,
             pool=pool,
-            dispatcher=sampler,
+            episodes=episodes,
             colocation=colocation,
             prompts=inputs.prompts,
             order=inputs.order,

@@ -16,7 +16,6 @@ Proximal Policy Optimization (2017); Ouyang et al., Training language models to 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -54,9 +53,9 @@ from slurm_rlhf.run.experience import (
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step_metrics import EngineMetrics, agreement_metrics, sample_metrics
 from slurm_rlhf.run.update import Trained, first_pass, train, update_metrics
-from slurm_rlhf.sampling.batch_sources import Parts, make_batches
-from slurm_rlhf.sampling.batches import Batch, Batches, EpisodesOver, sampling_of
-from slurm_rlhf.sampling.dispatch import Sampler
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver, Parts
+from slurm_rlhf.sampling.episodes import Episodes
+from slurm_rlhf.sampling.group_stream import GroupStream, make_batches
 from slurm_rlhf.wire.handles import RoleHandle
 
 Metrics = dict[str, float]
@@ -73,7 +72,7 @@ class TrainingStep:
     algorithm: Algorithm
     roles: Mapping[str, RoleHandle[Any]]
     pool: EnginePool | None  # None: the actor samples
-    dispatcher: Sampler
+    episodes: Episodes
     colocation: Colocation | None  # None: every role has accelerators of its own
     prompts: PromptSet
     order: PromptOrder
@@ -85,13 +84,13 @@ class TrainingStep:
     engine_metrics: EngineMetrics
     phases: Phases
     stop: Stop
-    batches: Batches = field(init=False)
+    batches: GroupStream = field(init=False)
     _synced: Metrics = field(default_factory=dict, init=False)  # metrics of the last sync
 
     def __post_init__(self) -> None:
         last, awake = self.total_steps, self.awake
-        parts = Parts(self.config, self.prompts, self.order, last, self.dispatcher, self.reward, awake)
-        self.batches = make_batches(parts, self.sample)
+        parts = Parts(self.config, self.prompts, self.order, last, self.episodes, self.reward, awake)
+        self.batches = make_batches(parts)
 
     def run(
         self, number: int, version: int, checked: Callable[[], None], overlap: Overlap | None = None
@@ -120,17 +119,10 @@ class TrainingStep:
         self.sync(version + 1)
         return batch, experience, metrics | batch.metrics | self._synced
 
-    def sample(self, number: int) -> Batch:
-        """Sample the responses to the next prompts of the order; step `number` seeds them, whenever that is."""
-        prompts = [self.prompts[position] for position in self.order.next() or []]
-        after, began = self.order.state_dict(), time.monotonic()
-        trajectories = self.generate(prompts, sampling_of(self.config), number - 1)
-        return Batch(number, prompts, trajectories, self.dispatcher.loads, time.monotonic() - began, after)
-
     def generate(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
-        """Sample `sampling.n` responses to each prompt, to train on or to evaluate; the actor has policy `version`."""
+        """Sample `sampling.n` responses to each prompt, to evaluate the actor's policy `version`."""
         with self.awake(version):
-            return self.dispatcher.run(prompts, sampling, version)
+            return self.episodes.sample(prompts, sampling, version)
 
     @contextmanager
     def awake(self, version: int) -> Iterator[None]:

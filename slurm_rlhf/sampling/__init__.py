@@ -1,6 +1,6 @@
-"""Hand prompts to engines, and make batches of what comes back.
+"""Sample groups of episodes, and make batches of them.
 
-`dispatch` sends fixed batches and streams, `group_stream` keeps engines busy while the trainers work, by the rules in
-`group_rules`; `engine_feed` says how much an engine takes; `actor_sampler` lets an actor sample itself; `row_queue` is
-for rows of `slurm-rlhf generate`. `batch_sources` and `batches` make what a step trains on. No torch.
+`episodes` runs each episode as a coroutine, `scheduler` decides which engine gets its next request, `waves` how where
+nothing may depend on time. `batch_sources` and `group_stream` make what a step trains on, by the rules in
+`group_rules`; `row_queue` is for rows of `slurm-rlhf generate`. No torch.
 """

@@ -6,20 +6,26 @@ trains.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slurm_rlhf.algorithms.reward_shaping import passes
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import Rewards, joined
+from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.sampling.group_rules import GroupState
+
+if TYPE_CHECKING:
+    from slurm_rlhf.sampling.episodes import Episodes
+    from slurm_rlhf.sampling.scheduler import EngineWork
 
 
 class EpisodesOver(Exception):
@@ -42,42 +48,40 @@ class Batch:
     judged: int = 0  # groups that dynamic sampling looked at since the batch before; 0: it is off
 
 
-class Batches(Protocol):
-    """Gives each step its batch, in their order."""
-
-    def take(self, step: int) -> Batch:
-        """Wait for the batch of `step`; the engines' calls have the time-outs.
-
-        Raises what sampling raised, FilteredAway, and EpisodesOver where prompts run out before it is full.
-        """
-        ...
-
-    def updated(self, version: int) -> None:
-        """Note that all engines have policy `version`; return at once."""
-        ...
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Begin no groups meanwhile, so that the engines can do other work."""
-        ...
-
-    def close(self) -> None:
-        """Begin no further group. Groups in flight are dropped with the engines; they can be sampled again."""
-        ...
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PromptGroup:
     """Holds a prompt and the responses that have come."""
 
     place: int  # place in the prompt order
     prompt: Prompt
     state: GroupState
-    engine: int = -1  # engine that samples it
-    begun: float = field(default_factory=time.monotonic)
+    sampling: Sampling
+    round: int  # seeds its responses
+    work: EngineWork | None = None  # work of the engine that samples it
+    position: int = 0  # place in its wave
+    begun: float = 0.0
     ended: float = 0.0  # time of its last response
     trajectories: list[Trajectory] = field(default_factory=list)
     rewards: Rewards | None = None
     verdict: bool | None = None  # True: it may be trained on; None: not known yet
+
+    @property
+    def complete(self) -> bool:
+        return len(self.trajectories) == self.sampling.n
+
+    def ordered(self) -> list[Trajectory]:
+        """Return the responses in the order of their samples."""
+        return sorted(self.trajectories, key=lambda trajectory: trajectory.sample)
+
+
+def responses_of(groups: Iterable[PromptGroup]) -> list[Trajectory]:
+    """Return all responses, in (group, sample) order."""
+    return [trajectory for group in groups for trajectory in group.ordered()]
+
+
+def owners_of(groups: Iterable[PromptGroup]) -> list[Prompt]:
+    """Return the prompt of each of `responses_of`."""
+    return [group.prompt for group in groups for _ in group.trajectories]
 
 
 @dataclass(slots=True)
@@ -157,7 +161,7 @@ def assemble_batch(
     return Batch(
         step=step,
         prompts=[group.prompt for group in groups],
-        trajectories=[t for group in groups for t in sorted(group.trajectories, key=lambda t: t.sample)],
+        trajectories=responses_of(groups),
         loads=loads,
         seconds=float(np.max([g.ended for g in groups]) - np.min([g.begun for g in groups])),
         order=order,
@@ -165,3 +169,17 @@ def assemble_batch(
         metrics=metrics,
         judged=judged,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Holds the parts that make batches."""
+
+    config: Config
+    prompts: PromptSet
+    order: PromptOrder
+    last: int  # last step of the run
+    episodes: Episodes
+    reward: Scoring
+    awake: Callable[[int], AbstractContextManager[None]]
+    """Lets engines sample with a policy version: colocated ones are awake meanwhile."""

@@ -108,3 +108,23 @@ def first_passing(verdicts: Sequence[bool | None], batch: int) -> list[int] | No
         if verdict:
             chosen.append(index)
     return chosen if len(chosen) == batch else None
+
+
+# A slow engine must not hold prompts that others could have started: when the last prompt is handed out, every engine
+# should hold only prompts that it works on. So the reserve that an engine holds beyond its width shrinks with the
+# number of prompts that are left. Source: Polychronopoulos and Kuck, Guided Self-Scheduling (1987).
+
+# The reserve, a quarter of the width: an eighth that is finished but not answered, and one that travels.
+_RESERVE = 4
+# The reserve is at most a twelfth of an engine's share of what is left. So an engine that is up to six times slower
+# than its peers has begun everything it holds when they take the last prompt.
+_LAST_CHUNKS = 12
+
+
+def allowance(left: int, engines: int, width: int) -> int:
+    """Count the responses that an engine may owe: its width, and perhaps a reserve.
+
+    left: responses that no engine was asked for; width: responses that an engine works on at once.
+    """
+    reserve = -(-width // _RESERVE)
+    return width + (reserve if engines == 1 else min(reserve, left // (_LAST_CHUNKS * engines)))

@@ -109,71 +109,86 @@ class SyncGroupRequest(Record):
         return {name: value for name, value in known.items() if name != "parameters" and value is not None}
 
 
-class PromptTokens(NamedTuple):
-    position: int  # place in the batch of the conductor
+class Asked(NamedTuple):
+    """Asks for one response."""
+
+    number: int  # of the request, which no other has at the same time
     prompt: int  # Prompt.index
+    sample: int  # 0 .. n-1
+    round: int  # seeds the response, with the run's seed
+    turn: int  # turns of the episode that came before
+    limit: int  # most tokens of the response
     token_ids: I32  # [P]
 
 
 class PackedPrompts(Record):
-    """Packs N prompts into four arrays; as a list, many of them would not fit into the header of a message."""
+    """Packs what was asked for into two arrays; as a list, much of it would not fit into the header of a message.
 
-    positions: I32  # [N]
-    prompts: I32  # [N]
-    lengths: I32  # [N]
-    token_ids: I32  # [sum of lengths]
+    A row is eight numbers: those of its first response in the order of `Asked`, then how many responses there are,
+    which count on in `number` and `sample`, and P. So a prompt travels once for all of its samples.
+    """
+
+    rows: I32  # [8 N]
+    token_ids: I32  # [sum of P]
 
     @classmethod
-    def pack(cls, prompts: Sequence[PromptTokens]) -> PackedPrompts:
-        """Pack prompts in their order."""
-        return cls(
-            np.array([prompt.position for prompt in prompts], dtype=np.int32),
-            np.array([prompt.prompt for prompt in prompts], dtype=np.int32),
-            np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int32),
-            np.concatenate([np.zeros(0, dtype=np.int32), *(prompt.token_ids for prompt in prompts)], dtype=np.int32),
-        )
+    def pack(cls, asked: Sequence[Asked]) -> PackedPrompts:
+        """Pack requests in their order."""
+        rows: list[list[int]] = []
+        tokens: list[I32] = []
+        for one in asked:
+            if rows and one.token_ids is tokens[-1]:
+                number, prompt, sample, *same, count, _ = rows[-1]
+                if [*one[:6]] == [number + count, prompt, sample + count, *same]:
+                    rows[-1][6] += 1
+                    continue
+            rows.append([*one[:6], 1, len(one.token_ids)])
+            tokens.append(one.token_ids)
+        empty = np.zeros(0, dtype=np.int32)
+        return cls(np.array(rows, dtype=np.int32).reshape(-1), np.concatenate([empty, *tokens], dtype=np.int32))
 
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __iter__(self) -> Iterator[PromptTokens]:
-        ends = np.cumsum(self.lengths, dtype=np.int64)
-        rows = zip(self.positions, self.prompts, ends - self.lengths, ends, strict=True)
-        for position, prompt, start, end in rows:
-            yield PromptTokens(int(position), int(prompt), self.token_ids[start:end])
+    def __iter__(self) -> Iterator[Asked]:
+        end = 0
+        for number, prompt, sample, round, turn, limit, count, length in self.rows.reshape(-1, 8).tolist():
+            end += length
+            token_ids = self.token_ids[end - length : end]
+            for more in range(count):
+                yield Asked(number + more, prompt, sample + more, round, turn, limit, token_ids)
 
 
 class GenerateBatch(Record):
-    """Hands prompts to an engine, and says how many responses this call is answered with."""
+    """Asks for responses, perhaps for none: then the call fetches what earlier ones have asked for."""
 
-    prompts: PackedPrompts  # may be empty: then the call comes for responses that earlier ones asked for
+    asked: PackedPrompts
     sampling: Sampling
     run_seed: int
-    version: int  # number of the policy, which seeds the responses
-    stream: int  # calls of one stream are answered with whichever of its responses finish first
-    answer: int = 0  # 0: as many as this call asks for
+    least: int = 1  # responses in an engine's answer; fewer if no more are to come
 
 
-class ResponseBatch(Record):
-    """Asks a rank of the actor for one response to each of N prompts; a prompt comes as often as it has samples."""
+class ActorBatch(Record):
+    """Asks a rank of the actor for responses, perhaps for none: it takes part in what all ranks do together."""
 
-    prompts: PackedPrompts  # may be empty: the rank takes part in what all ranks do together
-    samples: I32  # [N], number of the sample
-    sampling: Sampling
-    run_seed: int
-    round: int  # seeds the responses, with `run_seed`
+    batch: GenerateBatch
     version: int  # number of the policy
     last: bool  # no further batch is sampled with the present weights
 
 
-class Sampled(NamedTuple):
-    position: int  # see PromptTokens
-    trajectory: Trajectory
-
-
 class GenerateAnswer(Record):
-    found: list[Sampled]
+    found: list[Trajectory]
     load: EngineLoad  # work of the engine since its last answer
+
+
+# The header of a message is bounded (`codec.MAX_HEADER_BYTES`): this is an eighth of it.
+_ANSWER_BYTES = 8 << 20
+_ANSWER_RESPONSES = 8192  # each has four arrays, which may be frames: half of the frames a message may have
+_TOKEN_BYTES = 17  # id, log-prob, mask, and eight bytes of text, twice the usual length
+_RESPONSE_BYTES = 256  # without its tokens
+
+
+def most_in_answer(prompt_tokens: int, response_tokens: int) -> int:
+    """Count the responses that fit into one answer, at least 1, by the largest number of tokens of each."""
+    size = _RESPONSE_BYTES + 4 * prompt_tokens + _TOKEN_BYTES * response_tokens
+    return max(1, min(_ANSWER_RESPONSES, _ANSWER_BYTES // size))
 
 
 class WakeUpRequest(Record):
@@ -264,7 +279,7 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
         """Write the policy and its tokenizer as a Hugging Face directory, which all ranks see."""
 
     @call(deadline="generate")
-    def generate(self, batch: ResponseBatch) -> GenerateAnswer:
+    def generate(self, batch: ActorBatch) -> GenerateAnswer:
         """Sample responses (rollout.engine = hf). Every rank gets as many of these calls, in the same order."""
 
     @call(deadline="generate")
@@ -312,7 +327,7 @@ class EngineCalls(StartCalls, SyncCalls, Protocol):
 
     @call(deadline="generate")
     def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:
-        """Sample responses; answered when as many are finished as `batch.answer` says."""
+        """Sample responses; answered when `batch.least` of all that were asked for are finished, or nothing is left."""
 
     @call(deadline="sync")
     def drop(self) -> None:

@@ -1,12 +1,29 @@
-"""One machine: process slots without GPUs, the real GPUs with them, and what it refuses."""
+"""What one machine is: its GPUs, its addresses, and directories that only it sees."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from gpu_smi import card, write_smi
+from waiting import HANG_S
 
-from slurm_rlhf.cluster.gpu_query import local_gpus
+from slurm_rlhf.cluster.gpu_query import (
+    ask_gpus,
+    driver_cuda,
+    is_busy,
+    local_gpus,
+    parse_gpus,
+    share_gpus,
+    with_processes,
+)
+from slurm_rlhf.cluster.local_directory import take_directory, take_temporary
+from slurm_rlhf.cluster.network import link_mbits, user_name
 from slurm_rlhf.cluster.resources import local_topology
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
@@ -96,3 +113,177 @@ def test_the_drivers_directory_where_nvidia_smi_does_not_answer(tmp_path: Path) 
     assert local_gpus({"PATH": str(tmp_path)}, proc) == ("0", "1")
     assert local_gpus(nvidia_smi(tmp_path, 3, code=9), proc) == ("0", "1")
     assert local_gpus({"PATH": "/nonexistent"}, tmp_path / "missing") == ()
+
+
+# --- local directory --------------------------------------------------------------------------------------------------
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from slurm_rlhf.cluster.local_directory import take_directory
+print(take_directory("other", Path(sys.argv[1])).path, flush=True)
+import os
+os.execvp("sleep", ["sleep", "60"])
+"""
+
+
+def test_a_directory_lasts_as_long_as_its_process_and_what_that_becomes(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            theirs = Path(other.stdout.readline().strip())
+            assert theirs.is_dir()
+            (theirs / "kernel").write_text("compiled")
+            mine = take_directory("mine", tmp_path).path
+            assert theirs.is_dir()
+        finally:
+            other.kill()
+    take_directory("next", tmp_path)
+    assert not theirs.exists()
+    assert mine.is_dir()
+    assert mine.parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_directory_that_somebody_else_put_there_is_not_used(tmp_path: Path) -> None:
+    planted = tmp_path / "elsewhere"
+    planted.mkdir()
+    (tmp_path / f"slurm_rlhf.{os.getuid()}").symlink_to(planted)
+    own = take_directory("mine", tmp_path).path
+    assert planted not in own.resolve().parents
+    assert list(planted.iterdir()) == []
+
+
+@pytest.mark.parametrize("length", [0, 80])
+def test_a_directory_for_sockets_has_a_short_path_and_goes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """vLLM puts names of 37 characters behind it, and a socket's path has 107 at most."""
+    place = tempfile.mkdtemp(prefix="t") if not length else str(tmp_path / ("x" * length))
+    Path(place).mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", place)
+    made = take_temporary()
+    assert made.path.stat().st_uid == os.getuid()
+    assert len(str(made.path)) + 37 <= 107
+    assert str(made.path).startswith("/tmp/slurm_rlhf." if length else place)
+    (made.path / "socket").touch()
+    made.remove()
+    made.remove()
+    assert not made.path.exists()
+    assert length or not list(Path(place).iterdir())
+
+
+# --- network ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interfaces(tmp_path: Path) -> Path:
+    """Ethernet up and down, InfiniBand, and an interface without any speed."""
+    for name in ("eth0", "eth1", "lo"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "eth0" / "speed").write_text("25000\n")
+    (tmp_path / "eth1" / "speed").write_text("-1\n")
+    for name in ("ib0", "ib1"):
+        port = tmp_path / name / "device" / "infiniband" / "mlx5_0" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("names", "mbits"),
+    [("eth0", 25_000), ("eth1", 0), ("lo", 0), ("gone", 0), ("", 0), ("ib0", 200_000), ("ib0,ib1", 400_000)],
+)
+def test_the_speed_of_a_link(interfaces: Path, names: str, mbits: int) -> None:
+    assert link_mbits(names, interfaces) == mbits
+
+
+def test_of_several_links_all_must_be_known(interfaces: Path) -> None:
+    assert link_mbits("ib0,eth1", interfaces) == 0
+
+
+def test_the_loopback_interface_has_none() -> None:
+    assert link_mbits("lo") == 0
+
+
+def test_a_user_without_a_name_is_a_number() -> None:
+    assert user_name(0) == "root"
+    assert user_name(2**31 - 7) == str(2**31 - 7)
+
+
+# --- gpu query --------------------------------------------------------------------------------------------------------
+
+
+def asked(directory: Path) -> dict[str, str]:
+    return {"PATH": f"{directory}:{os.environ['PATH']}"}
+
+
+def test_cards_processes_driver_and_cuda(tmp_path: Path) -> None:
+    cards = [card(0, used=40123), card(1, "NVIDIA A100-SXM4-80GB", 81920, mig="[N/A]")]
+    mine = f"{cards[0].split(', ')[1]}, {os.getpid()}, /opt/my python, 40100"
+    write_smi(tmp_path, cards, [mine, "GPU-of-another-job, 7, python, [N/A]"], cuda="13.0")
+    look = ask_gpus(asked(tmp_path))
+    assert [(gpu.index, gpu.name, gpu.memory_mib, gpu.used_mib, gpu.mig) for gpu in look.gpus] == [
+        (0, "NVIDIA H100 80GB HBM3", 81559, 40123, False),
+        (1, "NVIDIA A100-SXM4-80GB", 81920, 4, False),
+    ]
+    (process,) = look.gpus[0].processes
+    assert (process.pid, process.name, process.memory_mib) == (os.getpid(), "/opt/my python", 40100)
+    assert process.user  # this process's own
+    assert [is_busy(gpu) for gpu in look.gpus] == [True, False]
+    assert (look.driver, look.cuda, look.said) == ("580.95.05", driver_cuda(), "")
+    assert [gpu.index for gpu in look.chosen(("1", "0"))] == [1, 0]
+    assert [gpu.index for gpu in look.chosen((cards[1].split(", ")[1][:12], "7"))] == [1]
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "expected"),
+    [
+        ("No devices were found\n", 0, "nvidia-smi shows none: No devices were found"),
+        (
+            "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest\n"
+            "NVIDIA driver is installed and running.\n",
+            9,
+            "nvidia-smi fails: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver",
+        ),
+        ("Failed to initialize NVML: Driver/library version mismatch\n", 18, "version mismatch"),
+        ('Field "uuid" is not a valid field to query.\n', 0, "not an answer to --query-gpu"),
+    ],
+)
+def test_without_cards_the_programs_own_words_are_kept(tmp_path: Path, said: str, code: int, expected: str) -> None:
+    write_smi(tmp_path, said=said, code=code)
+    look = ask_gpus(asked(tmp_path))
+    assert look.gpus == ()
+    assert expected in look.said
+    assert "is not on PATH" in ask_gpus({"PATH": "/nowhere"}).said
+
+
+def test_other_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="not an answer to --query-gpu"):
+        parse_gpus("0, GPU-1, H100\n")
+    with pytest.raises(ValueError, match="not an answer to --query-compute-apps"):
+        with_processes(parse_gpus(card(0)), "GPU-1, 5\n")
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build a library")
+def test_the_drivers_library_is_asked_which_cuda_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "cuda.c").write_text("int cuDriverGetVersion(int *v) { *v = 12040; return 0; }\n")
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "cuda.c")], check=True, timeout=HANG_S
+    )
+    assert driver_cuda(str(library)) == "12.4"
+    assert driver_cuda(str(tmp_path / "none.so")) == ""
+
+
+def test_ranks_take_the_gpus_in_turns_and_pass_for_hosts_where_they_are_too_many(tmp_path: Path) -> None:
+    write_smi(tmp_path, [card(0), card(1)])
+    gpus = local_gpus(asked(tmp_path))
+    assert gpus == ("0", "1")
+    assert share_gpus(["a", "b"], gpus) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    crowded = share_gpus(["a", "a", "b"], gpus)
+    assert [seat["CUDA_VISIBLE_DEVICES"] for seat in crowded] == ["0", "1", "0"]
+    assert len({seat["NCCL_HOSTID"] for seat in crowded}) == 3
+    apart = share_gpus(["a", "a", "b"], gpus, one_machine=False)
+    assert apart == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "0"}]
+    assert share_gpus(["a", "b"], ()) == [{}, {}]

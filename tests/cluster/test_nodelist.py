@@ -1,12 +1,14 @@
-"""Node lists: the committed vectors of scontrol always, scontrol itself where it is installed, and the errors."""
+"""Slurm's words: lists of nodes, states of jobs, and how processes ended."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import resource
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import HANG_S
 
+from slurm_rlhf.cluster.processes import exit_text, raise_descriptors, usual_cause
+from slurm_rlhf.cluster.slurm_job import OVER, REASONS, STATES, Job, parse_jobs, reason_words, state_words
 from slurm_rlhf.cluster.slurm_notation import MAX_RANGE, expand, gpus_of_nodes, slurm_order
-from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.errors import ConfigError, PlacementError
 
 VECTORS = json.loads((Path(__file__).parents[1] / "support" / "nodelist_vectors.json").read_text())
 
@@ -96,8 +100,8 @@ def test_4000_lists_equal_to_scontrol(scontrol: dict[str, str]) -> None:
         ("gpu[a-c]", 5, "number is missing"),
         ("gpu[1-2-3]", 8, "expected"),
         ("gpu[1, 2]", 7, "number is missing"),
-        ("gpu]1", 4, "cannot stand"),
-        ("login,g;rm", 8, "cannot stand"),
+        ("gpu]1", 4, "is not valid"),
+        ("login,g;rm", 8, "is not valid"),
         ("gpu[001-002].cluster.local,b", 13, "after the last bracket"),
         (f"gpu[0-{MAX_RANGE}]", 5, "Slurm allows"),
         ("a[0-65535][0-99]", 1, "names in one element"),
@@ -150,7 +154,7 @@ def test_gpus_of_unlike_nodes(text: str) -> None:
     ("text", "told"),
     [
         ("6,4", "2 counts for 5 nodes"),
-        ("fat-[1-2]:6", "nothing is said of r01c01"),
+        ("fat-[1-2]:6", "r01c01 has no number"),
         ("fat-[1-3]:6,r01c[01-03]:4", "fat-3 is not among the nodes"),
         ("fat-1:six", "expected NODES:GPUS, got 'fat-1:six'"),
         ("many", "expected counts like 8"),
@@ -175,3 +179,125 @@ def test_any_text_gives_names_or_our_error(text: str) -> None:
         return
     assert names
     assert all(name and not set(name) & set("[], \t") for name in names)
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+# `man squeue` and `man sacct` of Slurm 22.05 to 25.05, section JOB STATE CODES.
+BASE = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PENDING"),
+    *("PREEMPTED", "RUNNING", "SUSPENDED", "TIMEOUT"),
+}
+FLAGS = {
+    *("COMPLETING", "CONFIGURING", "EXPEDITING", "LAUNCH_FAILED", "POWER_UP_NODE", "RECONFIG_FAIL", "REQUEUED"),
+    *("REQUEUE_FED", "REQUEUE_HOLD", "RESIZING", "REVOKED", "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED"),
+    "UPDATE_DB",
+}
+ARRAY = (
+    "JobId=13 ArrayJobId=12 ArrayTaskId=1 ArrayTaskThrottle=1 JobName=ppo_7b UserId=me(1) JobState=RUNNING Reason=None "
+    "Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:01:02 TimeLimit=01:00:00 "
+    "EndTime=2026-11-20T18:00:00 NodeList=gpu[001-002] BatchHost=gpu001 Command=/home/me/a b.sh --train.seed=1 "
+    "WorkDir=/home/me StdErr=/home/me/ppo_7b.log StdIn=/dev/null StdOut=/home/me/ppo_7b.log Power= \n"
+    "JobId=12 ArrayJobId=12 ArrayTaskId=2-10%1 JobName=ppo_7b JobState=PENDING Reason=JobArrayTaskLimit Restarts=0 "
+    "ExitCode=0:0 EndTime=Unknown NodeList=(null) StdOut=/home/me/ppo_7b.log\n"
+)
+
+
+def test_every_state_of_slurm_is_named_with_what_it_means() -> None:
+    assert set(STATES) == BASE | FLAGS
+    assert {name for name, (what, _) in STATES.items() if not what} == set()
+    assert {*BASE, "REVOKED"} > OVER
+    # What ends a job without the user's doing says how it goes on.
+    for name in OVER - {"COMPLETED"}:
+        assert STATES[name][1]
+
+
+def test_states_of_this_machines_slurm_are_among_them() -> None:
+    library = next(Path("/usr/lib").glob("*/slurm-wlm/libslurmfull.so"), None)
+    if library is None:
+        pytest.skip("needs Slurm: no libslurmfull.so")
+    text = library.read_bytes()
+    # Spelled as Slurm prints them; which flags there are differs from version to version.
+    flags = {"COMPLETING", "CONFIGURING", "REQUEUED", "SPECIAL_EXIT", "SIGNALING", "STAGE_OUT"}
+    assert [name for name in BASE | flags if name.encode() + b"\0" not in text] == []
+
+
+def test_several_states_and_unknown_ones() -> None:
+    assert state_words("RUNNING,COMPLETING")[0] == "runs and " + STATES["COMPLETING"][0]
+    assert state_words("ENTANGLED") == ("is in state ENTANGLED", "")
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("None", ""),
+        ("Priority", "Priority: other jobs come first"),
+        ("AssocGrpGRES", "AssocGrpGRES: a limit of your account or QOS is reached"),
+        ("QOSMaxJobsPerUserLimit", "QOSMaxJobsPerUserLimit: a limit of your account or QOS is reached"),
+        ("ReqNodeNotAvail, UnavailableNodes:gpu7", f"ReqNodeNotAvail: {REASONS['ReqNodeNotAvail']}"),
+        ("launch_failed_requeued_held", f"launch failed requeued held: {REASONS['launch failed requeued held']}"),
+        ("Mystery", "Mystery"),
+    ],
+)
+def test_reasons(reason: str, words: str) -> None:
+    assert reason_words(reason) == words
+
+
+def test_jobs_as_scontrol_prints_them() -> None:
+    first, rest = parse_jobs(ARRAY)
+    end = "2026-11-20T18:00:00"
+    output = "/home/me/ppo_7b.log"
+    known = ("12_1", "13", "RUNNING", "None", "0:0", "2", "gpu[001-002]", end, output)
+    assert first == Job(*known, batch_host="gpu001", requeue="1")
+    assert not first.is_headless
+    assert replace(first, nodes="gpu002").is_headless
+    assert (rest.id, rest.state, rest.reason) == ("12_2-10%1", "PENDING", "JobArrayTaskLimit")
+    assert parse_jobs("slurm_load_jobs error: Invalid job id specified\n") == []
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "cause"),
+    [
+        (0, "ended with status 0", ""),
+        (2, "ended with status 2", ""),
+        (128, "ended with status 128", ""),
+        (143, "ended with status 143 (128 + SIGTERM)", ""),  # a conductor that was told to save and leave
+        (137, "ended with status 137 (128 + SIGKILL)", ""),  # a shell, or srun, tells of its child's signal
+        (255, "ended with status 255", ""),
+        (-15, "was killed by SIGTERM", ""),
+        (-9, "was killed by SIGKILL", " (often: the node's or the job's memory was full; lower vllm.cpu_kvcache_gib"),
+        (-7, "was killed by SIGBUS", " (often: /dev/shm was full)"),
+        (-35, "was killed by signal 35", ""),  # one that has no name
+    ],
+)
+def test_the_end_of_a_process_in_words(code: int, how: str, cause: str) -> None:
+    assert exit_text(code) == how
+    assert usual_cause(code).startswith(cause)
+    assert bool(usual_cause(code)) == bool(cause)
+
+
+def test_a_process_may_open_as_many_files_as_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank costs the conductor two; a limit without end is one that some programs count up to."""
+    for before, after in (
+        ((1024, 4096), (4096, 4096)),
+        ((1024, resource.RLIM_INFINITY), (65536, resource.RLIM_INFINITY)),
+        ((1024, 1 << 30), (65536, 1 << 30)),
+        ((100_000, 1 << 30), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ):
+        made: list[tuple[int, int]] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda which, before=before: before)
+        monkeypatch.setattr(resource, "setrlimit", lambda which, limits, made=made: made.append(limits))
+        raise_descriptors()
+        assert made == ([after] if after else [])
+
+
+def test_ranks_that_no_limit_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
+    raise_descriptors(448)
+    with pytest.raises(ConfigError, match=r"449 ranks take 1026 .*may have 1024 open, .*`ulimit -n`"):
+        raise_descriptors(449)

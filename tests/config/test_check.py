@@ -11,7 +11,6 @@ import pytest
 from model_configs import NO_WEIGHTS, tensors
 from waiting import HANG_S
 
-from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.check import check, check_sft, warnings
 from slurm_rlhf.config.keys import all_keys, put
 from slurm_rlhf.config.schema import Config
@@ -386,14 +385,6 @@ def test_a_place_that_cannot_be_written(config: Config, tmp_path: Path, monkeypa
     for rules, key in ((check, "run_dir"), (check_sft, "sft.output_dir")):
         with pytest.raises(ConfigError, match=rf"{key}: you may not write to {tmp_path}: name another place"):
             rules(config)
-
-
-def test_plan_refuses_what_check_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.toml").write_text("")
-    words = ["--train.colocate_all=true", "--sync.backend=nccl"]
-    for command in ("plan", "check"):
-        assert main([command, str(tmp_path / "run.toml"), *words]) == 2
-        assert "NCCL refuses two ranks on one GPU" in capsys.readouterr().err
 
 
 def test_broken_rules_are_told_where_python_keeps_no_docstrings(tmp_path: Path) -> None:

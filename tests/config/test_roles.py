@@ -1,16 +1,20 @@
-"""The table of roles: a row is all that the rooms around the workers need to know of a role."""
+"""The table of roles: what a row is enough for, and which roles a run starts by its algorithm and the KL."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 from model_configs import SHAPES
 
+from slurm_rlhf.algorithms import registry
+from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm, register_algorithm
 from slurm_rlhf.config.check import check
-from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.keys import get, put
 from slurm_rlhf.config.roles import (
     ACTOR,
     CRITIC,
@@ -26,11 +30,242 @@ from slurm_rlhf.config.roles import (
 from slurm_rlhf.config.schema import Config, Ref, Train
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.groups.role_environment import role_environment
+from slurm_rlhf.nodes.mpi.assignment import Launched, Process, place_processes
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import RankMap, draw, place
 from slurm_rlhf.placement.topology import Topology, role_sizes
 from slurm_rlhf.ranks import rank_process as worker_main
+from slurm_rlhf.records import Experience
+from slurm_rlhf.run.gpu_account import StepFlops
+
+
+def advantages(inputs: AdvantageInputs) -> Any:
+    return inputs.rewards, None
+
+
+TOY = Algorithm("toy", advantages, min_samples_per_prompt=2)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A run by an algorithm without a critic, and without KL."""
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    register_algorithm(TOY)
+    config = Config()
+    config.algo.advantage.estimator = "toy"
+    config.algo.kl.init_coef = 0.0
+    config.rollout.n_samples_per_prompt = 4
+    return config
+
+
+def names(config: Config) -> list[str]:
+    return [role.name for role in running_roles(config)]
+
+
+def placed(config: Config, gpus: int = 8) -> RankMap:
+    return place(Topology.uniform(["a"], gpus), role_sizes(config), colocations(config))
+
+
+def problems(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    return str(caught.value)
+
+
+def test_roles_follow_from_the_record_and_the_kl(config: Config) -> None:
+    assert names(config) == [ACTOR, ROLLOUT]
+    config.algo.kl.init_coef = 0.01
+    assert names(config) == [ACTOR, REFERENCE, ROLLOUT]
+    config.algo.kl.init_coef = 0.0
+    register_algorithm(replace(TOY, needs_reference=True, needs_critic=True))
+    assert names(config) == [ACTOR, CRITIC, REFERENCE, ROLLOUT]
+    config.algo.advantage.estimator = "gae"
+    assert names(config) == [ACTOR, CRITIC, ROLLOUT]
+
+
+def test_without_a_critic_nothing_is_reckoned_for_it(config: Config) -> None:
+    shape = shape_of(SHAPES["7B"])
+    rows = account(config, {ACTOR: shape, ROLLOUT: shape}, 80 << 30).rows
+    assert [row.role for row in rows] == [ACTOR, ROLLOUT]
+    lengths = np.array([4, 4], dtype=np.int32)
+    tokens = np.zeros(16, dtype=np.int32)
+    experience = Experience(lengths, lengths, tokens, np.ones(8, dtype=np.bool_), np.zeros(2, dtype=np.float32))
+    config.rollout.n_samples_per_prompt = 2
+    alone, both = StepFlops(config, {ACTOR: shape}), StepFlops(config, {ACTOR: shape, CRITIC: shape})
+    assert 0 < alone.update(experience, True) < both.update(experience, True)
+    assert 0 < alone.others(experience) < both.others(experience)
+    assert alone.update(experience, False) == 0
+
+
+def test_slots_of_a_critic_that_does_not_run_are_the_others_alone(config: Config) -> None:
+    config.reward.model_name_or_path = "/models/reward"
+    config.train.colocate_critic_reward = True
+    assert placed(config, gpus=3).worlds == {ACTOR: 1, REWARD: 1, ROLLOUT: 1}
+    config.train.colocate_critic_reward, config.train.colocate_all = False, True
+    config.critic.num_gpus_per_node = 7  # counts for nothing
+    assert placed(config, gpus=1).worlds == {ACTOR: 1, REWARD: 1, ROLLOUT: 1}
+    assert "critic" not in problems(config)
+
+
+def test_the_rules_of_a_critic_hold_where_one_runs(config: Config) -> None:
+    config.critic.num_gpus_per_node = 7
+    assert "critic.num_gpus_per_node" not in problems(config)
+    config.algo.advantage.estimator = "gae"
+    assert "does not divide over critic.num_nodes * critic.num_gpus_per_node = 1 * 7 = 7 ranks" in problems(config)
+
+
+def test_the_rules_of_an_algorithm(config: Config) -> None:
+    config.rollout.n_samples_per_prompt = 1
+    config.critic.freezing_steps = 3
+    told = problems(config)
+    assert "estimator = toy compares the responses to one prompt: it needs rollout.n_samples_per_prompt of at" in told
+    assert "critic.freezing_steps = 3 trains the critic alone at first, and algo.advantage.estimator = toy has" in told
+    config.algo.advantage.estimator = "tox"
+    assert "algo.advantage.estimator = 'tox' is unknown; did you mean toy? (valid: " in problems(config)
+    config.train.plugins = ["/no/such/file.py"]
+    told = problems(config)
+    assert "train.plugins: no such file: /no/such/file.py: name a Python file" in told
+    assert "is unknown" not in told
+
+
+@pytest.mark.parametrize("estimator", sorted(registry.built_in()))
+@pytest.mark.parametrize("coef", [0.0, 0.01])
+def test_every_estimator_starts_the_roles_that_it_computes_with(config: Config, estimator: str, coef: float) -> None:
+    """Only gae has values, none needs a reference; whoever reads roles, GPUs or memory agrees with the record."""
+    config.algo.advantage.estimator, config.algo.kl.init_coef = estimator, coef
+    wanted = [ACTOR, *([CRITIC] if estimator == "gae" else []), *([REFERENCE] if coef else []), ROLLOUT]
+    assert names(config) == wanted
+    ranks = placed(config)
+    assert list(ranks.worlds) == wanted
+    assert list(role_environment(config, ranks, cpus=8)) == wanted
+    shape = shape_of(SHAPES["7B"])
+    assert [row.role for row in account(config, dict.fromkeys(wanted, shape), 80 << 30).rows] == wanted
+    processes = [Process("n1", (cpu,), ()) for cpu in range(len(wanted))]
+    mpi = place_processes(config, processes, Launched("mpirun", "OMPI_COMM_WORLD_SIZE", len(wanted), 0))
+    assert [assignment.role for assignment in mpi.assignments] == wanted
+    config.train.colocate_all = True
+    assert placed(config, gpus=1).worlds == dict.fromkeys(wanted, 1)
+    assert [role.name for role in running_roles(config) if role.kind == "trained"] == wanted[: 1 + (estimator == "gae")]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "key", "value", "told"),
+    [
+        ("gae", "lambd_critic", -0.5, "lambd_critic = -0.5 is no lambda: use -1 for that of algo.advantage.lambd"),
+        ("rloo", "lambd_critic", 1.0, "learns, and algo.advantage.estimator = rloo has none: leave the key out"),
+        ("rloo", "no_std_norm", True, "deviation, and algo.advantage.estimator = rloo has none: leave the key out"),
+        ("max_rl", "no_std_norm", True, "deviation, and algo.advantage.estimator = max_rl has none"),
+        ("rloo", "gdpo_reward_keys", ["a"], "gdpo_reward_keys = ['a'] has no effect with algo.advantage.estimator = r"),
+        ("rloo", "gdpo_reward_weights", [1.0], "gdpo_reward_weights = [1.0] has no effect with algo.advantage.estim"),
+        ("gdpo", "gdpo_reward_weights", [1.0], "gdpo_reward_weights has 1 weights for 0 algo.advantage.gdpo_reward_k"),
+        ("gdpo", "gdpo_reward_keys", ["a", "a"], "gdpo_reward_keys = ['a', 'a'] names a component twice"),
+    ],
+)
+def test_keys_without_a_meaning_for_the_algorithm(
+    config: Config, estimator: str, key: str, value: Any, told: str
+) -> None:
+    config.algo.advantage.estimator = estimator
+    assert told not in problems(config)
+    setattr(config.algo.advantage, key, value)
+    assert told in problems(config)
+
+
+def test_no_std_norm_beside_no_whitening(config: Config) -> None:
+    told = "algo.advantage.no_std_norm = true keeps the mean of the whitening that algo.advantage.no_whitening = true"
+    config.algo.advantage.no_std_norm = config.algo.advantage.no_whitening = True
+    for estimator, wrong in (("gae", True), ("reinforce_baseline", True), ("group_norm", False)):
+        config.algo.advantage.estimator = estimator
+        assert (told in problems(config)) is wrong
+
+
+def test_gdpo_needs_components(config: Config) -> None:
+    config.algo.advantage.estimator = "gdpo"
+    config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights = ["a", "b"], [0.0, 0.0]
+    config.reward.model_name_or_path, config.reward.normalize_enable = "/models/reward", True
+    told = problems(config)
+    assert "algo.advantage.gdpo_reward_weights are all 0, so that there is nothing to learn" in told
+    assert "gdpo takes several rewards for each response, and reward.model_name_or_path gives one" in told
+    assert "reward.normalize_enable = true normalises the reward, and algo.advantage.estimator = gdpo learns" in told
+
+
+@pytest.mark.parametrize(
+    ("estimator", "keys", "told"),
+    [
+        ("toy", {"reward.overlong_buffer_len": 1025}, "buffer_len = 1025 is more than rollout.max_new_tokens = 1024"),
+        ("toy", {"reward.overlong_penalty_factor": 2.0}, "factor = 2 has no effect without reward.overlong_buffer_l"),
+        (
+            "gae",
+            {"reward.length_penalty_coef": 0.1, "rollout.n_samples_per_prompt": 1},
+            "length_penalty_coef = 0.1 compares the lengths of the responses to one prompt: it needs rollout.n_sampl",
+        ),
+        (
+            "toy",
+            {"reward.stop_properly_penalty_coef": 0.5, "rollout.mask_truncated": True},
+            "stop_properly_penalty_coef = 0.5 is a penalty for responses that were cut off, and rollout.mask_truncat",
+        ),
+        (
+            "toy",
+            {"reward.stop_properly_penalty_coef": 0.5, "reward.normalize_enable": True},
+            "stop_properly_penalty_coef = 0.5 brings rewards nearer to 0, and with reward.normalize_enable = true",
+        ),
+        ("toy", {"reward.stop_properly_penalty_coef": 1.5}, "stop_properly_penalty_coef must be at most 1, got 1.5"),
+        (
+            "gdpo",
+            {"reward.stop_properly_penalty_coef": 0.5},
+            "stop_properly_penalty_coef = 0.5 changes the reward, and algo.advantage.estimator = gdpo learns from its",
+        ),
+        ("gdpo", {"reward.overlong_buffer_len": 9}, "overlong_buffer_len = 9 changes the reward, and algo.advantage"),
+        (
+            "max_rl",
+            {"reward.stop_properly_penalty_coef": -0.5},
+            "stop_properly_penalty_coef = -0.5 makes rewards negative, and algo.advantage.estimator = max_rl takes",
+        ),
+        ("max_rl", {"reward.length_penalty_coef": 0.5}, "length_penalty_coef = 0.5 makes rewards negative, and algo."),
+        ("max_rl", {"reward.normalize_enable": True}, "normalize_enable = true makes rewards negative, and algo."),
+    ],
+)
+def test_penalties_that_contradict(config: Config, estimator: str, keys: dict[str, Any], told: str) -> None:
+    config.algo.advantage.estimator = estimator
+    assert told not in problems(config)
+    for name, value in keys.items():
+        put(config, name, value)
+    assert told in problems(config)
+
+
+@pytest.mark.parametrize(
+    ("largest", "smallest", "count", "told"),
+    [
+        (0, 2, 8, "min_pattern_size = 2 has no effect without rollout.repetition_detection_max_pattern_size: set both"),
+        (0, 1, 3, "min_count = 3 has no effect without rollout.repetition_detection_max_pattern_size: set both"),
+        (4, 5, 8, "min_pattern_size = 5 is above rollout.repetition_detection_max_pattern_size = 4: no pattern is"),
+        (300, 200, 8, "min_pattern_size = 200 times rollout.repetition_detection_min_count = 8 is more than rollout.m"),
+        (4, 1, 1, "rollout.repetition_detection_min_count must be at least 2, got 1"),
+    ],
+)
+def test_thresholds_of_repetition(config: Config, largest: int, smallest: int, count: int, told: str) -> None:
+    assert "repetition_detection" not in problems(config)
+    config.rollout.repetition_detection_max_pattern_size = largest
+    config.rollout.repetition_detection_min_pattern_size = smallest
+    config.rollout.repetition_detection_min_count = count
+    assert told in problems(config)
+
+
+def test_penalties_that_go_together(config: Config) -> None:
+    """DAPO's filter and its penalty; a scaled reward with max_rl, which stays at 0 or above."""
+    config.rollout.mask_truncated, config.reward.overlong_buffer_len = True, 256
+    config.rollout.repetition_detection_max_pattern_size = 20
+    plain = problems(config)
+    config.rollout.mask_truncated, config.reward.overlong_buffer_len = False, 0
+    config.algo.advantage.estimator, config.reward.stop_properly_penalty_coef = "max_rl", 0.5
+    for told in (plain, problems(config)):
+        assert "overlong" not in told
+        assert "stop_properly" not in told
+        assert "repetition" not in told
+
+
+# --- roles ------------------------------------------------------------------------------------------------------------
+
 
 JUDGE = "judge"
 
@@ -52,7 +287,7 @@ class ConfigWithJudge(Config):
 
 
 @pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> ConfigWithJudge:
+def judged(monkeypatch: pytest.MonkeyPatch) -> ConfigWithJudge:
     """A second frozen model: a row, its worker's module, its config group, and nothing else."""
     module = ModuleType("judge_worker")
     module.JudgeRole = lambda *arguments: ("judge", *arguments)  # type: ignore[attr-defined]
@@ -70,50 +305,46 @@ def config(monkeypatch: pytest.MonkeyPatch) -> ConfigWithJudge:
     return ConfigWithJudge()
 
 
-def placed(config: Config, gpus: int = 8) -> RankMap:
-    return place(Topology.uniform(["a"], gpus), role_sizes(config), colocations(config))
-
-
-def test_a_new_role_is_placed_and_drawn(config: ConfigWithJudge) -> None:
-    config.judge.num_gpus_per_node = 2
-    ranks = placed(config)
+def test_a_new_role_is_placed_and_drawn(judged: ConfigWithJudge) -> None:
+    judged.judge.num_gpus_per_node = 2
+    ranks = placed(judged)
     assert ranks.worlds == {ACTOR: 1, CRITIC: 1, REFERENCE: 1, ROLLOUT: 1, JUDGE: 2}
     assert "J0    J1" in draw(ranks)
     assert "J judge: 2 ranks on 1 node" in draw(ranks)
 
 
-def test_a_new_role_shares_slots_by_its_key(config: ConfigWithJudge) -> None:
+def test_a_new_role_shares_slots_by_its_key(judged: ConfigWithJudge) -> None:
     assert ROLES[JUDGE].colocation_key == "train.colocate_actor_judge"
-    config.train.colocate_actor_judge = True
-    assert frozenset({ACTOR, JUDGE}) in colocations(config)
-    assert "A0+J0" in draw(placed(config, 4))
-    names = [role.name for role in running_roles(config)]
-    assert roles_by_slots(config, names) == [[ACTOR, JUDGE], [CRITIC], [REFERENCE], [ROLLOUT]]
+    judged.train.colocate_actor_judge = True
+    assert frozenset({ACTOR, JUDGE}) in colocations(judged)
+    assert "A0+J0" in draw(placed(judged, 4))
+    names = [role.name for role in running_roles(judged)]
+    assert roles_by_slots(judged, names) == [[ACTOR, JUDGE], [CRITIC], [REFERENCE], [ROLLOUT]]
 
 
-def test_a_new_role_gets_an_environment_and_its_share_of_the_cpus(config: ConfigWithJudge) -> None:
-    environment = role_environment(config, placed(config), cpus=8)
+def test_a_new_role_gets_an_environment_and_its_share_of_the_cpus(judged: ConfigWithJudge) -> None:
+    environment = role_environment(judged, placed(judged), cpus=8)
     # Four trainers compute side by side, an engine alone.
     threads = {role: nodes["a"]["OMP_NUM_THREADS"] for role, nodes in environment.items()}
     assert threads == {ACTOR: "2", CRITIC: "2", REFERENCE: "2", JUDGE: "2", ROLLOUT: "8"}
 
 
-def test_a_new_role_has_a_row_of_memory(config: ConfigWithJudge) -> None:
+def test_a_new_role_has_a_row_of_memory(judged: ConfigWithJudge) -> None:
     models = dict.fromkeys(ROLES, shape_of(SHAPES["7B"]))
-    rows = {row.name: row for row in account(config, models, 80 << 30).rows}
+    rows = {row.name: row for row in account(judged, models, 80 << 30).rows}
     assert rows[JUDGE].ranks == 1
     assert rows[JUDGE].role == JUDGE
     assert rows[JUDGE].terms[0][0] == "parameters"
 
 
-def test_a_new_role_is_checked(config: ConfigWithJudge) -> None:
-    config.judge.zero_stage = 2
+def test_a_new_role_is_checked(judged: ConfigWithJudge) -> None:
+    judged.judge.zero_stage = 2
     with pytest.raises(ConfigError, match=r"judge\.zero_stage takes 0 or 3, got 2"):
-        check(config)
+        check(judged)
 
 
 def test_a_new_role_is_started_by_the_workers_main(
-    config: ConfigWithJudge, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    judged: ConfigWithJudge, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["main", "--role=judge"])
     with pytest.raises(SystemExit):

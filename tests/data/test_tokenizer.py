@@ -1,20 +1,22 @@
-"""The conductor's tokenizer against transformers', and directories it refuses."""
+"""Text and tokens: what a tokenizer puts around a text, chat templates, and texts that go on."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tokenizers
-from lookalikes import sentencepiece_like
+from lookalikes import llama_like, sentencepiece_like
 from random_models import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data import chat_template
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, missing_eos
 from slurm_rlhf.errors import DataError, ModelError
+from slurm_rlhf.trainer.sft import load_examples
 
 TEXTS = ["1+1=2", "a b  c", CHARACTERS, f"ab{EOS}{PAD}c", "ü?", ""]
 
@@ -233,3 +235,137 @@ def test_a_prompt_of_unknown_letters_is_not_called_empty(tmp_path: Path) -> None
         file.write_text(json.dumps({"input": text}) + "\n")
         with pytest.raises(DataError, match=f"prompts.jsonl:1: {told}"):
             PromptSet.load(file, tokenizer, Data(), 100)
+
+
+# --- framing ----------------------------------------------------------------------------------------------------------
+
+
+FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "llama": (llama_like, "<|begin_of_text|>"),
+    "sentencepiece": (sentencepiece_like, "<s>"),
+}
+ANSWERS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}END{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def prompt_ids(directory: Path, text: str) -> tuple[Tokenizer, list[int]]:
+    tokenizer = Tokenizer.load(directory)
+    file = directory / "rows.jsonl"
+    file.write_text(json.dumps({"input": text}) + "\n")
+    return tokenizer, PromptSet.load(file, tokenizer, Data(), 200)[0].token_ids.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("body", ["[INST] 1+1 [/INST]", "[INST] a [/INST] b{eos}{bos}[INST] c [/INST]"])
+def test_text_that_was_templated_beforehand_begins_once(tmp_path: Path, family: str, body: str) -> None:
+    make, bos = FAMILIES[family]
+    text = bos + body.format(bos=bos, eos="")
+    tokenizer, ids = prompt_ids(make(tmp_path), text)
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
+    assert ids.count(tokenizer.bos_token_id or -1) == text.count(bos)
+    assert ids[0] == tokenizer.bos_token_id
+    assert not has_double_bos(ids, tokenizer)
+    assert has_double_bos(tokenizer.encode(text), tokenizer)  # what transformers' tokenizer(text) makes of it
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_text_keeps_the_token_that_the_tokenizer_adds(tmp_path: Path, family: str) -> None:
+    make, bos = FAMILIES[family]
+    for text in ("1+1=", f"what is {bos} ?"):
+        tokenizer, ids = prompt_ids(make(tmp_path), text)
+        assert ids == tokenizer.encode(text)
+        assert ids[0] == tokenizer.bos_token_id
+
+
+def test_blanks_before_it_make_no_difference(tmp_path: Path) -> None:
+    tokenizer, ids = prompt_ids(sentencepiece_like(tmp_path), " <s>[INST]")
+    assert ids.count(tokenizer.bos_token_id or -1) == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "listed", "told"),
+    [
+        ("<|end_of_text|>", None, ""),
+        ("<|eot_id|>\n", None, "ends an answer by '<|eot_id|>'"),
+        ("<|eot_id|>\n", "<|eot_id|>", ""),
+        ("", None, "ends an answer by nothing"),
+        ("\n", "<|eot_id|>", "engines end a response at <|end_of_text|> or <|eot_id|> only"),
+    ],
+)
+def test_a_template_whose_answers_do_not_end_is_told(tmp_path: Path, end: str, listed: str | None, told: str) -> None:
+    tokenizer = Tokenizer.load(llama_like(tmp_path, template=ANSWERS.replace("END", end)))
+    if listed:
+        ends = [tokenizer.eos_token_id, tokenizer.encode(listed, add_special_tokens=False)[0]]
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    said = missing_eos(tokenizer)
+    assert told in said
+    assert bool(told) == bool(said)
+    assert "generation_config.json" in said or not told
+
+
+def test_without_a_template_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    """The same model would be told of one whose answers do not end."""
+    assert missing_eos(Tokenizer.load(llama_like(tmp_path))) == ""
+    assert missing_eos(Tokenizer.load(llama_like(tmp_path, template=ANSWERS.replace("END", "")))) != ""
+
+
+# --- continuation -----------------------------------------------------------------------------------------------------
+
+
+def example(directory: Path, prompt: str, answer: str) -> tuple[list[str], list[str], str]:
+    """(tokens of the prompt, tokens of the response, text of both) as they are trained on."""
+    tokenizer = Tokenizer.load(directory)
+    file = directory / "rows.jsonl"
+    file.write_text(json.dumps({"input": prompt, "output": answer}) + "\n")
+    found = load_examples(file, tokenizer, Data(max_len=100)).experience
+    ids, length = found.token_ids.tolist(), int(found.prompt_lens[0])
+    assert ids[:length] == tokenizer.encode(prompt)  # generation begins behind these
+    names = [tokenizer.backend.id_to_token(token) for token in ids]
+    return names[:length], names[length:], tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "prompt", "answer", "expected"),
+    [
+        ((), "2+2=", "4", ["4"]),
+        (("▁4",), "2+2=", "4", ["4"]),  # what the answer alone would be
+        (("▁4",), "2+2= ", "4", ["4"]),  # prompt and answer together end in it: no token of the prompt's
+        (("▁4",), "2+2=", " 4", ["▁4"]),
+        (("=4", "=42"), "2+2=", "42", ["4", "2"]),  # one token holds the seam
+        ((), "2+2=", "ü", ["<0xC3>", "<0xBC>"]),
+        ((), "2+2=", "", []),
+    ],
+)
+def test_sentencepiece(tmp_path: Path, pieces: tuple[str, ...], prompt: str, answer: str, expected: list[str]) -> None:
+    _, response, text = example(sentencepiece_like(tmp_path, pieces), prompt, answer)
+    assert response == [*expected, "</s>"]
+    assert text == prompt + answer
+
+
+@pytest.mark.parametrize(
+    ("merges", "prompt", "answer", "expected"),
+    [
+        ((), "2+2=", "4", ["4"]),
+        ((("=", "4"),), "2+2=", "4", ["4"]),
+        ((("=", "4"), ("4", "2")), "2+2=", "42", ["42"]),
+        ((("Ġ", "4"),), "2+2= ", "42", ["4", "2"]),
+        ((("Ġ", "4"),), "2+2=", " 42", ["Ġ4", "2"]),
+    ],
+)
+def test_byte_level_bpe(
+    tmp_path: Path, merges: tuple[tuple[str, str], ...], prompt: str, answer: str, expected: list[str]
+) -> None:
+    _, response, text = example(llama_like(tmp_path, merges), prompt, answer)
+    assert response == [*expected, "<|end_of_text|>"]
+    assert text == prompt + answer
+
+
+def test_templated_text_is_trained_with_one_beginning(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(sentencepiece_like(tmp_path))
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"input": "<s>[INST] 2+2 [/INST]", "output": "4"}) + "\n")
+    found = load_examples(file, tokenizer, Data(max_len=100)).experience
+    assert found.token_ids.tolist().count(tokenizer.bos_token_id or -1) == 1
+    assert found.response_lens.tolist() == [2]

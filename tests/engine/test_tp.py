@@ -24,13 +24,15 @@ from slurm_rlhf.engine.tp_engine import SHARED_MEMORY, EnginePlace
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.ranks.engine_follower import segment_prefix
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
-from slurm_rlhf.sampling.dispatch import Dispatcher
+from slurm_rlhf.sampling.episodes import Episodes
+from slurm_rlhf.sampling.scheduler import Scheduler
+from slurm_rlhf.sampling.waves import Waves
 from slurm_rlhf.wire.calls import (
+    Asked,
     EngineCalls,
     GenerateAnswer,
     GenerateBatch,
     PackedPrompts,
-    PromptTokens,
     WakeUpRequest,
 )
 
@@ -96,15 +98,17 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def ask(
-    fleet: RolloutFleet, engine: int, asked: list[Prompt], how: Sampling, version: int = 0, stream: int = 0
+    fleet: RolloutFleet, engine: int, asked: list[Prompt], how: Sampling, version: int = 0
 ) -> Future[GenerateAnswer]:
     """Have one engine sample, by a call of its own."""
-    packed = PackedPrompts.pack([PromptTokens(p.index, p.index, p.token_ids) for p in asked])
-    return fleet.engines.call(engine, EngineCalls.generate, GenerateBatch(packed, how, 1, version, stream))
+    most = how.max_new_tokens
+    rows = [Asked(how.n * p.index + k, p.index, k, version, 0, most, p.token_ids) for p in asked for k in range(how.n)]
+    batch = GenerateBatch(PackedPrompts.pack(rows), how, 1, len(rows))
+    return fleet.engines.call(engine, EngineCalls.generate, batch)
 
 
 def generate(fleet: RolloutFleet, count: int, version: int, how: Sampling = SAMPLING) -> list[Trajectory]:
-    return Dispatcher(fleet.engines, 1, WIDTH, True).run(prompts(count), how, version)
+    return Episodes(Waves(fleet.engines, 1, WIDTH)).sample(prompts(count), how, version)
 
 
 def bits(trajectories: list[Trajectory]) -> list[tuple[int, bytes, bytes]]:
@@ -147,8 +151,8 @@ def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureReque
     before = [t.response_ids.tolist() for t in generate(fleet, 4, 1)]
     asked = [*prompts(4), Prompt(4, "", np.full(400, 5, np.int32))]
     for _ in range(2):
-        with pytest.raises(RemoteError, match=r"refuses request '4\.0' \(prompt 4, 400 tokens\)"):
-            ask(fleet, 0, asked, SAMPLING, version=1, stream=99).result(timeout=HANG_S)
+        with pytest.raises(RemoteError, match=r"refuses request '12' \(prompt 4, 400 tokens\)"):
+            ask(fleet, 0, asked, SAMPLING, version=1).result(timeout=HANG_S)
     assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == before
 
 
@@ -170,7 +174,7 @@ def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: Ro
         plain = generate(single, 10, 1)
         assert [t.response_ids.tolist() for t in generate(fleet, 10, 1)] == [t.response_ids.tolist() for t in plain]
         how = replace(SAMPLING, stop=[max((t.text for t in plain), key=len)[6:9]])
-        wide, narrow = (Dispatcher(f.engines, 1, WIDTH, False).run(prompts(10), how, 1) for f in (fleet, single))
+        wide, narrow = (Episodes(Scheduler(f.engines, 1, WIDTH)).sample(prompts(10), how, 1) for f in (fleet, single))
         assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
         assert any(len(cut.response_ids) < len(t.response_ids) for cut, t in zip(wide, plain, strict=True))
         assert_sleeps_as_one(fleet)
@@ -284,14 +288,14 @@ def test_an_engine_starts_again_where_a_killed_one_was(
 
 def assert_sleeps_as_one(fleet: RolloutFleet) -> None:
     """Each rank of engine 0 passes every word on to its vLLM, in the same order, and drops the same requests."""
-    dropped = ask(fleet, 0, prompts(40), Sampling(max_new_tokens=200, n=2), stream=9)
+    dropped = ask(fleet, 0, prompts(40), Sampling(max_new_tokens=200, n=2))
     assert fleet.engines.call(0, EngineCalls.sleep).result(timeout=HANG_S) == 0
     with pytest.raises(RemoteError, match=r"engine 0 .* was told to sleep"):
         dropped.result(timeout=HANG_S)
     for part in (WEIGHTS, KV_CACHE):
         fleet.engines.call(0, EngineCalls.wake_up, WakeUpRequest(part)).result(timeout=HANG_S)
     with pytest.raises(RemoteError, match="no update came since"):
-        ask(fleet, 0, prompts(1), SAMPLING, stream=10).result(timeout=HANG_S)
+        ask(fleet, 0, prompts(1), SAMPLING).result(timeout=HANG_S)
     ignored = r"cpu_worker\.py:(\d+)\] sleep mode is not supported on CPU"
     lines = [re.findall(ignored, fleet.log(rank)) for rank in (0, 1)]
     assert lines[0] == lines[1]

@@ -14,8 +14,9 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.eval.sets import read_eval_sets
-from slurm_rlhf.generate.answers import PendingRows, Scores
 from slurm_rlhf.generate.eval_job import EvalJob, EvalRows
+from slurm_rlhf.generate.rows import PendingRows, Scores
+from slurm_rlhf.records import Prompt, Sampling
 
 SETS = """datasets = [
   { path = "eval.jsonl", name = "greedy" },
@@ -50,18 +51,15 @@ def test_rows_of_all_data_sets_are_numbered_through_and_come_back(file: Path) ->
 def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> None:
     asked: list[tuple[int, int, float]] = []
 
-    class Engines:
-        ready = (0,)
-
-        def ask(self, engine: int, row: int, batch: object) -> None:
-            asked.append((row, batch.sampling.n, batch.sampling.temperature))  # type: ignore[attr-defined]
+    def ask(engine: int, prompt: Prompt, sampling: Sampling) -> None:
+        asked.append((prompt.index, sampling.n, sampling.temperature))
 
     config = load_config(file)
     rows = EvalRows(read_eval_sets(config, Tokenizer.load(file.parent / "model")))
     own = rows.sampling(config)
     settings = {"seed": 1, "width": 1000, "scores": Scores(None), "logprobs": False, "written": {(0, 0), (24, 0)}}
     pending = PendingRows.of(rows.prompts(), sampling=own[0], own=own, **settings)
-    pending.feed(Engines(), 0, 0.0)  # type: ignore[arg-type]
+    pending.feed(ask, 0, 1, 0.0)
     assert asked == [(row, 1 if row < 24 else 2, 0.0 if row < 24 else 1.0) for row in range(48)]
     assert pending._missing(0) == []
     assert pending._missing(24) == [1]

@@ -22,10 +22,9 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import read_rows, require_column
 from slurm_rlhf.errors import ConfigError, DataError, ModelError, PlacementError, RewardError
 from slurm_rlhf.generate import model_source
-from slurm_rlhf.generate.answers import Scores
+from slurm_rlhf.generate.job import engines_everywhere
 from slurm_rlhf.generate.model_source import Source, find_source
-from slurm_rlhf.generate.prompts import BadRow, PromptRows
-from slurm_rlhf.generate.start import engines_everywhere
+from slurm_rlhf.generate.rows import BadRow, PromptRows, Scores
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 from slurm_rlhf.records import Prompt, Trajectory
 

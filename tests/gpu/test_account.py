@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from steps import make_loop, make_step
+from steps import OnDemand, make_loop, make_step
 
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.cluster.stop import Stop
@@ -31,7 +31,6 @@ from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.sampling.batch_sources import OnDemand
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import (
     ActorCalls,
@@ -122,7 +121,7 @@ def experience(prompts: list[int], responses: list[int]) -> Experience:
 
 
 FOUR = experience([10, 10, 20, 20], [30, 40, 50, 60])
-FORWARD, GENERATE = ForwardBatch(FOUR, []), GenerateBatch(PackedPrompts.pack([]), Sampling(), 0, 0, 0)
+FORWARD, GENERATE = ForwardBatch(FOUR, []), GenerateBatch(PackedPrompts.pack([]), Sampling(), 0)
 
 
 @pytest.fixture

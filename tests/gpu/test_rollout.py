@@ -159,10 +159,8 @@ def colocated(told: list[str], offload: bool, generate: Callable[..., Any]) -> E
     colocation = Colocation(roles, handle, offload)  # type: ignore[arg-type]
     started: Any = SimpleNamespace(up=dict.fromkeys(range(handle.world), 0), take_part=lambda up, version: None)
     pool = EnginePool(SimpleNamespace(), started, handle, Weights(told), True)  # type: ignore[arg-type]
-    dispatcher = SimpleNamespace(run=generate)
-    return Engines(
-        told, make_step(Config(), roles, colocation=colocation, pool=pool, dispatcher=dispatcher), colocation
-    )
+    episodes = SimpleNamespace(sample=generate)
+    return Engines(told, make_step(Config(), roles, colocation=colocation, pool=pool, episodes=episodes), colocation)
 
 
 def test_a_turn_gives_and_takes_memory_in_order(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,18 +1,25 @@
-"""`tests/lab/learn.py` without its runs: curves, table, picture, and what a user has to mend."""
+"""`learn.py` and `recipes.py` without their runs, and what `learn.py` starts of the peer, but for TRL itself."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import learn
+import numpy as np
 import pytest
+import recipes
 import task
 from learn import points_of, prepare, processes, show, side_of
-from learn_curves import Learned, Point, Side, levels, picture, race
+from learn_curves import Learned, Point, Side, levels, picture, race, table
+from learn_peer import Curve, Judge, PeerRun, accuracy, prompt_set
+from tiny_models import make_tiny
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
@@ -126,3 +133,190 @@ def test_a_run_that_says_nothing_any_more_is_ended(tmp_path: Path, monkeypatch: 
 def test_a_run_that_fails_is_shown_by_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"ended with 3; all of its output: .*log\nthe reason$"):
         task.run_process([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log")
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+GAIN = {"grpo": 0.4, "rloo": 0.3}
+WHY = "step 7: dynamic sampling kept 121 of 1280 groups"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the runs that were started; each leaves the files of a run that has learned; rloo_2 ends early."""
+    started: list[str] = []
+
+    def train(command: list[str], log: Path, read: Callable[[str], None]) -> None:
+        config = load_config(command[-1])
+        place = Path(config.run_dir)
+        place.mkdir()
+        started.append(place.name)
+        last = 6 if place.name == "rloo_2" else config.train.max_steps
+        after = 0.5 + GAIN[place.name.rpartition("_")[0]] + config.train.seed / 100
+        rows: list[dict[str, Any]] = [{"step": step, "time/step": 2.0} for step in range(1, last + 1)]
+        for row in rows[config.eval.steps - 1 :: config.eval.steps]:
+            row |= {"eval": 0.5 if row["step"] < config.train.max_steps else after, "time/step": 3.0, "time/eval": 1.0}
+        (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (place / "layout.json").write_text(json.dumps({"ranks": {}}))
+        summary = {"status": "finished", "eval_before": 0.5, "eval_after": after}
+        read(f"   1/{config.train.max_steps} reward 0.5")
+        if last < config.train.max_steps:
+            (place / "summary.json").write_text(json.dumps(summary | {"status": "failed", "error": WHY}))
+            raise RunError("-m slurm_rlhf.cli train ended with 1")
+        (place / "summary.json").write_text(json.dumps(summary))
+
+    monkeypatch.setattr(task, "run_process", train)
+    monkeypatch.setattr(learn, "check", lambda config: None)  # it wants the task's files
+    monkeypatch.setattr(learn.RankMap, "from_json", lambda ranks: None)
+    monkeypatch.setattr(learn, "processes", lambda config, ranks, cpus: "")
+    return started
+
+
+def bench(out: Path, *words: str) -> int:
+    files = ",".join(str(SBATCH / "recipes" / f"{name}.toml") for name in GAIN)
+    fixed = [str(SBATCH / "quickstart.toml"), f"--recipes={files}", "--steps=8", f"--out={out}"]
+    return recipes.main([*fixed, *words])
+
+
+def test_every_recipe_runs_with_every_seed_and_one_that_ends_early_counts_as_far_as_it_went(
+    started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(tmp_path / "out", "--seeds=2", "--reward.shuffle=true") == 0
+    assert started == ["grpo_1", "rloo_1", "grpo_2", "rloo_2"]
+    text, told = capsys.readouterr()
+    assert f"rloo_2 ended early, and counts as far as it went: {WHY}\n" in told
+    assert [line.split() for line in text.splitlines()[:3]] == [
+        ["recipe", "before", "seed", "1", "seed", "2", "mean", "area", "seconds"],
+        ["grpo", "0.500", "0.910", "0.920", "0.915", "0.604", "16.0"],
+        ["rloo", "0.500", "0.500", "0.500", "0.500", "0.500", "8.0"],
+    ]
+    assert "accuracy after 4,096 responses" in text  # 8 steps of 128 prompts x 4
+    assert "rloo: after 2,048 responses, the last that all of its runs reached\n" in text
+    assert (tmp_path / "out" / "recipes.svg").read_text().count("<polyline") == 2 * 2 * (2 + 1)
+    # The task lies over the recipe, and keys over both.
+    config = load_config(tmp_path / "out" / "rloo_1.toml")
+    assert (config.algo.advantage.estimator, config.algo.kl.init_coef) == ("rloo", 0.03)
+    assert (config.rollout.batch_size, config.reward.shuffle, config.eval.steps) == (128, True, 4)
+
+
+def test_a_run_that_fails_without_a_curve_ends_the_bench(
+    started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(command: list[str], log: Path, read: Callable[[str], None]) -> None:
+        raise RunError("-m slurm_rlhf.cli train ended with 1")
+
+    monkeypatch.setattr(task, "run_process", train)
+    assert bench(tmp_path / "out", "--seeds=1") == 1
+    assert "train ended with 1" in capsys.readouterr().err
+
+
+def test_the_area_is_the_mean_over_samples_however_they_are_spaced() -> None:
+    early = Side("a", [Learned(1, [Point(0, 0, 0.5), Point(100, 1, 0.9), Point(400, 4, 0.9)], 0.0)])
+    late = Side("b", [Learned(1, [Point(0, 0, 0.5), Point(300, 3, 0.5), Point(400, 4, 0.9)], 0.0)])
+    assert early.area() == pytest.approx((0.7 * 100 + 0.9 * 300) / 400)
+    assert "0.550" in table([early, late])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--recipes="], "give a directory with .toml files, or files of different names"),
+        (["--recipes=a/x.toml,b/x.toml"], "files of different names"),
+        (["--eval.dataset="], "needs a task with eval.dataset"),
+        (["--out=.."], "holds something already: give a new directory"),
+    ],
+)
+def test_what_the_user_has_to_mend(
+    words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learn, "check", lambda config: None)
+    monkeypatch.chdir(tmp_path)
+    assert bench(tmp_path / "out", *words) == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# --- learn peer -------------------------------------------------------------------------------------------------------
+
+
+QUICKSTART = Path(__file__).parents[2] / "sbatch" / "quickstart_reward.py"
+
+
+ROWS = [{"input": "1+1=", "label": "2", "why": "short"}, {"input": "12+34=", "label": "46", "why": "long"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("peer") / "model")
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> Config:
+    made = Config()
+    made.actor.model_name_or_path = str(model)
+    made.data.max_len, made.rollout.max_new_tokens = 64, 6
+    made.eval.dataset = str(tmp_path / "eval.jsonl")
+    Path(made.eval.dataset).write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    made.reward.remote_url = str(QUICKSTART)
+    return made
+
+
+def reward_file(config: Config, tmp_path: Path, source: str) -> None:
+    config.reward.remote_url = str(tmp_path / "reward.py")
+    Path(config.reward.remote_url).write_text(source)
+
+
+def test_the_quickstarts_reward_judges_the_peer_as_it_judges_a_run(config: Config) -> None:
+    prompts = list(prompt_set(config, config.eval.dataset))
+    assert [prompt.text for prompt in prompts] == ["1+1=", "12+34="]
+    judged = Judge(config, eos=1)(prompts, ["2", "47"], [[4, 1], [6, 9, 1]], training=True)
+    assert judged.rewards.tolist() == [1.0, 0.0]
+    assert judged.scores is not None
+    assert judged.scores.tolist() == [1.0, 0.0]
+
+
+def test_an_evaluation_is_the_mean_of_the_greedy_answers_scores(config: Config, tmp_path: Path, model: Path) -> None:
+    """With prompts of unlike lengths, padded on the left: each answer is the one that its prompt gets alone."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    policy.train()
+    prompts = prompt_set(config, config.eval.dataset)
+    alone = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt.token_ids.tolist()])
+        whole = policy.eval().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+        text = tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=False)
+        alone.append(text.partition(tokenizer.eos_token)[0])
+    policy.train()
+    told = json.dumps(alone)
+    reward_file(
+        config,
+        tmp_path,
+        f"def reward_func(*, responses):\n    assert responses == {told}, responses\n"
+        "    return {'rewards': [9.0, 9.0], 'scores': [1.0, 0.0]}\n",
+    )
+    assert accuracy(policy, tokenizer, prompts, Judge(config, tokenizer.eos_token_id)) == 0.5
+    assert policy.training
+
+
+def test_the_clock_stands_while_it_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def evaluate() -> float:
+        now[0] += 50.0
+        return 0.5
+
+    spec = tmp_path / "peer.json"
+    PeerRun("run.toml", str(tmp_path / "out.jsonl"), 1, 4, 2, 2, began=90.0).write(spec)
+    run = PeerRun(**json.loads(spec.read_text()))
+    curve = Curve(run, evaluate)
+    for step in (0, 2, 4):
+        curve.point(step)
+        now[0] += 3.0
+    lines: list[dict[str, Any]] = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["seconds"]) for line in lines] == [(0, 0.0), (2, 3.0), (4, 6.0)]
+    assert np.isclose(lines[0]["start_up_s"], 60.0)

@@ -139,7 +139,7 @@ def test_a_run_whose_directory_refuses_ends_with_one_error(
     config = Config(run_dir=str(root))
     config.logger.progress, config.logger.tensorboard = "plain", False
 
-    def work(self: conductor.Conductor) -> None:
+    def work(self: conductor.Conductor, stop: object) -> None:
         self.reporting.begin(conductor.RunState(seed=0), 3, None)
         if what == "vanishes":
             shutil.rmtree(self.directory.root)

@@ -1,22 +1,46 @@
-"""The memory of a run: rows of roles, GPUs that several share, and settings that make it fit."""
+"""Estimates of memory: of trainers, of activations, and of an actor that samples."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rollout_engine as child
-from model_configs import SHAPES
+import torch
+from model_configs import SHAPES, VARIANTS, make_config, make_shape
 from rollout_engine import EngineProcess
 from tiny_models import make_tiny
+from transformers import AutoModelForCausalLM
 
 from slurm_rlhf.config.keys import get, put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.memory import LOWER, RAISE, WAYS, Account, account, help_for, rank_memories, ways_for
+from slurm_rlhf.placement.memory import (
+    LOWER,
+    RAISE,
+    WAYS,
+    Account,
+    account,
+    gathers_once,
+    help_for,
+    rank_memories,
+    ways_for,
+)
 from slurm_rlhf.placement.model_shape import read_shape, shape_of
-from slurm_rlhf.placement.rank_memory import GIB, block_bytes, blocks_of_sequence, states, weights
+from slurm_rlhf.placement.rank_memory import (
+    GIB,
+    Pass,
+    autocast_weights,
+    block_bytes,
+    blocks_of_sequence,
+    hf_terms,
+    recomputed,
+    saved,
+    states,
+    weights,
+)
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 H100 = int(79.1 * GIB)
@@ -101,8 +125,8 @@ def test_a_reward_model_has_a_row_and_no_reference_has_none() -> None:
 def test_actor_and_reference_compute_at_once() -> None:
     held = rank_memories(config(), MODELS, H100)
     (row,) = [row for row in account(config(), MODELS, H100).rows if row.together]
-    both = {phase: held[ACTOR].at(phase) for phase in ("update", "forward")}
-    rest = {"update": "", "forward": "forward"}
+    both = {phase: held[ACTOR].at(phase) for phase in ("update", "forward", "step")}
+    rest = {"update": "", "forward": "forward", "step": ""}
     expected = max(sum(terms.values()) + sum(held[REFERENCE].at(rest[phase]).values()) for phase, terms in both.items())
     assert row.needed == expected
     assert {row.name for row in account(config(), MODELS, H100).rows if not row.there} == {ACTOR, REFERENCE}
@@ -150,7 +174,7 @@ def test_all_on_one_gpu_is_the_sum_of_what_stays() -> None:
             {"critic__num_nodes": 1, "critic__num_gpus_per_node": 1},
             79.1,
             CRITIC,
-            ["raise critic.num_nodes (now 1)", "lower train.max_tokens_per_gpu (now 32768)"],
+            ["raise critic.num_nodes (now 1)", "set ds.zero_stage = 3"],
         ),
         (
             {"vllm__gpu_memory_utilization": 0.99},
@@ -226,3 +250,149 @@ def test_the_kv_cache_of_other_models_is_as_planned(engine_process: EngineProces
     assert made["blocks"] == made["bytes"] // block_bytes(shape, 1, 4, made["block"])
     per_sequence = blocks_of_sequence(shape, made["length"], 4096, made["block"])
     assert made["sequences"] == pytest.approx(made["blocks"] / per_sequence)
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+
+
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+BATCH, LENGTH = 2, 48
+ASKED = ("qwen2", "llama", "mistral", "gemma")
+
+
+def hooked(model: Any, run: Any) -> int:
+    """Bytes of the memory that autograd keeps of `run`, each once, parameters left out."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def counted_and_computed(
+    variant: str, dtype: int, checkpointing: bool, attention: str, autocast: bool = False, **sizes: Any
+) -> tuple[int, int]:
+    wide = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "head_dim": 48} | sizes
+    if variant == "olmoe":
+        wide["head_dim"] = 32  # its norm of queries is as wide as the hidden state
+    config = make_config(variant, **wide, attn_implementation=attention)
+    weights = torch.float32 if autocast else DTYPES[dtype]
+    model = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation=attention).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(2, 90, (BATCH, LENGTH))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+        counted = hooked(model, lambda: model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    how = Pass(BATCH * LENGTH, LENGTH, dtype, checkpointing, attention, autocast)
+    shape = shape_of(config.to_dict())
+    copies = autocast_weights(shape, how) - (2 * shape.of_kind("head") if autocast else 0)
+    return counted, saved(shape, how) + copies
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [2, 4])
+@pytest.mark.parametrize("variant", ASKED)
+def test_saved_bytes_are_those_that_hooks_count(variant: str, dtype: int, checkpointing: bool) -> None:
+    counted, computed = counted_and_computed(variant, dtype, checkpointing, "sdpa")
+    assert computed == pytest.approx(counted, rel=0.15)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layers", [1, 6])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [2, 4])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "biases" not in name])
+def test_saved_bytes_of_all_families(
+    variant: str, dtype: int, checkpointing: bool, attention: str, layers: int
+) -> None:
+    counted, computed = counted_and_computed(variant, dtype, checkpointing, attention, num_hidden_layers=layers)
+    assert computed == pytest.approx(counted, rel=0.15)
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "gemma"])
+def test_saved_bytes_under_autocast(variant: str) -> None:
+    """As at ZeRO stage 0 in bf16, with autocast's copies of the matrices; the head was not run."""
+    counted, computed = counted_and_computed(variant, 2, False, "sdpa", autocast=True)
+    assert computed == pytest.approx(counted, rel=0.15)
+
+
+def test_checkpointing_keeps_layer_inputs_and_one_layer() -> None:
+    shape = shape_of(make_config("qwen2").to_dict())
+    plain, light = Pass(100, 10, 2), Pass(100, 10, 2, checkpointing=True)
+    assert recomputed(shape, plain) == 0
+    one = (saved(shape, plain) - saved(shape, Pass(0, 10, 2))) / shape.layers
+    assert 0.8 * one < recomputed(shape, light) <= one
+    assert saved(shape, light) < 0.3 * saved(shape, plain)
+
+
+# --- generation memory ------------------------------------------------------------------------------------------------
+
+
+BY_SIZE = {size: dict.fromkeys(ROLES, shape_of(SHAPES[size])) for size in SHAPES}
+
+
+def hf_config(**changes: object) -> Config:
+    made = load_config(SBATCH / "ppo_7b.toml", [])
+    for key, value in {"rollout__engine": "hf", "ds__zero_stage": 3, "rollout__hf_max_num_seqs": 8, **changes}.items():
+        put(made, key.replace("__", "."), value)
+    return made
+
+
+def test_the_terms_of_a_batch() -> None:
+    made, shape = hf_config(data__max_len=2048, rollout__max_new_tokens=1024), shape_of(SHAPES["7B"])
+    found = hf_terms(made, shape, whole=True)
+    assert found["gathered parameters"] == 2 * shape.parameters
+    assert found["KV cache"] == 8 * 2048 * (28 + 1) * 2 * 4 * 128 * 2  # rows, tokens, layers, keys and values, heads
+    assert found["logits"] == 6 * 4 * 8 * 152064
+    assert hf_terms(made, shape, whole=False)["gathered parameters"] <= found["gathered parameters"]
+    assert "gathered parameters" not in hf_terms(hf_config(ds__zero_stage=2), shape, whole=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "gpu", "whole"),
+    [
+        ("7B", {}, H100, True),
+        ("32B", {}, H100, False),
+        ("32B", {"rollout__hf_gather": "batch"}, H100, True),
+        ("7B", {"rollout__hf_gather": "layer"}, H100, False),
+        ("32B", {"ds__zero_stage": 2}, H100, True),
+        ("32B", {}, 0, True),  # a CPU, whose memory is not estimated
+    ],
+)
+def test_parameters_are_gathered_once_where_they_fit(
+    size: str, changes: dict[str, object], gpu: int, whole: bool
+) -> None:
+    made = hf_config(**changes)
+    assert gathers_once(made, gpu, BY_SIZE[size]) == whole
+    if gpu and made.ds.zero_stage == 3:
+        held = rank_memories(made, BY_SIZE[size], gpu)[ACTOR].phases["generation"]["gathered parameters"]
+        assert (held == 2 * BY_SIZE[size][ACTOR].parameters) == whole
+
+
+def test_ranks_decide_by_the_files_of_the_model_as_plan_does(tmp_path: Path) -> None:
+    known, unknown = make_shape(tmp_path / "7b", "7B"), make_shape(tmp_path / "new", "7B", model_type="unheard_of")
+    assert gathers_once(hf_config(actor__model_name_or_path=str(known)), H100)
+    assert not gathers_once(hf_config(actor__model_name_or_path=str(unknown)), H100)  # layer by layer needs least
+
+
+def test_there_is_no_engine_and_no_transfer_in_the_account() -> None:
+    found = account(hf_config(), BY_SIZE["7B"], H100)
+    assert found.engine is None
+    assert {row.role for row in found.rows} == {"actor", "critic", "reference"}
+    assert "sync" not in rank_memories(hf_config(), BY_SIZE["7B"], H100)[ACTOR].phases
+    shared = account(hf_config(train__colocate_all=True, train__colocate_actor_ref=False), BY_SIZE["7B"], H100)
+    assert not any("generation" in row.name and row.role == "rollout" for row in shared.rows)
+
+
+def test_too_many_responses_at_a_time_are_refused_with_the_key_that_helps() -> None:
+    large = hf_config(rollout__hf_max_num_seqs=4096)
+    found = account(large, BY_SIZE["7B"], H100)
+    (row,) = [row for row in found.rows if row.role == ACTOR and not row.fits]
+    assert help_for(large, row)[0] == "lower rollout.hf_max_num_seqs (now 4096)"

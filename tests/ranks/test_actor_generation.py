@@ -27,9 +27,12 @@ from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import LENGTH, STOP, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.sampling.actor_sampler import ActorSampler
+from slurm_rlhf.sampling.batches import PromptGroup, responses_of
+from slurm_rlhf.sampling.episodes import Episodes
+from slurm_rlhf.sampling.group_rules import GroupState
+from slurm_rlhf.sampling.waves import ActorWaves
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import ActorCalls, PackedPrompts, PromptTokens, ResponseBatch
+from slurm_rlhf.wire.calls import ActorBatch, ActorCalls, Asked, GenerateBatch, PackedPrompts
 from slurm_rlhf.wire.handles import ControlServer, RoleHandle, gather
 
 pytestmark = [pytest.mark.slow]
@@ -106,9 +109,10 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(index, "", rng.integers(2, 69, rng.integers(1, 12)).astype(np.int32)) for index in range(count)]
 
 
-def batch(rows: list[Prompt], sampling: Sampling) -> ResponseBatch:
-    packed = PackedPrompts.pack([PromptTokens(place, row.index, row.token_ids) for place, row in enumerate(rows)])
-    return ResponseBatch(packed, np.zeros(len(rows), np.int32), sampling, SEED, 0, 0, True)
+def batch(rows: list[Prompt], sampling: Sampling) -> ActorBatch:
+    most = sampling.max_new_tokens
+    asked = [Asked(place, row.index, 0, 0, 0, most, row.token_ids) for place, row in enumerate(rows)]
+    return ActorBatch(GenerateBatch(PackedPrompts.pack(asked), sampling, SEED), 0, True)
 
 
 def plain(model: Path, rows: list[Prompt], sampling: Sampling) -> list[Trajectory]:
@@ -139,8 +143,8 @@ def test_ranks_with_unlike_lengths_and_an_early_stop_do_not_wait_for_ever(actor:
     ]
     found = gather(actor.start_each(ActorCalls.generate, [asked for asked, _, _ in lengths]))
     for answer, (_, wanted, reason) in zip(found, lengths, strict=True):
-        assert [len(one.trajectory.response_ids) for one in answer.found] == wanted
-        assert {one.trajectory.finish_reason for one in answer.found} == {reason}
+        assert [len(one.response_ids) for one in answer.found] == wanted
+        assert {one.finish_reason for one in answer.found} == {reason}
     # An early stop on one rank, nothing at all to do on another, and the limit on the third.
     asked = [
         batch(rows[2:3], Sampling(max_new_tokens=64, stop=[stop])),
@@ -149,9 +153,9 @@ def test_ranks_with_unlike_lengths_and_an_early_stop_do_not_wait_for_ever(actor:
     ]
     stopped, none, whole = (answer.found for answer in gather(actor.start_each(ActorCalls.generate, asked)))
     assert none == []
-    assert stopped[0].trajectory.finish_reason == STOP
-    assert stopped[0].trajectory.text == early.text[: early.text.index(stop) + 1]
-    assert whole[0].trajectory.text == early.text
+    assert stopped[0].finish_reason == STOP
+    assert stopped[0].text == early.text[: early.text.index(stop) + 1]
+    assert whole[0].text == early.text
 
 
 def test_responses_are_those_of_plain_transformers_whichever_rank_samples_them(
@@ -162,8 +166,9 @@ def test_responses_are_those_of_plain_transformers_whichever_rank_samples_them(
     The round seeds them, and does not pass for the version of the policy.
     """
     sampling, rows = Sampling(n=2, temperature=0.7, max_new_tokens=24), prompts(7)
-    sampler = ActorSampler(actor, SEED, 2)
-    found, wanted = sampler.run(rows, sampling, 5, 0), plain(model, rows, sampling)
+    groups = [PromptGroup(place, row, GroupState(5), sampling, 0) for place, row in enumerate(rows)]
+    loads = Episodes(ActorWaves(actor, SEED, 2)).finish(groups)
+    found, wanted = responses_of(groups), plain(model, rows, sampling)
     assert [(one.prompt, one.sample) for one in found] == [(p, s) for p in range(7) for s in range(2)]
     for one, other in zip(found, wanted, strict=True):
         assert one.response_ids.tolist() == other.response_ids.tolist()
@@ -171,8 +176,8 @@ def test_responses_are_those_of_plain_transformers_whichever_rank_samples_them(
         assert (one.text, one.finish_reason) == (other.text, other.finish_reason)
         assert one.versions == [VersionSpan(0, len(one.response_ids), 5)]
     assert {one.engine for one in found} == {0, 1, 2}
-    assert sum(load.responses for load in sampler.loads.values()) == 14
-    assert sum(load.tokens for load in sampler.loads.values()) == sum(len(one.response_ids) for one in found)
+    assert sum(load.responses for load in loads.values()) == 14
+    assert sum(load.tokens for load in loads.values()) == sum(len(one.response_ids) for one in found)
 
 
 def test_what_is_dropped_ends_within_a_token(actor: RoleHandle[Any]) -> None:
@@ -194,7 +199,7 @@ def test_a_rank_that_stops_in_the_middle_of_a_response_is_named_within_seconds(
 
     def sample() -> None:
         try:
-            ActorSampler(actor, SEED, 2).run(prompts(6), Sampling(max_new_tokens=LONGEST), 0)
+            Episodes(ActorWaves(actor, SEED, 2)).sample(prompts(6), Sampling(max_new_tokens=LONGEST), 0)
         except RunError as error:
             result.append(error)
 

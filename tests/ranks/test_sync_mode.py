@@ -14,7 +14,7 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.ranks.engine_leader import EngineLeader
 from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import Sampling, SyncReport, Trajectory, VersionSpan
-from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens
+from slurm_rlhf.wire.calls import Asked, GenerateBatch, PackedPrompts
 from slurm_rlhf.wire.codec import decode, encode
 
 
@@ -39,16 +39,16 @@ class Scripted:
     def __init__(self) -> None:
         self.version = 0
         self.failing = False
-        self.tokens: dict[tuple[int, int], list[int]] = {}
+        self.tokens: dict[str, list[int]] = {}
 
     @property
     def status(self) -> Status:
         return Status(self.version, len(self.tokens), 0, 0, 0.0, "")
 
     def add(self, request: Any) -> None:
-        if (request.prompt, request.sample) in self.tokens:
+        if request.key in self.tokens:
             raise RunError(f"request key {request.key!r} is in use")
-        self.tokens[request.prompt, request.sample] = []
+        self.tokens[request.key] = []
 
     def drop(self) -> None:
         self.tokens.clear()
@@ -83,15 +83,15 @@ class Arrived:
         return SyncReport()
 
 
-def _trajectory(key: tuple[int, int], versions: list[int]) -> Trajectory:
+def _trajectory(key: str, versions: list[int]) -> Trajectory:
     spans = [
         VersionSpan(i, i + versions.count(version), version)
         for i, version in enumerate(versions)
         if versions.index(version) == i
     ]
     return Trajectory(
-        prompt=key[0],
-        sample=key[1],
+        prompt=7,
+        sample=int(key),
         prompt_ids=np.array([1], dtype=np.int32),
         response_ids=np.arange(3, dtype=np.int32),
         rollout_logprobs=np.zeros(3, dtype=np.float32),
@@ -99,6 +99,7 @@ def _trajectory(key: tuple[int, int], versions: list[int]) -> Trajectory:
         finish_reason="length",
         text="",
         versions=spans,
+        key=key,
     )
 
 
@@ -112,10 +113,11 @@ def make_role(mode: str, broken: int = 0) -> EngineLeader:
 
 def ask(role: EngineLeader) -> Call:
     """Two responses, and the first token of each."""
-    prompt = PromptTokens(0, 7, np.array([1], dtype=np.int32))
+    token_ids = np.array([1], dtype=np.int32)
+    packed = PackedPrompts.pack([Asked(sample, 7, sample, 0, 0, 3, token_ids) for sample in (0, 1)])
     asked = Call(
         "generate",
-        GenerateBatch(PackedPrompts.pack([prompt]), Sampling(n=2, max_new_tokens=3), run_seed=1, version=0, stream=0),
+        GenerateBatch(packed, Sampling(max_new_tokens=3), run_seed=1, least=2),
     )
     role.handle(asked)
     role.advance()
@@ -124,7 +126,7 @@ def ask(role: EngineLeader) -> Call:
 
 def versions_of(asked: Call) -> list[list[int]]:
     """Of each token of each response."""
-    found = [sampled.trajectory.versions for sampled in asked.answer.found]
+    found = [trajectory.versions for trajectory in asked.answer.found]
     return [[span.version for span in spans for _ in range(span.start, span.end)] for spans in found]
 
 
@@ -183,3 +185,42 @@ def test_what_nobody_wants_any_more_is_dropped_and_holds_no_update() -> None:
     while role.busy():
         role.advance()
     assert versions_of(again) == [[1, 1, 1], [1, 1, 1]]
+
+
+def fetch(role: EngineLeader, least: int = 1) -> Call:
+    """Ask for nothing: the call comes for what others have asked for."""
+    call = Call("generate", GenerateBatch(PackedPrompts.pack([]), Sampling(), 1, least))
+    role.handle(call)
+    return call
+
+
+def test_calls_are_answered_in_their_order_once_enough_has_finished_or_nothing_is_left() -> None:
+    role = make_role("drain")
+    token_ids = np.array([1], dtype=np.int32)
+
+    def more(number: int, least: int) -> Call:
+        asked = PackedPrompts.pack([Asked(number, 7, number, 0, 0, 3, token_ids)])
+        call = Call("generate", GenerateBatch(asked, Sampling(), 1, least))
+        role.handle(call)
+        role.advance()
+        return call
+
+    first, second, third = more(0, 2), more(1, 1), more(2, 1)  # a response is finished, and the first call wants two
+    assert (first.answer, second.answer) == (None, None)
+    role.advance()
+    assert [one.key for one in first.answer.found] == ["0", "1"]
+    assert (second.answer, third.answer) == (None, None)
+    role.advance()
+    assert [one.key for one in second.answer.found] == ["2"]
+    assert third.answer.found == []  # nothing is left, so nobody waits
+    assert fetch(role).answer.found == []
+
+
+def test_a_failure_while_no_call_is_there_fails_the_next_one() -> None:
+    role = make_role("drain")
+    ask(role)
+    role._calls.clear()
+    role.engine.failing = True
+    role.advance()
+    assert "the forward pass failed" in str(fetch(role).answer)
+    assert fetch(role).answer.found == []

@@ -1,18 +1,40 @@
-"""What the conductor makes of rewards, log-probs and values: the keys of the configuration reach the numbers."""
+"""From responses to experience: rewards, corrections, weights of the loss, and optimizer steps."""
 
 from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from steps import make_step
 
+from slurm_rlhf.algorithms.correction import COLUMN, mask_not_finite
+from slurm_rlhf.algorithms.methods.ppo import GAE
+from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.algorithms.registry import find_algorithm
 from slurm_rlhf.algorithms.reward_shaping import FixedScale
 from slurm_rlhf.config.keys import put
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.records import Experience
+from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 from slurm_rlhf.rewards.function import Rewards
-from slurm_rlhf.run.experience import counting, fill_advantages, loss_mask
+from slurm_rlhf.run.experience import (
+    counting,
+    fill_advantages,
+    fill_correction,
+    fill_loss_weights,
+    fill_passes,
+    loss_mask,
+)
+from slurm_rlhf.run.startup import optimizer_steps
+from slurm_rlhf.run.step_metrics import agreement_metrics
+from slurm_rlhf.run.update import Trained, update_metrics
+from slurm_rlhf.trainer.train_settings import Schedule, learning_rate
+from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch
 
 
 def experience(
@@ -153,3 +175,251 @@ def test_shuffled_rewards_keep_what_belongs_to_a_response_together() -> None:
     assert_array_equal(mixed.scores - 100, mixed.rewards)
     assert_array_equal(mixed.components["a"] + 1, mixed.rewards)
     assert mixed.extra_logs is plain.extra_logs
+
+
+# --- correction -------------------------------------------------------------------------------------------------------
+
+
+def config_of(*keys: str) -> Config:
+    return load_config(None, [f"--{key}" for key in keys])
+
+
+def unlike() -> Experience:
+    """Responses of 3 and 1 tokens, whose ratios are 4, 1, unknown and 1."""
+    lens = np.array([3, 1], dtype=np.int32)
+    columns = {
+        "logprobs": np.log([0.8, 0.5, 0.5, 0.5]).astype(np.float32),
+        "rollout_logprobs": np.array([math.log(0.2), math.log(0.5), math.nan, math.log(0.5)], dtype=np.float32),
+        "advantages": np.ones(4, dtype=np.float32),
+    }
+    made = Experience(lens, lens, np.zeros(8, np.int32), np.ones(4, np.bool_), np.zeros(2, np.float32), columns)
+    assert mask_not_finite(made) == 1
+    return made
+
+
+AGE = np.zeros(4, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    ("mode", "denominator", "aggregated"),
+    [("token-mean", 3, [1, 1, 1, 1]), ("seq-mean-token-mean", 2, [0.5, 0.5, 0.5, 1])],
+)
+def test_weights_are_those_of_the_aggregation_times_the_correction(
+    mode: str, denominator: float, aggregated: list[float]
+) -> None:
+    config = config_of("algo.correction.preset=tis", f"actor.loss_agg_mode={mode}", "actor.entropy_coef=0.1")
+    batch = unlike()
+    metrics = fill_correction(config, batch, AGE)
+    assert metrics["correction/truncated"] == pytest.approx(1 / 3)
+    assert fill_loss_weights(config, algorithm_of(config), batch, 0.0) == denominator
+    expected = np.array([2, 1, 0, 1]) * aggregated
+    assert batch.columns["loss_weights"].tolist() == pytest.approx(expected.tolist())
+    assert "correction" not in batch.columns
+    # The bonus is of the policy as it is now.
+    assert batch.columns.get("entropy_weights", np.ones(4)).tolist() == aggregated
+
+
+def test_measured_but_not_corrected() -> None:
+    config, batch = config_of(), unlike()
+    metrics = fill_correction(config, batch, AGE)
+    assert metrics["correction/log_rho_max"] == pytest.approx(math.log(4))
+    assert fill_loss_weights(config, algorithm_of(config), batch, 0.0) == 3
+    assert not {"loss_weights", "correction"} & set(batch.columns)
+
+
+def test_tokens_that_are_dropped_stay_in_the_denominator() -> None:
+    config, batch = config_of("algo.correction.preset=icepop", "algo.correction.thresholds=0.5,2"), unlike()
+    fill_correction(config, batch, AGE)
+    assert fill_loss_weights(config, algorithm_of(config), batch, 0.0) == 3
+    assert batch.columns["loss_weights"].tolist() == [0, 1, 0, 1]
+
+
+def test_a_response_that_the_actor_has_left_behind_is_dropped_beyond_the_delta() -> None:
+    """Where its advantage is negative: the mean of log(engine / actor) is log(1.8) = 0.59 in the second response."""
+    for delta, kept in ((0.5, 0), (0.6, 1)):
+        config, batch = config_of(f"algo.correction.off_policy_delta={delta}"), unlike()
+        batch.columns["rollout_logprobs"][3] = math.log(0.9)
+        batch.columns["advantages"][:] = -1
+        metrics = fill_correction(config, batch, AGE)
+        assert batch.columns["correction"].tolist() == [1, 1, 0, kept]  # the third is no action
+        assert metrics["correction/dropped"] == pytest.approx((1 - kept) / 3)
+
+
+def test_with_bypass_the_old_log_probs_are_the_engines_and_finite() -> None:
+    config, batch = config_of("algo.correction.bypass=true"), unlike()
+    fill_passes(config, {}, batch)
+    assert batch.columns["logprobs"].tolist() == pytest.approx([math.log(0.2), math.log(0.5), 0, math.log(0.5)])
+    assert "correction" not in batch.columns
+
+
+class MovingActor:
+    """A role of one rank whose policy gives every token a tenth more after each optimizer step."""
+
+    world = 1
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def start_each(self, method: Any, batches: list[TrainBatch], /) -> list[Future[TrainAnswer]]:
+        (batch,), answer = batches, Future[TrainAnswer]()
+        passed = batch.experience.columns["rollout_logprobs"] + np.float32(0.5 + 0.1 * len(self.steps))
+        self.steps.append(batch.experience.response_lens.tolist())
+        answer.set_result(TrainAnswer({"lr": 0.0, "grad_norm": 1.0, "ratio": 1.0, "approx_kl": 0.0}, passed))
+        return [answer]
+
+
+def test_with_bypass_the_first_optimizer_step_measures_its_part_of_the_batch_age_by_age() -> None:
+    """Of four responses of two tokens, the first token of each an update older; later steps have moved on."""
+    config = config_of("algo.correction.bypass=true", "rollout.batch_size=4")
+    config.train.batch_size, config.algo.kl.init_coef = 2, 0.0
+    prompt, spans = np.arange(3, dtype=np.int32), [VersionSpan(0, 1, 4), VersionSpan(1, 2, 5)]
+    engine, mask = np.array([-1.0, -2.0], dtype=np.float32), np.ones(2, dtype=np.bool_)
+    tokens = np.zeros(2, dtype=np.int32)
+    trajectories = [Trajectory(i, 0, prompt, tokens, engine, mask, "stop", "", spans) for i in range(4)]
+    batch = pack(trajectories, [0.0] * 4)
+    batch.columns["advantages"] = np.ones(8, dtype=np.float32)
+    actor = MovingActor()
+    fill_passes(config, {}, batch)
+    step = make_step(config, {"actor": actor}, kl=KLController(0.0, 0.0, 1))
+    config.vllm.sync_mode = "inflight"  # no engines are asked
+    metrics = step.update(1, trajectories, batch, {"kl": 0.0}, 5)
+    assert actor.steps == [[2, 2], [2, 2]]
+    for name in ("correction", "correction/age_0", "correction/age_1"):
+        assert metrics[f"{name}/log_rho_mean"] == metrics[f"{name}/log_rho_max"] == pytest.approx(0.5)
+        assert metrics[f"{name}/k1"] == pytest.approx(-0.5)
+        assert metrics[f"{name}/truncated"] == metrics[f"{name}/dropped"] == 0
+    assert metrics["rollout_logprob_diff"] == pytest.approx(0.5)
+    assert metrics["stale_logprob_diff"] == pytest.approx(0.5)
+    assert batch.columns["logprobs"].tolist() == batch.columns["rollout_logprobs"].tolist()
+
+
+def test_tokens_of_older_policies_have_a_distance_of_their_own() -> None:
+    """Ages 2, 2, 1 and 0, 1, 1, 0, of which the last is masked; distances by hand."""
+    spans = [
+        [VersionSpan(0, 2, 3), VersionSpan(2, 3, 4)],
+        [VersionSpan(0, 1, 5), VersionSpan(1, 3, 4), VersionSpan(3, 4, 5)],
+    ]
+    engine, mask = [[3.0, 3.0, 0.0], [9.0, 0.0, 4.0, 8.0]], [[True] * 3, [True, True, True, False]]
+    prompt, found = np.arange(3, dtype=np.int32), []
+    for row, (said, acted) in enumerate(zip(engine, mask, strict=True)):
+        ids, logprobs = np.zeros(len(said), dtype=np.int32), np.array(said, dtype=np.float32)
+        found.append(Trajectory(row, 0, prompt, ids, logprobs, np.array(acted), "stop", "", spans[row]))
+    batch = pack(found, [0.0, 0.0])
+    batch.columns["logprobs"] = np.zeros(7, dtype=np.float32)
+    assert agreement_metrics(config_of("vllm.sync_mode=inflight"), found, batch, 5) == {
+        "rollout_logprob_diff": 9,
+        "rollout_logprob_diff_max": 9,
+        "stale_logprob_diff": 2,
+    }
+
+
+# --- loss weights -----------------------------------------------------------------------------------------------------
+
+
+def batch() -> Experience:
+    """Responses of two actions with a gap, of none, and of one."""
+    lens = np.array([3, 0, 1], dtype=np.int32)
+    mask = np.array([True, False, True, True])
+    return Experience(lens, lens, np.zeros(8, dtype=np.int32), mask, np.array([1.0, 1.0, -1.0], dtype=np.float32))
+
+
+@pytest.mark.parametrize(("loss", "mode"), [("gspo", ""), ("sapo", ""), ("ppo", "seq-mean-token-mean")])
+def test_the_mean_of_means_is_a_column(loss: str, mode: str) -> None:
+    config, made = Config(), batch()
+    config.actor.policy_loss_type, config.actor.loss_agg_mode = loss, mode  # type: ignore[assignment]
+    assert fill_loss_weights(config, GAE, made, 0.01) == 2.0
+    assert {name: column.tolist() for name, column in made.columns.items()} == {"loss_weights": [0.5, 0.5, 0.5, 1.0]}
+    config.actor.entropy_coef = 0.1
+    fill_loss_weights(config, GAE, made, 0.01)
+    assert made.columns["entropy_weights"].tolist() == [0.5, 0.5, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "denominator"), [("", 3.0), ("seq-mean-token-sum", 2.0), ("seq-mean-token-sum-norm", 2.0 * 1024)]
+)
+def test_the_others_are_the_denominator_alone(mode: str, denominator: float) -> None:
+    config, made = Config(), batch()
+    config.actor.loss_agg_mode, config.actor.entropy_coef = mode, 0.1  # type: ignore[assignment]
+    assert fill_loss_weights(config, GAE, made, 0.01) == denominator
+    assert made.columns == {}
+
+
+def test_kl_and_likelihood_have_weights_of_their_own() -> None:
+    config, made = Config(), batch()
+    config.algo.kl.use_loss, config.actor.nll_coef = True, 0.1
+    assert fill_loss_weights(config, GAE, made, 0.25) == 3.0
+    assert made.columns["kl_weights"].tolist() == [0.25] * 4
+    assert made.columns["nll_weights"].tolist() == [0.5, 0, 0.5, 0]
+    assert "loss_weights" not in made.columns
+    config.actor.loss_agg_mode = "seq-mean-token-mean"
+    fill_loss_weights(config, GAE, made, 0.25)
+    assert made.columns["kl_weights"].tolist() == [0.125, 0.125, 0.125, 0.25]
+    assert all(column.dtype == np.float32 for column in made.columns.values())
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3+"])
+def test_the_kl_is_in_the_loss_or_in_the_reward_and_measured_in_both(estimator: str) -> None:
+    config, found = Config(), {}
+    config.algo.kl.estimator = estimator  # type: ignore[assignment]
+    config.algo.advantage.no_whitening, config.algo.advantage.lambd = True, 1.0
+    for use_loss in (False, True):
+        made = batch()
+        made.columns |= {name: np.zeros(4, dtype=np.float32) for name in ("logprobs", "values")}
+        made.columns["ref_logprobs"] = np.array([0, math.nan, -1, -2], dtype=np.float32)
+        config.algo.kl.use_loss = use_loss
+        metrics = fill_advantages(config, GAE, made, Rewards(made.rewards), 0.25, None)
+        assert metrics["kl_coef"] == 0.25
+        found[use_loss] = made.columns["advantages"].tolist(), metrics["kl"]
+    of_token = {"k2": [0.5, 2.0]}.get(estimator, [math.exp(-1), 1 + math.exp(-2)])
+    assert found[True] == ([1, 0, 1, -1], pytest.approx(sum(of_token) / 3))
+    assert found[False][0] == pytest.approx([1 - of_token[0] / 4, 0, 1 - of_token[0] / 4, -1 - of_token[1] / 4])
+    assert found[False][1] == found[True][1]
+
+
+def test_metrics_of_terms_are_means() -> None:
+    """The KL over all tokens of the step; the likelihood over those of good responses, which its weights divide by."""
+    answers = [{"kl_loss": 3.0, "nll_loss": 0.5}, {"kl_loss": 1.0, "nll_loss": 0.25}]
+    metrics = update_metrics([Trained("actor", 8.0, answers), Trained("actor", 4.0, answers)])
+    assert metrics == {"kl_loss": 0.75, "nll_loss": 0.75}
+
+
+def test_a_correction_is_of_the_policy_loss_alone() -> None:
+    config, made = Config(), batch()
+    config.algo.kl.use_loss, config.actor.nll_coef, config.actor.entropy_coef = True, 0.1, 0.1
+    config.actor.policy_loss_type = "gspo"
+    made.columns[COLUMN] = np.array([2.0, 0.0, 0.0, 1.0], dtype=np.float32)
+    fill_loss_weights(config, GAE, made, 0.25)
+    assert made.columns["loss_weights"].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert made.columns["entropy_weights"].tolist() == [0.5, 0.5, 0.5, 1.0]
+    assert made.columns["kl_weights"].tolist() == [0.125, 0.125, 0.125, 0.25]
+    assert made.columns["nll_weights"].tolist() == [0.5, 0, 0.5, 0]
+
+
+# --- optimizer steps --------------------------------------------------------------------------------------------------
+
+
+STEPS = 40
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize(("frozen", "epochs"), [(0, 1), (20, 1), (20, 3), (39, 2)])
+def test_the_actor_ends_at_the_least_share_of_the_peak_however_long_it_was_frozen(
+    kind: str, frozen: int, epochs: int
+) -> None:
+    config = Config()
+    config.critic.freezing_steps, config.train.max_epochs = frozen, epochs
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.train.batch_size = 64, 4, 128
+    actor, critic = (optimizer_steps(config, role, STEPS) for role in ("actor", "critic"))
+    assert critic == STEPS * epochs * 2
+    # An engine counts the steps that it takes: the actor's first one comes behind the frozen ones.
+    taken = (STEPS - frozen) * epochs * 2
+    schedule = Schedule(kind, 1e-3, actor, 0.0, 0.1)
+    assert learning_rate(0, schedule) == pytest.approx(1e-3)
+    assert learning_rate(taken - 1, schedule) == pytest.approx(1e-4)
+    assert learning_rate(taken - 2, schedule) > 1e-4
+
+
+def test_a_run_that_is_frozen_to_its_end_has_no_schedule() -> None:
+    config = Config()
+    config.critic.freezing_steps = 50
+    assert optimizer_steps(config, "actor", STEPS) == 0

@@ -1,22 +1,34 @@
-"""What the recorder keeps of a step, and that nothing which goes wrong with it ends a run."""
+"""What a run records and tells while it goes on."""
 
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from lookalikes import llama_like
 
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.cluster.stop import END, NOT_ARRANGED, Arrangement, Continuation, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import CallTimeout, RoleDied
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.errors import CallTimeout, ConfigError, RoleDied
+from slurm_rlhf.groups.run_lock import MOST_RESTARTS, refuse_restart, refuse_short_time
+from slurm_rlhf.nodes.launcher import LocalLauncher
 from slurm_rlhf.observe.run_log import read_events, read_samples
+from slurm_rlhf.observe.run_status import read_run_status
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.records import Experience, Prompt, SyncConnection, Trajectory, VersionSpan, pack
 from slurm_rlhf.rewards.function import Rewards
+from slurm_rlhf.run.conductor import Conductor, lead_run
 from slurm_rlhf.run.recording import Recorder
 from slurm_rlhf.run.reporting import Reporting
+from slurm_rlhf.run.run_inputs import Inputs
 from slurm_rlhf.run.run_state import RunState
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.batches import Batch
@@ -191,3 +203,213 @@ def test_what_goes_wrong_is_said_once_and_the_run_goes_on(tmp_path: Path, capsys
     assert "The run goes on" in said
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+# --- reporting --------------------------------------------------------------------------------------------------------
+
+
+ONE = place(Topology.uniform(["n1"], 1), [RoleSize("actor", 1, 1)])
+
+
+def test_a_checkpoint_that_takes_too_long_for_the_signals_lead_is_warned_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config()
+    config.logger.progress, config.logger.tensorboard = "plain", False
+    config.slurm.signal_lead_s = 600
+    directory = RunDirectory(tmp_path)
+    directory.make()
+    reporting = Reporting(config, directory, {"actor": 1})
+    reporting.saved(1, 290, 290)
+    assert "warning" not in capsys.readouterr().out
+    reporting.saved(2, 310, 310)  # a step may be under way when the signal comes
+    said = capsys.readouterr().out
+    assert "warning: saving took 310 s" in said
+    assert "leaves 600 s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to 930 or more" in said
+    reporting.saved(3, 700, 700)
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_run_that_never_gets_to_a_step_does_not_requeue_itself_for_ever(tmp_path: Path) -> None:
+    file = tmp_path / "restart_guard"
+    for _ in range(2):
+        for _ in range(MOST_RESTARTS - 1):
+            refuse_restart(file, False, 600)
+        refuse_restart(file, True, 600)  # a step was done: the count begins anew
+    for _ in range(MOST_RESTARTS - 1):
+        refuse_restart(file, False, 600)
+    with pytest.raises(ConfigError, match=rf"{MOST_RESTARTS} times in a row .*slurm.signal_lead_s = 600"):
+        refuse_restart(file, False, 600)
+    assert not file.exists()  # whoever submits it again starts anew
+
+
+def test_an_allocation_that_is_all_kept_for_saving_is_refused() -> None:
+    refuse_short_time(None, 600)
+    refuse_short_time(time.time() + 700, 600)
+    with pytest.raises(ConfigError, match=r"ends in 300 s, .* give --slurm.signal_lead_s=100 or less"):
+        refuse_short_time(time.time() + 300.3, 600)
+
+
+def plain_reporting(root: Path) -> Reporting:
+    config = Config()
+    config.logger.progress, config.logger.tensorboard = "plain", False
+    directory = RunDirectory(root)
+    directory.make()
+    return Reporting(config, directory, {"actor": 1})
+
+
+def test_without_a_checkpoint_earlier_metrics_are_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for start in range(3):
+        reporting = plain_reporting(tmp_path)
+        reporting.begin(RunState(seed=0), 9, None)
+        (tmp_path / "tensorboard").mkdir()
+        said = capsys.readouterr().out
+        assert ("there is no checkpoint to go on from" in said) is (start > 0)
+        reporting.step(1, 9, {"reward": float(start)})
+        assert (f"kept as metrics.{start}.jsonl" in said) is (start > 0)
+        if not start:
+            reporting.step(2, 9, {"reward": 0.5})
+    kept = [len((tmp_path / name).read_text().splitlines()) for name in ("metrics.1.jsonl", "metrics.2.jsonl")]
+    assert kept == [2, 1]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward"] == 2.0
+    assert (tmp_path / "tensorboard.1").is_dir()
+
+
+def test_a_resume_says_from_where_and_how_many_steps_are_done_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = plain_reporting(tmp_path)
+    first.begin(RunState(seed=0), 9, None)
+    assert "resuming" not in capsys.readouterr().out
+    for step in (1, 2, 3):
+        first.step(step, 9, {"reward": 1.0})
+    for step, again in ((1, ", 2 later steps are done again"), (1, "")):
+        plain_reporting(tmp_path).begin(RunState(seed=0, step=step), 9, tmp_path / "step_000001")
+        assert f"resuming from {tmp_path / 'step_000001'} at step 1/9{again}\n" in capsys.readouterr().out
+
+
+def test_a_stop_before_the_first_step_says_that_nothing_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step, told in ((0, "no step was done, so there is nothing to save"), (2, "saved at step 2/9")):
+        reporting = plain_reporting(tmp_path / str(step))
+        reporting.begin(RunState(seed=0, step=step), 9, None)
+        reporting.stopped("Ctrl-C")
+        assert f"stopped by Ctrl-C; {told}" in capsys.readouterr().out
+
+
+def test_the_summary_says_how_far_a_start_is_until_the_steps_begin(tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    reporting = plain_reporting(tmp_path)
+    reporting.note("before there is a run")
+    assert not summary.exists()
+    reporting.begin(RunState(seed=0), 9, None)
+    assert json.loads(summary.read_text())["starting"] == f"run directory {tmp_path}, 9 steps"
+    reporting.note("loading actor; starting 2 engines")
+    found = read_run_status(tmp_path / "metrics.jsonl", summary)
+    assert (found.status, found.total, found.starting) == ("running", 9, "loading actor; starting 2 engines")
+    assert 0 <= found.starting_s < 300
+    reporting.stepping()
+    reporting.note("warning: something")
+    assert "starting" not in json.loads(summary.read_text())
+    assert read_run_status(tmp_path / "metrics.jsonl", summary).starting == ""
+
+
+@pytest.mark.parametrize("end", ["stopped", "failed"])
+def test_a_start_that_ends_is_no_start_any_more(tmp_path: Path, end: str) -> None:
+    reporting = plain_reporting(tmp_path)
+    reporting.begin(RunState(seed=0), 9, None)
+    if end == "stopped":
+        reporting.stopped("Ctrl-C")
+    else:
+        reporting.failed(ConfigError("x"))
+        reporting.note("said later")
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["status"] == end
+    assert "starting" not in written
+
+
+HANG = Reason("a hang in phase update of step 6: hang-6", True, 1)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_that_broke_says_last_from_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: bool, resume: str
+) -> None:
+    def work(self: Conductor) -> None:
+        self.reporting.begin(RunState(seed=0, step=5), 9, None)
+        if saved:
+            CheckpointDir(tmp_path).begin(5)
+            CheckpointDir(tmp_path).commit(5, {})
+        raise RoleDied("role actor died")
+
+    monkeypatch.setattr(Conductor, "run", work)
+    config = Config(run_dir=str(tmp_path), resume=resume)
+    config.logger.progress, config.logger.tensorboard = "plain", False
+    with pytest.raises(RoleDied, match=r"role actor died$"):
+        lead_run(config, ONE, LocalLauncher(tmp_path, ONE), "n1", Continuation())
+    last, word = capsys.readouterr().out.splitlines()[-1], "the same command" if resume == "auto" else "--resume=auto"
+    goes_on = f"{word} goes on from the newest checkpoint, {tmp_path}/checkpoints/step_000005"
+    assert last == (goes_on if saved else f"there is no checkpoint yet: {word} begins anew")
+
+
+@pytest.mark.parametrize(("reason", "holds", "code"), [(HANG, True, 1), (END, True, 0), (END, False, NOT_ARRANGED)])
+def test_what_the_scheduler_arranged_is_said_last_and_the_exit_code_tells_whether_it_did(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reason: Reason,
+    holds: bool,
+    code: int,
+) -> None:
+    """Trainers that hung can save nothing; a job with `afterok` of one that nothing follows must not start."""
+
+    class Requeues(Continuation):
+        def go_on(self) -> Arrangement:
+            return Arrangement("job 7 is requeued", holds)
+
+    def hang(self: Conductor) -> None:
+        self.reporting.begin(RunState(seed=0, step=5), 9, None)
+        raise StopRequested(reason, saved=False)
+
+    monkeypatch.setattr(Conductor, "run", hang)
+    config = Config(run_dir=str(tmp_path))
+    config.logger.progress, config.logger.tensorboard = "plain", False
+    launcher = LocalLauncher(tmp_path, ONE)
+    assert lead_run(config, ONE, launcher, "n1", Requeues()) == code
+    *_, stopped, last = capsys.readouterr().out.splitlines()
+    assert stopped == f"stopped by {reason.what}; there is no checkpoint yet"
+    assert last == "job 7 is requeued"
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "stopped"
+
+
+def inputs_of(tmp_path: Path, rows: int) -> Config:
+    directory = llama_like(tmp_path)
+    (directory / "config.json").write_text(json.dumps({"architectures": ["OtherForCausalLM"]}))
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1"}\n' * rows)
+    (tmp_path / "reward.py").write_text("def reward_func(responses): pass\n")
+    config = Config(run_dir=str(tmp_path / "run"))
+    config.actor.model_name_or_path = str(directory)
+    config.data.prompt_dataset, config.reward.remote_url = str(tmp_path / "prompts.jsonl"), str(tmp_path / "reward.py")
+    config.rollout.batch_size = 1
+    return config
+
+
+@pytest.mark.parametrize(("episodes", "most", "steps"), [(1, 0, 3), (2, 0, 6), (1, 2, 2), (1, 12, 12), (5, 7, 7)])
+def test_max_steps_counts_beyond_the_episodes(tmp_path: Path, episodes: int, most: int, steps: int) -> None:
+    config = inputs_of(tmp_path, 3)
+    config.train.num_episodes, config.train.max_steps = episodes, most
+    inputs = Inputs.read(config, print)
+    assert inputs.total_steps == steps
+    assert len([inputs.order.next() for _ in range(steps)]) == steps
+    assert None not in [PromptOrder(3, 1, inputs.order.episodes, 0).next() for _ in range(steps)]
+    assert inputs.order.total >= steps
+
+
+def test_a_model_that_was_never_compared_is_noted_before_anything_starts(tmp_path: Path) -> None:
+    config = inputs_of(tmp_path, 1)
+    notes: list[str] = []
+    Inputs.read(config, notes.append)
+    assert [note for note in notes if "is a OtherForCausalLM, which was never compared" in note] == notes[:1]
+    assert notes[0].startswith("warning: actor.model_name_or_path: ")

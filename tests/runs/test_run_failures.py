@@ -1,4 +1,4 @@
-"""How runs end that cannot go on: which message, which exit code, and what is left."""
+"""How runs end that cannot go on, trainers that start again, and runs that hang."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ import signal
 from pathlib import Path
 
 import pytest
-from training_runs import metrics, started, train, workspace
+from campaign.workload import PLUGIN
+from dying_ranks import Death, dying, trainers_die
+from held_runs import ENGINE
+from holds import HOLD, Holds
+from patched_ranks import patched_engines
+from sums_task import REWARD
+from training_runs import metrics, started, summary, timeless, train, workspace
+from waiting import scaled
+from whole_run import SMALL, WORLD, small_run, whole_run
+
+from slurm_rlhf.observe.run_log import read_events
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-SMALL = ("--algo.kl.init_coef=0",)
+ALONE = ("--algo.kl.init_coef=0",)
 """No reference: what fails is not about it."""
 ENDLESS = ("--train.max_steps=1000", "--train.num_episodes=1000")
 
@@ -38,7 +48,7 @@ def test_a_reward_function_that_raises_costs_no_step_and_ctrl_c_ends_what_goes_o
     tmp_path: Path,
 ) -> None:
     config = workspace(tmp_path, RAISES_LATER)
-    with started(config, tmp_path / "run", *SMALL, "--ckpt.save_steps=0", warm=True) as run:
+    with started(config, tmp_path / "run", *ALONE, "--ckpt.save_steps=0", warm=True) as run:
         code, output = run.wait()
         run.assert_gone()
     assert code == 2
@@ -56,7 +66,7 @@ def test_a_reward_function_that_raises_costs_no_step_and_ctrl_c_ends_what_goes_o
         "def reward_func(queries, prompts, labels, **kwargs):\n    print('so many words')\n"
         "    return [0.0] * len(queries)\n"
     )
-    with started(config, tmp_path / "run", *SMALL, *ENDLESS, warm=True) as run:
+    with started(config, tmp_path / "run", *ALONE, *ENDLESS, warm=True) as run:
         run.wait_for_step(3)
         run.process.send_signal(signal.SIGINT)  # Ctrl-C ends what the run has started
         code, output = run.wait()
@@ -81,7 +91,7 @@ def test_a_reward_function_that_raises_costs_no_step_and_ctrl_c_ends_what_goes_o
 def test_a_killed_rank_ends_the_run_and_is_named(config: Path) -> None:
     precision = ("--ds.param_dtype=bf16", "--ds.zero_stage=0")
     calm = ("--train.max_restarts=0",)
-    with started(config, config.parent / "killed", *precision, *SMALL, *ENDLESS, *calm, warm=True) as run:
+    with started(config, config.parent / "killed", *precision, *ALONE, *ENDLESS, *calm, warm=True) as run:
         run.wait_for_step(1)
         worker = run.worker("critic")
         os.kill(worker, signal.SIGKILL)
@@ -94,33 +104,157 @@ def test_a_killed_rank_ends_the_run_and_is_named(config: Path) -> None:
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(
-    "override, expected",
-    [
-        ("--train.batchsize=8", "train.batch_size"),
-        ("--actor.learning_rate=fast", "actor.learning_rate"),
-        ("--train.batch_size=7", "train.batch_size"),
-        ("--data.prompt_dataset=nowhere.jsonl", "nowhere.jsonl"),
-        ("--actor.num_nodes=2", "actor.num_nodes"),
-    ],
+# --- run restarts -----------------------------------------------------------------------------------------------------
+
+
+def test_trainers_that_die_start_again_beside_the_engines(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """An actor's rank dies in the first update, with no checkpoint to go back to; the critic in the forward of step 3.
+    The engines live through both, and the numbers are those of the undisturbed run.
+    """
+    calm, deaths = whole_run(tmp_path_factory), [Death("actor", 1, "train_step", 3), Death("critic", 0, "values", 3)]
+    run_dir = calm.config.parent / "restarted"
+    trainers_die(calm.config, run_dir, WORLD, deaths)
+    assert timeless(metrics(run_dir)) == timeless(metrics(calm.run_dir))
+
+
+@pytest.mark.full
+def test_an_engine_that_shares_slots_with_trainers_starts_again_with_them(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """It is killed when it gets the weights for step 2: the numbers are those of roles with slots of their own."""
+    calm = small_run(tmp_path_factory)
+    run_dir, words = calm.parent / "colocated_engine", ("--train.colocate_all=true", "--ckpt.save_steps=1")
+    with dying(run_dir.with_suffix(".deaths"), [Death("rollout", -1, "sync_receive", 3)]):
+        code, output = train(calm.parent / "run.toml", run_dir, *SMALL, *words, warm=True)
+    assert code == 0, output
+    assert "role rollout died: rank 0 of engine 0" in output
+    assert "restart 1 of 3 in this job: actor, critic, rollout start again" in output
+    assert "step_000001 at step 1/2" in output
+    assert timeless(metrics(run_dir)) == timeless(metrics(calm))
+
+
+# --- run hangs --------------------------------------------------------------------------------------------------------
+
+
+HELD = (
+    "--actor.num_gpus_per_node=2",
+    "--algo.advantage.estimator=held_group_norm",
+    "--algo.kl.init_coef=0",
+    "--train.full_determinism=false",
+    "--train.max_steps=1000",
+    "--train.num_episodes=1000",
+    "--train.self_check=false",
+    "--eval.dataset=",
+    f"--timeout.hang={round(scaled(5))}",
+    f"--timeout.hang_grace={round(scaled(6))}",
+    f"--timeout.heartbeat={round(scaled(16))}",
+    "--timeout.heartbeat_interval=0.5",
+    "--train.on_hang=restart",
 )
-def test_bad_configuration_starts_nothing(config: Path, tmp_path: Path, override: str, expected: str) -> None:
-    code, output = train(config, tmp_path / "run", override)
-    assert code == 2
-    assert expected in output
+PLACES = ("python", "lock", "engine", "reward-hang")
+
+
+class Told:
+    """What a hang left behind."""
+
+    def __init__(self, directory: Path) -> None:
+        self.report = (directory / "report.txt").read_text()
+        self.stacks = (directory / "stacks.txt").read_text()
+        self.messages = (directory / "messages.txt").read_text()
+        self.nodes = (directory / "nodes.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], int, str, Path]:
+    """(what was told of each place, exit code, what it printed, run directory). The last hang is not let go."""
+    path = tmp_path_factory.mktemp("hangs")
+    config = workspace(path)
+    holds, told = Holds(config), {}
+    (path / "plugin.py").write_text(PLUGIN)
+    with patched_engines(path / "patch", ENGINE.format(hold=str(path / HOLD)), ranks=("0",)):
+        with started(config, path / "run", *HELD, f"--train.plugins={path / 'plugin.py'}", warm=True) as run:
+            run.wait_for_step(4)
+            for place in PLACES:
+                known = set((path / "run").glob("hang-*/nodes.txt"))
+                holds.hold(place)
+                run.wait_for_file("hang-*/nodes.txt", known)
+                (found,) = set((path / "run").glob("hang-*/nodes.txt")) - known
+                told[place] = Told(found.parent)
+                if place != PLACES[-1]:
+                    holds.let_go(place)
+                    run.wait_for_step(len(metrics(path / "run")) + 2)
+            code, output = run.wait()
+            run.assert_gone()
+    return told, code, output, path / "run"
+
+
+def test_a_rank_that_never_enters_a_collective_is_named_with_its_line(hung) -> None:
+    told = hung[0]["python"]
+    print(told.report)
+    line = PLUGIN.splitlines().index("            time.sleep(0.02)") + 1
+    assert re.search(
+        rf"behind is actor rank 1 on \S+ \(pid \d+, in train_step for \d+ s\): .*policy_loss \(\S*plugin.py:{line}\)",
+        told.report,
+    )
+    assert re.search(r"actor rank 0 waits in \w+", told.report)
+    assert re.search(
+        r"# actor rank 1 on .*, from its own answer\nThread MainThread .*\n"
+        rf'  File ".*plugin.py", line {line} in policy_loss',
+        told.stacks,
+    )
+    assert "# rollout rank 0" in told.stacks
+    assert "# conductor" in told.stacks
+
+
+def test_a_call_into_c_that_holds_the_interpreters_lock_is_named_with_its_line(hung) -> None:
+    told = hung[0]["lock"]
+    print(told.report)
+    line = PLUGIN.splitlines().index('    libc.close(libc.open(bytes(HOLD / "lock"), os.O_RDONLY))') + 1
+    assert re.search(
+        r"behind is actor rank 1 .*: a call into C that holds the interpreter's lock, "
+        rf"in hold_the_lock \(\S*plugin.py:{line}\)",
+        told.report,
+    )
+    assert f'plugin.py", line {line} in hold_the_lock' in told.stacks
+    assert "from its log, while something held the interpreter's lock" in told.stacks
+
+
+def test_an_engine_in_an_endless_step_is_named(hung) -> None:
+    told = hung[0]["engine"]
+    print(told.report)
+    assert re.search(
+        r"behind is rollout rank 0 .*in generate for \d+ s\): it is in endless_step \(patch/sitecustomize.py:\d+\)",
+        told.report,
+    )
+
+
+def test_a_reward_function_that_sleeps_is_named_with_its_line(hung) -> None:
+    told = hung[0]["reward-hang"]
+    print(told.report)
+    line = REWARD.splitlines().index("        time.sleep(0.02)") + 1
+    assert re.search(rf"behind is the reward function, at reward_func \(\S*reward.py:{line}\)", told.report)
+
+
+def test_the_report_has_messages_and_load_and_says_what_was_not_possible(hung) -> None:
+    for told in hung[0].values():
+        assert re.search(r"^\d\d:\d\d:\d\d\.\d{3} actor rank 1: call train_step$", told.messages, re.MULTILINE)
+        assert re.search(r"^\S+: load [\d. ]+ on \d+ CPUs, [\d.]+ of [\d.]+ GiB of memory available$", told.nodes)
+
+
+def test_one_paragraph_each_and_the_run_goes_on_where_it_can(hung) -> None:
+    _, code, output, path = hung
+    assert len(re.findall(r"^step \d+ hangs in phase \w+: ", output, re.MULTILINE)) == len(PLACES)
+    assert len(re.findall(r"^the run goes on: step \d+ moves again$", output, re.MULTILINE)) == len(PLACES) - 1
+    # The trainers had nothing to do while the reward slept: all is saved, and the job would be requeued.
+    assert code == 1
+    done = summary(path)
+    hangs = [event for event in read_events(path / "events.jsonl") if event.event == "hang"]
+    assert len(hangs) == len(PLACES)  # they stand on the time axis of the report
+    assert all(" hangs in phase " in event.text for event in hangs)
+    assert (path / "report.html").read_text().count('"event":"hang"') == len(PLACES)
+    assert done["status"] == "stopped"
+    assert f"stopped by a hang in phase reward of step {done['steps'] + 1}: " in output
+    assert f"saved at step {done['steps']}/" in output
+    assert "the same command goes on from here" in output
+    assert (path / "checkpoints" / f"step_{done['steps']:06d}").is_dir()
     assert "Traceback" not in output
-    assert not (tmp_path / "run" / "logs").exists()
-
-
-def test_bad_files_are_named_with_their_line(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "broken.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{"input": \n')
-    code, output = train(config, tmp_path / "run", f"--data.prompt_dataset={tmp_path / 'broken.jsonl'}")
-    assert code == 2
-    assert "broken.jsonl:2" in output
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (bare / name).write_bytes((config.parent / "model" / name).read_bytes())
-    code, output = train(config, tmp_path / "run", f"--actor.model_name_or_path={bare}")
-    assert code == 2
-    assert "tokenizer" in output

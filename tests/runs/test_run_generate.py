@@ -107,16 +107,6 @@ def test_killed_four_times_it_writes_what_one_that_was_left_alone_does(
     assert answers(tmp_path / "job" / "output.jsonl") == answers(calm / "output.jsonl")
 
 
-@pytest.mark.full
-def test_killed_twenty_times_it_writes_what_one_that_was_left_alone_does(
-    config: Path, calm: Path, tmp_path: Path
-) -> None:
-    after = kill_at_random_moments(config, tmp_path / "job", 20, seed=2)
-    assert len(set(after)) > 6  # kills came while it wrote
-    assert_whole(tmp_path / "job" / "output.jsonl", ROWS)
-    assert answers(tmp_path / "job" / "output.jsonl") == answers(calm / "output.jsonl")
-
-
 @pytest.fixture
 def full_soon(tmp_path: Path) -> Iterator[Path]:
     """A file system of a few MiB."""

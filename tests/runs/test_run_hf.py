@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from training_runs import COMMAND, metrics, started, summary, timeless, train, workspace
-from waiting import HANG_S, scaled
+from training_runs import metrics, started, summary, timeless, train, workspace
+from waiting import scaled
 
 pytestmark = [pytest.mark.slow]
 
@@ -26,7 +23,6 @@ REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
     return [sum(map(ord, response)) % 7 / 7 for response in kwargs["responses"]]
 """
-SBATCH = Path(__file__).parents[2] / "sbatch"
 
 
 def test_the_actor_samples_a_run_resumes_bit_for_bit_and_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
@@ -64,39 +60,3 @@ def test_the_actor_samples_a_run_resumes_bit_for_bit_and_a_rank_that_stands_stil
     assert code == 1
     assert re.search(rf"role actor died: rank \d on \S+ \(pid {worker}\) is lost: .*not heard from", output)
     assert "Traceback" not in output
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1500)
-def test_the_quickstart_learns_with_it_under_every_stage(tmp_path: Path) -> None:
-    """Ten steps each: a policy that can nearly add gets better, as it does with vLLM."""
-    data = quickstart_input(tmp_path / "input")
-    prompts = keys(data, model="model", prompt_dataset="data.train.jsonl", dataset="eval.eval.jsonl")
-    for stage in (0, 1, 2, 3):
-        run_dir, more = tmp_path / f"zero{stage}", (f"--ds.zero_stage={stage}", "--train.max_steps=10")
-        code, output = train(SBATCH / "quickstart.toml", run_dir, *prompts, "--rollout.engine=hf", *more)
-        assert code == 0, output
-        rewards = [row["reward"] for row in metrics(run_dir)]
-        print(f"ZeRO-{stage}: " + " ".join(f"{reward:.3f}" for reward in rewards))
-        assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.1
-
-
-def quickstart_input(data: Path) -> Path:
-    """What the quickstart makes before it trains: that of this checkout, if it was made, or else in `data`."""
-    sources = [(SBATCH / name).read_bytes() for name in ("quickstart_data.py", "quickstart_sft.toml")]
-    made = SBATCH.parent / "runs" / "quickstart_input"
-    recipe = made / "recipe"
-    if recipe.is_file() and recipe.read_text().strip() == hashlib.sha256(b"".join(sources)).hexdigest():
-        return made
-    data.mkdir()
-    subprocess.run([sys.executable, SBATCH / "quickstart_data.py", data], check=True, timeout=HANG_S)
-    examples = [*keys(data, model="untrained", dataset="sft.sft.jsonl"), f"--sft.output_dir={data / 'model'}"]
-    subprocess.run([*COMMAND[:-1], "sft", SBATCH / "quickstart_sft.toml", *examples], check=True, timeout=HANG_S)
-    return data
-
-
-def keys(data: Path, model: str, **files: str) -> list[str]:
-    """The quickstart's files in another place: key -> group and name of the file there."""
-    named = [(group, key, name) for key, file in files.items() for group, _, name in [file.partition(".")]]
-    paths = [f"--{group}.{key}={data / name}" for group, key, name in named]
-    return [f"--actor.model_name_or_path={data / model}", *paths]

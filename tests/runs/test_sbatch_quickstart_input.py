@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from waiting import HANG_S
 
-from slurm_rlhf.config.load import load_config
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 
@@ -31,11 +30,6 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 def summands(row: dict[str, str]) -> tuple[int, ...]:
     return tuple(sorted(int(number) for number in row["input"].removesuffix("=").split("+")))
-
-
-@pytest.mark.parametrize("name", ["quickstart.toml", "quickstart_sft.toml"])
-def test_every_shipped_configuration_is_read(name: str) -> None:
-    load_config(SBATCH / name, [])
 
 
 @pytest.mark.slow

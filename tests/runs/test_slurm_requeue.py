@@ -1,4 +1,4 @@
-"""A run that Slurm ends again and again, by every way it has, writes the numbers of one that was left alone."""
+"""Runs that Slurm ends in every way it has, and the campaign of a cluster's faults."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import json
 import math
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from campaign.cluster import FEWEST_STEPS, STEPS_EACH, OnSlurm
+from campaign.cluster_faults import SPARES, layout
+from campaign.draw import draw
+from campaign.faults import EACH, SLURM, named
+from campaign.leader import Leader
+from campaign.result import carried_out
+from campaign.verdicts import RECOVERED
 from holds import Holds
 from slurm_cluster import CHECKOUT, Cluster, said
 from slurm_undisturbed import STEPS, Calm, calm_run
-from tracker_files import history, trackio_rows, wandb_starts
 from training_runs import metrics, saved, steps, summary, timeless
 from waiting import scaled
 
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.observe.trackers import kept_id
 from slurm_rlhf.report.page import content
 from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
@@ -82,7 +88,6 @@ def test_requeued_and_followed_it_writes_the_same_metrics(slurm: Cluster, calm: 
         f"--train.max_steps={STEPS}",
         "--train.num_episodes=10",
         f"--slurm.signal_lead_s={60 * limit_min - alive_s:.0f}",
-        '--logger.use=["tensorboard", "trackio", "wandb"]',
     )
     config = CHECKOUT / "sbatch" / "ppo_32b.toml"
     job = slurm.submit(config, run_dir, [*NODES, "--requeue", "--time=20"], *calm.overrides, *length)
@@ -118,7 +123,6 @@ def test_requeued_and_followed_it_writes_the_same_metrics(slurm: Cluster, calm: 
     assert said(run_dir).count("resuming from") == requeues + 1
     assert timeless(metrics(run_dir)) == calm.metrics
     assert_report_shows(run_dir, requeues=requeues + 1)
-    assert_trackers_have(run_dir, starts=requeues + 2)
 
 
 def preempt(slurm: Cluster, job: int, run_dir: Path, holds: Holds) -> None:
@@ -138,21 +142,6 @@ def preempt(slurm: Cluster, job: int, run_dir: Path, holds: Holds) -> None:
     assert slurm.wait_over(urgent) == ("COMPLETED", 0)
 
 
-def assert_trackers_have(run_dir: Path, starts: int) -> None:
-    """Each tracker has one run of all starts, with the reward of every step."""
-    rewards = [(step["step"], step["reward"]) for step in metrics(run_dir)]
-    run_id = kept_id(run_dir / "trackers" / "id")
-    rows = trackio_rows(run_dir / "trackers" / "trackio" / "slurm_rlhf.db")
-    assert {name for _, name, _, _ in rows} == {f"{run_dir.name}-{run_id}"}
-    assert len({run for run, _, _, _ in rows}) == 1
-    told = {(step, values["train/reward"]) for _, _, step, values in rows if "train/reward" in values}
-    assert sorted(told) == rewards
-    files = wandb_starts(run_dir / "trackers" / "wandb" / "wandb", run_id)
-    assert len(files) == starts
-    lines = [row for records in files for row in history(records)]
-    assert sorted({(row["_step"], row["train/reward"]) for row in lines if "train/reward" in row}) == rewards
-
-
 def assert_report_shows(run_dir: Path, requeues: int) -> None:
     """Each requeue stands on the time axis of the report, and a new session follows it; samples are as of one run."""
     files = RunFiles.read(RunDirectory(run_dir))
@@ -168,3 +157,42 @@ def assert_report_shows(run_dir: Path, requeues: int) -> None:
 def followers(run_dir: Path) -> list[int]:
     """Jobs that the run has submitted to go on."""
     return [int(number) for number in re.findall(r"job (\d+) follows this one", said(run_dir))]
+
+
+# --- slurm campaign ---------------------------------------------------------------------------------------------------
+
+
+SEED = 0
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("each", EACH)
+def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path, each: int) -> None:
+    """Nodes that crash and are cut off, ranks, srun and slurmd that are killed, slurmctld that starts anew.
+
+    Each with `each` ranks of a role on a node; a rank that is killed is the first or the last of its role.
+    """
+    known = [replace(fault, limit_s=scaled(fault.limit_s)) for fault in SLURM if fault.each == each]
+    faults = draw(known, len(known), SEED)
+    out, steps = slurm.shared / f"campaign{each}", max(FEWEST_STEPS, STEPS_EACH * len(faults))
+    leader = Leader(out, OnSlurm(slurm, SEED), SEED, steps, layout(out, each))
+    rows = carried_out(leader.run(faults), SEED, tmp_path)
+    assert [f"{row.fault}: {'; '.join(row.problems)}" for row in rows if not row.good] == []
+    assert [row.fault for row in rows if not row.compared] == []  # the calm run was longer
+    assert len(rows) == len(known)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_a_spare_node_that_dies_while_it_takes_over_is_replaced_by_the_next(slurm: Cluster, tmp_path: Path) -> None:
+    """Nobody on it has said hello: it is known by the silence of all of its ranks while the other node is heard."""
+    (fault,) = (one for one in named(list(SLURM), "one after the other") if one.each == 1)
+    leader = Leader(slurm.shared / "spares", OnSlurm(slurm, SEED), SEED, FEWEST_STEPS, SPARES)
+    (row,) = carried_out(leader.run([fault]), SEED, tmp_path)
+    assert row.good, row.problems
+    assert row.outcome == RECOVERED
+    assert row.equal
+    # Rank 0, on a node that lives, may have said hello by then; rank 1 cannot.
+    missing = r"(0 of 2 ranks said hello within 55 s; missing: 0, 1|1 of 2 ranks said hello within 55 s; missing: 1);"
+    assert re.search(rf"rank 1 on \w+ is lost before its hello: actor: {missing}", row.said)

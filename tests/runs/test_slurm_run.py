@@ -1,4 +1,4 @@
-"""Runs under a real slurmctld that share nodes, how they end when something dies, and bad input."""
+"""Runs as jobs of a real Slurm."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from checkout import MADE_HERE
 from holds import Holds
 from open_ports import listening
-from slurm_cluster import COMMAND, ENDLESS, OVER, PLACES, SMALL, Cluster, said
+from slurm_cluster import CHECKOUT, COMMAND, ENDLESS, OVER, PLACES, SMALL, Cluster, said
 from sums_task import PACE
 from training_runs import is_worker, metrics, saved, steps, timeless, workspace
 from waiting import HANG_S, scaled
@@ -236,3 +237,31 @@ def test_bad_input_is_named_before_any_model_loads(slurm: Cluster, config: Path)
     assert "gpu002: numpy 1.0.0, here " in unlike
     assert "Traceback" not in said
     assert not (slurm.shared / "bad" / "logs").exists()
+
+
+# --- slurm quickstart -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
+def test_the_quickstart_is_a_batch_script(slurm: Cluster) -> None:
+    """Shortened by overrides alone. The data and the model are those of the last quickstart here, if there was one."""
+    run_dir = slurm.shared / "quickstart"
+    job = slurm.sbatch(
+        *(f"--output={run_dir}.log", "sbatch/quickstart.sh", f"--run_dir={run_dir}", "--train.max_steps=2"),
+        *("--recipe=grpo", "--eval.max_samples=64"),
+        cwd=CHECKOUT,
+    )
+    ended = slurm.wait_over(job)
+    said = Path(f"{run_dir}.log").read_text()
+    assert ended == ("COMPLETED", 0), said
+    assert f"{CHECKOUT}/.venv is current" in said
+    assert "4/4 grpo" in said
+    assert f"job {job} on gpu001, run directory {run_dir}" in said
+    assert f"to look inside: srun --jobid={job} " in said
+    assert len(metrics(run_dir)) == 2
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["world"] == {"actor": 1, "rollout": 1}
+    logs = {path.name for path in (run_dir / "logs").iterdir()}
+    assert logs >= {"actor.gpu001.0.log", "rollout.gpu001.0.log", "actor.srun.log"}  # steps of the job, not children
+    assert not slurm.processes("gpu001")

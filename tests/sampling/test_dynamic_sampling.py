@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from group_engines import BATCH, SAMPLING, Judge, Streamed, answer, order_of, places, prompt_set
+from group_engines import BATCH, SAMPLING, Engines, Judge, Streamed, order_of, places, prompt_set
 from waiting import until
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import FilteredAway, RewardError
-from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
+from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import Rewards, joined
-from slurm_rlhf.sampling.batch_sources import OnDemand, Parts, Rounds, make_batches
-from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, PromptGroup
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, Parts, PromptGroup
+from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState
-from slurm_rlhf.sampling.group_stream import GroupStream, Rule
+from slurm_rlhf.sampling.group_stream import GroupStream, Rule, make_batches
+from slurm_rlhf.sampling.waves import Waves
+from slurm_rlhf.wire.calls import GenerateAnswer, GenerateBatch
 
 EVEN = set(range(0, 40, 2))
 
@@ -72,7 +76,7 @@ def test_short_responses_are_not_favoured_and_what_is_left_over_comes_first_in_t
 def test_nothing_is_begun_while_the_actor_trains(tmp_path: Path) -> None:
     run = Streamed(tmp_path, fresh(), judge=Judge(set(range(40))))
     with run.taking(1):
-        until(lambda: run.order.place == 4)
+        run.begun(4)
         run.engines.finish(0, 1, 2, 3)
     run.stream.updated(1)
     time.sleep(0.03)
@@ -82,9 +86,9 @@ def test_nothing_is_begun_while_the_actor_trains(tmp_path: Path) -> None:
 def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> None:
     run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH), judge=Judge(EVEN))
     with run.taking(1) as found:
-        until(lambda: run.order.place == 8)
+        run.begun(8)
         run.engines.finish(1, 3, 5)
-        until(lambda: run.order.place == 11)
+        run.begun(11)
         run.engines.finish(0, 2, 4, 8)
     assert places(found[0]) == [0, 2, 4, 8]
     batch = cast(Batch, found[0])
@@ -92,7 +96,7 @@ def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> No
     assert batch.metrics["dynamic_filtering/pass_rate"] == pytest.approx(4 / 7)
     run.stream.updated(1)
     with run.taking(2) as second:
-        until(lambda: run.order.place == 15)
+        run.begun(15)
         run.engines.finish(*range(6, 15))
         until(lambda: run.engines.places() == [15, 16, 17, 18, 19][: len(run.engines.places())])
         while not second:
@@ -136,23 +140,25 @@ def test_what_the_reward_function_raises_comes_out_of_take(tmp_path: Path) -> No
     judge.error = RewardError("reward.py:3: no")
     run = Streamed(tmp_path, fresh(), judge=judge)
     with run.taking(1) as found:
-        until(lambda: run.order.place == 4)
+        run.begun(4)
         run.engines.finish(0)
     assert str(found[0]) == "reward.py:3: no"
 
 
-class Fixed:
-    """In place of `Dispatcher`, with train.full_determinism: remembers its rounds."""
+class Fixed(Engines):
+    """One engine that finishes all it is asked for at once, and remembers the rounds."""
 
     def __init__(self) -> None:
+        super().__init__(1)
         self.rounds: list[tuple[list[int], int]] = []
-        self.versions: list[int] = []
-        self.loads = {0: EngineLoad(tokens=1)}
 
-    def run(self, prompts: list[Prompt], sampling: Sampling, version: int, round: int) -> list[Trajectory]:
-        self.rounds.append(([prompt.index for prompt in prompts], round))
-        self.versions.append(version)
-        return [answer(prompt.index, sample) for prompt in prompts for sample in range(sampling.n)]
+    def call(self, engine: int, method: Any, batch: GenerateBatch | None = None) -> Future[GenerateAnswer]:
+        call = super().call(engine, method, batch)
+        if asked := [*batch.asked] if batch else []:
+            (round,) = {one.round for one in asked}
+            self.rounds.append(([one.prompt for one in asked if not one.sample], round))
+            self.finish(*self.places())
+        return call
 
 
 class Graded:
@@ -165,7 +171,7 @@ class Graded:
 
 def rounds(
     path: Path, order: PromptOrder, good: set[int] | Graded, at_once: int = 0, prompts: int = 40, **algo: object
-) -> tuple[OnDemand, Fixed]:
+) -> tuple[GroupStream, Fixed]:
     config, fixed = Config(), Fixed()
     for name, value in algo.items():
         setattr(config.algo, name, value)
@@ -173,10 +179,9 @@ def rounds(
     config.rollout.vllm_generate_batch_size = at_once
     config.algo.dynamic_filtering_enable = config.train.full_determinism = True
     judge = good if isinstance(good, Graded) else Judge(good)
-    parts: Any = Parts(config, prompt_set(path, prompts), order, 10, fixed, judge, lambda _: nullcontext())  # type: ignore[arg-type]
-    batches = make_batches(parts, sample=lambda _: pytest.fail("without the filter"))
-    assert isinstance(batches, OnDemand)
-    return batches, fixed
+    episodes = Episodes(Waves(cast("Any", fixed), 1, 64))
+    parts = Parts(config, prompt_set(path, prompts), order, 10, episodes, cast("Any", judge), lambda _: nullcontext())
+    return make_batches(parts), fixed
 
 
 def test_rounds_have_sizes_of_what_passed_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:
@@ -186,7 +191,6 @@ def test_rounds_have_sizes_of_what_passed_and_a_resumed_run_has_the_same(tmp_pat
     assert [places(batch) for batch in whole] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
     # Two of four pass, so the next round has 2 * 5 / 3; the place behind the last that is used comes next.
     assert fixed.rounds[:3] == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 1), ([7, 8, 9, 10], 1)]
-    assert fixed.versions[:3] == [0, 0, 1]  # of the policy, whatever seeds the round
     assert whole[0].metrics == {"dynamic_filtering/prompts": 8, "dynamic_filtering/pass_rate": 0.5}
     again = order_of(40, BATCH)
     again.load_state_dict(whole[0].order)
@@ -236,40 +240,33 @@ def test_groups_are_kept_by_their_mean_score_within_the_range_of_the_configurati
 def test_a_group_is_judged_by_its_scores_and_without_them_by_its_rewards(
     tmp_path: Path, rewards: list[float], scores: list[float] | None, verdicts: list[bool]
 ) -> None:
-    groups = [PromptGroup(place, prompt, GroupState(0)) for place, prompt in enumerate(prompt_set(tmp_path, 2).prompts)]
+    rows = enumerate(prompt_set(tmp_path, 2).prompts)
+    groups = [PromptGroup(place, prompt, GroupState(0), SAMPLING, 0) for place, prompt in rows]
     counts, found = FilterCounts([]), None if scores is None else np.array(scores, dtype=np.float32)
     counts.judge(groups, Rewards(np.array(rewards, dtype=np.float32), found), 2)
     assert [group.verdict for group in groups] == verdicts
     assert (counts.judged, counts.passed) == (2, 1)
 
 
-def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> None:
-    config = Config()
-    dispatcher: Any = type(
-        "Dispatcher",
-        (),
-        {"rollout": None, "run_seed": 1, "max_num_seqs": 2, "pool": None, "rescue": None, "answered": None},
-    )()
-    parts: Any = Parts(config, prompt_set(tmp_path, 4), order_of(4, 4), 1, dispatcher, None, lambda _: nullcontext())  # type: ignore[arg-type]
-
-    def made() -> Any:
-        return make_batches(parts, sample=lambda _: cast(Any, "sampled"))
-
-    assert made().take(1) == "sampled"
-    config.rollout.engine, config.algo.dynamic_filtering_enable = "hf", True
-    assert isinstance(made(), OnDemand)  # rounds: the actor has no stream
-    config.rollout.engine, config.algo.dynamic_filtering_enable = "vllm", False
-    config.vllm.sync_mode = "inflight"
-    stream = made()
-    assert isinstance(stream, GroupStream)
-    assert stream.counts is None
-    config.algo.dynamic_filtering_enable, config.algo.dynamic_filtering_range = True, [0.2, 0.9]
-    assert made().counts == FilterCounts([0.2, 0.9])
-    config.vllm.sync_mode = "drain"
-    assert made().stream.rule.size is None
-    assert made().stream.counts == FilterCounts([0.2, 0.9])
-    config.train.full_determinism = True
-    assert isinstance(made()._sample.__self__, Rounds)
+@pytest.mark.parametrize(
+    ("engine", "filtered", "mode", "fixed", "expected"),
+    [
+        ("vllm", False, "drain", False, (True, None, False)),
+        ("hf", True, "drain", False, (True, None, True)),  # rounds: the actor has no stream
+        ("vllm", False, "inflight", False, (False, 1, False)),
+        ("vllm", True, "inflight", False, (False, 1, True)),
+        ("vllm", True, "drain", False, (False, None, True)),
+        ("vllm", True, "drain", True, (True, None, True)),
+    ],
+)
+def test_streams_and_rounds_are_chosen_by_the_configuration(
+    engine: Any, filtered: bool, mode: Any, fixed: bool, expected: tuple[bool, int | None, bool]
+) -> None:
+    config, episodes = Config(), cast("Any", SimpleNamespace(post=lambda *_: None, attach=None))
+    config.rollout.engine, config.algo.dynamic_filtering_enable = engine, filtered
+    config.vllm.sync_mode, config.train.full_determinism = mode, fixed
+    made = make_batches(cast("Any", SimpleNamespace(config=config, last=1, episodes=episodes)))
+    assert (made.rule.rounds, made.rule.size, made.counts is not None) == expected
 
 
 def test_rewards_of_several_calls_are_joined() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.records import EngineLoad
 from slurm_rlhf.run.step_metrics import EngineMetrics, far_below
-from slurm_rlhf.sampling.dispatch import allowance, chunk
+from slurm_rlhf.sampling.group_rules import allowance
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,14 @@ def test_a_slow_engine_has_nothing_in_reserve_when_the_last_prompt_is_handed_out
         nonlocal left
         if not left or held[engine] >= allowance(left, engines, width):
             return False
-        count = min(chunk(left, engines, width), left)
-        left -= count
-        held[engine] += count
+        left -= 1
+        held[engine] += 1
         return True
 
     while sum(feed(engine) for engine in range(engines)):
         pass
     if prompts >= engines:
-        assert max(held) - min(held) <= max(1, width // 8)
+        assert max(held) - min(held) <= 1
     while left:
         engine = min(range(engines), key=lambda e: clock[e] + 1 / (speed[e] * min(held[e], width)))
         clock[engine] += 1 / (speed[engine] * min(held[engine], width))

@@ -15,10 +15,9 @@ from waiting import until
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RoleDied
-from slurm_rlhf.sampling import group_stream
-from slurm_rlhf.sampling.batch_sources import rule_of
+from slurm_rlhf.sampling import episodes
 from slurm_rlhf.sampling.batches import Batch
-from slurm_rlhf.sampling.group_stream import Rule
+from slurm_rlhf.sampling.group_stream import Rule, rule_of
 
 
 def ahead(size: int, last: int = 10, stale: int = 8 * BATCH) -> Rule:
@@ -31,7 +30,7 @@ def test_no_group_is_begun_further_ahead_than_the_bound(tmp_path: Path, size: in
     for step in range(1, 11):
         with run.taking(step) as found:
             begun = min((step + size) * BATCH, 40)
-            until(lambda begun=begun: run.order.place == begun)  # type: ignore[misc]
+            run.begun(begun)
             run.engines.finish(*run.engines.places()[:BATCH])
         assert places(found[0]) == list(range((step - 1) * BATCH, step * BATCH))
         # While it is trained on, the engines have the policy from before: no more than that.
@@ -45,14 +44,14 @@ def test_no_group_is_begun_further_ahead_than_the_bound(tmp_path: Path, size: in
 def test_a_share_of_a_batch_is_begun_while_the_actor_trains_and_the_rest_by_its_new_policy(tmp_path: Path) -> None:
     run = Streamed(tmp_path, ahead(3, stale=1))
     with run.taking(1):
-        until(lambda: run.order.place == BATCH + 1)
+        run.begun(BATCH + 1)
         run.engines.finish(*range(BATCH))
     run.engines.finish(BATCH)
     time.sleep(0.03)
     assert run.order.place == BATCH + 1  # the engines are idle, and one group is there for the next step
     run.engines.version = 1
     run.stream.updated(1)
-    until(lambda: run.order.place == 2 * BATCH + 1)  # before the step asks
+    run.begun(2 * BATCH + 1)  # before the step asks
     with run.taking(2) as found:
         run.engines.finish(*run.engines.places()[: BATCH - 1])
     assert places(found[0]) == list(range(BATCH, 2 * BATCH))
@@ -96,15 +95,17 @@ def test_nothing_is_begun_while_the_next_batch_is_ready(tmp_path: Path) -> None:
     """The trainer is the slower side then: what was begun would only be older when its turn comes."""
     run = Streamed(tmp_path, ahead(3))
     with run.taking(1):
-        until(lambda: run.order.place == 16)
-        run.engines.finish(*range(9))  # two batches, and one more
+        run.begun(16)
+        run.engines.finish(*range(4))
+    run.engines.finish(*range(4, 9))  # another batch, and one more
+    until(lambda: sum(group.state.finished for group in run.stream._groups) == 5)
     run.stream.updated(1)
     time.sleep(0.03)
     assert run.order.place == 16
     with run.taking(2) as found:
         pass
     assert places(found[0]) == [4, 5, 6, 7]
-    until(lambda: run.order.place == 20)  # three batches behind the one in training
+    run.begun(20)  # three batches behind the one in training
 
 
 def test_a_resumed_run_begins_with_the_groups_that_were_in_flight(tmp_path: Path) -> None:
@@ -123,10 +124,10 @@ def test_the_engines_are_free_for_an_evaluation(tmp_path: Path) -> None:
     with run.stream.alone():  # before the first batch
         pass
     with run.taking(1):
-        until(lambda: run.order.place == 8)
+        run.begun(8)
         run.engines.finish(0, 1, 2, 3)
     run.stream.updated(1)
-    until(lambda: run.order.place == 12)
+    run.begun(12)
     done = threading.Timer(0.1, lambda: run.engines.finish(*range(4, 12)))
     done.start()
     with run.stream.alone():
@@ -142,7 +143,7 @@ def test_the_engines_are_free_for_an_evaluation(tmp_path: Path) -> None:
 def test_what_an_engine_raises_comes_out_of_take_and_keeps_nobody_waiting(tmp_path: Path) -> None:
     run = Streamed(tmp_path, ahead(1))
     with run.taking(1) as found:
-        until(lambda: run.order.place == 8)
+        run.begun(8)
         run.engines.fail(RoleDied("engine 0 is gone"))
     assert isinstance(found[0], RoleDied)
     with run.stream.alone():
@@ -154,12 +155,12 @@ def test_what_an_engine_raises_comes_out_of_take_and_keeps_nobody_waiting(tmp_pa
 def test_after_close_nothing_is_begun(tmp_path: Path) -> None:
     run = Streamed(tmp_path, ahead(2))
     with run.taking(1):
-        until(lambda: run.order.place == 12)
+        run.begun(12)
         run.engines.finish(0, 1, 2, 3)
     run.stream.close()
     run.stream.updated(1)
     run.engines.finish(*range(4, 12))
-    until(lambda: not run.stream._thread.is_alive())  # type: ignore[union-attr]
+    until(lambda: not run.episodes._thread.is_alive())
     assert run.order.place == 12
 
 
@@ -167,24 +168,22 @@ def test_an_engine_that_starts_late_gets_groups(tmp_path: Path) -> None:
     run = Streamed(tmp_path, ahead(1))
     run.engines.ready = [0]
     with run.taking(1):
-        until(lambda: run.order.place == 8)
+        run.begun(8)
         run.engines.finish(0, 1, 2, 3)
     run.engines.ready = [0, 1]
     run.stream.updated(1)
-    until(lambda: run.order.place == 12)
-    assert {row[0] for row in run.engines.open if row[1] >= 8} == {1}  # it has the least in hand
+    run.begun(12)
+    assert {row[0] for row in run.engines.rows() if row[1] >= 8} == {1}  # it has the least in hand
 
 
-def test_rows_of_a_small_data_set_are_not_in_flight_twice(tmp_path: Path) -> None:
-    """Engines know a request by its prompt: five rows, four of them a batch, and four episodes."""
+def test_rows_of_a_small_data_set_may_be_in_flight_twice(tmp_path: Path) -> None:
+    """Engines know a request by its number: five rows, four of them a batch, and four episodes."""
     order = PromptOrder(5, BATCH, 4, 3)
     run = Streamed(tmp_path, ahead(1, last=4), prompts=5, order=order)
     seen: list[int] = []
     for step in range(1, 5):
         with run.taking(step) as found:
             while not found:
-                rows = [(row[2], row[3]) for row in run.engines.open]
-                assert len(rows) == len(set(rows))
                 run.engines.finish(*run.engines.places())
                 time.sleep(0.001)
         seen += places(found[0])
@@ -211,9 +210,9 @@ def test_a_run_with_random_lengths_keeps_the_bound(tmp_path: Path) -> None:
 def test_a_stream_without_news_looks_for_late_engines_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_stream, "LATE_S", 0.01)
+    monkeypatch.setattr(episodes, "LATE_S", 0.01)
     run, looks = Streamed(tmp_path, ahead(1)), []
-    run.stream.admit = looks.append
+    run.episodes._admit = looks.append
     with run.taking(1) as found:
         until(lambda: len(looks) > 3, "looks for engines")
         run.engines.finish(*run.engines.places()[:BATCH])

@@ -17,9 +17,11 @@ from slurm_rlhf.ranks.engine_leader import EngineLeader
 from slurm_rlhf.ranks.rank_process import serve
 from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.sampling.dispatch import Dispatcher, answer_sizes
+from slurm_rlhf.sampling.episodes import Episodes
+from slurm_rlhf.sampling.scheduler import Scheduler
+from slurm_rlhf.sampling.waves import Waves
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import GenerateBatch, PackedPrompts, PromptTokens, Sampled
+from slurm_rlhf.wire.calls import Asked, GenerateBatch, PackedPrompts, most_in_answer
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.codec import MAX_HEADER_BYTES, encode
 from slurm_rlhf.wire.handles import ControlServer, EngineHandle
@@ -43,13 +45,13 @@ class Scripted:
     def step(self) -> list[Trajectory]:
         self.orders.append([(request.prompt, request.sample) for request in self.asked])
         landed, self.asked = self.asked[-300:], self.asked[:-300]
-        return [answer(request.prompt, request.sample) for request in reversed(landed)]
+        return [answer(request.prompt, request.sample, request.key) for request in reversed(landed)]
 
     def close(self) -> None:
         pass
 
 
-def answer(prompt: int, sample: int) -> Trajectory:
+def answer(prompt: int, sample: int, key: object) -> Trajectory:
     return Trajectory(
         prompt=prompt,
         sample=sample,
@@ -60,13 +62,14 @@ def answer(prompt: int, sample: int) -> Trajectory:
         finish_reason="length",
         text=TEXT,
         versions=[],
+        key=str(key),
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False], ids=["fixed", "streamed"])
 def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic: bool) -> None:
-    one = len(encode(Sampled(0, answer(0, 0)))[0])
+    one = len(encode(answer(0, 0, 0))[0])
     assert one * PROMPTS * SAMPLES > MAX_HEADER_BYTES, "the test must ask for more than one message holds"
     engine = Scripted()
     with ControlServer(RunKeys.create(tmp_path / "keys.json")) as server:
@@ -79,8 +82,8 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
         handle = EngineHandle(server, "rollout", 1, 1, Timeout(generate=30.0))
         prompts = [Prompt(100 + i, "", np.full(10, i, dtype=np.int32)) for i in range(PROMPTS)]
         width = PROMPTS * SAMPLES * 16
-        dispatcher = Dispatcher(handle, 1, max_num_seqs=width, deterministic=deterministic)
-        found = dispatcher.run(prompts, Sampling(n=SAMPLES, max_new_tokens=TOKENS), 0)
+        episodes = Episodes((Waves if deterministic else Scheduler)(handle, 1, width))
+        found = episodes.sample(prompts, Sampling(n=SAMPLES, max_new_tokens=TOKENS), 0)
         assert handle.shut_down(0).result(HANG_S) == "done"
         thread.join(HANG_S)
         client.close()
@@ -92,25 +95,27 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 1000, 32_000])
-def test_answers_hold_everything_and_each_fits_into_a_message(tokens: int) -> None:
-    for responses in (1, 7, 5000, 100_000):
-        counts = answer_sizes(responses, 4 * tokens, tokens)
-        assert sum(counts) == responses
-        assert min(counts) >= 1
-        # Text of 40 bytes a token would still fit.
-        assert max(counts) == 1 or max(counts) * (16 * tokens + 9 * tokens + 40 * tokens + 200) < MAX_HEADER_BYTES
-    assert answer_sizes(8, 10, tokens) == [8], "small batches are answered at once"
+def test_an_answer_fits_into_a_message(tokens: int) -> None:
+    # Text of 40 bytes a token would still fit.
+    most = most_in_answer(4 * tokens, tokens)
+    assert most == 1 or most * (16 * tokens + 9 * tokens + 40 * tokens + 200) < MAX_HEADER_BYTES
+    assert most_in_answer(10, tokens) >= 8, "small batches are answered at once"
 
 
 def test_one_request_with_very_many_prompts_has_a_small_header() -> None:
+    """A prompt with its samples is one row; what does not follow on begins another one."""
     token_ids = np.arange(500, dtype=np.int32)
-    prompts = [PromptTokens(i, 2 * i, token_ids[: 499 + i % 2]) for i in range(35_000)]
-    packed = PackedPrompts.pack(prompts)
-    frames = encode(GenerateBatch(packed, Sampling(), 1, 0, 0))
+    asked = [
+        Asked(8 * i + k, 2 * i, k, i % 3, 0, 9, ids)
+        for i, ids in enumerate(token_ids[: 499 + i % 2] for i in range(35_000))
+        for k in (0, 1)
+    ]
+    packed = PackedPrompts.pack([*asked, asked[-1]])
+    assert len(packed.rows) == 8 * 35_001
+    frames = encode(GenerateBatch(packed, Sampling(), 1))
     assert sum(map(len, frames)) > MAX_HEADER_BYTES > 1000 * len(frames[0])
     unpacked = list(packed)
-    assert len(packed) == len(unpacked) == len(prompts)
-    for sent, arrived in zip(prompts[-3:], unpacked[-3:], strict=True):
-        assert sent[:2] == arrived[:2]
+    assert [one[:6] for one in unpacked] == [one[:6] for one in [*asked, asked[-1]]]
+    for sent, arrived in zip(asked[-3:], unpacked[-4:], strict=False):
         assert sent.token_ids.tolist() == arrived.token_ids.tolist()
     assert list(PackedPrompts.pack([])) == []

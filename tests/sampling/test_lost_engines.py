@@ -15,29 +15,29 @@ from waiting import HANG_S, until
 
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import Prompt, Trajectory
-from slurm_rlhf.sampling.dispatch import Dispatcher
+from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_stream import Rule
+from slurm_rlhf.sampling.scheduler import Scheduler
+from slurm_rlhf.sampling.waves import Waves
 
 
 def owners(engines: Engines, engine: int) -> list[int]:
     """The places in flight on an engine."""
-    return sorted({place for owner, place, *_ in engines.open if owner == engine})
+    return sorted({prompt for owner, prompt, *_ in engines.rows() if owner == engine})
 
 
 class Batch:
-    """A dispatcher in a thread of its own, over engines that finish one response when the test says so."""
+    """Episodes that a thread of its own waits for, over engines that finish one response when the test says so."""
 
-    def __init__(
-        self, engines: Engines, count: int, deterministic: bool, rescue: Any = None, width: int = 2, pool: Any = None
-    ) -> None:
+    def __init__(self, engines: Engines, count: int, deterministic: bool, admit: Any = None, width: int = 2) -> None:
         self.engines = engines
-        dispatcher = Dispatcher(cast("Any", engines), 1, width, deterministic, pool, rescue)
+        episodes = Episodes((Waves if deterministic else Scheduler)(cast("Any", engines), 1, width), admit)
         prompts = [Prompt(index, f"{index}", IDS) for index in range(count)]
         self._found: Future[list[Trajectory]] = Future()
 
         def run() -> None:
             try:
-                self._found.set_result(dispatcher.run(prompts, SAMPLING, 1))
+                self._found.set_result(episodes.sample(prompts, SAMPLING, 1))
             except BaseException as error:
                 self._found.set_exception(error)
 
@@ -62,6 +62,7 @@ def test_the_part_of_a_lost_engine_goes_whole_to_one_that_has_done_its_own() -> 
     engines = Engines()
     batch = Batch(engines, 6, deterministic=True)
     until(lambda: owners(engines, 0) == [0, 2, 4] and owners(engines, 1) == [1, 3, 5])
+    assert engines.messages == [[(prompt, k) for prompt in part for k in (0, 1)] for part in ((0, 2, 4), (1, 3, 5))]
     engines.lose(1)
     engines.finish(0, 2, 4)
     until(lambda: owners(engines, 0) == [1, 3, 5])  # at a time, as the lost one had them
@@ -90,7 +91,6 @@ class Pool:
     def __init__(self, engines: Engines) -> None:
         self.engines = engines
         self.started: list[int] = []
-        self.coming = True
 
     def admit(self, version: int) -> list[int]:
         found, self.started = self.started, []
@@ -105,7 +105,7 @@ class Pool:
 def test_every_response_arrives_once_under_any_losses_and_joins_and_no_engine_owes_too_much(seed: int) -> None:
     engines, dice, width, most = Engines(3), random.Random(seed), 6, {0: 0}
     pool = Pool(engines)
-    batch = Batch(engines, 40, deterministic=False, rescue=lambda: pool.admit(1), width=width, pool=pool)
+    batch = Batch(engines, 40, deterministic=False, admit=pool.admit, width=width)
     until(lambda: bool(engines.open))
     while not batch.done():
         held = Counter(engine for engine, *_ in engines.rows())
@@ -125,7 +125,7 @@ def test_every_response_arrives_once_under_any_losses_and_joins_and_no_engine_ow
 def test_where_the_last_engine_dies_the_batch_waits_for_it_to_come_back(deterministic: bool) -> None:
     engines, asked = Engines(), threading.Event()
 
-    def rescue() -> list[int]:
+    def rescue(version: int) -> list[int]:
         asked.set()
         return list(engines.ready)
 
@@ -152,7 +152,7 @@ def test_without_a_way_to_give_it_weights_the_loss_of_the_last_engine_is_an_erro
 def test_groups_of_a_lost_engine_are_sampled_by_the_others_once_and_whole(tmp_path: Path) -> None:
     run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH))
     with run.taking(1) as found:
-        until(lambda: run.order.place == 8)
+        run.begun(8)
         mine, others = owners(run.engines, 1), owners(run.engines, 0)
         assert mine
         assert others
@@ -167,13 +167,14 @@ def test_a_stream_whose_last_engine_died_takes_the_one_that_comes_back(tmp_path:
     run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH))
     back = threading.Event()
 
-    def rescue() -> None:
+    def rescue(version: int) -> bool:
         if back.is_set():
             run.engines.lost, run.engines.ready = [], [1]
+        return back.is_set()
 
-    run.stream.rescue = rescue
+    run.episodes._admit = rescue
     with run.taking(1) as found:
-        until(lambda: run.order.place == 8)
+        run.begun(8)
         run.engines.lose(0)
         run.engines.lose(1)
         back.set()

@@ -1,4 +1,4 @@
-"""Ranks of whole runs that kill themselves, or stand still, once each, when they take a call for the n-th time."""
+"""Ranks of whole runs that kill themselves, once each, when they take a call for the n-th time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training_runs import started, summary
 from slurm_rlhf.observe.run_log import read_events
 
 _SOURCE = """
-import json, os, signal, sys, time
+import json, os, signal, sys
 
 role = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("--role=")), "")
 if role and "LOCAL_RANK" in os.environ:
@@ -29,13 +29,12 @@ if role and "LOCAL_RANK" in os.environ:
         request = receive(self, *args)
         if request is not None:
             taken[request.method] = taken.get(request.method, 0) + 1
-            for number, (_, _, method, count, hangs) in enumerate(deaths):
+            for number, (_, _, method, count) in enumerate(deaths):
                 if (method, count) == (request.method, taken.get(method)):
                     try:
                         os.close(os.open(f"{os.environ['TEST_DEAD']}.{role}.{number}", os.O_CREAT | os.O_EXCL))
                     except FileExistsError:
                         continue
-                    time.sleep(3600 if hangs else 0)
                     os.kill(os.getpid(), signal.SIGKILL)
         return request
 
@@ -49,7 +48,6 @@ class Death:
     rank: int
     method: str
     count: int  # of the calls that its process has taken, from 1
-    hangs: bool = False  # it lives on, and never does what it was called for
 
 
 def dying(directory: Path, deaths: Sequence[Death]) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from steps import make_loop, make_step
+from steps import OnDemand, make_loop, make_step
 
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.algorithms.reward_shaping import RunningScale
@@ -27,7 +27,6 @@ from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.sampling.batch_sources import OnDemand
 from slurm_rlhf.sampling.batches import Batch
 
 IDS = np.array([3], dtype=np.int32)
@@ -35,11 +34,11 @@ PROMPTS = [Prompt(i, f"{i}=", IDS, label=str(i), row={}) for i in range(4)]
 
 
 class Engines:
-    """Answers each prompt with its number; in place of `Dispatcher` and `EnginePool`."""
+    """Answers each prompt with its number; in place of `Episodes` and `EnginePool`."""
 
     version = 0
 
-    def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
+    def sample(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         assert version == self.version  # the weights that they hold are those that are asked for
         floats, mask = np.zeros(1, np.float32), np.ones(1, np.bool_)
         return [
@@ -103,7 +102,7 @@ def make(
         roles,
         Steps,
         pool=engines,
-        dispatcher=engines,
+        episodes=engines,
         order=PromptOrder(4, 1, steps, 0),
         total_steps=steps,
         reward=Scoring(reward, config.timeout.reward),

@@ -5,29 +5,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from waiting import HANG_S
+from waiting import HANG_S, until
 
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.sampling.batches import Batch, FilterCounts
-from slurm_rlhf.sampling.engine_feed import EngineFeed
+from slurm_rlhf.sampling.batches import Batch, FilterCounts, Parts
+from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_stream import GroupStream, Rule
-from slurm_rlhf.wire.calls import EngineCalls, GenerateAnswer, GenerateBatch, Sampled
+from slurm_rlhf.sampling.scheduler import Scheduler
+from slurm_rlhf.wire.calls import EngineCalls, GenerateAnswer, GenerateBatch
 
 IDS = np.array([3], dtype=np.int32)
 
 
-Row = tuple[int, int, int, int, int]
-"""Of a response in flight: engine, place, prompt, sample, version at its begin."""
+Row = tuple[int, int, int, int, str]
+"""Of a response in flight: engine, prompt, sample, version at its begin, key."""
 
 
 class Engines:
@@ -40,26 +42,27 @@ class Engines:
         self.death = RoleDied("it was killed")
         self.version = 0
         self.open: list[Row] = []
-        self.seeds: dict[int, int] = {}  # place -> version that seeds it
-        self._calls: dict[int, list[Future[GenerateAnswer]]] = {index: [] for index in range(count)}
-        self._landed: list[Row] = []  # what no call has fetched yet
-        self._lock = threading.Lock()
+        self.seeds: dict[int, int] = {}  # prompt -> round that seeds it
+        self.messages: list[list[tuple[int, int]]] = []  # prompt and sample of what each call has asked for
+        self._calls: dict[int, list[tuple[Future[GenerateAnswer], int]]] = {index: [] for index in range(count)}
+        self._landed: dict[int, list[Trajectory]] = {index: [] for index in range(count)}  # not fetched yet
+        self._lock = threading.RLock()
 
     def call(self, engine: int, method: Any, batch: GenerateBatch | None = None) -> Future[GenerateAnswer]:
         future: Future[GenerateAnswer] = Future()
         if batch is None:
             assert method is EngineCalls.drop
-            self._drop(engine)
+            self._drop(engine, RemoteError("told to drop its requests"))
             return future
         with self._lock:
             if engine in self.lost:
                 future.set_exception(self.death)
                 return future
-            self._calls[engine].append(future)
-            for place, prompt, _ in batch.prompts:
-                self.seeds[place] = batch.version
-                for sample in range(batch.sampling.n):
-                    self.open.append((engine, place, prompt, sample, self.version))
+            self._calls[engine].append((future, batch.least))
+            self.messages.append([(one.prompt, one.sample) for one in batch.asked])
+            for one in batch.asked:
+                self.seeds[one.prompt] = one.round
+                self.open.append((engine, one.prompt, one.sample, self.version, str(one.number)))
         self._answer()
         return future
 
@@ -69,58 +72,49 @@ class Engines:
             return list(self.open)
 
     def places(self) -> list[int]:
-        """Those in flight."""
-        with self._lock:
-            return sorted({place for _, place, _, _, _ in self.open})
+        """The prompts in flight."""
+        return sorted({prompt for _, prompt, *_ in self.rows()})
 
     def finish(self, *places: int) -> None:
-        """Let all responses of these groups land; the engine's calls are answered in their order, as a real one's."""
+        """Let all responses to these prompts land; the engine's calls are answered as a real one's."""
         with self._lock:
-            done = [row for row in self.open if row[1] in places]
-            self.open = [row for row in self.open if row[1] not in places]
-            self._landed += done
+            for row in [row for row in self.open if row[1] in places]:
+                self.open.remove(row)
+                engine, prompt, sample, version, key = row
+                self._landed[engine].append(answer(prompt, sample, version, engine, key))
         self._answer()
 
     def _answer(self) -> None:
-        """Hand what has landed to the calls that wait, one to each; the rest waits for calls, as in a real engine."""
         with self._lock:
-            calls, rest = [], []
-            for row in self._landed:
-                waiting = self._calls[row[0]]
-                if waiting:
-                    calls.append((waiting.pop(0), row))
-                else:
-                    rest.append(row)
-            self._landed = rest
-        for call, (engine, place, prompt, sample, version) in calls:
-            trajectory = answer(prompt, sample, version, engine)
-            call.set_result(GenerateAnswer([Sampled(place, trajectory)], EngineLoad(tokens=1, responses=1)))
+            answered = []
+            for engine, calls in self._calls.items():
+                landed, busy = self._landed[engine], any(row[0] == engine for row in self.open)
+                while calls and (len(landed) >= calls[0][1] or not busy):
+                    answered.append((calls.pop(0)[0], list(landed)))
+                    landed.clear()
+        for call, found in answered:
+            call.set_result(GenerateAnswer(found, EngineLoad(tokens=len(found), responses=len(found))))
 
-    def _drop(self, engine: int) -> None:
+    def _drop(self, engine: int, error: Exception) -> None:
         with self._lock:
             self.open = [row for row in self.open if row[0] != engine]
-            self._landed = [row for row in self._landed if row[0] != engine]
+            self._landed[engine] = []
             calls, self._calls[engine] = self._calls[engine], []
-        for call in calls:
-            call.set_exception(RemoteError("told to drop its requests"))
+        for call, _ in calls:
+            call.set_exception(error)
 
     def lose(self, engine: int) -> None:
         """Let an engine die: its calls fail, and the run goes on without it."""
         self.ready = [other for other in self.ready if other != engine]
-        with self._lock:
-            self.lost.append(engine)
-            self.open = [row for row in self.open if row[0] != engine]
-            self._landed = [row for row in self._landed if row[0] != engine]
-            calls, self._calls[engine] = self._calls[engine], []
-        for call in calls:
-            call.set_exception(self.death)
+        self.lost.append(engine)
+        self._drop(engine, self.death)
 
     def goes_on_without(self, engine: int, error: BaseException) -> bool:
         return error is self.death
 
     def fail(self, error: Exception) -> None:
         """Let the oldest call of the first engine fail."""
-        self._calls[0].pop(0).set_exception(error)
+        self._calls[0].pop(0)[0].set_exception(error)
 
 
 def prompt_set(path: Path, count: int) -> PromptSet:
@@ -133,11 +127,11 @@ def order_of(count: int, batch: int, episodes: int = 1) -> PromptOrder:
     return PromptOrder(count, batch, episodes, 0, shuffle=False)
 
 
-def answer(prompt: int, sample: int, version: int = 0, engine: int = 0) -> Trajectory:
+def answer(prompt: int, sample: int, version: int = 0, engine: int = 0, key: str = "") -> Trajectory:
     """A response of one token."""
     floats, mask = np.zeros(1, np.float32), np.ones(1, np.bool_)
     spans = [VersionSpan(0, 1, version)]
-    return Trajectory(prompt, sample, IDS, IDS, floats, mask, "stop", f"{prompt}", spans, engine)
+    return Trajectory(prompt, sample, IDS, IDS, floats, mask, "stop", f"{prompt}", spans, engine, key)
 
 
 BATCH = 4
@@ -171,10 +165,15 @@ class Streamed:
         """`prompts`: rows of the data set; `judge`: with dynamic sampling."""
         self.engines = Engines()
         self.order = order or order_of(prompts, BATCH)
-        feed = EngineFeed(cast("Any", self.engines), run_seed=1, max_num_seqs=64)
-        counts = FilterCounts([]) if judge else None
-        scoring = cast("Scoring | None", judge)
-        self.stream = GroupStream(rule, prompt_set(path, prompts), self.order, SAMPLING, feed, scoring, counts)
+        self.episodes = Episodes(Scheduler(cast("Any", self.engines), 1, 64, urgent=True))
+        rows, scoring, config = prompt_set(path, prompts), cast("Scoring", judge), Config()
+        config.rollout.n_samples_per_prompt = SAMPLING.n
+        parts = Parts(config, rows, self.order, rule.last, self.episodes, scoring, lambda _: nullcontext())
+        self.stream = GroupStream(parts, rule, FilterCounts([]) if judge else None)
+
+    def begun(self, place: int) -> None:
+        """Wait until the engines were asked for all places before this one."""
+        until(lambda: self.order.place == place and set(range(place)) <= self.engines.seeds.keys())
 
     @contextmanager
     def taking(self, step: int) -> Iterator[list[Batch | Exception]]:

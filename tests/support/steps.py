@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -21,6 +22,17 @@ from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_state import RunCheckpoints, RunState, SaveCadence
 from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.sampling.batches import Batch
+
+
+class OnDemand:
+    """Batches that a function of the test makes."""
+
+    def __init__(self, take: Callable[[int], Batch]) -> None:
+        self.take = take
+        self.alone = nullcontext
+        self.updated: Callable[[int], None] = lambda version: None
+        self.close: Callable[[], None] = lambda: None
 
 
 def make_step(

@@ -17,10 +17,10 @@ from slurm_rlhf.records import Sampling, Trajectory
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.wire.calls import (
     ActorCalls,
+    Asked,
     EngineCalls,
     GenerateBatch,
     PackedPrompts,
-    PromptTokens,
     StartCalls,
     TrainBatch,
 )
@@ -115,11 +115,13 @@ class Bench:
 
     def _generate(self, rollout: EngineHandle, version: int) -> list[Trajectory]:
         rng = np.random.default_rng(version)
-        prompts = [PromptTokens(i, i, rng.integers(2, 60, 4 + 5 * i).astype(np.int32)) for i in range(8)]
-        answer = rollout.call(
-            0, EngineCalls.generate, GenerateBatch(PackedPrompts.pack(prompts), SAMPLING, 1, version, version)
-        ).result()
-        return [trajectory for _, trajectory in answer.found]
+        texts = [rng.integers(2, 60, 4 + 5 * i).astype(np.int32) for i in range(8)]
+        most = SAMPLING.max_new_tokens
+        asked = [
+            Asked(SAMPLING.n * i + k, i, k, version, 0, most, texts[i]) for i in range(8) for k in range(SAMPLING.n)
+        ]
+        batch = GenerateBatch(PackedPrompts.pack(asked), SAMPLING, 1, len(asked))
+        return rollout.call(0, EngineCalls.generate, batch).result().found
 
     def _train(self, actor: RoleHandle[ActorCalls]) -> None:
         experience = make_experience(0)

@@ -1,4 +1,4 @@
-"""Whole updates between processes: the pytest process is the actor's rank 0, receivers have processes of their own."""
+"""Updates of a run by its conductor, and from a DeepSpeed actor to a vLLM engine."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 import torch
+from sync_cells import Bench, Cell
 from sync_fleet import BUCKET, Fleet
 from sync_peer import Peer, describe, hold, make_weights
 from waiting import HANG_S, scaled
@@ -359,3 +361,53 @@ def test_gloo_reports_a_timeout_an_abort_and_a_death(fleet):
     assert caught.value.peer_left
     data.close()
     dying.end()
+
+
+# --- matrix -----------------------------------------------------------------------------------------------------------
+
+
+AXES = (("qwen2", "qwen3", "llama"), (True, False), (1, 2), (2, 3), ("fp32", "bf16"))
+PAIRWISE = (
+    Cell("qwen2", True, 2, 3, "fp32"),
+    Cell("qwen2", False, 1, 2, "bf16"),
+    Cell("qwen3", True, 1, 2, "fp32"),
+    Cell("qwen3", False, 2, 3, "bf16"),
+    Cell("llama", True, 2, 2, "bf16"),
+    Cell("llama", False, 1, 3, "fp32"),
+)
+BOUNDS = {"fp32": 1e-5, "bf16": 0.15}
+"""Of a log-prob; bf16 has 8 bits of mantissa, in every layer."""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    made = Bench(tmp_path_factory.mktemp("cells"))
+    yield made
+    made.end()
+
+
+def check(bench: Bench, cell: Cell) -> None:
+    updates = bench.run(cell)
+    print(cell, " ".join(f"{current:.2g}/{stale:.2g}" for current, stale in updates))
+    assert len(updates) == 2
+    for current, stale in updates:
+        assert current < BOUNDS[cell.dtype]
+        assert stale > 5 * BOUNDS[cell.dtype]
+
+
+def test_every_pair_of_values_is_covered() -> None:
+    cells = [(c.arch, c.tied, c.tp, c.zero, c.dtype) for c in PAIRWISE]
+    for (i, first), (j, second) in combinations(enumerate(AXES), 2):
+        for pair in product(first, second):
+            assert any((cell[i], cell[j]) == pair for cell in cells), pair
+
+
+@pytest.mark.parametrize("cell", PAIRWISE, ids=str)
+def test_the_engine_has_the_actors_weights(bench: Bench, cell: Cell) -> None:
+    check(bench, cell)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cell", [Cell(*values) for values in product(*AXES)], ids=str)
+def test_the_engine_has_the_actors_weights_in_every_case(bench: Bench, cell: Cell) -> None:
+    check(bench, cell)

@@ -1,16 +1,35 @@
-"""The key file: private, whole, and the run's own."""
+"""The control port and strangers: keys, attacks, and floods of connections."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import random
+import resource
+import socket
+import socket as network
 import stat
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import zmq
+from control_peer import ask, start_peer, stop_peer
+from msgspec import msgpack
+from waiting import HANG_S, until
 
-from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.errors import CallTimeout, ConfigError
+from slurm_rlhf.observe.run_log import EventLog, WarningEvents, read_events
+from slurm_rlhf.wire.auth import Authenticator, RunKeys
+from slurm_rlhf.wire.client import ControlClient
+from slurm_rlhf.wire.codec import encode
+from slurm_rlhf.wire.handles import ControlServer
+from slurm_rlhf.wire.messages import Envelope
 
 
 def test_keys_are_private_and_the_same_after_loading(tmp_path: Path) -> None:
@@ -85,3 +104,357 @@ def test_damaged_keys_are_refused(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(ConfigError, match="holds no keys"):
             RunKeys.load(path)
+
+
+# --- intruders --------------------------------------------------------------------------------------------------------
+
+
+HELLO = {"role": "critic", "rank": 0, "world": 2, "host": "node09", "pid": 1, "start": 0}
+
+
+def message(kind: Any, number: int, body: Any = None, call: int = 0, name: str = "") -> list[Any]:
+    return [Envelope(kind, number, call, name).pack(), *([] if body is None else encode(body))]
+
+
+class Scene:
+    """A conductor's end, an honest actor, and room for intruders."""
+
+    def __init__(self, directory: Path) -> None:
+        self.keys = RunKeys.create(directory / "keys.json")
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.server = ControlServer(self.keys, on_event=lambda _, name, data: self.events.append((name, data)))
+        self.client = ControlClient(self.server.endpoint(), self.keys, "actor", 0, 1)
+        self.client.connect(HANG_S)
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.context.linger = 0
+
+    def dealer(self, server_key: str = "", client: RunKeys | None = None) -> zmq.Socket[Any]:
+        """A raw connection; without arguments one that speaks no CURVE."""
+        dealer = self.context.socket(zmq.DEALER)
+        if client is not None:
+            dealer.curve_serverkey = server_key.encode()
+            dealer.curve_publickey = client.client_public.encode()
+            dealer.curve_secretkey = client.client_secret.encode()
+        dealer.connect(self.server.endpoint())
+        return dealer
+
+    def insider(self) -> zmq.Socket[Any]:
+        """A raw connection with the run's key."""
+        return self.dealer(self.keys.server_public, self.keys)
+
+    def call_works(self) -> bool:
+        future = ask(self.server, "actor", 0, "echo", timeout_s=HANG_S)
+        request = self.client.receive(HANG_S)
+        assert request is not None
+        request.reply("fine")
+        return future.result(HANG_S) == "fine"
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    try:
+        yield made
+        assert made.call_works()
+        assert [peer.lost for peer in made.server.peers("actor")] == [""]
+    finally:
+        made.context.destroy(linger=0)
+        made.client.close()
+        made.server.close()
+
+
+@pytest.mark.parametrize("intruder", ["no key", "another client key", "another server key"])
+def test_a_peer_without_the_runs_key_is_refused_and_counted(scene: Scene, tmp_path: Path, intruder: str) -> None:
+    other = RunKeys.create(tmp_path / "other.json")
+    dealer = {
+        "no key": scene.dealer,
+        "another client key": lambda: scene.dealer(scene.keys.server_public, other),
+        "another server key": lambda: scene.dealer(other.server_public, scene.keys),
+    }[intruder]()
+    dealer.send_multipart(message("hello", 0, HELLO))
+    assert until(lambda: scene.server.auth.refused > 0)
+    assert scene.call_works()
+    assert scene.server.peers("critic") == []
+    assert scene.server.garbage == 0
+
+
+@pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" + bytes(63), b"", bytes(10_000)])
+def test_other_protocols_are_refused_and_counted(scene: Scene, content: bytes) -> None:
+    host, port = scene.server.endpoint().removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(content)
+        assert scene.call_works()
+    assert until(lambda: scene.server.auth.refused > 0)
+
+
+def test_who_says_nothing_is_cut_off(scene: Scene) -> None:
+    host, port = scene.server.endpoint().removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), HANG_S) as stranger:
+        while stranger.recv(100):
+            pass  # ZeroMQ's greeting
+    assert until(lambda: scene.server.auth.refused == 1)
+    assert scene.server._router.handshake_ivl == 5000
+
+
+def test_a_client_with_the_wrong_key_learns_why(scene: Scene, tmp_path: Path) -> None:
+    with ControlClient(scene.server.endpoint(), RunKeys.create(tmp_path / "other.json"), "critic", 0, 1) as client:
+        with pytest.raises(CallTimeout, match=r"critic rank 0: .*gave no welcome in 0\.5 s: .*key is another one"):
+            client.connect(0.5)
+
+
+def nonsense() -> list[list[bytes]]:
+    dice = random.Random(0)
+    messages = [[], [b""], [b"", b""], [b"\xc1"], [b"x" * 1000], [b"\x91" * 1000], [b"\xdd\xff\xff\xff\xff"]]
+    envelopes = [("hallo", 1, 0), ("event", -1, 0), ("event", 1), ("event", "1", 0), ("event", 1, None), (1, 2, 3)]
+    messages += [[msgpack.encode(envelope)] for envelope in envelopes]
+    messages += [message(kind, 0) for kind in ("hello", "beat", "pulse", "reply", "bye", "call", "lost", "welcome")]
+    for wrong in ({"rank": 2}, {"rank": -1}, {"role": ""}, {"role": 3}, {"pid": None}, {"world": "2"}):
+        messages.append(message("hello", 0, {**HELLO, **wrong}))
+    messages += [message("hello", 0, [1]), message("hello", 0, "hello"), [Envelope("hello", 0).pack(), b"\xc1"]]
+    whole = message("hello", 0, {**HELLO, "array": np.zeros(10_000)})
+    messages += [whole[:-1], [*whole[:-1], whole[-1][:-1]], [*whole, b"more"]]
+    messages += [[dice.randbytes(dice.randrange(100)) for _ in range(dice.randrange(1, 5))] for _ in range(200)]
+    return messages
+
+
+def test_nonsense_from_a_stranger_with_the_key_is_counted(scene: Scene) -> None:
+    dealer = scene.insider()
+    for frames in nonsense():
+        dealer.send_multipart(frames or [b""])
+    assert until(lambda: scene.server.garbage == len(nonsense()))
+    assert scene.server.peers("critic") == []
+    assert scene.server.auth.refused == 0
+
+
+def test_nonsense_from_a_rank_is_counted_and_the_rank_goes_on(scene: Scene) -> None:
+    dealer = scene.insider()
+    dealer.send_multipart(message("hello", 0, HELLO))
+    assert dealer.recv_multipart()[0] == Envelope("welcome", 0).pack()
+    bad = [[b"\xc1"], message("call", 1), message("event", 2), message("event", 3, [1])]
+    bad += [message("reply", 4, 1, call=99), message("pulse", 4), message("hello", 0, {**HELLO, "rank": "x"})]
+    for frames in bad:
+        dealer.send_multipart(frames)
+    dealer.send_multipart(message("event", 5, {"n": 1}, name="fine"))
+    assert until(lambda: scene.events == [("fine", {"n": 1})])
+    assert scene.server.garbage == len(bad)
+    assert [peer.lost for peer in scene.server.peers("critic")] == [""]
+
+
+def test_replayed_messages_are_counted_and_have_no_effect(scene: Scene) -> None:
+    dealer = scene.insider()
+    hello, event = message("hello", 0, HELLO), message("event", 1, {}, name="once")
+    for frames in (hello, event, event, event, message("beat", 0)):
+        dealer.send_multipart(frames)
+    assert until(lambda: scene.server.replayed == 3)
+    assert scene.events == [("once", {})]
+    futures = [ask(scene.server, "critic", 0, "values", timeout_s=HANG_S) for _ in range(2)]
+    for number in (2, 2, 3):
+        dealer.send_multipart(message("reply", number, number, call=number - 1))
+    assert [future.result(HANG_S) for future in futures] == [2, 3]
+    assert scene.server.replayed == 4
+
+
+def test_a_reply_counts_only_from_the_rank_that_was_called(scene: Scene) -> None:
+    dealer = scene.insider()
+    dealer.send_multipart(message("hello", 0, HELLO))
+    scene.server.wait_for("critic", 1, HANG_S)
+    future = ask(scene.server, "actor", 0, "echo", timeout_s=HANG_S)
+    request = scene.client.receive(HANG_S)
+    assert request is not None
+    dealer.send_multipart(message("reply", 1, "forged", call=request.id))
+    assert until(lambda: scene.server.late == 1)
+    assert not future.done()
+    request.reply("true")
+    assert future.result(HANG_S) == "true"
+
+
+def test_a_second_process_cannot_take_a_rank(scene: Scene) -> None:
+    with ControlClient(scene.server.endpoint(), scene.keys, "actor", 0, 1, host="elsewhere") as second:
+        with pytest.raises(CallTimeout, match=r"actor rank 0 on .* \(pid \d+\) has this rank"):
+            second.connect(0.5)
+        second.event("from the wrong one")
+        assert scene.call_works()
+    assert scene.server.replayed > 0
+    assert scene.events == []
+
+
+def test_a_flood_of_garbage_stalls_nothing(scene: Scene) -> None:
+    dealer = scene.insider()
+    for _ in range(20_000):
+        dealer.send_multipart([b"\xc1" * 20, b"garbage"])
+    assert all(scene.call_works() for _ in range(20))
+    assert until(lambda: scene.server.garbage == 20_000)
+
+
+def test_a_reply_that_does_not_decode_fails_its_call_at_once(scene: Scene) -> None:
+    dealer = scene.insider()
+    dealer.send_multipart(message("hello", 0, HELLO))
+    scene.server.wait_for("critic", 1, HANG_S)
+    for number, (kind, broken) in enumerate([("reply", [b"\xc1"]), ("error", encode({})), ("error", encode(3))], 1):
+        future = ask(scene.server, "critic", 0, "values", timeout_s=HANG_S)
+        dealer.send_multipart([Envelope(kind, number, number).pack(), *broken])
+        with pytest.raises(Exception, match=r"critic rank 0 on node09 .*values.* broken"):
+            future.result(HANG_S)
+    assert scene.server.garbage == 3
+
+
+def test_garbage_from_the_conductors_side_is_counted_by_the_rank(tmp_path: Path) -> None:
+    keys = RunKeys.create(tmp_path / "keys.json")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.curve_server = True
+        router.curve_secretkey = keys.server_secret.encode()
+        router.bind("tcp://127.0.0.1:0")
+        with ControlClient(router.getsockopt_string(zmq.LAST_ENDPOINT), keys, "actor", 0, 1) as client:
+            route = router.recv_multipart()[0]
+            router.send_multipart([route, *message("welcome", 0)])
+            client.connect(HANG_S)
+            call = message("call", 1, {"n": 1}, call=1, name="echo")
+            bad = [[b"\xc1"], call, [b""], [msgpack.encode(("call", 2, 2, 3))]]
+            for frames in (call, *bad):
+                router.send_multipart([route, *frames])
+            assert until(lambda: client.garbage == len(bad))
+            request = client.receive(HANG_S)
+            assert request is not None
+            assert request.argument() == {"n": 1}
+            assert client.receive(0) is None
+            assert client.conductor_lost == ""
+
+
+# --- flood ------------------------------------------------------------------------------------------------------------
+
+
+LIMIT, STRANGERS = 1024, 1600
+
+
+def lines(*words: str) -> subprocess.Popen[str]:
+    """Run this file as a process that answers each line with one."""
+    root, support = Path(__file__).resolve().parents[2], Path(__file__).resolve().parents[1] / "support"
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{support}"}
+    command = [sys.executable, __file__, *words]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def said(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    return process.stdout.readline().split()
+
+
+class Failing(logging.Handler):
+    """A handler of somebody's, on a disk that is full."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def conduct(key_file: str, events: str) -> None:
+    """Call the rank that a line names, and open a file; answer with what came, and with how many were refused."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+    logger, log = logging.getLogger("slurm_rlhf"), EventLog(Path(events))
+    logger.addHandler(WarningEvents(lambda kind, text: log.append(kind, 0, text)))
+    logger.addHandler(Failing())  # the last: what it raises keeps the record from those behind it
+    with ControlServer(RunKeys.create(key_file)) as server:
+        print(server.endpoint(), flush=True)
+        for line in sys.stdin:
+            rank = int(line)
+            server.wait_for("actor", rank + 1, HANG_S)
+            reply = ask(server, "actor", rank, "echo", timeout_s=HANG_S).result()
+            with open(os.devnull):
+                print(reply, server.auth.refused, flush=True)
+
+
+def crowd(endpoint: str) -> None:
+    """Open connections, and keep them."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    kept = [network.create_connection((host, int(port))) for _ in range(STRANGERS)]
+    print(len(kept), flush=True)
+    sys.stdin.read()
+
+
+def close_unread(key_file: str) -> None:
+    """Close behind a crowd whose coming and going nobody has read: 2,000 news are kept."""
+    context: zmq.Context[Any] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    authenticator = Authenticator(context, router, RunKeys.create(key_file))
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    for _ in range(2 * STRANGERS):
+        with network.socket() as stranger:
+            stranger.setblocking(False)  # ZeroMQ's thread may not accept it any more
+            stranger.connect_ex(("127.0.0.1", port))
+    authenticator.close()
+    router.close(linger=0)
+    context.term()
+    print("closed")
+
+
+def rank(endpoint: str, keys: RunKeys, number: int) -> ControlClient:
+    client = ControlClient(endpoint, keys, "actor", number, 2)
+    client.connect(HANG_S)
+    return client
+
+
+def answered(conductor: subprocess.Popen[str], client: ControlClient, number: int) -> list[str]:
+    assert conductor.stdin is not None
+    conductor.stdin.write(f"{number}\n")
+    conductor.stdin.flush()
+    request: Any = client.receive(HANG_S)
+    assert request is not None
+    request.reply("fine")
+    return said(conductor)
+
+
+def test_more_strangers_than_descriptors_end_nothing(tmp_path: Path) -> None:
+    """Ranks that are there are called, ranks that come are let in, and files can be opened all the while."""
+    events = tmp_path / "events.jsonl"
+    conductor = lines("conduct", str(tmp_path / "keys.json"), str(events))
+    try:
+        (endpoint,) = said(conductor)
+        keys = RunKeys.load(tmp_path / "keys.json")
+        with rank(endpoint, keys, 0) as first:
+            assert answered(conductor, first, 0) == ["fine", "0"]
+            strangers = lines("crowd", endpoint)
+            try:
+                assert said(strangers) == [str(STRANGERS)]
+                with rank(endpoint, keys, 1) as second:
+                    assert answered(conductor, second, 1)[0] == "fine"
+                    word, refused = answered(conductor, first, 0)
+                assert word == "fine"
+                assert int(refused) >= STRANGERS - LIMIT // 4
+            finally:
+                strangers.kill()
+                strangers.communicate()
+            assert answered(conductor, first, 0)[0] == "fine"
+            assert first.conductor_lost == ""
+    finally:
+        conductor.kill()
+        conductor.communicate()
+    assert any("without the run's key" in event.text for event in read_events(events))
+
+
+def test_it_closes_with_more_news_of_connections_than_zeromq_keeps(tmp_path: Path) -> None:
+    """In a process of its own: where it waits for ZeroMQ's lock, it holds Python's."""
+    process = lines("close_unread", str(tmp_path / "keys.json"))
+    try:
+        assert process.communicate(timeout=HANG_S)[0] == "closed\n"
+    finally:
+        process.kill()
+
+
+def test_ranks_that_find_no_descriptor_are_told_which_limit_it_was(tmp_path: Path) -> None:
+    keys, (soft, hard) = RunKeys.create(tmp_path / "keys.json"), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ControlServer(keys) as server:
+        comes = start_peer(server.endpoint(), tmp_path / "keys.json", "actor", 0, 1)
+        try:
+            os.close(free := os.dup(0))  # the lowest number that is free
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+            until(lambda: server.auth.obstacle)
+            with pytest.raises(CallTimeout, match=r"missing: 0; .*may have \d+ open, .*`ulimit -n`"):
+                server.wait_for("actor", 1, 0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            stop_peer(comes)
+
+
+if __name__ == "__main__":
+    {"crowd": crowd, "conduct": conduct, "close_unread": close_unread}[sys.argv[1]](*sys.argv[2:])
