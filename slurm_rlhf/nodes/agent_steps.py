@@ -62,9 +62,9 @@ class AgentStep:
         return found
 
     @property
-    def unreported(self) -> bool:
-        """Tell whether no end was returned yet."""
-        return not self._reported and not self._ended
+    def quiet(self) -> bool:
+        """Tell whether nothing is known of any end."""
+        return not self.said and not self._reported and not self._ended
 
 
 def names_in(nodes: str) -> list[str]:
@@ -106,13 +106,7 @@ class AgentSteps(AgentServer):
         """
         running = step.running
         failed = running.code is not None or (running.step.together and running.failures())
-        if (
-            not failed
-            or not step.unreported
-            or step.said
-            or step.attempts == _ATTEMPTS
-            or not running.worth_another_try()
-        ):
+        if not failed or not step.quiet or step.attempts == _ATTEMPTS or not running.worth_another_try():
             return False
         if running.code is not None:
             self._start(step)
