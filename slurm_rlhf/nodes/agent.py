@@ -1,7 +1,7 @@
 """Be the agent of a node: `python -m slurm_rlhf.nodes.agent` is the task of every step.
 
 Before a run it examines its node (`examiner`). In the step of a role it is the parent of the role's processes there:
-the conductor says what to start (`nodes.agent_steps`), and is told how that ends. Imports no torch, and never forks.
+the conductor says what to start (`nodes.agent_steps`), and hears how that ends. Imports no torch, and never forks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RoleAgent:
         self._process: subprocess.Popen[bytes] | None = None  # a torchrun, or the rank of an MPI start
         self._engines: list[EngineRanks] = []  # one for each start
         self._temporary: LocalDirectory | None = None
-        self._told = False  # the process has ended, and the conductor knows
+        self._reported = False  # the process has ended, and the conductor knows
         self._leaving = False
 
     def _client(self) -> ControlClient:
@@ -75,8 +75,8 @@ class RoleAgent:
 
     def _ends(self) -> Iterator[tuple[int | None, str]]:
         """Yield what has ended since the last call: an engine, or the process, and how."""
-        if self._process is not None and not self._told and (code := self._process.poll()) is not None:
-            self._told = True
+        if self._process is not None and not self._reported and (code := self._process.poll()) is not None:
+            self._reported = True
             yield None, exit_text(code)
         for engine, how in (news for engines in self._engines for news in engines.ended()):
             print(f"engine {engine}: {how}", flush=True)
@@ -84,7 +84,7 @@ class RoleAgent:
 
     @property
     def _over(self) -> bool:
-        return self._told or (self._leaving and not self._running)
+        return self._reported or (self._leaving and not self._running)
 
     @property
     def _running(self) -> bool:

@@ -1,4 +1,4 @@
-"""Implement the launcher under MPI: the agents exist already, one for each rank, and start what they are told."""
+"""Implement the launcher under MPI: the agents exist already, one for each rank, and start what the conductor says."""
 
 from __future__ import annotations
 
