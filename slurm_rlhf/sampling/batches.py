@@ -1,7 +1,6 @@
 """Defines batches and the groups that they are made of, and makes a batch of finished groups.
 
-A group is a prompt with its n responses. `batch_sources` makes batches when a step asks, `group_stream` while the actor
-trains.
+A group is a prompt with its n responses; `group_stream` decides which begin, and which make a batch.
 """
 
 from __future__ import annotations
