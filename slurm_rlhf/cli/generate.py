@@ -22,8 +22,6 @@ from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, lock_problem
 from slurm_rlhf.nodes.report import Report
-from slurm_rlhf.nodes.slurm import SlurmLauncher
-from slurm_rlhf.nodes.slurm_run import SlurmRun
 from slurm_rlhf.nodes.srun import container_of
 from slurm_rlhf.nodes.starters import by_srun
 from slurm_rlhf.placement.rank_map import RankMap
@@ -78,6 +76,9 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
             print(printable(note), flush=True)
     if slurm is None:
         return LocalLauncher(directory, ranks)
+    from slurm_rlhf.nodes.slurm import SlurmLauncher
+    from slurm_rlhf.nodes.slurm_run import SlurmRun
+
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
     return SlurmLauncher(SlurmRun(directory, slurm, container_of(config), timeout=config.timeout), ranks)

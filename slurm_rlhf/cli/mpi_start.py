@@ -1,13 +1,12 @@
 """Start a run under MPI, in each of the N processes of `mpirun -np N slurm-rlhf train FILE.toml`.
 
-Rank 0 starts `python -m slurm_rlhf.cli.mpi_start START SOCKET` as a child: the conductor.
+Rank 0 starts `python -m slurm_rlhf.cli.mpi_start START FILE` as a child: the conductor.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +31,6 @@ from slurm_rlhf.nodes.examination import Examination
 from slurm_rlhf.nodes.facts import Orders
 from slurm_rlhf.nodes.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.nodes.mpi.communicator import Communicator
-from slurm_rlhf.nodes.mpi.launcher import Channel, MpiLauncher
-from slurm_rlhf.nodes.mpi.rank import follow, lead
 from slurm_rlhf.nodes.node_look import equipment
 from slurm_rlhf.nodes.report import Report
 from slurm_rlhf.nodes.srun import AGENT
@@ -119,13 +116,17 @@ def _run(world: Communicator, config: Config, placed: Placed, arguments: Argumen
     address = address_among([node.name for node in placed.ranks.topology.nodes], own.node)
     found = [[str(file.absolute()) for file in arguments.files], arguments.overrides, ranks, address]
     conductor = [sys.executable, "-m", "slurm_rlhf.cli.mpi_start", json.dumps(found)]
-    return lead(world, placed.ranks, own, config.timeout.start, conductor, Path(config.run_dir))
+    from slurm_rlhf.nodes.mpi.rank import lead
+
+    return lead(world, placed.ranks, own, config.timeout.start, conductor)
 
 
 def _other(world: Communicator) -> int:
     world.gather(asdict(this_process()))
     message = obey(world)
     if message is not None:
+        from slurm_rlhf.nodes.mpi.rank import follow
+
         own = Assignment(*message["assignments"][world.rank])
         follow(world, RankMap.from_json(message["ranks"]), own, message["start_s"])
     return 0
@@ -135,18 +136,22 @@ def _process(fields: dict[str, Any]) -> Process:
     return Process(fields["node"], tuple(fields["cpus"]), tuple(fields["gpus"]))
 
 
-def run_conductor(start: str, channel: int) -> int:
-    """Run the conductor in the child of rank 0; `channel` is the socket that leads to rank 0.
+def run_conductor(start: str, orders: int) -> int:
+    """Run the conductor in the child of rank 0; `orders`: the file into which those of the agents are written.
 
     `start`: what rank 0 has found out, as JSON: files and overrides, rank map, address. Raises as `conductor.lead_run`.
     """
+    from slurm_rlhf.nodes.mpi.launcher import MpiLauncher
+
     files, overrides, rank_map, address = json.loads(start)
     config = load_config(files, overrides)
-    ranks = RankMap.from_json(rank_map)
-    launcher = MpiLauncher(Channel(socket.socket(fileno=channel)), ranks, address)
+    run_dir = Path(config.run_dir)
+    launcher = MpiLauncher(run_dir, RankMap.from_json(rank_map), address, config.timeout)
+    with open(orders, "w", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(launcher.agents.orders(run_dir))) + "\n")
     from slurm_rlhf.run import conductor
 
-    return conductor.run_here(config, ranks, launcher)
+    return conductor.run_here(config, RankMap.from_json(rank_map), launcher)
 
 
 def examine_nodes(

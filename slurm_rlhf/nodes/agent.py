@@ -1,7 +1,7 @@
 """Be the agent of a node: `python -m slurm_rlhf.nodes.agent` is the task of every step.
 
 Before a run it examines its node (`examiner`). In the step of a role it is the parent of the role's processes there:
-the conductor says what to start (`nodes.agent_steps`), and is told how that ends. Imports no torch, and never forks.
+the conductor says what to start (`nodes.agent_steps`), and hears how that ends. Imports no torch, and never forks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RoleAgent:
         self._process: subprocess.Popen[bytes] | None = None  # a torchrun, or the rank of an MPI start
         self._engines: list[EngineRanks] = []  # one for each start
         self._temporary: LocalDirectory | None = None
-        self._told = False  # the process has ended, and the conductor knows
+        self._reported = False  # the process has ended, and the conductor knows
         self._leaving = False
 
     def _client(self) -> ControlClient:
@@ -75,8 +75,8 @@ class RoleAgent:
 
     def _ends(self) -> Iterator[tuple[int | None, str]]:
         """Yield what has ended since the last call: an engine, or the process, and how."""
-        if self._process is not None and not self._told and (code := self._process.poll()) is not None:
-            self._told = True
+        if self._process is not None and not self._reported and (code := self._process.poll()) is not None:
+            self._reported = True
             yield None, exit_text(code)
         for engine, how in (news for engines in self._engines for news in engines.ended()):
             print(f"engine {engine}: {how}", flush=True)
@@ -84,7 +84,7 @@ class RoleAgent:
 
     @property
     def _over(self) -> bool:
-        return self._told or (self._leaving and not self._running)
+        return self._reported or (self._leaving and not self._running)
 
     @property
     def _running(self) -> bool:
@@ -107,6 +107,9 @@ class RoleAgent:
             case "leave":
                 self._leaving = True
                 request.reply()
+            case "kill":
+                self._kill()
+                request.reply()
 
     def _with(self, engine: int) -> list[EngineRanks]:
         return [engines for engines in self._engines if engine in engines.numbers and not engines.gone(engine)]
@@ -118,15 +121,11 @@ class RoleAgent:
             request.fail(error)
 
     def _environment(self, spec: StepSpec, ranks: RankMap, own: Mapping[str, str]) -> dict[str, str]:
-        """Return the whole environment of the role's processes here; `own`: variables that win. Prints its choices."""
+        """Return the whole environment of the role's processes here; `own`: variables that win."""
         self._temporary = self._temporary or take_temporary()
         interface = interface_to_others(ranks, self._node)
         logs = Path(spec.run_dir) / "logs"
-        found = node_environment(os.environ, spec.role, logs, self._temporary.path, own, interface)
-        chosen = ", ".join(f"{name}={found.get(name, '')}" for name in INTERFACES)
-        towards = f"interface to the other nodes: {interface or 'unknown'}"
-        print(f"{self._node}: {chosen} ({towards}; export these to choose others)", flush=True)
-        return found
+        return node_environment(os.environ, spec.role, logs, self._temporary.path, own, interface)
 
     def _start(self, spec: StepSpec, ranks: RankMap) -> str:
         """Start what is asked for; return where other nodes of a role find this one, as `StepSpec.store`."""
@@ -136,6 +135,9 @@ class RoleAgent:
         slots = ",".join(map(str, share.gpus))
         print(f"{self._node}: ranks {share.ranks[0]} to {share.ranks[-1]} of {spec.role}, slots {slots}")
         environment = self._environment(spec, ranks, own)
+        chosen = ", ".join(f"{name}={environment.get(name, '')}" for name in INTERFACES)
+        towards = f"interface to the other nodes: {interface_to_others(ranks, self._node) or 'unknown'}"
+        print(f"{self._node}: {chosen} ({towards}; export these to choose others)", flush=True)
         if ROLES[spec.role].kind == "engine":
             for number in spec.engines or ():
                 for engines in self._with(number):

@@ -43,7 +43,7 @@ class AgentStep:
     said: deque[tuple[str, int | None, str]] = field(default_factory=deque)
     attempts: int = 0
     ending: bool = False
-    _told: int = 0
+    _reported: int = 0
     _ended: set[str] = field(default_factory=set)  # nodes whose agent has said that all is over
 
     def news(self) -> list[tuple[str, int | None, str]]:
@@ -55,16 +55,16 @@ class AgentStep:
         while self.said:
             found.append(self.said.popleft())
         self._ended |= {node for node, engine, _ in found if engine is None}
-        for nodes, how in self.running.failures()[self._told :]:
-            self._told += 1
+        for nodes, how in self.running.failures()[self._reported :]:
+            self._reported += 1
             if not self._ended.issuperset(names_in(nodes)):
                 found.append((nodes, None, how))
         return found
 
     @property
-    def untold(self) -> bool:
-        """Tell whether no end was returned yet."""
-        return not self._told and not self._ended
+    def quiet(self) -> bool:
+        """Tell whether nothing is known of any end."""
+        return not self.said and not self._reported and not self._ended
 
 
 def names_in(nodes: str) -> list[str]:
@@ -106,7 +106,7 @@ class AgentSteps(AgentServer):
         """
         running = step.running
         failed = running.code is not None or (running.step.together and running.failures())
-        if not failed or not step.untold or step.said or step.attempts == _ATTEMPTS or not running.worth_another_try():
+        if not failed or not step.quiet or step.attempts == _ATTEMPTS or not running.worth_another_try():
             return False
         if running.code is not None:
             self._start(step)
@@ -116,14 +116,14 @@ class AgentSteps(AgentServer):
         return True
 
     def _start(self, step: AgentStep) -> None:
-        step.name, step.attempts = f"{step.spec.role}.{secrets.token_hex(4)}", step.attempts + 1
+        step.name, step.attempts = f"agent of {step.spec.role} ({secrets.token_hex(4)}) on", step.attempts + 1
         step.here, step.store, step.ending = {}, "", False
         self._steps[step.name] = step
         step.running.variables = self.orders(step.spec.run_dir, step=step.name).to_environment()
         step.running.start()
 
     def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
-        name, node = peer.role.split()
+        name, _, node = peer.role.rpartition(" ")
         step = self._steps.get(name)
         if step is None or step.name != name:
             return  # an earlier start of it

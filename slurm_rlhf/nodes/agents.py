@@ -39,7 +39,7 @@ class Agents(AgentServer):
         """Node -> where its agent is reached; the agents that have introduced themselves."""
         self.facts: dict[str, NodeFacts] = {}
         self.reports: list[Mapping[str, Any]] = []
-        """What members of groups have told of them."""
+        """What members of groups have said of them."""
         self._skews: dict[str, float] = {}
         self._starter = starter
         self._limit_s = limit_s

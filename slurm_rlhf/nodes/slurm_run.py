@@ -44,4 +44,5 @@ class SlurmRun:
 
     def running(self, step: Step, log: Path) -> RunningStep:
         """Return a step whose tasks are agents; `log` is that of srun itself. It is not started yet."""
-        return RunningStep(step, self.container.command(AGENT, gpus=bool(step.gpus)), log)
+        command = self.container.command(AGENT, step.name, gpus=bool(step.gpus))  # `ps` shows whose agents they are
+        return RunningStep(step, command, log)

@@ -38,6 +38,7 @@ from slurm_rlhf.nodes.report import WARNING, Check, Finding, Report
 from slurm_rlhf.parity import processes
 from slurm_rlhf.parity.processes import Options
 from slurm_rlhf.parity.verdicts import Line
+from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.trainer.sft import SftRecord
@@ -350,7 +351,8 @@ def test_text_of_others_is_escaped(
 def warned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate`, with a warning of what was seen of its node."""
     monkeypatch.setattr(generate, "_look", lambda *_: EXAMINED)
-    generate.engine_launcher(Config(), root, SimpleNamespace(used_nodes=["n1"]), ())  # type: ignore[arg-type]
+    ranks: Any = SimpleNamespace(used_nodes=["n1"], topology=Topology.uniform(["n1"], 1))
+    generate.engine_launcher(Config(), root, ranks, ())
 
 
 def failed_comparison(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

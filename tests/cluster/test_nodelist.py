@@ -269,7 +269,11 @@ def test_jobs_as_scontrol_prints_them() -> None:
         (137, "ended with status 137 (128 + SIGKILL)", ""),  # a shell, or srun, tells of its child's signal
         (255, "ended with status 255", ""),
         (-15, "was killed by SIGTERM", ""),
-        (-9, "was killed by SIGKILL", " (often: the node's or the job's memory was full; lower vllm.cpu_kvcache_gib"),
+        (
+            -9,
+            "was killed by SIGKILL",
+            " (often: the memory of the node or the job was full; lower vllm.cpu_kvcache_gib",
+        ),
         (-7, "was killed by SIGBUS", " (often: /dev/shm was full)"),
         (-35, "was killed by signal 35", ""),  # one that has no name
     ],

@@ -94,9 +94,7 @@ def test_the_report_of_a_torchrun_tells_rank_and_signal_where_srun_tells_neither
     directory.role_log("actor", "n", "torchrun").write_text(REPORT.format(pid=gone))
     deaths.note([end("actor", "ended: Exited with exit code 1")], known, [], 1.0)
     told = deaths.verdict(known, lambda peer: f"rank {peer.rank} of two")[1]
-    assert told.startswith(
-        f"rank 1 of two on n (pid {gone}) was killed by SIGKILL (often: the node's or the job's memory"
-    )
+    assert told.startswith(f"rank 1 of two on n (pid {gone}) was killed by SIGKILL (often: the memory of the node")
     told = deaths.verdict([], lambda peer: "nobody")[1]  # before its hello
     assert told.startswith(f"rank 1 on n (pid {gone}) was killed by SIGKILL (often: ")
 

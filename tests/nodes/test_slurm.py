@@ -102,9 +102,8 @@ def test_the_first_task_that_failed_is_named_while_srun_still_waits_for_the_othe
 
 def test_torchruns_of_other_nodes_start_when_that_of_the_first_listens(bench: Bench) -> None:
     """How one ends is known from its agent; what srun says of that afterwards is no news."""
-    bench.srun(
-        f"while [[ ! -e $logs/killed ]]; do sleep 0.1; done; echo 'srun: error: {NODES[1]}: task 1: Killed'; sleep 60"
-    )
+    killed = f"srun: error: {NODES[1]}: task 1: Killed"
+    bench.srun(f"while [[ ! -e $logs/killed ]]; do sleep 0.1; done; echo '{killed}'; exec sleep 60")
     bench.start("actor")
     until(lambda: bench.starts, "the step")
     other, first = bench.agent(NODES[1]), bench.agent(NODES[0])

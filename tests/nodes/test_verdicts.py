@@ -14,6 +14,7 @@ from slurm_rlhf.nodes.examination import Evidence, judge
 from slurm_rlhf.nodes.facts import NodeFacts, Place, Reach
 from slurm_rlhf.nodes.needs import Needs, Quota, Space, nodes_differ
 from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
+from slurm_rlhf.wire.codec import read
 
 NODES = ("n1", "n2", "n3", "n4")
 HERE = {"python": "3.11.7", "torch": "2.13.0", "nccl": "2.29.7"}
@@ -221,4 +222,4 @@ def test_facts_travel_as_json() -> None:
     from dataclasses import asdict
 
     there = facts("n1", places=(Place("k", "/p"),), exported=("a",), unhealthy=("b",))
-    assert NodeFacts.from_json(json.loads(json.dumps(asdict(there)))) == there
+    assert read(NodeFacts, json.loads(json.dumps(asdict(there))), "facts") == there

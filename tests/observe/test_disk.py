@@ -153,7 +153,7 @@ def test_a_run_whose_directory_refuses_ends_with_one_error(
             self.directory.summary.symlink_to("/dev/full")
         self.reporting.step(1, 3, {"reward": 1.0})
 
-    monkeypatch.setattr(conductor.Conductor, "run", work)
+    monkeypatch.setattr(conductor.Conductor, "work", work)
     ranks = SimpleNamespace(worlds={"actor": 1})
     continuation = SimpleNamespace(end_time=lambda: None)
     code = guarded(lambda: conductor.lead_run(config, ranks, None, "n1", continuation))  # type: ignore[arg-type]

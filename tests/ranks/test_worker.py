@@ -15,7 +15,7 @@ from slurm_rlhf.wire.calls import RankCalls
 from slurm_rlhf.wire.codec import call, decode, encode
 from slurm_rlhf.wire.messages import Request
 
-CALLS = "about, add, add_later, fail, memory, shutdown, stacks"
+CALLS = "add, add_later, fail, memory, shutdown, stacks"
 
 
 class Sum(Record):

@@ -44,7 +44,7 @@ def quickstart(run_dir: Path, prefix: list[str], *words: str) -> tuple[str, dict
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=HANG_S,
+        timeout=2.5 * HANG_S,  # a wait for all of it: minutes where nothing else runs
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -169,7 +169,7 @@ def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
     assert {states.pop(f"{job}_{link}") for link in (1, 2)} == {"COMPLETED"}
     assert set(states.values()) == {"CANCELLED"}
     inside = (slurm.shared / "apptainer.log").read_text().splitlines()
-    roles = [line for line in inside if re.search(r"slurm_rlhf\.nodes\.(engine_)?node ", line)]
+    roles = [line for line in inside if re.search(r"slurm_rlhf\.nodes\.agent (actor|rollout)\b", line)]
     assert len(roles) == 2 * 2  # actor and rollout: one node each, in two links
     assert all(f"exec --nv --bind={run_dir} --bind={config.parent / 'model'} /images/rlhf.sif" in r for r in roles)
 

@@ -1,142 +1,81 @@
-"""Do what a process of COMM_WORLD does: hold the worker of its rank, and on rank 0 the conductor.
+"""Do what a process of COMM_WORLD does: be the agent of its rank, and on rank 0 the parent of the conductor, too.
 
-Both are child processes, so that the MPI library stays out of the process that computes, and so that a process that
-lives on sees and reports their end.
+Rank and conductor are child processes, so that the MPI library stays out of the process that computes, and so that a
+process that lives on sees and reports their end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
-from slurm_rlhf.cluster.local_directory import take_temporary
 from slurm_rlhf.cluster.network import address_among
-from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS, exit_text
+from slurm_rlhf.cluster.processes import STORE_FD, STORE_RANKS
+from slurm_rlhf.nodes.agent import RoleAgent
 from slurm_rlhf.nodes.child_process import bound_to_parent, start_child
-from slurm_rlhf.nodes.environment import (
-    IGNORED,
-    interface_to_others,
-    node_environment,
-    visible_gpus,
-    without_injected,
-)
+from slurm_rlhf.nodes.environment import IGNORED, visible_gpus, without_injected
+from slurm_rlhf.nodes.examiner import client_of
+from slurm_rlhf.nodes.facts import Orders
 from slurm_rlhf.nodes.mpi.assignment import Assignment
 from slurm_rlhf.nodes.mpi.communicator import Communicator
-from slurm_rlhf.nodes.mpi.launcher import Channel
-from slurm_rlhf.nodes.step_spec import WORKER_MODULE, share_on, worker_arguments
+from slurm_rlhf.nodes.step_spec import WORKER_MODULE, StepSpec, share_on, worker_arguments
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
-from slurm_rlhf.wire import timeouts
-
-_KEYS = Path(".control") / "keys.json"
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.wire.client import ControlClient
 
 
 def follow(world: Communicator, ranks: RankMap, assignment: Assignment, start_s: float) -> None:
-    """Run the worker of any rank but 0 until rank 0 says stop."""
+    """Be the agent of any rank but 0 until the conductor says that all is over."""
     with _step_signals(signal.SIG_IGN):
-        spec = world.broadcast(timeout_s=start_s)
-        if spec is None:
-            return
-        worker = _start_worker(world, ranks, assignment, WorkerSpec(**spec))
-        while (stop := world.receive()) is None:
-            if (report := worker.report()) is not None:
-                world.send(0, report)
-            time.sleep(timeouts.POLL_S)
-        worker.end(stop)
-        world.barrier(stop + timeouts.MPI_S)
+        orders = world.broadcast(timeout_s=start_s)
+        if orders is not None:
+            RankAgent(Orders(**orders), ranks, assignment).serve()
 
 
-def lead(
-    world: Communicator, ranks: RankMap, assignment: Assignment, start_s: float, conductor: list[str], run_dir: Path
-) -> int:
-    """Run the worker of rank 0 and the command `conductor`, which gets a socket's number; return its exit code."""
-    ours, theirs = socket.socketpair()
+def lead(world: Communicator, ranks: RankMap, assignment: Assignment, start_s: float, conductor: list[str]) -> int:
+    """Be the agent of rank 0, and run the command `conductor`; return its exit code.
+
+    It gets the number of a file, into which it writes the orders of the agents.
+    """
+    reading, writing = os.pipe()
     # In a session of its own: a launcher that kills rank 0's process group leaves it the time to say what happened.
     child = subprocess.Popen(
-        bound_to_parent([*conductor, str(theirs.fileno())], signal.SIGTERM),
+        bound_to_parent([*conductor, str(writing)], signal.SIGTERM),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,  # mpirun gives ranks a terminal, whatever its own output is
-        pass_fds=[theirs.fileno()],
+        pass_fds=[writing],
         start_new_session=True,
         env=without_injected(os.environ),
     )
-    theirs.close()
+    os.close(writing)
     assert child.stdout is not None
     copying = threading.Thread(target=_copy, args=(child.stdout,), name="conductor-output", daemon=True)
     copying.start()
-    channel = Channel(ours)
 
     def relay(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(number)
 
     with _step_signals(relay):
-        spec = _collect_spec(channel, child, ranks, run_dir)
-        world.broadcast(None if spec is None else asdict(spec), start_s)
-        if spec is not None:
-            _serve(world, _start_worker(world, ranks, assignment, spec), channel, child)
-        channel.close()  # the conductor waits for this: every worker is gone
+        with open(reading, encoding="utf-8") as orders:
+            said = orders.readline()  # empty: it has ended
+        world.broadcast(json.loads(said) if said else None, start_s)
+        if said:
+            RankAgent(Orders(**json.loads(said)), ranks, assignment).serve()
         copying.join()
     return code if (code := child.wait()) >= 0 else 128 - code
-
-
-def _collect_spec(channel: Channel, child: subprocess.Popen[bytes], ranks: RankMap, run_dir: Path) -> WorkerSpec | None:
-    """Collect the conductor's message about each role; None if it ends instead."""
-    arguments: dict[str, list[str]] = {}
-    environment: dict[str, Mapping[str, Mapping[str, str]]] = {}
-    while len(arguments) < len(ranks.roles):
-        for message in channel.receive():
-            if "start" in message:
-                arguments[message["start"]] = message["arguments"]
-                environment[message["start"]] = message["environment"]
-        if child.poll() is not None:
-            return None
-        time.sleep(timeouts.POLL_S)
-    keys = (run_dir / _KEYS).read_text(encoding="utf-8")
-    return WorkerSpec(secrets.token_hex(6), str(run_dir), keys, arguments, environment)
-
-
-def _start_worker(world: Communicator, ranks: RankMap, assignment: Assignment, spec: WorkerSpec) -> MpiWorker:
-    """Start the worker of this process, after all ranks have heard where the ranks of their role meet."""
-    store, own = rendezvous_socket(ranks, assignment.role) if assignment.number(ranks) == 0 else (None, None)
-    addresses = dict(found for found in world.gather(own and (assignment.role, own)) if found)
-    worker = MpiWorker(spec, ranks, assignment, addresses[assignment.role], store)
-    if store is not None:
-        store.close()
-    return worker
-
-
-def _serve(world: Communicator, worker: MpiWorker, channel: Channel, child: subprocess.Popen[bytes]) -> None:
-    """Pass on reports to the conductor until it says stop or ends; then end all workers."""
-    stop: float | None = None
-    while stop is None:
-        stop = next((message["stop"] for message in channel.receive() if "stop" in message), None)
-        if stop is None and child.poll() is not None:
-            stop = 0.0
-        if (report := worker.report()) is not None:
-            channel.send(ended=report)
-        while (other := world.receive()) is not None:
-            channel.send(ended=other)
-        time.sleep(timeouts.POLL_S)
-    for rank in range(1, world.size):
-        world.send(rank, stop)
-    worker.end(stop)
-    world.barrier(stop + timeouts.MPI_S)
-    while world.receive() is not None:
-        pass  # reports that crossed the stop
 
 
 def _copy(output: IO[bytes]) -> None:
@@ -145,34 +84,16 @@ def _copy(output: IO[bytes]) -> None:
         sys.stdout.flush()
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """Hold what rank 0 broadcasts: the run's keys and, by role, the arguments of workers and node -> variables."""
-
-    run_id: str
-    run_dir: str
-    keys: str
-    arguments: Mapping[str, list[str]]
-    environment: Mapping[str, Mapping[str, Mapping[str, str]]]
-
-
-def rendezvous_socket(ranks: RankMap, role: str) -> tuple[socket.socket, dict[str, Any]]:
-    """Open a socket for the store where the ranks of `role` meet; return it and its address."""
-    nodes = [share.node for share in ranks.roles[role]]
-    address = address_among(nodes, nodes[0])
-    listening = socket.create_server((address, 0), backlog=1024)
-    return listening, {"host": address, "port": listening.getsockname()[1]}
-
-
-def torch_variables(ranks: RankMap, own: Assignment, store: Mapping[str, Any]) -> dict[str, str]:
-    """Return what torchrun tells a worker; `store` is where the ranks of its role meet."""
+def torch_variables(ranks: RankMap, own: Assignment, store: str) -> dict[str, str]:
+    """Return what torchrun tells a worker; `store` is where the ranks of its role meet, as host:port."""
+    host, _, port = store.rpartition(":")
     return {
         "RANK": str(own.number(ranks)),
         "WORLD_SIZE": str(ranks.world(own.role)),
         "LOCAL_RANK": str(own.local_rank),
         "LOCAL_WORLD_SIZE": str(len(share_on(ranks, own.role, own.node).ranks)),
-        "MASTER_ADDR": store["host"],
-        "MASTER_PORT": str(store["port"]),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
         # The store exists already: no rank may open one at that port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         # With GPUs it listens on: NCCL makes connections when it likes.
@@ -180,54 +101,51 @@ def torch_variables(ranks: RankMap, own: Assignment, store: Mapping[str, Any]) -
     }
 
 
-class MpiWorker:
-    """Run the worker of one rank as a child of this process."""
+class RankAgent(RoleAgent):
+    """Is the parent of one rank, which has a slot of its own."""
 
-    def __init__(
-        self, spec: WorkerSpec, ranks: RankMap, own: Assignment, address: Mapping[str, Any], store: socket.socket | None
-    ) -> None:
-        """Start it. `address` is that of the role's store; `store` its socket, in the first rank of the role."""
-        share = share_on(ranks, own.role, own.node)
-        run_dir = Path(spec.run_dir)
+    def __init__(self, orders: Orders, ranks: RankMap, own: Assignment) -> None:
+        super().__init__(orders, own.node)
         self._own = own
-        self._reported = False
-        self._log = run_dir / "logs" / f"{own.role}.{own.node}.mpi.{own.number(ranks)}.log"
+        self._number = own.number(ranks)
+        self._world = ranks.world(own.role)
+
+    def _client(self) -> ControlClient:
+        return client_of(self._orders, self._own.role, self._node, rank=self._number, world=self._world)
+
+    @property
+    def _over(self) -> bool:
+        return self._leaving and not self._running  # all leave MPI together
+
+    def _start(self, spec: StepSpec, ranks: RankMap) -> str:
+        if spec.store:
+            self._start_rank(spec, ranks, spec.store, None)
+            return spec.store
+        address = address_among([share.node for share in ranks.roles[spec.role]], self._node)
+        with socket.create_server((address, 0), backlog=1024) as store:
+            self._start_rank(spec, ranks, where := f"{address}:{store.getsockname()[1]}", store)
+        return where
+
+    def _start_rank(self, spec: StepSpec, ranks: RankMap, where: str, store: socket.socket | None) -> None:
+        """Start the rank; `store`: the socket of the role's store, in its first rank."""
+        share = share_on(ranks, spec.role, self._node)
         variables = {
-            **spec.environment[own.role][own.node],
-            **torch_variables(ranks, own, address),
+            **spec.environment[self._node],
+            **torch_variables(ranks, self._own, where),
             "TORCHELASTIC_RUN_ID": spec.run_id,
-            KEYS: spec.keys,
-            **visible_gpus(ranks.topology, own.node, share.gpus, {}),
+            **visible_gpus(ranks.topology, self._node, share.gpus, {}),
         }
         threads = min(int(variables.get("OMP_NUM_THREADS", "1")), len(os.sched_getaffinity(0)))
         variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))  # a launcher may have bound us
         if store is not None:
             variables[STORE_FD] = str(store.fileno())
-        self._temporary = take_temporary()
-        interface = interface_to_others(ranks, own.node)
-        logs, place = run_dir / "logs", self._temporary.path
-        environment = node_environment(os.environ, own.role, logs, place, variables, interface)
-        arguments = [*spec.arguments[own.role], *worker_arguments(ranks, own.role, share)]
+        environment = self._environment(spec, ranks, variables)
+        arguments = [*spec.arguments, *worker_arguments(ranks, spec.role, share)]
+        command = [sys.executable, "-m", WORKER_MODULE, *arguments]
         fds = (store.fileno(),) if store is not None else ()
+        log = RunDirectory(Path(spec.run_dir)).role_log(spec.role, f"{self._node}.mpi", self._number)
         with _step_signals(signal.SIG_IGN):
-            command = [sys.executable, "-m", WORKER_MODULE, *arguments]
-            self._process = start_child(command, self._log, environment, pass_fds=fds, new_session=False)
-
-    def report(self) -> tuple[str, str, str, str] | None:
-        """Return (role, node, how it ended, log) once, after the worker has ended; else None."""
-        code = self._process.poll()
-        if code is None or self._reported:
-            return None
-        self._reported = True
-        return self._own.role, self._own.node, exit_text(code), str(self._log)
-
-    def end(self, grace_s: float) -> None:
-        """Wait for it to leave, and end it by force after `grace_s`."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_s)
-        self._process.kill()
-        self._process.wait()
-        self._temporary.remove()
+            self._process = start_child(command, log, environment, pass_fds=fds, new_session=False)
 
 
 @contextmanager
