@@ -217,7 +217,7 @@ def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run_and_a_forbidden
         os.kill(run.peers.started[1].pid, signal.SIGSTOP)
         told = run.told()
         assert "behind is actor rank 1 on n1" in told
-        assert "its process is T (stopped by a signal; SIGCONT lets it go on)" in told
+        assert "its process is T (stopped by a signal; SIGCONT resumes it)" in told
         assert told.endswith("If nothing moves for 2 s more, the run ends with an error (train.on_hang = stop).")
         report = run.file("report.txt")
         assert "Permission Denied" in report
