@@ -47,7 +47,8 @@ if role and "LOCAL_RANK" in os.environ:
     receive, answer = ControlClient.receive, Request._answer
 
     def note(word, request):
-        part = (request.argument() or {}).get("part", "")
+        given = request.argument()
+        part = given.get("part", "") if isinstance(given, dict) else ""
         line = f"{word} {time.monotonic_ns()} {os.getpid()} {role} {request.id} {request.method}{part and '.' + part}"
         os.write(file, f"{line}\\n".encode())
 
