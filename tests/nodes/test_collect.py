@@ -89,13 +89,11 @@ def test_ill_gpus() -> None:
     assert parse_health("No devices were found\n", ("0",)) == []
 
 
-def test_the_program_is_asked_by_both_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drivers before 535 know the older names of the reasons only."""
+def test_the_program_of_the_driver_is_asked(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/bash\n"
         'if [[ $1 == -L ]]; then echo "GPU 0: H100 (UUID: GPU-0)"; exit; fi\n'
-        'if [[ $1 == *clocks_event_reasons* ]]; then echo "not a valid field"; exit 2; fi\n'
         'echo "0, GPU-0, 3, No, Not Active, Not Active, Not Active"\n'
     )
     program.chmod(0o755)

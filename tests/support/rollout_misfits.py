@@ -36,7 +36,7 @@ class Misfit(follower.EngineFollower):
         def changed(request: Any) -> None:
             if kind == "unseeded":
                 request.sampling_params.seed = None
-            if kind != "uneven" or not request.external_req_id.startswith("3."):
+            if kind != "uneven" or request.external_req_id != "3":
                 add(request)
 
         core.add_request = changed

@@ -161,6 +161,8 @@ class PeerRanks:
 
 def _plain(argument: Any) -> dict[str, Any]:
     """List the fields that say something, as `weight_sync.endpoints` takes them."""
+    if isinstance(argument, int | str):
+        return {"version" if isinstance(argument, int) else "host": argument}
     return {name: value for name, value in asdict(argument).items() if value is not None}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -10,15 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 from waiting import HANG_S, scaled, until
 
+from slurm_rlhf.cluster.processes import STORE_FD
 from slurm_rlhf.ranks.torchrun import BoundRendezvous
-from slurm_rlhf.wire import timeouts
 
 pytestmark = [pytest.mark.slow]
 
@@ -126,15 +126,13 @@ def test_a_stranger_who_knows_no_keys_changes_nothing_and_collectives_have_their
     assert ends == [(0, f"2 {timedelta(seconds=COLLECTIVE_S)}\n")] * 2
 
 
-def test_torchruns_of_several_nodes_meet_at_a_port_that_the_kernel_chose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_torchruns_of_several_nodes_meet_where_the_agent_of_the_first_has_bound_a_port(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others wait for the whole number in the file that the launcher has made."""
-    monkeypatch.setattr(sys, "argv", ["torchrun", f"--run_dir={tmp_path}"])
-    file = tmp_path / ".control" / "actor.port"
-    file.parent.mkdir()
-    file.touch()
-    first, second = (BoundRendezvous("127.0.0.1", file.name, "run", node, 2, 0) for node in range(2))
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = int(listener.getsockname()[1])
+    monkeypatch.setenv(STORE_FD, str(listener.detach()))
+    first, second = (BoundRendezvous("127.0.0.1", port, "run", node, 2, 0) for node in range(2))
     stores: list[Any] = []
     other = threading.Thread(target=lambda: stores.append(second.next_rendezvous()))
     other.start()
@@ -142,14 +140,4 @@ def test_torchruns_of_several_nodes_meet_at_a_port_that_the_kernel_chose(
     other.join(HANG_S)
     mine.store.set("word", "heard")
     assert stores[0].store.get("word") == b"heard"
-    ports = {found.bootstrap_store_info.master_port for found in (mine, stores[0])}
-    assert ports == {int(file.read_text())}
-
-
-def test_a_node_that_does_not_learn_the_port_says_where_it_looked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["torchrun", f"--run_dir={tmp_path}"])
-    monkeypatch.setattr(timeouts, "TORCHRUN_S", 0)
-    with pytest.raises(TimeoutError, match=rf"n1 has not written into {tmp_path}/.control/actor.port, within 0 s"):
-        BoundRendezvous("n1", "actor.port", "run", 1, 2, 0).next_rendezvous()
+    assert {found.bootstrap_store_info.master_port for found in (mine, stores[0])} == {port}

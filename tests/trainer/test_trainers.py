@@ -241,7 +241,7 @@ def load_and_go_on(name: str, dtype: str, out: Path, writers: dict[str, Path]) -
 
 def move_there_and_back(trainer: Any, loaded: dict[str, torch.Tensor]) -> None:
     """As on a GPU, where the host has other memory: whoever still looks at the old one reads NaN."""
-    from slurm_rlhf.trainer import deepspeed, plain_torch
+    from slurm_rlhf.trainer import deepspeed, optimizer_state
 
     def elsewhere(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         copy = tensor.to(device, copy=True)
@@ -249,7 +249,7 @@ def move_there_and_back(trainer: Any, loaded: dict[str, torch.Tensor]) -> None:
         return copy
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (deepspeed, plain_torch):
+        for module in (deepspeed, optimizer_state):
             patch.setattr(module, "moved", elsewhere)
         for where in ("host", "device"):
             trainer.move(where)
