@@ -80,7 +80,7 @@ class Trajectory(Record):
     text: str
     versions: list[VersionSpan]
     engine: int = 0  # number of the engine that sampled it
-    key: str = ""  # of its request
+    key: str = ""  # name of the request that it answers
 
 
 class EngineLoad(Record):

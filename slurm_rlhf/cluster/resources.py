@@ -253,7 +253,7 @@ def ask_modules() -> list[str]:
     else:
         return []
     done = command(words)
-    return parse_modules(f"{done.stdout}\n{done.stderr}")  # they write to stderr, Lmod by default
+    return parse_modules(f"{done.stdout}\n{done.stderr}")  # Lmod writes to stderr by default
 
 
 def parse_modules(text: str) -> list[str]:

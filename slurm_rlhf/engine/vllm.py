@@ -288,7 +288,7 @@ class VllmEngine(Engine):
         model = self._core.model()
         complete = checked(weights, self._shapes, version)
         check_loaded(model, reload_weights(model, self._config, as_saved(self._skeleton, complete)))
-        self._core.drop_caches()  # they are the old policy's
+        self._core.drop_caches()  # keys and values of the old policy are no use any more
         self._version = version
         self._ready.unusable = ""
 

@@ -22,7 +22,7 @@ _BY_ITSELF = re.compile(
 )
 """Ends that are never caused by the end of another process: that gives an error, SIGABRT (a library) or SIGTERM."""
 
-_LINES = 12  # of a log, in an error
+_LINES = 12  # lines of a log that an error quotes
 
 _STARTING = ("", StartCalls.start.__name__)
 """Phases of a rank before it has answered its first call."""

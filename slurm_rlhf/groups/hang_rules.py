@@ -13,7 +13,7 @@ import slurm_rlhf
 from slurm_rlhf.errors import shortened
 from slurm_rlhf.observe.stacks import Frame, ThreadStack
 
-Source = Literal["itself", "lock", "py-spy", ""]
+StackSource = Literal["itself", "lock", "py-spy", ""]
 """Source of a stack: the rank; its log, while something held the interpreter's lock; py-spy; none."""
 
 Kind = Literal["collective", "device", "sync", "idle", "follows", "busy", "locked", "unknown"]
@@ -53,7 +53,7 @@ class Sighting:
     call_s: float = 0.0  # seconds since the call began
     silent_s: float = 0.0
     threads: tuple[ThreadStack, ...] = ()  # the main thread first; empty: unknown
-    source: Source = ""
+    source: StackSource = ""
     process: str = ""  # state of the process by its node: "T (stopped)"
 
     @property

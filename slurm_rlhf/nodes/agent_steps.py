@@ -37,9 +37,9 @@ class AgentStep:
     running: RunningStep
     spec: StepSpec
     ranks: RankMap
-    name: str = ""  # of this start
+    name: str = ""  # name of this start of the step
     store: str = ""  # where the torchruns meet
-    here: dict[str, Peer] = field(default_factory=dict)  # by node
+    here: dict[str, Peer] = field(default_factory=dict)  # agents by node
     said: deque[tuple[str, int | None, str]] = field(default_factory=deque)
     attempts: int = 0
     ending: bool = False
@@ -83,7 +83,7 @@ class AgentSteps(AgentServer):
         timeout = run.timeout
         super().__init__(address, self._note, beat_s=timeout.heartbeat_interval, silent_s=timeout.heartbeat)
         self._run = run
-        self._steps: dict[str, AgentStep] = {}  # by the name of its start
+        self._steps: dict[str, AgentStep] = {}  # steps by the name of their start
 
     def start(self, step: Step, log: Path, spec: StepSpec, ranks: RankMap) -> AgentStep:
         """Start a step whose agents start `spec`; it does not wait for them, and ends with the calling thread."""

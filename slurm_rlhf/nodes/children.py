@@ -23,7 +23,7 @@ from slurm_rlhf.placement.topology import GPU
 class _Engine:
     group: TpGroup
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    how: str = ""  # it ended
+    how: str = ""  # how the engine ended; empty: it runs
 
 
 class EngineRanks:

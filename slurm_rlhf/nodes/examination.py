@@ -210,7 +210,7 @@ class Evidence:
     token: str  # in the canary
     facts: Mapping[str, NodeFacts]
     job: str = ""
-    said: str = ""  # by the launcher
+    said: str = ""  # words of the launcher
     started: str = ""  # the program that was to run on the nodes
     links: Sequence[Outcome] = ()
     groups: Sequence[Outcome] = ()

@@ -97,7 +97,7 @@ class NodeFacts:
     most_files: int = UNKNOWN  # files that a process may open; UNKNOWN: no limit
     infiniband: bool = False
     addresses: tuple[str, ...] = ()
-    interface: str = ""  # by which it reaches the conductor
+    interface: str = ""  # interface on the way to the conductor
     address: str = ""
     link_mbits: int = 0  # speed of that interface by the kernel; 0: unknown
     subnet: str = ""

@@ -87,7 +87,7 @@ def answers(endpoint: str) -> bool:
 class Heir:
     """Is what is left of a job on `node`: `place` in line, from 0."""
 
-    job: str  # its number
+    job: str  # number of the job
     restarts: int
     first: str
     node: str

@@ -78,7 +78,7 @@ class SlurmLauncher:
         return news
 
     def stopped(self) -> list[tuple[str, int]]:
-        return []  # they are children of others
+        return []  # torchruns are children of the agents
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         self._steps.look(self._steps.peers, pids, directory, within_s)

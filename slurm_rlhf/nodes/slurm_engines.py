@@ -32,7 +32,7 @@ class SlurmEngines:
         self._steps: list[AgentStep] = []
         self._at: dict[int, tuple[AgentStep, str]] = {}  # engine -> where it was started last
         self._gone: set[int] = set()
-        self._sent: set[int] = set()  # those that `end` was called for: their end is no news
+        self._sent: set[int] = set()  # engines that `end` was called for: their end is no news
         self._news: dict[int, str] = {}  # engine -> how it ended, where `ended` has not returned it yet
         self._lock = threading.Lock()
         self._stopping = False

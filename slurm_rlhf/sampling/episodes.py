@@ -31,7 +31,7 @@ Loads = dict[int, EngineLoad]
 """Engine -> its work."""
 
 
-class Source(Protocol):
+class GroupSource(Protocol):
     """Begins groups. Its methods are called on the loop."""
 
     def advance(self) -> None:
@@ -48,7 +48,7 @@ class Episodes:
         """`admit` gives engines that start late, or again, the weights of a policy version; None: none does."""
         self.scheduler = scheduler
         self._admit = admit
-        self._sources: list[Source] = []
+        self._sources: list[GroupSource] = []
         self._failure: BaseException | None = None
         self._advancing = False  # `_advance` is going to be called
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -116,12 +116,12 @@ class Episodes:
 
     # On the loop.
 
-    def attach(self, source: Source) -> None:
+    def attach(self, source: GroupSource) -> None:
         """Let a source begin groups, unless it may already."""
         if source not in self._sources:
             self._sources.append(source)
 
-    def detach(self, source: Source) -> None:
+    def detach(self, source: GroupSource) -> None:
         """Let a source begin no more."""
         self._sources.remove(source)
 
@@ -180,14 +180,14 @@ class Episodes:
 
 
 class _Listed:
-    """Implements `Source` with a list of groups that somebody waits for."""
+    """Implements `GroupSource` with a list of groups that somebody waits for."""
 
     def __init__(
         self, episodes: Episodes, groups: Sequence[PromptGroup], done: SimpleQueue[Loads | BaseException]
     ) -> None:
         self._episodes, self._done = episodes, done
         self._left, self._unfinished = deque(groups), len(groups)
-        self._before = episodes.scheduler.loads  # of a source that is paused
+        self._before = episodes.scheduler.loads  # work counted for a source that is paused
         episodes.scheduler.loads = {}
 
     def advance(self) -> None:

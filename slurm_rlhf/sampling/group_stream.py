@@ -69,10 +69,10 @@ class GroupStream:
 
     parts: Parts
     rule: Rule
-    counts: FilterCounts | None  # of dynamic sampling; None: every group is trained on
-    _groups: list[PromptGroup] = field(default_factory=list, init=False)  # those since the last batch, in order
-    _coming: deque[PromptGroup] = field(default_factory=deque, init=False)  # those that begin next
-    _open: dict[PromptGroup, list[asyncio.Task[None]]] = field(default_factory=dict, init=False)  # those in flight
+    counts: FilterCounts | None  # counts of dynamic sampling; None: every group is trained on
+    _groups: list[PromptGroup] = field(default_factory=list, init=False)  # groups begun since the last batch, in order
+    _coming: deque[PromptGroup] = field(default_factory=deque, init=False)  # groups that begin next
+    _open: dict[PromptGroup, list[asyncio.Task[None]]] = field(default_factory=dict, init=False)  # episodes in flight
     _finished: list[PromptGroup] = field(default_factory=list, init=False)  # finished, but not judged
     _judging: list[PromptGroup] = field(default_factory=list, init=False)
     _next: list[PromptGroup] | None = field(default=None, init=False)  # the batch that could be taken now

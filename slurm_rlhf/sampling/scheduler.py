@@ -27,7 +27,7 @@ def nobody(responses: int, tokens: int) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class TurnRequest:
     """Asks for the response of one turn of an episode, and holds the answer."""
 
     group: PromptGroup
@@ -45,8 +45,8 @@ class EngineWork:
 
     engine: int
     coming: int = 0  # episodes that it was given, and that have asked for nothing yet
-    owed: dict[str, Request] = field(default_factory=dict)
-    unsent: list[Request] = field(default_factory=list)  # those of `owed` that it was not told of
+    owed: dict[str, TurnRequest] = field(default_factory=dict)
+    unsent: list[TurnRequest] = field(default_factory=list)  # requests of `owed` that were not sent yet
     calls: set[Future[GenerateAnswer]] = field(default_factory=set)
     lost: bool = False
 
@@ -79,7 +79,7 @@ class Scheduler:
         self._least = 1 if urgent else max(1, width // 8)
         self._numbers = itertools.count()
         self._works: dict[int, EngineWork] = {}
-        self._waiting: list[Request] = []  # requests of lost engines
+        self._waiting: list[TurnRequest] = []  # requests of lost engines
         self._flushing = False
 
     @property
@@ -100,7 +100,7 @@ class Scheduler:
     def ask(self, group: PromptGroup, sample: int, turn: int, token_ids: I32, limit: int) -> asyncio.Future[Trajectory]:
         """Ask for a response of at most `limit` tokens to `token_ids`."""
         asked = Asked(next(self._numbers), group.prompt.index, sample, group.round, turn, limit, token_ids)
-        request = Request(group, asked, asyncio.get_running_loop().create_future())
+        request = TurnRequest(group, asked, asyncio.get_running_loop().create_future())
         self._take(request)
         return request.answer
 
@@ -139,7 +139,7 @@ class Scheduler:
             if work.unsent or (work.owed and not work.calls):
                 self._send(work)
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: TurnRequest) -> None:
         work = request.group.work
         assert work is not None
         if request.asked.turn == 0:
@@ -155,7 +155,7 @@ class Scheduler:
             self._flushing = True
             self.post(self.flush)
 
-    def _hand(self, work: EngineWork, request: Request) -> None:
+    def _hand(self, work: EngineWork, request: TurnRequest) -> None:
         work.owed[request.key] = request
         work.unsent.append(request)
 
@@ -178,10 +178,10 @@ class Scheduler:
         if work.owed and not work.calls:
             self._call(work, [], Sampling())
 
-    def _call(self, work: EngineWork, requests: Sequence[Request], sampling: Sampling) -> None:
+    def _call(self, work: EngineWork, requests: Sequence[TurnRequest], sampling: Sampling) -> None:
         self._watch(work, self.rollout.call(work.engine, EngineCalls.generate, self._batch(requests, sampling)))
 
-    def _batch(self, requests: Sequence[Request], sampling: Sampling) -> GenerateBatch:
+    def _batch(self, requests: Sequence[TurnRequest], sampling: Sampling) -> GenerateBatch:
         """Make the message for requests of one sampling."""
         asked = PackedPrompts.pack([request.asked for request in requests])
         return GenerateBatch(asked, sampling, self._run_seed, self._least)

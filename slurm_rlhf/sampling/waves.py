@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from slurm_rlhf.engine.engine import behind
 from slurm_rlhf.errors import CallTimeout, RemoteError, RunError
 from slurm_rlhf.sampling.batches import PromptGroup
-from slurm_rlhf.sampling.scheduler import Answered, EngineWork, Request, Scheduler, nobody
+from slurm_rlhf.sampling.scheduler import Answered, EngineWork, Scheduler, TurnRequest, nobody
 from slurm_rlhf.wire.calls import ActorBatch, ActorCalls, GenerateAnswer, most_in_answer
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 
@@ -29,9 +29,9 @@ class Waves(Scheduler):
         super().__init__(rollout, run_seed, width, answered)
         self._groups = 0  # groups since no episode was open
         self._open = 0  # episodes
-        self._asking: list[Request] = []
-        self._parts: dict[int, list[Request]] = {}  # parts that no engine has
-        self._dealt: dict[int, tuple[int, list[Request]]] = {}  # engine -> the part that it has
+        self._asking: list[TurnRequest] = []
+        self._parts: dict[int, list[TurnRequest]] = {}  # parts that no engine has
+        self._dealt: dict[int, tuple[int, list[TurnRequest]]] = {}  # engine -> the part that it has
 
     def place(self, group: PromptGroup, left: int | None = None) -> bool:
         if not self._open:
@@ -45,7 +45,7 @@ class Waves(Scheduler):
         self._open -= 1
         self._flush_soon()
 
-    def _take(self, request: Request) -> None:
+    def _take(self, request: TurnRequest) -> None:
         self._asking.append(request)
         self._flush_soon()
 
@@ -56,7 +56,7 @@ class Waves(Scheduler):
         self._hand_out()
         super().flush()
 
-    def _deal(self, wave: list[Request]) -> None:
+    def _deal(self, wave: list[TurnRequest]) -> None:
         width = min(self.rollout.world, self._groups)
         for request in wave:
             self._parts.setdefault(request.group.position % width, []).append(request)
@@ -98,7 +98,7 @@ class ActorWaves(Waves):
     def stop(self) -> None:
         self.rollout.start_all(ActorCalls.drop)
 
-    def _deal(self, wave: list[Request]) -> None:
+    def _deal(self, wave: list[TurnRequest]) -> None:
         by = {(request.group.position, request.asked.sample): request for request in wave}
         lengths = {which: len(request.asked.token_ids) for which, request in by.items()}
         limit = max(request.asked.limit for request in wave)

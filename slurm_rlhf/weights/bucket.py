@@ -97,7 +97,7 @@ def _mixed(count: int) -> torch.Tensor:
     return (numbers ^ (numbers >> 29)) * _GOLDEN | 1
 
 
-Source = Callable[[Span], torch.Tensor]
+SpanSource = Callable[[Span], torch.Tensor]
 """A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""
 
 _NOTHING: Mapping[int, int] = {}
@@ -157,7 +157,7 @@ class Pool:
 
 
 def fill(
-    buffer: torch.Tensor, part: BucketPart, bucket: int, version: int, source: Source, pool: Pool
+    buffer: torch.Tensor, part: BucketPart, bucket: int, version: int, source: SpanSource, pool: Pool
 ) -> list[torch.Tensor]:
     """Write a part into `buffer` (uint8 [part.nbytes]): its pieces, and a header with their checksums.
 

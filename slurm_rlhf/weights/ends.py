@@ -22,7 +22,7 @@ from slurm_rlhf.errors import SyncBroken, SyncError, shortened_lines
 from slurm_rlhf.records import StoreAddress, SyncConnection, SyncReport
 from slurm_rlhf.weights.backends import Incoming, PendingTransfer
 from slurm_rlhf.weights.backends.table import make_backend
-from slurm_rlhf.weights.bucket import Assembly, Pool, Source, fill
+from slurm_rlhf.weights.bucket import Assembly, Pool, SpanSource, fill
 from slurm_rlhf.weights.group import Described, SyncGroup, connection, join_run
 from slurm_rlhf.weights.rendezvous import SyncStore
 from slurm_rlhf.weights.transfer_plan import DEPTH, ITEM_SIZE, BucketPart, Span, SyncPlan, dtype_name
@@ -61,7 +61,7 @@ class Sender:
             self.backend.flush()
         return SyncReport(nbytes=self.plan.payload, seconds=time.monotonic() - start, checksum_s=filling)
 
-    def _send(self, source: Source, version: int) -> float:
+    def _send(self, source: SpanSource, version: int) -> float:
         """Send this rank's parts; return the seconds in which they were written, their checksums included."""
         on_the_way: deque[tuple[int, PendingTransfer]] = deque()
         buffers = DEPTH - 1  # two at least: one is filled while the other is on its way
@@ -134,7 +134,7 @@ class ActorEnd:
             return SyncReport(broken=str(broken), silent=broken.hang)
 
 
-def span_source(plan: SyncPlan, held: Held) -> Source:
+def span_source(plan: SyncPlan, held: Held) -> SpanSource:
     """Read spans from what this rank holds. Raises SyncError where that is not what the plan says."""
     for parameter in plan.parameters:
         if parameter.name not in held:

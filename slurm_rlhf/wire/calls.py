@@ -112,7 +112,7 @@ class SyncGroupRequest(Record):
 class Asked(NamedTuple):
     """Asks for one response."""
 
-    number: int  # of the request, which no other has at the same time
+    number: int  # identifies the request; no other has it at the same time
     prompt: int  # Prompt.index
     sample: int  # 0 .. n-1
     round: int  # seeds the response, with the run's seed

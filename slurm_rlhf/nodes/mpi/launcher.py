@@ -73,7 +73,7 @@ class MpiLauncher:
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def stopped(self) -> list[tuple[str, int]]:
-        return []  # they are children of others
+        return []  # ranks are children of the MPI launcher
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         self.agents.look({peer.host: peer for peer in self._present()}, pids, directory, within_s)
