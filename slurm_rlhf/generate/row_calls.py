@@ -97,5 +97,7 @@ class RowCalls(Scheduler):
     def _failed(self, work: EngineWork, error: BaseException) -> None:
         work.lost = True
         del self._works[work.engine]
+        for request in work.owed.values():
+            request.answer.cancel()  # its episode ends: a row that is tried again has others
         for group in {request.group: None for request in work.owed.values()}:
             self._end(work.engine, group, error)
