@@ -26,7 +26,7 @@ import io
 import os
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -278,7 +278,14 @@ def coalesced(group: Any, begin: Callable[[], None]) -> list[Work]:
     A bare ProcessGroupNCCL is a `Backend`: unlike those of a `ProcessGroup`, the two calls take no argument.
     """
     group._start_coalescing()
-    begin()
+    try:
+        begin()
+    except BaseException:
+        # NCCL counts open operations per thread. With one left open it would start nothing more in this thread, in any
+        # group, and call it completed.
+        with suppress(RuntimeError):
+            group._end_coalescing()
+        raise
     work = group._end_coalescing()
     return [work] if work is not None else []
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_nccl import held_back
 from gpu_standins import FakeCuda, fake_cuda
 from sync_fleet import BUCKET, Fleet, PeerRanks, configure, sent
 from sync_peer import describe, hold, make_weights
@@ -122,7 +123,7 @@ def test_a_rank_that_dies_in_the_middle_takes_nobody_with_it(fleet: Fleet, victi
     sender = fleet.sender(2, actors=2, zero=3, gpus=OWN)
     slow, first, second = fleet.peers
     dying = fleet.peers[victim]
-    slow.tell("push", version=4, seed=4, seconds=0.05)
+    slow.tell("push", version=4, seed=4, seconds=0.3)  # it sleeps while its group is aborted
     for peer in (first, second):
         peer.tell("update", version=4, **({"at": 9, "act": "die"} if peer is dying else {}))
     if dying is slow:
@@ -146,8 +147,10 @@ def test_an_abort_wakes_who_waits(fleet: Fleet):
     fleet.peers[1].tell("update", version=1)
     with pytest.raises(SyncError, match="the conductor ends the run"):
         sender.push(hold(make_weights(1), 0, 2), 1)  # the other actor rank never sends
+    answer = fleet.peers[1].answer()
     # Whose verdict it hears depends on how soon the leader's thread runs.
-    assert fleet.peers[1].answer()["error"] in ("SyncError", "SyncBroken")
+    assert answer["error"] in ("SyncError", "SyncBroken")
+    assert "checksum" not in answer["message"], "what an abort completed was taken for weights"
 
 
 def test_a_link_error_says_what_nccl_said(fleet: Fleet):
@@ -313,6 +316,15 @@ def test_defect_1_put_back_fails_here(cuda: FakeCuda):
     made._group = type("Old", (), {"_start_coalescing": lambda self: group._start_coalescing("cuda")})()
     with pytest.raises(TransportFailure, match="NCCL: _start_coalescing"):
         made.exchange([], [])
+
+
+def test_an_exchange_that_fails_is_not_left_open(cuda: FakeCuda):
+    """NCCL would hold back all that this thread asks for later, and call it completed."""
+    made = group_of_one()
+    made.abort()
+    with pytest.raises(TransportFailure, match="aborted"):
+        made.exchange([(torch.zeros(8, dtype=torch.uint8, device="cuda"), 1)], [])
+    assert held_back() == 0
 
 
 def test_nothing_to_exchange(cuda: FakeCuda):

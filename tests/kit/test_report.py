@@ -51,7 +51,8 @@ def test_a_check_that_hangs_or_dies_is_ended_with_all_its_processes_and_the_othe
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     place = Place(("0",), rehearse=True, scratch=str(tmp_path / "hang"))
     hung = perform(check("sleeper", deadline_s=1), place)
-    assert (hung.verdict, hung.figure) == (FAILED, "hung: ended after its 4 s")
+    assert (hung.verdict, hung.figure) == (FAILED, "hung: ended after its 4 s; the stacks are in the log")
+    assert "in sleeper" in hung.log
     for pid in map(int, (tmp_path / "hang" / "pids").read_text().split()):
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"

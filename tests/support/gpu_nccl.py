@@ -7,6 +7,8 @@ the stub of `ProcessGroupNCCL` (torch/_C/_distributed_c10d.pyi), which a CPU bui
   unless NCCL_HOSTID tells them apart; NCCL_SOCKET_IFNAME has to name an interface;
 - operations run beside the host, in order, after what the current stream waits for; between `_start_coalescing` and
   `_end_coalescing` sends and receives return None, and begin together;
+- an operation that is left open by a thread holds back all that the thread asks of any group, which still counts as
+  completed; so do operations that their own rank aborts (seen on an H200, torch 2.13, NCCL 2.29.7);
 - `wait` makes the current stream wait, not the host, and raises for an error that is known by then;
 - a watchdog takes the process down when an operation fails. TORCH_NCCL_ASYNC_ERROR_HANDLING, read by the constructor,
   does not help: at 0 and 2 (ErrorHandlingMode in ProcessGroupNCCL.hpp) the watchdog itself goes on, but its dump signal
@@ -36,6 +38,8 @@ EXIT_CODE = 134
 """Of a process that the watchdog took down: std::terminate aborts."""
 
 _LOOK_S = 0.02
+_open = threading.local()
+"""`operations`: of this thread, whose `_end_coalescing` has not come."""
 _NEVER_SENT = 0x7FFFFFFF
 
 
@@ -119,11 +123,13 @@ class ProcessGroupNCCL:
         return self._collective([input], [output], lambda gloo: gloo._allgather_base(output, input.clone(), *args))
 
     def _call__start_coalescing(self) -> None:
+        _open.operations = held_back() + 1
         self._coalescing, self._touched = [], ([], [])
 
     def _call__end_coalescing(self) -> Any:
         if self._coalescing is None:
             raise RuntimeError("_end_coalescing without _start_coalescing")
+        _open.operations -= 1
         begun, self._coalescing = self._coalescing, None
         if not begun:
             return None
@@ -142,8 +148,7 @@ class ProcessGroupNCCL:
         with self._lock:
             outstanding = list(self._outstanding)
         for work in outstanding:
-            work.fail("the communicator was aborted")
-            work._left.set()
+            work.finish_undone()
         if self._gloo is not None:
             nothing = torch.zeros(1, dtype=torch.uint8)
             for peer in (peer for peer in range(self._size) if peer != self._rank):
@@ -157,6 +162,8 @@ class ProcessGroupNCCL:
         on_gpu(tensors)
         if len(tensors) != 1:
             raise ValueError("Expecting one tensor only but got multiple.")
+        if self._aborted:
+            raise NcclError(f"NCCL communicator was aborted on rank {self._rank}.")
         if not 0 <= peer < self._size or peer == self._rank:
             raise ValueError(f"invalid rank {peer} of a group of {self._size}, at rank {self._rank}")
 
@@ -190,6 +197,9 @@ class ProcessGroupNCCL:
         self._stream._take(waiting._clock)
         self._streams.touched(read, written, self._stream)
         work = FakeWork(self, run, dict(self._stream._clock))
+        if held_back():
+            work.finish_undone()
+            return work
         with self._lock:
             self._outstanding.append(work)
         self._queue.put((work, list(waiting._pending)))
@@ -231,6 +241,11 @@ class ProcessGroupNCCL:
         options._timeout = self._timeout
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         self._gloo = ProcessGroupGloo(PrefixStore("stand-in", self._store), self._rank, self._size, options)
+
+
+def held_back() -> int:
+    """How many operations of this thread are open, in whatever group: NCCL starts nothing before they end."""
+    return getattr(_open, "operations", 0)
 
 
 _OWN = frozenset(dir(ProcessGroupNCCL))

@@ -57,7 +57,8 @@ class FakeWork:
         self._error: NcclError | None = None
 
     def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("_") and name not in ("over", "finish", "execute", "fail") and name not in WORK.methods:
+        own = ("over", "finish", "finish_undone", "execute", "fail")
+        if not (name.startswith("_") or name in own or name in WORK.methods):
             raise AttributeError(f"'torch._C._distributed_c10d.Work' object has no attribute {name!r}")
         return object.__getattribute__(self, name)
 
@@ -90,6 +91,11 @@ class FakeWork:
     def finish(self) -> None:
         """The host computes what a GPU would queue behind this operation: not before it is over."""
         self._left.wait()
+
+    def finish_undone(self) -> None:
+        """Completed, as the host sees it, and nothing was done."""
+        self._done.set()
+        self._left.set()
 
     def execute(self, waits_for: Sequence[FakeWork]) -> None:
         for work in waits_for:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -146,7 +147,8 @@ def perform(check: Check, place: Place, left_s: float = BUDGET_S) -> Outcome:
             process.wait(allowed)
             late = ""
         except subprocess.TimeoutExpired:
-            late = f"hung: ended after its {allowed:.0f} s"
+            late = f"hung: ended after its {allowed:.0f} s; the stacks are in the log"
+            ask_stacks(mark)
         finally:
             end_marked(mark)
             process.wait()
@@ -166,8 +168,19 @@ def _outcome(check: Check, scratch: Path, otherwise: str, seconds: float) -> Out
         answer = json.loads((scratch / "finding.json").read_text())
     if "error" not in answer:
         return Outcome(check.name, check.about, PASSED, answer["figure"], seconds, answer["figures"])
-    words = (scratch / "log").read_text(errors="replace").strip().splitlines()[-25:]
+    lines = 200 if "hung" in answer["error"] else 25
+    words = (scratch / "log").read_text(errors="replace").strip().splitlines()[-lines:]
     return Outcome(check.name, check.about, FAILED, answer["error"], seconds, log="\n".join(words))
+
+
+def ask_stacks(mark: str) -> None:
+    """SIGUSR2 to every marked process that handles it: those of the kit write the stacks of their threads."""
+    for entry in _marked(mark):
+        with contextlib.suppress(OSError):
+            caught = re.search(r"^SigCgt:\s*(\w+)", (entry / "status").read_text(), re.MULTILINE)
+            if caught and int(caught[1], 16) >> (signal.SIGUSR2 - 1) & 1:
+                os.kill(int(entry.name), signal.SIGUSR2)
+    time.sleep(1.0)
 
 
 def end_marked(mark: str) -> None:
@@ -175,15 +188,19 @@ def end_marked(mark: str) -> None:
 
     Processes of a run are sessions of their own, and parents that died leave theirs behind: the mark goes with all.
     """
-    word = f"{MARK}={mark}".encode()
     for _ in range(50):
-        found = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _has(entry, word)]
+        found = _marked(mark)
         if not found:
             return
-        for pid in found:
+        for entry in found:
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(int(entry.name), signal.SIGKILL)
         time.sleep(0.05)
+
+
+def _marked(mark: str) -> list[Path]:
+    word = f"{MARK}={mark}".encode()
+    return [entry for entry in Path("/proc").iterdir() if entry.name.isdigit() and _has(entry, word)]
 
 
 def _has(entry: Path, word: bytes) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from dataclasses import asdict
@@ -16,6 +18,7 @@ LONGEST = 300  # characters of a reason, which is a cell of a table
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR2)
     where, scratch = sys.argv[1].partition(":"), Path(sys.argv[2])
     told = json.loads((scratch / "place.json").read_text())
     place = Place(**{**told, "gpus": tuple(told["gpus"]), "nodes": tuple(told["nodes"])})

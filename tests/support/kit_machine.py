@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -74,7 +75,8 @@ def _words(*command: str) -> str:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=HANG_S, check=False, stdin=subprocess.DEVNULL
     )
-    return done.stdout.strip() if done.returncode == 0 else ""
+    plain = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)  # nvidia-smi underlines its heading
+    return plain.strip() if done.returncode == 0 else ""
 
 
 def _read(file: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import json
 import os
@@ -38,7 +39,8 @@ class Peer:
         environment = {**os.environ, **seat(next(self.numbers)), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.process: Any
         if prefix or visible() or not warm:
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            pipes["stderr"] = None if visible() else subprocess.DEVNULL  # the kit keeps a log
             self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
         else:
             self.process = WarmProgram(command, environment)
@@ -304,6 +306,7 @@ class _Engine:
 
 
 def _main() -> None:
+    faulthandler.register(signal.SIGUSR2)
     if sys.argv[1:] != [""]:
         socket.gethostname = lambda: sys.argv[1]
     engine = _Engine()

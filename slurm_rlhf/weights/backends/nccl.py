@@ -1,4 +1,4 @@
-"""NCCL: between GPUs, one rank each, outside of every WORLD. Run through stand-ins, not on GPUs yet."""
+"""NCCL: between GPUs, one rank each, outside of every WORLD. Run on one H200 so far, by several ranks."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class NcclCommunicator:
         """Does not connect yet: the first operation does, and all ranks have to enter it."""
         self.timeout_s = timeout_s
         self.aborted = False
+        self._ended = False
         self._lock = threading.Lock()
         with _failing():
             self._group = nccl_group(store, rank, world, timeout_s)
@@ -71,7 +72,8 @@ class NcclCommunicator:
     def settle(self, works: Sequence[Work]) -> None:
         """Wait until they are over, and raise what went wrong.
 
-        `Work.wait` alone would neither end nor say anything when another thread aborts the group.
+        `Work.wait` alone would neither end nor say anything when another thread aborts the group. An operation that is
+        aborted counts as completed, and its buffer holds anything.
         """
 
         with _failing():
@@ -81,13 +83,20 @@ class NcclCommunicator:
                 self.timeout_s,
                 "NCCL: not done",
             )
+            if self.aborted:
+                raise TransportFailure("NCCL: the transfer was given up", peer_left=False)
             for work in works:
                 work.wait()
 
+    def give_up(self) -> None:
+        """Let `settle` raise, whatever the operations say. Any thread, at any time."""
+        self.aborted = True
+
     def abort(self) -> None:
         """End what is on its way, here and at the peers. Any thread, at any time."""
+        self.give_up()
         with self._lock:
-            first, self.aborted = not self.aborted, True
+            first, self._ended = not self._ended, True
         if first:
             # It waits for NCCL, at most the group's time-out, and then raises.
             with suppress(RuntimeError):
@@ -185,6 +194,8 @@ class Nccl:
         torch.cuda.current_stream(self.device).synchronize()
 
     def abort(self) -> None:
+        for communicator in self._communicators:
+            communicator.give_up()
         # The last first: with its exchange given up, a rank would hand its neighbours what it does not have.
         for communicator in reversed(self._communicators):
             communicator.abort()
