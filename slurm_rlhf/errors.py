@@ -64,6 +64,10 @@ class RewardError(UserError):
     """Report that the user's reward function failed or answered something that is not a reward."""
 
 
+class EpisodeError(UserError):
+    """Report that the user's environment failed or answered something that no episode can go on with."""
+
+
 class SelfCheckError(UserError):
     """Report that the run would train something else than it was asked to."""
 

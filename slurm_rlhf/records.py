@@ -81,6 +81,8 @@ class Trajectory(Record):
     versions: list[VersionSpan]
     engine: int = 0  # number of the engine that sampled it
     key: str = ""  # name of the request that it answers
+    reward: float = 0.0  # by the environment, summed over the turns
+    turns: int = 1
 
 
 class EngineLoad(Record):

@@ -80,6 +80,9 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
     if inputs.reward is None:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
+    if inputs.environments is not None:
+        yield f"rewards: by the environment in {inputs.environments.file}"
+        return
     from slurm_rlhf.rewards.model import Scoring
 
     prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts)))]

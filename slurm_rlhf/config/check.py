@@ -91,6 +91,8 @@ def check_eval(config: Config) -> None:
 def _reward_function(config: Config) -> Iterator[str]:
     """Check the source of rewards where engines are the only ranks."""
     reward = config.reward
+    if config.env.path:
+        yield "env.path: responses have one turn here, without an environment: leave it out"
     if reward.model_name_or_path:
         yield (
             "reward.model_name_or_path: responses are not scored by a reward model here: use a reward function "
@@ -221,12 +223,15 @@ def reward_source(config: Config) -> Iterator[str]:
     """Check the keys that name where rewards come from: exactly one of them is needed."""
     source = config.reward.remote_url
     named = [f"reward.{name}" for name in REWARD_SOURCES if getattr(config.reward, name)]
+    named += ["env.path"] if config.env.path else []
     if len(named) > 1:
         both = "both" if len(named) == 2 else "all"
-        yield f"{' and '.join(named)} are {both} set: rewards come from a function or a model, leave all out but one"
+        yield f"{' and '.join(named)} are {both} set: rewards come from one source, leave all out but one"
     elif not named:
         known = " nor ".join(f"reward.{name} ({what})" for name, what in REWARD_SOURCES.items())
-        yield f"neither {known} is set: name one"
+        yield f"neither {known} nor env.path (an environment) is set: name one"
+    elif config.env.path:
+        yield from _file("env.path", config.env.path, "a Python file with a class Environment")
     elif source.startswith(("http://", "https://")):
         yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
     elif source:

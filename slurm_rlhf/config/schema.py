@@ -90,6 +90,16 @@ class Rollout:
 
 
 @dataclass(slots=True)
+class Env:
+    path: FilePath = ""
+    """A Python file with a class `Environment`, which answers the policy between its turns and gives the rewards,
+    instead of a reward function: `slurm-rlhf docs data_and_reward`. rollout.max_new_tokens bounds each turn,
+    data.max_len the episode."""
+    max_turns: Annotated[int, COUNT] = 8
+    """Turns after which an episode ends, over or not."""
+
+
+@dataclass(slots=True)
 class Vllm:
     num_engines: Annotated[int, COUNT] = 1
     """vLLM engines. An engine lives on one node."""
@@ -285,6 +295,7 @@ class Config:
     ref: Ref = field(default_factory=Ref)
     reward: Reward = field(default_factory=Reward)
     rollout: Rollout = field(default_factory=Rollout)
+    env: Env = field(default_factory=Env)
     vllm: Vllm = field(default_factory=Vllm)
     ds: Ds = field(default_factory=Ds)
     algo: Algo = field(default_factory=Algo)

@@ -270,6 +270,35 @@ def missing_eos(tokenizer: Tokenizer) -> str:
     )
 
 
+def observation_text(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> str:
+    """Return what the chat template puts behind the text of an answer: its end, `messages`, and the next turn's start.
+
+    Raises ModelError where the template changes what stands before them: earlier turns could not be kept as sampled.
+    """
+    assert tokenizer.chat_template is not None
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    one = tokenizer.chat_template.render(turns, str(tokenizer.directory), add_generation_prompt=False)
+    more = tokenizer.chat([*turns, *messages])
+    before, found, _ = one.partition(ANSWER)
+    if not found or not more.startswith(before + ANSWER):
+        raise ModelError(
+            f"the chat template of {tokenizer.directory} changes earlier messages when others follow, so that an "
+            "episode of several turns cannot keep the tokens that were sampled: use a template that does not"
+        )
+    return more[len(before + ANSWER) :]
+
+
+def ids_behind(before: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of `text` behind the tokens `before`, which stay as they are."""
+    context = before[-CONTEXT_TOKENS:]
+    whole = tokenizer.decode(context, skip_special_tokens=False) + text
+    alone = tokenizer.encode(text, add_special_tokens=False)
+    for ids in (alone, *_after_marks(text, tokenizer)):
+        if tokenizer.decode(context + ids, skip_special_tokens=False) == whole:
+            return ids
+    return alone
+
+
 def continuations(
     prompts: Sequence[Prompt], answers: Sequence[str], tokenizer: Tokenizer, templated: bool
 ) -> list[list[int]]:

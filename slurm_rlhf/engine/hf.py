@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from slurm_rlhf.data.tokenizer import CONTEXT_TOKENS, Tokenizer
@@ -250,11 +251,14 @@ class HfEngine(Engine):
         return finished
 
     def _begin(self) -> None:
-        """Make a batch of the requests that have the same `sampling` as the first; alone it may be nobody's."""
+        """Make a batch of the requests sampled as the first, whatever their limits; alone it may be nobody's."""
         if self._queue:
-            sampling = self._queue[0].sampling
-            rows = [SampledRow(request, self._device) for request in self._queue if request.sampling == sampling]
-            self._queue = [request for request in self._queue if request.sampling != sampling]
+            first = self._queue[0].sampling
+            alike = [r for r in self._queue if replace(r.sampling, max_new_tokens=first.max_new_tokens) == first]
+            rows = [SampledRow(request, self._device) for request in alike]
+            sampling = replace(first, max_new_tokens=max(request.sampling.max_new_tokens for request in alike))
+            taken = {request.key for request in alike}
+            self._queue = [request for request in self._queue if request.key not in taken]
         elif self._policy.collective:
             rows, sampling = [SampledRow(None, self._device)], Sampling(max_new_tokens=1 << 20)
         else:

@@ -103,6 +103,14 @@ class ModelRewards:
         return parse_answer(scores[:count], count, "the reward model")
 
 
+class EpisodeRewards:
+    """Take the rewards that environments have given."""
+
+    def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
+        """Return the rewards of `trajectories`, [N]."""
+        return Rewards(np.array([trajectory.reward for trajectory in trajectories], dtype=np.float32))
+
+
 def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
     """Make the scale that reward.normalize_enable asks for, and a line that says so. Raises ModelError."""
     if not config.reward.normalize_enable:
@@ -121,7 +129,9 @@ class Scoring:
     So a signal interrupts the main thread while it waits, whatever the user's function does.
     """
 
-    def __init__(self, source: RewardFunction | ModelRewards, timeout_s: float, printed: Path | None = None) -> None:
+    def __init__(
+        self, source: RewardFunction | ModelRewards | EpisodeRewards, timeout_s: float, printed: Path | None = None
+    ) -> None:
         """Take the source of rewards.
 
         `timeout_s`: how long a reward function may take; calls to a reward model have deadlines of their own.

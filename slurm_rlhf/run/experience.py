@@ -189,7 +189,7 @@ def shaped_rewards(
     )
     reasons = np.array(experience.finish_reasons or [STOP] * len(experience))
     responses = Responses(
-        lengths=experience.response_lens,
+        lengths=find_actions(experience.action_mask, experience.action_offsets).counts,
         ended=reasons == STOP,
         repeated=reasons == REPETITION,
         correct=(judged.rewards if judged.scores is None else judged.scores) > 0,

@@ -21,7 +21,10 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
 from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
+from slurm_rlhf.rewards.model import EpisodeRewards
 from slurm_rlhf.run.self_check import PromptFindings
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.sampling.environment import Environments
 from slurm_rlhf.user_files import is_of_script
 
 _MODEL = "actor.model_name_or_path"
@@ -41,7 +44,8 @@ class Inputs:
     prompts: PromptSet
     evaluation: list[EvalSet]  # empty: nothing is evaluated
     order: PromptOrder
-    reward: RewardFunction | None  # None: a reward model scores
+    reward: RewardFunction | EpisodeRewards | None  # None: a reward model scores
+    environments: Environments | None  # None: each prompt has one turn
     total_steps: int
     findings: PromptFindings  # facts about the prompts, for the self-check
     tokenizer: Tokenizer
@@ -73,11 +77,17 @@ class Inputs:
             prompts.fingerprint(),
         )
         total = config.train.max_steps or order.total
-        reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
+        reward: RewardFunction | EpisodeRewards | None = None
+        environments = None
+        if config.env.path:
+            printed = RunDirectory(Path(config.run_dir)).reward_log if config.run_dir else None
+            environments, reward = Environments(config, tokenizer, printed), EpisodeRewards()
+        elif not config.reward.model_name_or_path:
+            reward = RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data)
         path = config.actor.model_name_or_path
         model = {path: model_contents(Path(path))}
-        return cls(prompts, evaluation, order, reward, total, findings, tokenizer, model)
+        return cls(prompts, evaluation, order, reward, environments, total, findings, tokenizer, model)
 
 
 def changed_keys(earlier: Path, config: Config) -> list[str]:

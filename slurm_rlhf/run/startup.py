@@ -129,7 +129,7 @@ class Startup:
             self._start_trainers(None)
             at_once = config.rollout.hf_at_once(on_gpus=self.ranks.topology.accelerator == GPU)
             waves = ActorWaves(roles[ACTOR], config.train.seed, at_once, self.reporting.answered)
-            step = self._step(Episodes(waves), None, None)
+            step = self._step(Episodes(waves, environments=self.inputs.environments), None, None)
         directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
         checkpoints = RunCheckpoints(
             directory, config.ckpt.max_num, roles, state, step, saved, cadence, self.clock, gpus, self.inputs.model
@@ -236,7 +236,8 @@ class Startup:
                 return pool.admit(version) if drain and not fixed else []
             return pool.rescue()
 
-        return Episodes(Waves(*common) if fixed else Scheduler(*common, urgent=urgent), admit)
+        scheduler = Waves(*common) if fixed else Scheduler(*common, urgent=urgent)
+        return Episodes(scheduler, admit, self.inputs.environments)
 
     def _step(self, episodes: Episodes, pool: EnginePool | None, colocation: Colocation | None) -> TrainingStep:
         config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note

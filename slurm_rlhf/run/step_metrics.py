@@ -48,13 +48,15 @@ def sample_metrics(
         "reward_std": float(np.std(rewards.rewards)),
         "reward_min": float(np.min(rewards.rewards)),
         "reward_max": float(np.max(rewards.rewards)),
-        "response_length": float(np.mean(experience.response_lens)),
-        "response_tokens": float(np.sum(experience.response_lens)),
+        "response_length": float(experience.action_mask.sum() / len(experience)),
+        "response_tokens": float(experience.action_mask.sum()),
         "truncated": float(np.mean([t.finish_reason != STOP for t in trajectories])),
         "reward_constant": constant_share(compared, config.rollout.n_samples_per_prompt),
     }
     if config.rollout.repetition_detection_max_pattern_size:
         metrics["repetition"] = float(np.mean([t.finish_reason == REPETITION for t in trajectories]))
+    if config.env.path:
+        metrics["turns"] = float(np.mean([t.turns for t in trajectories]))
     if rewards.scores is not None:
         metrics["accuracy"] = float(np.mean(rewards.scores))
     named = rewards.components | rewards.extra_logs

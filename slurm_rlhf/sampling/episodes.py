@@ -20,6 +20,7 @@ from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.batches import PromptGroup, responses_of
+from slurm_rlhf.sampling.environment import Environments, Episode, Plain
 from slurm_rlhf.sampling.group_rules import GroupState
 from slurm_rlhf.sampling.scheduler import Scheduler
 
@@ -44,9 +45,18 @@ class GroupSource(Protocol):
 class Episodes:
     """Samples groups with the engines of `scheduler`: all episodes of a run, of training and of evaluation."""
 
-    def __init__(self, scheduler: Scheduler, admit: Callable[[int], Any] | None = None) -> None:
-        """`admit` gives engines that start late, or again, the weights of a policy version; None: none does."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        admit: Callable[[int], Any] | None = None,
+        environments: Environments | None = None,
+    ) -> None:
+        """`admit` gives engines that start late, or again, the weights of a policy version; None: none does.
+
+        `environments`: what answers the policy between its turns; None: each episode is a prompt and a response.
+        """
         self.scheduler = scheduler
+        self._play: Callable[[Prompt, Sampling], Episode] = Plain if environments is None else environments.begin
         self._admit = admit
         self._sources: list[GroupSource] = []
         self._failure: BaseException | None = None
@@ -138,8 +148,13 @@ class Episodes:
 
     async def _episode(self, group: PromptGroup, sample: int, ended: Callable[[PromptGroup], None]) -> None:
         try:
-            limit = group.sampling.max_new_tokens
-            group.trajectories.append(await self.scheduler.ask(group, sample, 0, group.prompt.token_ids, limit))
+            episode = self._play(group.prompt, group.sampling)
+            await episode.start()
+            whole, turn = None, 0
+            while whole is None:
+                asking = self.scheduler.ask(group, sample, turn, episode.token_ids, episode.limit)
+                whole, turn = await episode.take(await asking), turn + 1
+            group.trajectories.append(whole)
             self.scheduler.ended()
             if group.complete:
                 group.ended = time.monotonic()

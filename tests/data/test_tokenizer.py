@@ -14,7 +14,7 @@ from random_models import CHARACTERS, EOS, PAD, tiny_tokenizer
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data import chat_template
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, missing_eos
+from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, ids_behind, missing_eos
 from slurm_rlhf.errors import DataError, ModelError
 from slurm_rlhf.trainer.sft import load_examples
 
@@ -369,3 +369,12 @@ def test_templated_text_is_trained_with_one_beginning(tmp_path: Path) -> None:
     found = load_examples(file, tokenizer, Data(max_len=100)).experience
     assert found.token_ids.tolist().count(tokenizer.bos_token_id or -1) == 1
     assert found.response_lens.tolist() == [2]
+
+
+@pytest.mark.parametrize("make", [llama_like, sentencepiece_like])
+@pytest.mark.parametrize("text", ["higher", " 4 or more", "\nno: 7"])
+def test_a_text_behind_tokens_gains_no_space(tmp_path: Path, make: Callable[..., Path], text: str) -> None:
+    tokenizer = Tokenizer.load(make(tmp_path))
+    before = tokenizer.encode("a guess: 3")
+    ids = ids_behind(before, text, tokenizer)
+    assert tokenizer.decode(before + ids) == tokenizer.decode(before) + text

@@ -92,8 +92,11 @@ def test_a_batch_of_unlike_prompts_is_what_each_is_alone(model: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     sampling = Sampling(temperature=0.7, max_new_tokens=24)
     policy, asked = load(model), requests(5, sampling)
+    # A later turn of an episode has a limit of its own, and is in the batch all the same.
+    asked[3] = replace(asked[3], sampling=replace(sampling, max_new_tokens=5))
     found, steps = sample(engine(model, policy), asked)
     assert steps == max(len(one.response_ids) for one in found)
+    assert len(found[3].response_ids) <= 5
     assert [one.prompt for one in found] == [0, 1, 2, 3, 4]
     for one, request in zip(found, asked, strict=True):
         expected = plain_logprobs(plain, one, 0.7)

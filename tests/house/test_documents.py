@@ -40,6 +40,7 @@ RECIPES = {
     "a command": (2, r"status", {"name": "status"}),
     "a role": (5, r"[Cc]ritic|CRITIC", {"file": ""}),
     "a reward source": (3, r"RewardFunction|REWARD_SOURCES", {"name": "function"}),
+    "an environment": (0, "", {}),  # a user's file
     "a backend of the weight transfer": (4, r"disk|Disk", {"name": "disk"}),
     "an engine": (3, r"\bhf\b|Hf", {"name": "hf"}),
     "a trainer": (3, r"PlainTrainer", {"name": "plain_torch"}),

@@ -1,0 +1,214 @@
+"""Episodes of several turns: which tokens they have, which of them are trained on, and what the user's class may do."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from random_models import tiny_tokenizer
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import EpisodeError, ModelError
+from slurm_rlhf.records import LENGTH, REPETITION, STOP, Prompt, Sampling, Trajectory, VersionSpan
+from slurm_rlhf.sampling.environment import Environments, Plain
+
+CHAT = "{% for m in messages %}{{ m.role[0] }}={{ m.content }}*{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+"""A turn ends with `*`."""
+GAME = """
+class Environment:
+    def reset(self, row):
+        self.row, self.turns = row, 0
+        return row.get("start")
+
+    def step(self, messages):
+        self.turns += 1
+        self.row.setdefault("seen", []).append([message["content"] for message in messages])
+        answer = self.row["answers"][self.turns - 1]
+        if answer == "raise":
+            raise KeyError("lost")
+        return eval(answer)
+"""
+
+
+def tokenizer_in(directory: Path, template: str = "") -> Tokenizer:
+    made = tiny_tokenizer()
+    made.chat_template = template or None
+    made.save_pretrained(directory)
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_in(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_in(tmp_path_factory.mktemp("chat"), CHAT)
+
+
+def environments(tmp_path: Path, tokenizer: Tokenizer, code: str = GAME, **settings: Any) -> Environments:
+    config = Config()
+    (tmp_path / "game.py").write_text(code)
+    config.env.path = str(tmp_path / "game.py")
+    config.data.max_len, config.rollout.max_new_tokens = 40, 6
+    config.data.apply_chat_template = tokenizer.chat_template is not None
+    for name, value in settings.items():
+        group, _, key = name.partition("__")
+        setattr(getattr(config, group), key, value)
+    return Environments(config, tokenizer)
+
+
+def sampled(tokenizer: Tokenizer, text: str, reason: str = STOP, version: int = 3) -> Trajectory:
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    floats, mask = np.full(len(ids), -0.5, dtype=np.float32), np.ones(len(ids), dtype=np.bool_)
+    spans = [VersionSpan(0, len(ids), version)]
+    return Trajectory(7, 1, ids[:0], ids, floats, mask, reason, text, spans, 2, "k")
+
+
+def play(made: Environments, row: dict[str, Any], texts: list[Trajectory]) -> tuple[Trajectory, list[tuple[str, int]]]:
+    """The whole episode, and the text and limit of each turn that was asked for."""
+    prompt = "2+2="
+    ids = np.array(made.tokenizer.encode(prompt, add_special_tokens=False), dtype=np.int32)
+    asked = []
+
+    async def run() -> Trajectory:
+        episode = made.begin(Prompt(7, prompt, ids, None, row), Sampling(max_new_tokens=6))
+        await episode.start()
+        for found in texts:
+            asked.append((made.tokenizer.decode(episode.token_ids.tolist()), episode.limit))
+            if (whole := await episode.take(found)) is not None:
+                return whole
+        raise AssertionError("the episode went on")
+
+    return asyncio.run(run()), asked
+
+
+def test_a_plain_prompt_is_an_episode_of_one_turn(plain: Tokenizer) -> None:
+    found = sampled(plain, "4")
+    episode = Plain(Prompt(0, "2+2=", found.response_ids), Sampling(max_new_tokens=5))
+    asyncio.run(episode.start())
+    assert (episode.token_ids is found.response_ids, episode.limit) == (True, 5)
+    assert asyncio.run(episode.take(found)) is found
+
+
+def test_turns_become_one_trajectory(tmp_path: Path, plain: Tokenizer) -> None:
+    row = {"answers": ['("no=", 0.25, False)', "(None, 1, True)"]}
+    found = [sampled(plain, "35", version=3), sampled(plain, "4", version=4)]
+    whole, asked = play(environments(tmp_path, plain), row, found)
+    assert asked == [("2+2=", 6), ("2+2=35no=", 6)]
+    assert plain.decode(whole.prompt_ids.tolist()) == "2+2="
+    assert plain.decode(whole.response_ids.tolist()) == whole.text == "35no=4"
+    assert whole.action_mask.tolist() == [True] * 2 + [False] * 3 + [True]
+    assert whole.rollout_logprobs.tolist() == [-0.5] * 2 + [0.0] * 3 + [-0.5]
+    assert whole.versions == [VersionSpan(0, 5, 3), VersionSpan(5, 6, 4)]
+    assert (whole.reward, whole.turns, whole.finish_reason) == (1.25, 2, STOP)
+    assert (whole.prompt, whole.sample, whole.engine, whole.key) == (7, 1, 2, "k")
+    assert "seen" not in row, "the class gets a copy of the row"
+
+
+def test_a_response_that_is_cut_off_gets_an_answer_too(tmp_path: Path, plain: Tokenizer) -> None:
+    row = {"answers": ['("no", 0.0, False)', "(None, 0.5, True)"]}
+    found = [sampled(plain, "333333", LENGTH), sampled(plain, "4")]
+    assert play(environments(tmp_path, plain), row, found)[0].text == "333333no4"
+
+
+@pytest.mark.parametrize(
+    ("settings", "found", "turns", "reason"),
+    [
+        ({"env__max_turns": 1}, [("3", STOP)], 1, STOP),
+        ({"data__max_len": 7}, [("3", STOP)], 1, LENGTH),  # prompt, answer and observation fill it
+        ({"data__max_len": 8}, [("3", STOP), ("4", STOP)], 2, LENGTH),
+        ({}, [("33", REPETITION)], 1, REPETITION),
+    ],
+)
+def test_what_ends_an_episode(
+    tmp_path: Path, plain: Tokenizer, settings: dict[str, Any], found: list[tuple[str, str]], turns: int, reason: str
+) -> None:
+    row = {"answers": ['("no", 1.0, False)'] * 9}
+    texts = [sampled(plain, text, why) for text, why in found]
+    whole, asked = play(environments(tmp_path, plain, **settings), row, texts)
+    assert (whole.turns, whole.reward, whole.finish_reason) == (turns, turns, reason)
+    assert asked[-1][1] == min(6, settings.get("data__max_len", 40) - len(asked[-1][0]))
+
+
+def test_the_prompt_may_be_the_environments(tmp_path: Path, plain: Tokenizer) -> None:
+    whole, asked = play(
+        environments(tmp_path, plain), {"start": "7+7=", "answers": ["(None, 0, True)"]}, [sampled(plain, "4")]
+    )
+    assert (asked, plain.decode(whole.prompt_ids.tolist())) == ([("7+7=", 6)], "7+7=")
+
+
+@pytest.mark.parametrize("ends", ["*", ""])
+def test_a_chat_template_stands_around_each_turn_and_no_sampled_token_changes(
+    tmp_path: Path, chat: Tokenizer, ends: str
+) -> None:
+    """The policy ends its turn with the template's token, or was cut off before."""
+    row = {"start": "hi", "answers": ['([{"role": "tool", "content": "no"}], 0, False)', "(None, 1, True)"]}
+    found = [sampled(chat, f"3{ends}", STOP if ends else LENGTH), sampled(chat, "4*")]
+    whole, asked = play(environments(tmp_path, chat), row, found)
+    assert [text for text, _ in asked] == ["u=hi*a=", "u=hi*a=3*t=no*a="]
+    inserted = [not own for own in whole.action_mask]
+    assert chat.decode(whole.response_ids[inserted].tolist()) == ("t=no*a=" if ends else "*t=no*a=")
+
+
+def test_messages_so_far_are_what_step_gets(tmp_path: Path, chat: Tokenizer) -> None:
+    code = GAME.replace(
+        "return eval(answer)",
+        'return eval(answer) if self.turns < 2 else (None, float(str(messages) == self.row["so far"]), True)',
+    )
+    so_far = [("user", "hi"), ("assistant", "3*"), ("user", "no"), ("assistant", "4*")]
+    row = {"start": "hi", "answers": ['("no", 0, False)', ""]}
+    row["so far"] = str([{"role": role, "content": content} for role, content in so_far])
+    assert play(environments(tmp_path, chat, code), row, [sampled(chat, "3*"), sampled(chat, "4*")])[0].reward == 1.0
+
+
+def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content if loop.last else m.content[:2] }}*{% endfor %}"
+    with pytest.raises(ModelError, match="changes earlier messages when others follow"):
+        environments(tmp_path, tokenizer_in(tmp_path / "model", template))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("raise", r"game.py:\d+: Environment.step raised KeyError: 'lost'"),
+        ("3", r"step returned 3; expected \(observation, reward, done\)"),
+        ('("no", float("nan"), False)', "returned the reward nan; expected"),
+        ('("no", "1", False)', "returned the reward '1'; expected"),
+        ("(None, 1, False)", "step returned None; expected a string"),
+        ('([{"role": "user", "content": "a"}], 1, False)', r"expected a string \(data.apply_chat_template is off\)"),
+    ],
+)
+def test_a_step_that_cannot_be_used_is_named(tmp_path: Path, plain: Tokenizer, answer: str, said: str) -> None:
+    with pytest.raises(EpisodeError, match=said):
+        play(environments(tmp_path, plain), {"answers": [answer]}, [sampled(plain, "3")])
+
+
+def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, plain: Tokenizer) -> None:
+    with pytest.raises(EpisodeError, match=r"reset returned a prompt of 50 tokens, and 1 to 34 fit"):
+        play(environments(tmp_path, plain), {"start": "3" * 50}, [])
+
+
+def test_a_class_that_hangs_ends_the_run_with_its_name(tmp_path: Path, plain: Tokenizer) -> None:
+    code = GAME.replace("self.turns += 1", "import threading; threading.Event().wait()")
+    with pytest.raises(EpisodeError, match=r"Environment.step did not return within 0.1 s.*timeout.reward"):
+        play(environments(tmp_path, plain, code, timeout__reward=0.1), {"answers": []}, [sampled(plain, "3")])
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("", "no class Environment"),
+        ("def Environment(): ...", "no class Environment"),
+        ("class Environment:\n    def reset(self, row): ...", "its class Environment has no step"),
+        ("import nothing_of_that_name", "cannot be imported"),
+    ],
+)
+def test_a_file_without_a_usable_class_is_named(tmp_path: Path, plain: Tokenizer, code: str, said: str) -> None:
+    with pytest.raises(EpisodeError, match=said):
+        environments(tmp_path, plain, code)
