@@ -64,7 +64,7 @@ class RewardError(UserError):
     """Report that the user's reward function failed or answered something that is not a reward."""
 
 
-class EpisodeError(UserError):
+class EpisodeError(RewardError):
     """Report that the user's environment failed or answered something that no episode can go on with."""
 
 

@@ -12,7 +12,7 @@ from random_models import tiny_tokenizer
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import EpisodeError, ModelError
+from slurm_rlhf.errors import EpisodeError, ModelError, RewardError
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.sampling.environment import Environments, Plain
 
@@ -212,3 +212,8 @@ def test_a_class_that_hangs_ends_the_run_with_its_name(tmp_path: Path, plain: To
 def test_a_file_without_a_usable_class_is_named(tmp_path: Path, plain: Tokenizer, code: str, said: str) -> None:
     with pytest.raises(EpisodeError, match=said):
         environments(tmp_path, plain, code)
+
+
+def test_a_run_that_it_ends_has_saved_first() -> None:
+    """As for a reward function: `TrainingLoop` knows both by this class."""
+    assert issubclass(EpisodeError, RewardError)
