@@ -17,7 +17,9 @@ _MAPPED = re.compile(r"(/dev/shm/\S+)(?: \(deleted\))?$", re.MULTILINE)
 
 
 def tree(root: int) -> set[psutil.Process]:
-    """Return a process and all that it and its children started, as long as their parents live."""
+    """Return a process and all that it and its children started, as long as their parents live; -1 is none."""
+    if root < 0:  # a job whose conductor has not begun
+        return set()
     try:
         process = psutil.Process(root)
         return {process, *process.children(recursive=True)}
