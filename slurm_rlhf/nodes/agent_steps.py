@@ -92,9 +92,9 @@ class AgentSteps(AgentServer):
         return started
 
     def start_more(self, step: AgentStep, node: str, spec: StepSpec, ranks: RankMap) -> bool:
-        """Let the agent of `node` start `spec`, too; False: it cannot be reached."""
+        """Let the agent of `node` start `spec`, too; False: it cannot be reached, or its step is over."""
         peer = step.here.get(node)
-        if peer is None or peer.lost:
+        if peer is None or peer.lost or step.running.code is not None:
             return False
         self.call(peer, "start", (spec, ranks.to_json()), str)
         return True

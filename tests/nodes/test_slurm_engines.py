@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +122,22 @@ def test_an_engine_that_stays_on_its_node_needs_no_step(bench: Bench) -> None:
     assert other.started()["engines"] == [3]
     assert not bench.engines.gone(3)
     assert len(bench.starts) == 1
+
+
+def test_engines_whose_srun_was_killed_start_again_in_steps_of_their_own(bench: Bench) -> None:
+    """Its agents may be heard for a moment more: an engine that they are asked for would be lost at once."""
+    bench.srun(f"echo $$ >{bench.root}/pid; exec sleep 60")
+    bench.engines.start([], {node: {} for node in NODES})
+    for agent in bench.play(1, *NODES):
+        agent.started()
+    os.kill(int((bench.root / "pid").read_text()), signal.SIGKILL)
+    found: dict[int, str] = {}
+    until(lambda: found.update(bench.engines.ended()) or len(found) == 4, "the end of all engines")
+    assert all("srun was killed by SIGKILL" in how for how in found.values())
+    bench.engines.start_again(3, NODES[1])
+    bench.wait_for_starts(2)
+    assert not bench.engines.gone(3)
+    assert bench.engines.ended() == []
 
 
 def test_a_task_that_is_gone_costs_the_engines_of_its_node_alone(bench: Bench) -> None:

@@ -173,7 +173,7 @@ def on_cluster(each: int) -> Iterator[Fault]:
         yield fault("SIGKILL", "rollout rank 0", phase, says=lost)
     yield fault("SIGKILL", "srun of rollout", "generate", says=r"(role rollout died|engine \d on \S+ is lost)")
     yield fault("SIGKILL", CONDUCTOR, "train", says="cut off")
-    yield fault("SIGSTOP", last, "train", says=rf"role actor died: {last.removeprefix('actor ')}\b")
+    yield fault("SIGSTOP", last, "train", says=_silent(last, "train"))
     yield fault("crash", f"node of {last}", "train", says=NODE)
     yield fault("crash", "node of rollout rank 1", "generate", says=NODE)
     yield fault("network cut", f"node of {last}", "train", says=NODE)
