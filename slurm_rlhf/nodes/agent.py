@@ -187,7 +187,7 @@ def _start_here(command: list[str], environment: dict[str, str], fds: tuple[int,
 
 def main() -> None:
     orders, node = Orders.from_environment(os.environ), node_name()
-    os.environ.pop(VARIABLE)  # what it starts needs no keys of agents
+    os.environ.pop(VARIABLE)  # torchruns and engines need no keys of agents
     if orders.step:
         die_with_parent(os.getppid())
         for number in IGNORED:

@@ -173,7 +173,7 @@ class Turns:
         self._environments, self._prompt, self._most = environments, prompt, sampling.max_new_tokens
         self._environment: Environment
         self._messages: Messages = []
-        self._ids: list[int] = []  # of the response: sampled tokens and observations
+        self._ids: list[int] = []  # sampled tokens and tokens of observations, in their order
         self._logprobs: list[float] = []
         self._sampled: list[bool] = []
         self._versions: list[VersionSpan] = []

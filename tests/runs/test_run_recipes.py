@@ -253,7 +253,7 @@ class Environment:
         return None, messages[-1]["content"].count(self.digit) / 4, True
 '''
 TURNS = (
-    *("--reward.remote_url=", "--env.path=game.py", "--rollout.max_new_tokens=4"),
+    *("--reward.remote_url=", "--rollout.max_new_tokens=4"),
     *("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0", "--train.max_epochs=1"),
     *("--rollout.batch_size=16", "--train.batch_size=64", "--train.max_steps=48", "--eval.dataset="),
 )
