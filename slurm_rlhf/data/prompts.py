@@ -116,8 +116,16 @@ def prompt_text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Dat
     if not isinstance(value, str):
         needed = "a string or a list of messages with role and content" if data.apply_chat_template else "a string"
         raise DataError(f"{where}: {data.input_key!r} must be {needed}, got {type(value).__name__}")
-    text = data.input_template.format(value) if data.input_template else value
-    return tokenizer.chat([{"role": "user", "content": text}], where) if data.apply_chat_template else text
+    (message,) = prompt_messages(row, data)
+    return tokenizer.chat([message], where) if data.apply_chat_template else str(message["content"])
+
+
+def prompt_messages(row: dict[str, Any], data: Data) -> list[dict[str, Any]]:
+    """Return the messages of a row that `prompt_text` accepts: its own, or one of the user."""
+    value = row[data.input_key]
+    if data.apply_chat_template and _is_chat(value):
+        return [dict(message) for message in value]
+    return [{"role": "user", "content": data.input_template.format(value) if data.input_template else value}]
 
 
 def cell(row: dict[str, Any], column: str, key: str, where: str) -> Any:

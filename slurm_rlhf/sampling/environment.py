@@ -20,6 +20,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.prompts import prompt_messages
 from slurm_rlhf.data.tokenizer import Tokenizer, encode_prompts, ids_behind, observation_text
 from slurm_rlhf.errors import EpisodeError, cut
 from slurm_rlhf.polling import in_thread
@@ -81,6 +82,7 @@ class Environments:
         self.file = Path(config.env.path)
         self.max_turns = config.env.max_turns
         self.tokenizer = tokenizer
+        self._data = config.data
         self.templated = config.data.apply_chat_template
         self.max_len = config.data.max_len
         self._longest = config.data.max_len - config.rollout.max_new_tokens
@@ -115,7 +117,9 @@ class Environments:
     def prompt_of(self, given: Any, prompt: Prompt) -> tuple[Messages, I32]:
         """Return the messages and the tokens of what `reset` has returned. Raises EpisodeError."""
         if given is None:
-            return [{"role": "user", "content": prompt.text}], prompt.token_ids
+            if self._data.input_key not in prompt.row:  # an evaluation may have a column of another name
+                return [{"role": "user", "content": prompt.text}], prompt.token_ids
+            return prompt_messages(prompt.row, self._data), prompt.token_ids
         messages = self._messages(given, "reset")
         text = self.tokenizer.chat(messages, str(self.file)) if self.templated else messages[0]["content"]
         (ids,) = encode_prompts([text], self.tokenizer, self.templated)

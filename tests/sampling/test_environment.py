@@ -77,7 +77,7 @@ def play(made: Environments, row: dict[str, Any], texts: list[Trajectory]) -> tu
     asked = []
 
     async def run() -> Trajectory:
-        episode = made.begin(Prompt(7, prompt, ids, None, row), Sampling(max_new_tokens=6))
+        episode = made.begin(Prompt(7, prompt, ids, None, {"input": prompt, **row}), Sampling(max_new_tokens=6))
         await episode.start()
         for found in texts:
             asked.append((made.tokenizer.decode(episode.token_ids.tolist()), episode.limit))
@@ -165,6 +165,15 @@ def test_messages_so_far_are_what_step_gets(tmp_path: Path, chat: Tokenizer) -> 
     row = {"start": "hi", "answers": ['("no", 0, False)', ""]}
     row["so far"] = str([{"role": role, "content": content} for role, content in so_far])
     assert play(environments(tmp_path, chat, code), row, [sampled(chat, "3*"), sampled(chat, "4*")])[0].reward == 1.0
+
+
+def test_without_a_prompt_of_its_own_an_environment_gets_the_messages_of_the_row(
+    tmp_path: Path, chat: Tokenizer
+) -> None:
+    """And not the text that the template makes of them."""
+    code = GAME.replace("return eval(answer)", 'return None, float(messages[:-1] == self.row["input"]), True')
+    row = {"input": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], "answers": [""]}
+    assert play(environments(tmp_path, chat, code), row, [sampled(chat, "3*")])[0].reward == 1.0
 
 
 def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> None:
