@@ -3,8 +3,10 @@
 A rank that hangs writes its own stack, even while a call into C holds the interpreter's lock.
 `faulthandler.dump_traceback_later` is made for that and not used: its thread reads the frames of all others without a
 lock. If Python runs nevertheless, and only the timer was late (a busy machine, a long import, a process that was
-stopped and goes on), it reads frames that are gone, and the process ends by SIGSEGV. Here a timer of the kernel
-interrupts the thread itself, which then writes its own stack: its frames do not move meanwhile.
+stopped and goes on), it reads frames that are gone, and the process ends by SIGSEGV. A thread that is interrupted reads
+its own frames, and even these are half made for a moment at the begin of a call. So two timers of the kernel expire one
+after the other: at the first one Python writes the stacks, if it runs at all; at the second one, which Python stops,
+each thread is in C, where its frames do not move, and faulthandler's handler reads them.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ import faulthandler
 import os
 import re
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from traceback import walk_stack
+from types import FrameType
 from typing import ClassVar
 
 MAIN = "MainThread"
@@ -125,7 +131,11 @@ def read_spy(text: str) -> list[ThreadStack]:
 
 SIGNAL = signal.SIGRTMAX - 3
 """Signal that lets a thread write its stack; Python, torch, MPI and Slurm do not use it."""
+_FIRST = signal.SIGRTMAX - 4
+"""Signal that lets Python write the stacks, if it runs."""
 
+_GRACE_S = 1.0
+"""Time that Python has to write the stacks, before each thread writes its own."""
 _CLOCK_MONOTONIC = 1
 _SIGEV_THREAD_ID = 4
 _STDERR = 2
@@ -150,32 +160,42 @@ class _Times(ctypes.Structure):
 
 
 class LateStacks:
-    """Let threads of this process write their stacks when `put_off` has not been called for some time."""
+    """Let threads of this process write their stacks when `put_off` has not been called for some time.
+
+    To be made in the main thread; a process has one.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `_write` interrupts the main thread anywhere
         self._pid = 0
-        self._timers: dict[int, ctypes.c_void_p] = {}  # by the kernel's id of the thread
+        self._timers: dict[tuple[int, int], ctypes.c_void_p] = {}  # by the kernel's id of the thread, and the signal
+        self._threads: list[threading.Thread] = []
+        self._due = 0.0
 
     def put_off(self, within_s: float, threads: Iterable[threading.Thread] | None = None) -> None:
         """Let `threads` write their stacks to standard error after `within_s`, unless this is called again before.
 
-        `threads`: threads that run Python; None: the main thread. Does nothing if timers are refused, as in a sandbox.
+        `threads`: threads that run Python; None: the main thread. They write a second later where Python does not run.
+        Does nothing if timers are refused, as in a sandbox.
         """
         found = [threading.main_thread()] if threads is None else [*threads]
         # In a forked child the main thread still has the id of the parent's.
         first, own = threading.main_thread(), os.getpid()
-        alive = [own if thread is first else thread.native_id for thread in found if thread.is_alive()]
-        numbers = [number for number in alive if number is not None]
         with self._lock:
             self._begin()
-            for gone in self._timers.keys() - set(numbers):
+            self._threads = [thread for thread in found if thread.is_alive()]
+            self._due = time.monotonic() + within_s
+            numbers = [own if thread is first else thread.native_id for thread in self._threads]
+            wanted = [(number, SIGNAL) for number in numbers if number is not None]
+            if signal.getsignal(_FIRST) == self._write:
+                wanted.append((own, _FIRST))
+            for gone in self._timers.keys() - set(wanted):
                 _timers().timer_delete(self._timers.pop(gone))
-            for number in numbers:
-                if number not in self._timers and (made := _made(number)) is not None:
-                    self._timers[number] = made
-                if number in self._timers:
-                    _start(self._timers[number], within_s)
+            for key in wanted:
+                if key not in self._timers and (made := _made(*key)) is not None:
+                    self._timers[key] = made
+                if key in self._timers:
+                    _start(self._timers[key], within_s if key[1] == _FIRST else within_s + _GRACE_S)
 
     def stop(self) -> None:
         """Stop all timers."""
@@ -189,6 +209,23 @@ class LateStacks:
             self._pid, self._timers = os.getpid(), {}
             # Only the interrupted thread: the others may run meanwhile.
             faulthandler.register(SIGNAL, file=_STDERR, all_threads=False)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(_FIRST, self._write)
+                signal.siginterrupt(_FIRST, False)
+
+    def _write(self, number: int, interrupted: FrameType | None) -> None:
+        """Write the stacks as faulthandler does: Python runs, and frames do not move while it runs this."""
+        if time.monotonic() > self._due + _GRACE_S:
+            return  # Python runs again, and the threads have written their stacks
+        self.stop()
+        frames = sys._current_frames()
+        for thread in self._threads:
+            frame = interrupted if thread is threading.main_thread() else frames.get(thread.ident or 0)
+            lines = [
+                f'  File "{at.f_code.co_filename}", line {line} in {at.f_code.co_name}\n'
+                for at, line in walk_stack(frame)
+            ]
+            os.write(_STDERR, "".join(["Stack (most recent call first):\n", *lines]).encode())
 
 
 @cache
@@ -198,9 +235,9 @@ def _timers() -> ctypes.CDLL:
     return libc if hasattr(libc, "timer_create") else ctypes.CDLL("librt.so.1")
 
 
-def _made(thread: int) -> ctypes.c_void_p | None:
-    """Make a timer that interrupts a thread; None if the thread has ended or the system refuses."""
-    event = _Event(signo=SIGNAL, notify=_SIGEV_THREAD_ID, thread=thread)
+def _made(thread: int, number: int) -> ctypes.c_void_p | None:
+    """Make a timer that interrupts a thread by a signal; None if the thread has ended or the system refuses."""
+    event = _Event(signo=number, notify=_SIGEV_THREAD_ID, thread=thread)
     timer = ctypes.c_void_p()
     failed = _timers().timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer))
     return None if failed else timer

@@ -208,11 +208,11 @@ def beat(late: float) -> None:
     A process that has used up its address space ends here. A thread that gets none to begin with leaves the one that
     starts it waiting for ever, and Python code cannot run in it.
     """
-    expect_beat(late)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit - _address_space() < _ARENA:
         print(system_cause(MemoryError.__name__), file=sys.stderr, flush=True)
         os._exit(1)
+    expect_beat(late)
 
 
 def _address_space() -> int:

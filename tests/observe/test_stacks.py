@@ -33,12 +33,12 @@ def inner():
     ctypes.PyDLL(None).waitpid(child.pid, None, 0)  # PyDLL keeps the interpreter's lock
 
 late = LateStacks()
-child = subprocess.Popen(["sleep", "0.7"])
+child = subprocess.Popen(["sleep", "2"])
 late.put_off(0.2)
 inner()
 late.stop()
 print("words of after", file=sys.stderr)
-child = subprocess.Popen(["sleep", "0.7"])
+child = subprocess.Popen(["sleep", "2"])
 late.put_off(60)
 late.put_off(0.2, [wait])
 inner()
@@ -63,6 +63,20 @@ while time.monotonic() < end:
     until = time.monotonic() + 0.01
     while time.monotonic() < until:
         deep(300)
+late.stop()
+print("alive")
+"""
+
+CALLS = """
+import os, time
+from slurm_rlhf.observe.stacks import LateStacks
+late = LateStacks()
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+end = time.monotonic() + 5
+while time.monotonic() < end:
+    late.put_off(1e-5)
+    for _ in range(3):
+        list(map(lambda x: x, range(20)))
 late.stop()
 print("alive")
 """
@@ -98,6 +112,12 @@ def test_a_process_that_runs_when_its_stacks_are_due_goes_on() -> None:
     done = subprocess.run([sys.executable, "-c", RUNS], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr[-2000:]
     assert done.stderr.count("in deep") > 100
+
+
+def test_no_thread_reads_its_stack_while_a_call_begins() -> None:
+    """C that calls Python makes a frame known before its fields are written: a signal handler dies of it."""
+    done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stdout) == (0, "alive\n")
 
 
 def test_only_the_last_dump_of_a_log_counts() -> None:
