@@ -28,7 +28,7 @@ def test_odd():
     Path("seen").touch()
     assert seen
 """
-ENDED = "import os\n\n\ndef test_ends():\n    os._exit(3)\n"
+ENDED = "import os\n\n\ndef test_ends():\n    os._exit(STATUS)\n"
 
 
 def side_by_side(directory: Path, **files: str) -> subprocess.CompletedProcess[str]:
@@ -72,12 +72,13 @@ def test_too_many_that_fail_once_fail_the_run(tmp_path: Path) -> None:
     assert f"{lanes.FLAKY + 1} flaky tests, at most {lanes.FLAKY} may be" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.parametrize("status", [3, 0])
 @pytest.mark.parametrize("last", ["one", "two"])
-def test_a_session_that_is_cut_off_fails_the_run(tmp_path: Path, last: str) -> None:
-    files = {"one": GOOD, "two": GOOD, last: ENDED}
+def test_a_session_that_is_cut_off_fails_the_run(tmp_path: Path, last: str, status: int) -> None:
+    files = {"one": GOOD, "two": GOOD, last: ENDED.replace("STATUS", str(status))}
     done = side_by_side(tmp_path, **files)
     assert done.returncode == 1
-    assert f"FAILED: {last} (3)" in done.stdout
+    assert f"FAILED: {last} ({status})" in done.stdout
 
 
 def test_every_test_file_is_in_one_lane(tmp_path: Path) -> None:

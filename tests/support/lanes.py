@@ -100,7 +100,9 @@ class Lane:
         return {name: "".join(found[:1]).removeprefix(" - ") for name, found in said.items()}
 
     def is_whole(self) -> bool:
-        """Whether all of its tests ran, and nothing but tests failed."""
+        """Whether all of its tests ran, and nothing but tests failed; a session that was cut off says no counts."""
+        if not self.counts():
+            return False
         unlike_tests = any(line.startswith("SESSION FAILED") for line in self.report)
         return self.wait() == 0 or (self.wait() == 1 and bool(self.failed()) and not unlike_tests)
 
