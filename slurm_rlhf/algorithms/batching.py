@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slurm_rlhf.algorithms.layout import ROWS, Layout
 from slurm_rlhf.records import F32, Experience
 
 
@@ -25,48 +26,56 @@ def mini_batches(n: int, batch_size: int, seed: int, epoch: int) -> list[list[in
     return [[int(i) for i in order[start : start + batch_size]] for start in range(0, n, batch_size)]
 
 
-def split_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
-    """Choose the sequences of each rank: as many for every rank and about as many tokens; indices ascending.
+def split_ranks(costs: Sequence[float], dp_size: int) -> list[list[int]]:
+    """Choose the sequences of each rank: as many for every rank and at about the same cost; indices ascending.
 
-    lengths [N] in tokens. The longest sequence left goes to the rank with the fewest tokens that still has room.
+    costs [N]. The dearest sequence left goes to the rank with the least that still has room.
     Raises ValueError when dp_size does not divide N.
     Source: Graham, Bounds on Multiprocessing Timing Anomalies (1969), with a bound on the count.
     """
-    if dp_size < 1 or len(lengths) % dp_size:
-        raise ValueError(f"{len(lengths)} sequences do not divide over {dp_size} ranks")
-    room = len(lengths) // dp_size
+    if dp_size < 1 or len(costs) % dp_size:
+        raise ValueError(f"{len(costs)} sequences do not divide over {dp_size} ranks")
+    room = len(costs) // dp_size
     ranks: list[list[int]] = [[] for _ in range(dp_size)]
-    open_ranks = [(0, rank) for rank in range(dp_size)]
-    for index in _longest_first(range(len(lengths)), lengths):
-        tokens, rank = heapq.heappop(open_ranks)
+    open_ranks = [(0.0, rank) for rank in range(dp_size)]
+    for index in _largest_first(range(len(costs)), costs):
+        given, rank = heapq.heappop(open_ranks)
         ranks[rank].append(index)
         if len(ranks[rank]) < room:
-            heapq.heappush(open_ranks, (tokens + int(lengths[index]), rank))
+            heapq.heappush(open_ranks, (given + costs[index], rank))
     return [sorted(rank) for rank in ranks]
 
 
-def micro_batches(per_rank: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
-    """Cut each rank's sequences into micro-batches: result[rank][micro] = indices, largest micro-batches first.
+def micro_batches(
+    per_rank: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, layout: Layout = ROWS
+) -> list[list[list[int]]]:
+    """Cut each rank's sequences into micro-batches: result[rank][micro] = indices, the dearest micro-batches first.
 
-    A micro-batch is padded to its longest sequence; that size (longest * count) is at most max_tokens, unless it is
-    a single sequence. All ranks have the same number of micro-batches, none of them empty, because every backward
-    is a collective: it is the fewest that the fullest rank can do with.
+    A micro-batch has at most max_tokens tokens, padding included, unless it is a single sequence. All ranks have the
+    same number of micro-batches, none of them empty, because every backward is a collective: about the fewest that the
+    fullest rank can do with. Packed, those of a rank cost about the same.
     lengths [N] in tokens, per_rank as `split_ranks` returns it. Raises ValueError when a rank has too few sequences.
     """
-    result = [_pack(indices, lengths, max_tokens) for indices in per_rank]
-    wanted = max((len(micros) for micros in result), default=0)
-    for rank, micros in enumerate(result):
-        if len(per_rank[rank]) < wanted:
+
+    def size(micro: Sequence[int]) -> float:
+        sizes = [lengths[index] for index in micro]
+        return sum(map(layout.cost, sizes)) if layout.packed else layout.size(sizes)
+
+    cut = _packed if layout.packed else _padded
+    result: list[list[list[int]]] = []
+    wanted = max((len(cut(indices, lengths, max_tokens, layout, 1)) for indices in per_rank if indices), default=0)
+    while len(result) < len(per_rank):
+        indices = per_rank[len(result)]
+        if len(indices) < wanted:
             raise ValueError(
-                f"rank {rank} has {len(per_rank[rank])} sequences for {wanted} micro-batches; give every rank as many"
+                f"rank {len(result)} has {len(indices)} sequences for {wanted} micro-batches; give every rank as many"
             )
-        while len(micros) < wanted:
-            largest = max((micro for micro in micros if len(micro) > 1), key=lambda micro: _padded(micro, lengths))
-            half = len(largest) // 2
-            micros.remove(largest)
-            micros += [largest[:half], largest[half:]]
-        micros.sort(key=lambda micro: (-_padded(micro, lengths), micro))
-    return [[sorted(micro) for micro in micros] for micros in result]
+        micros = cut(indices, lengths, max_tokens, layout, wanted)
+        if len(micros) > wanted:  # this rank needs more bins than it did with fewer to choose from: all begin again
+            result, wanted = [], len(micros)
+            continue
+        result.append(sorted(map(sorted, micros), key=lambda micro: (-size(micro), micro)))
+    return result
 
 
 @dataclass(slots=True)
@@ -78,12 +87,12 @@ class Shard:
     micro: list[list[int]]  # micro-batches as rows of `experience`; equally many on every rank
 
 
-def shards(experience: Experience, ranks: int, max_tokens: int) -> list[Shard]:
-    """Split a batch over `ranks` with balanced tokens."""
+def shards(experience: Experience, ranks: int, max_tokens: int, layout: Layout = ROWS) -> list[Shard]:
+    """Split a batch over `ranks`, at about the same cost for each."""
     lengths = [int(length) for length in experience.lengths]
-    per_rank = split_ranks(lengths, ranks)
+    per_rank = split_ranks(list(map(layout.cost, lengths)), ranks)
     parts = []
-    for rows, micros in zip(per_rank, micro_batches(per_rank, lengths, max_tokens), strict=True):
+    for rows, micros in zip(per_rank, micro_batches(per_rank, lengths, max_tokens, layout), strict=True):
         place = {row: position for position, row in enumerate(rows)}
         parts.append(Shard(rows, experience.select(rows), [[place[row] for row in micro] for micro in micros]))
     return parts
@@ -97,20 +106,46 @@ def assemble(experience: Experience, parts: list[Shard], columns: list[F32]) -> 
     return whole
 
 
-def _pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Pack the fewest micro-batches within the budget, longest first: the first of each decides its padding."""
+def _packed(
+    indices: Sequence[int], lengths: Sequence[int], max_tokens: int, layout: Layout, count: int
+) -> list[list[int]]:
+    """Fill at least `count` micro-batches at about the same cost, the longest sequence first."""
+    count = max(count, -(-sum(lengths[index] for index in indices) // max_tokens))
+    while True:
+        micros: list[list[int]] = [[] for _ in range(count)]
+        tokens, costs = [0] * count, [0.0] * count
+        for index in _largest_first(indices, lengths):
+            length = lengths[index]
+            room = [number for number in range(count) if tokens[number] + length <= max_tokens or not tokens[number]]
+            if not room:
+                break
+            best = min(room, key=lambda number: costs[number])
+            micros[best].append(index)
+            tokens[best] += length
+            costs[best] += layout.cost(length)
+        else:
+            return [micro for micro in micros if micro]
+        count += 1
+
+
+def _padded(
+    indices: Sequence[int], lengths: Sequence[int], max_tokens: int, layout: Layout, count: int
+) -> list[list[int]]:
+    """Fill the fewest micro-batches, longest first: the first of each decides its padding; halve to reach `count`."""
     micros: list[list[int]] = []
-    for index in _longest_first(indices, lengths):
-        if micros and int(lengths[micros[-1][0]]) * (len(micros[-1]) + 1) <= max_tokens:
+    for index in _largest_first(indices, lengths):
+        if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= max_tokens:
             micros[-1].append(index)
         else:
             micros.append([index])
+    while len(micros) < count:
+        several = [micro for micro in micros if len(micro) > 1]
+        largest = max(several, key=lambda micro: layout.size([lengths[index] for index in micro]))
+        half = len(largest) // 2
+        micros.remove(largest)
+        micros += [largest[:half], largest[half:]]
     return micros
 
 
-def _longest_first(indices: Iterable[int], lengths: Sequence[int]) -> list[int]:
-    return sorted(indices, key=lambda index: (-int(lengths[index]), index))
-
-
-def _padded(micro: Sequence[int], lengths: Sequence[int]) -> int:
-    return max(int(lengths[index]) for index in micro) * len(micro)
+def _largest_first(indices: Iterable[int], sizes: Sequence[float]) -> list[int]:
+    return sorted(indices, key=lambda index: (-sizes[index], index))

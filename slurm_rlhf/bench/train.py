@@ -84,7 +84,7 @@ def _compare(
     losses: dict[str, float] = {}
 
     def ours(number: int) -> int:
-        (part,) = shards(batch, 1, config.train.max_tokens_per_gpu)
+        (part,) = shards(batch, 1, config.train.max_tokens_per_gpu, role.trainer.layout)
         answer = role.train_step(TrainBatch(part.experience, part.micro, denominator))
         losses.setdefault("ours", answer.metrics["policy_loss"] / denominator)
         return int(batch.lengths.sum())
@@ -96,7 +96,7 @@ def _compare(
     timed = compare(ours, plain, repeats).to_json()
     if abs(losses["ours"] - losses["bare"]) > LOSS_TOLERANCE[config.ds.param_dtype]:
         raise RunError(f"first losses {losses['ours']:.6f} (ours) and {losses['bare']:.6f} (bare): not the same work")
-    return timed | {"tokens": int(batch.lengths.sum()), "micro_batches": len(_micros(config, batch))}
+    return timed | {"tokens": int(batch.lengths.sum()), "micro_batches": len(_micros(config, role, batch))}
 
 
 def utilisation(shape: ModelShape, batch: Experience, rate: float, dtype: str, gpu: str) -> dict[str, float | None]:
@@ -117,8 +117,8 @@ def _gpu() -> str:
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
-def _micros(config: Config, batch: Experience) -> list[list[int]]:
-    return shards(batch, 1, config.train.max_tokens_per_gpu)[0].micro
+def _micros(config: Config, role: ActorWorker, batch: Experience) -> list[list[int]]:
+    return shards(batch, 1, config.train.max_tokens_per_gpu, role.trainer.layout)[0].micro
 
 
 def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, role: ActorWorker) -> Experience:
@@ -136,7 +136,7 @@ def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, ro
         np.zeros(sequences, dtype=np.float32),
         {"advantages": dice.standard_normal(actions).astype(np.float32)},
     )
-    batch.columns["logprobs"] = role.trainer.logprobs(batch, _micros(config, batch))["logprobs"]
+    batch.columns["logprobs"] = role.trainer.logprobs(batch, _micros(config, role, batch))["logprobs"]
     return batch
 
 

@@ -68,6 +68,12 @@ REFUSED: dict[str, str] = _TABLES["refused"]
 """Class in config.json -> why it cannot be trained here."""
 
 
+PACKED = frozenset(_TABLES["packed"])
+"""model_type (of the text part) of models that read sequences end to end in one row as they read each alone: compared
+in fp32, with gradients, by `pytest -m "" tests/trainer/test_packing.py`. Others have layers that carry a state from
+token to token, or attention of their own: a row for each sequence."""
+
+
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of classes that predict the next token."""
 

@@ -242,6 +242,7 @@ def nearest(name: str) -> list[str]:
 VALUES = {
     "actor.lr_scheduler": {"cosine_with_min_lr": "cosine"},
     "actor.policy_loss_type": {"vanilla": "ppo", "dapo": "ppo", "grpo": "ppo"},
+    "ds.packing_samples": {"true": "auto", "false": "never"},
 }
 """Key -> a value of OpenRLHF, verl or TRL -> what it is here. Named in errors and not read."""
 

@@ -67,7 +67,8 @@ def translate(command: str) -> Translation:
 def _take(found: Translation, key: Key, name: str, words: list[str], written: str) -> None:
     if key.name in INTERVALS and words == ["-1"]:
         words = ["0"]
-    words = [VALUES.get(key.name, {}).get(word, word) for word in words]
+    values = VALUES.get(key.name, {})
+    words = [values.get(word.lower(), word) for word in words or (["true"] if "true" in values else [])]
     if any("$" in word for word in words):
         found.left_out.append(f"{written}: a variable of the shell; set {key.name} yourself")
         return

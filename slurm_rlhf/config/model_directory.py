@@ -8,8 +8,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, REFUSED, head_fields
+from slurm_rlhf.algorithms.layout import Layout
+from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, PACKED, REFUSED, head_fields
 from slurm_rlhf.config.hub import is_hub_name
+from slurm_rlhf.config.schema_models import Ds
 from slurm_rlhf.errors import ConfigError, ModelError, shortened
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -236,6 +238,18 @@ def _instead_of_model(directory: Path) -> str:
     if any(directory.glob("*.gguf")):
         return f"holds GGUF files: {_GGUF}"
     return "is not a Hugging Face model: it holds no config.json"
+
+
+def layout_of(ds: Ds, path: str) -> Layout:
+    """Tell how the model in `path` reads micro-batches. Raises ModelError.
+
+    Attention costs 1 / (12 hidden size) for a pair of tokens: a layer has about 12 hidden^2 parameters, 2 FLOPs a token
+    each, and attention, where tokens see half of the others, 2 hidden FLOPs a pair.
+    """
+    config = _text_config(read_config("the model", Path(path)))
+    able = ds.packing_samples == "always" or config.get("model_type") in PACKED
+    packed = ds.packing_samples != "never" and able and ds.attn_implementation not in ("eager", "flex_attention")
+    return Layout(packed, 1 / (12 * int(config.get("hidden_size") or 1024)))
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

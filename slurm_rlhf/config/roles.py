@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.algorithms.registry import Algorithm, find_algorithm, load_plugins
 from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.model_directory import layout_of
 from slurm_rlhf.config.schema import Config
 
 
@@ -79,6 +81,10 @@ class RoleSpec:
     def model(self, config: Config) -> tuple[str, str]:
         """Return the key that names the model the role starts from, and its directory; empty where none is set."""
         return next(((key, path) for key in self.model_keys if (path := get(config, key))), (self.model_keys[0], ""))
+
+    def layout(self, config: Config) -> Layout:
+        """Tell how its model reads micro-batches. Raises ModelError."""
+        return layout_of(config.ds, self.model(config)[1])
 
     def load_worker(self) -> Callable[..., Any]:
         """Import the module of the worker, and with it the libraries that this role needs."""

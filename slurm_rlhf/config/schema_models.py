@@ -172,6 +172,10 @@ class Ds:
     every logit. In the trainer it costs an fp32 copy of the head and of its gradient while a micro-batch is in work."""
     enable_sleep: bool = False
     """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
+    packing_samples: Literal["auto", "always", "never"] = "auto"
+    """Lay the sequences of a micro-batch end to end in one row, so that no padding is computed. auto: for models that
+    were compared (not with recurrent or linear layers); others have a row for each sequence. always: any model; what
+    its tokens see of their neighbours is looked at when it is loaded."""
     attn_implementation: str = "sdpa"
     """A name of Hugging Face. sdpa: eager for models that have no sdpa, or cap their attention scores, which sdpa
     ignores."""

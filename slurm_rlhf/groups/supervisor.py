@@ -13,7 +13,7 @@ from typing import Any
 
 from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.cluster.processes import raise_descriptors, running
-from slurm_rlhf.config.roles import ROLLOUT
+from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Standstills, StartLogs, names_of
@@ -168,7 +168,7 @@ class Supervisor:
         world, timeout = self._ranks.world(role), self._config.timeout
         if any(share.engines for share in self._ranks.roles[role]):
             return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
-        return RoleHandle(self.server, role, world, timeout)
+        return RoleHandle(self.server, role, world, timeout, ROLES[role].layout(self._config))
 
     def _make_engines(self, handle: EngineHandle) -> Engines:
         # Where engines share accelerators with trainers, one would measure memory that is in use while it starts.

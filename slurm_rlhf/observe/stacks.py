@@ -16,13 +16,11 @@ import faulthandler
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from traceback import walk_stack
 from types import FrameType
 from typing import ClassVar
 
@@ -218,14 +216,11 @@ class LateStacks:
         if time.monotonic() > self._due + _GRACE_S:
             return  # Python runs again, and the threads have written their stacks
         self.stop()
-        frames = sys._current_frames()
-        for thread in self._threads:
-            frame = interrupted if thread is threading.main_thread() else frames.get(thread.ident or 0)
-            lines = [
-                f'  File "{at.f_code.co_filename}", line {line} in {at.f_code.co_name}\n'
-                for at, line in walk_stack(frame)
-            ]
-            os.write(_STDERR, "".join(["Stack (most recent call first):\n", *lines]).encode())
+        watched = {thread.name for thread in self._threads}
+        for stack in own_stacks():
+            if stack.name in watched:
+                frames = [frame for frame in stack.frames if frame.file != __file__]
+                os.write(_STDERR, "\n".join(["Stack (most recent call first):", *map(str, frames), ""]).encode())
 
 
 @cache

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from slurm_rlhf.algorithms.batching import shards
+from slurm_rlhf.config.model_directory import layout_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import GenerateRequest, backend, request_seed
@@ -50,17 +51,20 @@ def sample(config: Config) -> Experience:
 
 
 def trained(config: Config, exp: Experience) -> F32:
-    """Compute the log-probs as training does, [A]: in train mode, in micro-batches of padded rows."""
+    """Compute the log-probs as training does, [A]: in train mode, in micro-batches of several sequences."""
     policy = load_policy(
         config.actor.model_name_or_path, config.ds, config.train.logprob_chunk_tokens, max_len=config.data.max_len
     ).to(local_device())
 
     def answer(batch: TokenBatch) -> torch.Tensor:
-        logprobs: torch.Tensor = policy(batch.input_ids, batch.action_index, batch.targets, TEMPERATURE)[0]
+        logprobs: torch.Tensor = policy(batch.input_ids, batch.action_index, batch.targets, TEMPERATURE, row=batch.row)[
+            0
+        ]
         return logprobs
 
-    (shard,) = shards(exp, 1, 4 * config.data.max_len)
-    column = per_action(shard.experience, shard.micro, local_device(), answer)
+    layout = layout_of(config.ds, config.actor.model_name_or_path)
+    (shard,) = shards(exp, 1, 4 * config.data.max_len, layout)
+    column = per_action(shard.experience, shard.micro, local_device(), answer, layout.packed)
     order = np.argsort(np.array(shard.indices))
     offsets = shard.experience.action_offsets
     return np.concatenate([column[offsets[row] : offsets[row + 1]] for row in order])

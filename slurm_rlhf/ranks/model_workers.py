@@ -16,8 +16,9 @@ from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import F32, StoreAddress, SyncConnection, SyncReport
 from slurm_rlhf.trainer._torch import attention_kernel
 from slurm_rlhf.trainer.distributed import release_cache
+from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel
 from slurm_rlhf.trainer.optimizer_state import done
-from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer, RewardModel, ValueTrainer
+from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 from slurm_rlhf.weights.ends import ActorEnd
 from slurm_rlhf.weights.group import abort_newest
 from slurm_rlhf.wire.calls import (

@@ -59,6 +59,12 @@ def _watch_once() -> None:
     functional.scaled_dot_product_attention = first
 
 
+def note_kernel(name: str) -> None:
+    """Let `attention_kernel` name a kernel that is not called through `scaled_dot_product_attention`."""
+    if not _seen:
+        _seen.append(name)
+
+
 def limit_collectives(timeout_s: float) -> None:
     """Give every process group of this process the time-out: libraries make their own groups with torch's default."""
     for group in distributed_c10d._world.pg_map:

@@ -1,6 +1,7 @@
 """The private parts of transformers that the training room uses, written for transformers 5.19.0.
 
 masking_utils.py find_packed_sequence_indices(position_ids)
+masking_utils.py sdpa_mask(*, batch_size, q_length, kv_length, attention_mask, allow_is_causal_skip)
 integrations/deepspeed.py set_hf_deepspeed_config(hf_deepspeed_config_obj)
 integrations/deepspeed.py unset_hf_deepspeed_config()
 integrations/deepspeed.py _hf_deepspeed_config_weak_ref
@@ -25,11 +26,11 @@ def import_modeling() -> None:
 
 
 @contextmanager
-def rows_are_sequences() -> Iterator[None]:
-    """Tell transformers, inside the block, that every row of a batch is one sequence.
+def packed_rows_are_known() -> Iterator[None]:
+    """Keep transformers, inside the block, from looking for sequences that are packed into a row.
 
-    Without an attention mask it looks at the position ids for sequences packed into a row: it asks the device and waits
-    for the answer, behind all that is queued there, once or twice in each forward pass.
+    Without an attention mask it looks at the position ids: it asks the device and waits for the answer, behind all that
+    is queued there, once or twice in each forward pass, and builds a mask over the whole row.
     """
     from transformers import masking_utils
 
@@ -43,6 +44,14 @@ def rows_are_sequences() -> Iterator[None]:
 
 def _none_packed(position_ids: Tensor) -> None:
     """Answer as `find_packed_sequence_indices` does for rows without packed sequences."""
+
+
+def boolean_mask(**asked: Any) -> Tensor | None:
+    """Build the mask of a batch, bool [B, 1, L, L'], from what transformers gives the functions that build masks."""
+    from transformers.masking_utils import sdpa_mask
+
+    mask: Tensor | None = sdpa_mask(**asked | {"allow_is_causal_skip": False})
+    return mask
 
 
 class _DeepSpeedConfig:

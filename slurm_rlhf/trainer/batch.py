@@ -1,4 +1,4 @@
-"""Packed experience as right-padded tensors, and forward passes over it without gradients."""
+"""Experience as tensors: packed into one row, or a padded row for each sequence; forward passes without gradients."""
 
 from __future__ import annotations
 
@@ -15,20 +15,31 @@ from slurm_rlhf.records import F32, Experience
 
 
 @dataclass(slots=True)
-class TokenBatch:
-    """Sequences of at most L tokens, a row each, for A response tokens, in the order of the experience.
+class PackedRow:
+    """Describe a row of T tokens in which N sequences lie end to end."""
 
-    Right-padded, and the models are causal: real tokens see no padding, so there is no attention mask, and position
-    ids are 0 .. L-1.
+    position_ids: Tensor  # int64 [1, T], from 0 on in each sequence
+    bounds: Tensor  # int32 [N + 1], where the sequences begin, and T
+    lengths: tuple[int, ...]  # [N], the same for the host
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """Sequences for A response tokens, in the order of the experience: one packed row, or a row of L tokens each.
+
+    Rows of their own are right-padded, and the models are causal: real tokens see no padding, so there is no attention
+    mask, and position ids are 0 .. L-1.
     """
 
-    input_ids: Tensor  # int64 [B, L], 0 where padded
+    input_ids: Tensor  # int64 [B, L], 0 where padded; [1, T] if packed
     action_index: Tensor  # int64 [A] into [B * L]: the token before each response token, whose hidden state predicts it
     targets: Tensor  # int64 [A], the response tokens
+    starts: NDArray[np.int64]  # [N] into [B * L]: the first token of each sequence
+    row: PackedRow | None  # None: every sequence has a row
 
 
-def collate(exp: Experience, device: torch.device, *, whole: bool = False) -> TokenBatch:
-    """Pad all sequences of `exp` into one batch.
+def collate(exp: Experience, device: torch.device, *, packed: bool = False, whole: bool = False) -> TokenBatch:
+    """Lay all sequences of `exp` into one row (`packed`), or pad each to the longest.
 
     The last token of a response predicts nothing: it is in `targets` alone, but with `whole` in its row, too.
     Raises ValueError for a response without a prompt before it.
@@ -38,16 +49,22 @@ def collate(exp: Experience, device: torch.device, *, whole: bool = False) -> To
         raise ValueError(f"sequence {index} has a response but no prompt: nothing predicts its first token")
     responses = exp.response_lens.astype(np.int64)
     lengths = exp.prompt_lens + (responses if whole else np.maximum(responses - 1, 0))  # tokens that the model reads
-    width = int(lengths.max(initial=1))
+    width = int(lengths.sum() if packed else lengths.max(initial=1))
+    starts = np.array(np.cumsum(lengths) - lengths if packed else np.arange(len(exp)) * width, dtype=np.int64)
     row = np.repeat(np.arange(len(exp)), exp.lengths)
     position = np.arange(len(row)) - exp.token_offsets[row]
-    input_ids = np.zeros((len(exp), width), dtype=np.int64)
+    input_ids = np.zeros((1 if packed else len(exp), width), dtype=np.int64)
     read = position < lengths[row]
-    input_ids[row[read], position[read]] = exp.token_ids[read]
+    input_ids.reshape(-1)[(starts[row] + position)[read]] = exp.token_ids[read]
     is_action = position >= exp.prompt_lens[row]
-    action_index = (row * width + position - 1)[is_action]
+    action_index = (starts[row] + position - 1)[is_action]
     targets = exp.token_ids[is_action].astype(np.int64)
-    return TokenBatch(*(to_device(values, device) for values in (input_ids, action_index, targets)))
+    described = None
+    if packed:
+        bounds = to_device(np.append(starts, width).astype(np.int32), device)
+        described = PackedRow(to_device(position[read][None], device), bounds, tuple(lengths.tolist()))
+    ids, index, wanted = (to_device(values, device) for values in (input_ids, action_index, targets))
+    return TokenBatch(ids, index, wanted, starts, described)
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
@@ -74,6 +91,7 @@ def per_action(
     micro: list[list[int]],
     device: torch.device,
     answer: Callable[[TokenBatch], Tensor],
+    packed: bool = False,
 ) -> F32:
     """Call `answer` on every micro-batch and return its numbers, one for each action, in the order of `exp`, [A].
 
@@ -82,7 +100,7 @@ def per_action(
     """
     with torch.no_grad():
         parts = [exp.select(rows) for rows in micro]
-        return in_order(exp, micro, [answer(collate(part, device)) for part in parts])
+        return in_order(exp, micro, [answer(collate(part, device, packed=packed)) for part in parts])
 
 
 def in_order(exp: Experience, micro: list[list[int]], answers: list[Tensor]) -> F32:

@@ -13,11 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_rlhf.config.model_directory import REWARD_HEADS, check_model_directory, reward_head, weight_files
+from slurm_rlhf.config.model_directory import REWARD_HEADS, check_model_directory, layout_of, reward_head, weight_files
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.trainer._transformers import restore_buffers, rows_are_sequences
+from slurm_rlhf.trainer import packing
+from slurm_rlhf.trainer._transformers import packed_rows_are_known, restore_buffers
 from slurm_rlhf.trainer.backends import gathering, is_sharded
+from slurm_rlhf.trainer.batch import PackedRow
 from slurm_rlhf.trainer.forward_fixes import fix_frequencies, switch_off
 from slurm_rlhf.trainer.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
 from slurm_rlhf.trainer.optimizer_state import Fragment
@@ -48,6 +50,7 @@ class PolicyModule(nn.Module):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         entropy_grad: bool = False,
+        row: PackedRow | None = None,
         **generation: Any,
     ) -> Any:
         """Return (log-probs, entropies), fp32 [A] each; arguments as in `TokenBatch` and `chunked_logprobs`.
@@ -59,7 +62,7 @@ class PolicyModule(nn.Module):
             output = self.model.base_model(input_ids=input_ids, **generation)
             output.logits = self.head(output.last_hidden_state[:, -1], None)[:, None]
             return output
-        hidden = _action_states(self.model.base_model, input_ids, action_index)
+        hidden = _action_states(self.model.base_model, input_ids, action_index, row)
         return self.head(hidden, targets, temperature, entropy_grad)
 
 
@@ -77,9 +80,9 @@ class ValueModule(nn.Module):
             # Small, so that a fresh critic starts close to zero. Source: OpenRLHF, `models/model.py`.
             self.value_head.weight.normal_(0.0, 1.0 / (hidden + 1), generator=generator)
 
-    def forward(self, input_ids: Tensor, action_index: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, action_index: Tensor, row: PackedRow | None = None) -> Tensor:
         """Return the values, fp32 [A]; arguments as in `TokenBatch`."""
-        values: Tensor = self.value_head(_action_states(self.model, input_ids, action_index))
+        values: Tensor = self.value_head(_action_states(self.model, input_ids, action_index, row))
         return values
 
 
@@ -92,9 +95,9 @@ class RewardModule(nn.Module):
         self.head = head
         head.store_as(model.dtype)
 
-    def forward(self, input_ids: Tensor, index: Tensor) -> Tensor:
-        """Return the scores, fp32 [B], of the tokens at `index` [B] in the flattened `input_ids` [B, L]."""
-        scores: Tensor = self.head(_action_states(self.model, input_ids, index))
+    def forward(self, input_ids: Tensor, index: Tensor, row: PackedRow | None = None) -> Tensor:
+        """Return the scores, fp32 [N], of the tokens at `index` [N] in the flattened `input_ids` of a `TokenBatch`."""
+        scores: Tensor = self.head(_action_states(self.model, input_ids, index, row))
         return scores
 
 
@@ -167,10 +170,40 @@ def _compare_logits(policy: PolicyModule, path: str) -> None:
         )
 
 
-def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor) -> Tensor:
+def _compare_packed(body: Any, path: str) -> None:
+    """Compare two texts in one row with each alone, and the second beside another first; raises ModelError."""
+    lengths, device = (9, 5), body.device
+    bounds = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
+    place = torch.cat([torch.arange(length, device=device) for length in lengths])
+    row, index = PackedRow(place[None], bounds, lengths), torch.arange(sum(lengths), device=device)
+    ids = (index[None] + 2) % body.config.get_text_config().vocab_size
+    with torch.no_grad(), gathering(body):
+        alone = torch.cat([_action_states(body, text, index[: text.shape[1]]) for text in ids.split(lengths, dim=1)])
+        packed = _action_states(body, ids, index, row)
+        other = _action_states(body, torch.cat([ids[:, : lengths[0]].flip(1), ids[:, lengths[0] :]], dim=1), index, row)
+    scale = float(alone.float().abs().mean())
+    off, seen = (
+        float((a.float() - b.float()).abs().mean()) / scale
+        for a, b in ((alone, packed), (packed[lengths[0] :], other[lengths[0] :]))
+    )
+    limits = (1e-4, 1e-5) if alone.dtype == torch.float32 else (0.05, 1e-4)
+    if not (off <= limits[0] and seen <= limits[1]):
+        raise ModelError(
+            f"{path}: packed into one row its texts are not what they are alone (hidden states differ by {off:.2g}, by "
+            f"{seen:.2g} beside another text, limits {limits[0]:g} and {limits[1]:g}): it has layers that carry a "
+            "state from token to token, or attention of its own. Set ds.packing_samples = never."
+        )
+
+
+def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor, row: PackedRow | None = None) -> Tensor:
     """Return the hidden states [A, H] of the tokens at `action_index` [A]."""
-    with rows_are_sequences():
-        states = body(input_ids=input_ids, use_cache=False).last_hidden_state
+    where: dict[str, Any] = {}
+    if row is not None:  # all that is known of the lengths: a layer that has to ask the device waits for it
+        ends = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
+        longest = {"max_length_q": max(row.lengths), "max_length_k": max(row.lengths)}
+        where = {"position_ids": row.position_ids, packing.LENGTHS: row.lengths, **ends, **longest}
+    with packed_rows_are_known():
+        states = body(input_ids=input_ids, use_cache=False, **where).last_hidden_state
     return states.flatten(0, 1).index_select(0, action_index)
 
 
@@ -195,6 +228,8 @@ def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: 
         restore_buffers(model, kind)
     switch_off(model)
     fix_frequencies(model, max_len, str(path))
+    if layout_of(ds, str(path)).packed:
+        _compare_packed(model.base_model, str(path))
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -213,6 +248,9 @@ def _from_pretrained(kind: Any, path: Path, ds: Ds) -> Any:
             output_loading_info=True,
         )
 
+    if ds.attn_implementation == "sdpa" and layout_of(ds, str(path)).packed:
+        packing.register()
+        return load(packing.NAME)
     cap = getattr(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(), SCORE_CAP, None)
     if ds.attn_implementation != "sdpa":
         return load(ds.attn_implementation)

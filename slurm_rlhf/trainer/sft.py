@@ -146,8 +146,8 @@ class SftTrainer(LanguageModelTrainer):
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         """Sum the cross-entropy of this micro-batch's answers, divided by the answer tokens of the whole step."""
-        batch = collate(part, self.world.device)
-        logprobs, _ = self.backend.forward(batch.input_ids, batch.action_index, batch.targets)
+        batch = collate(part, self.world.device, packed=self.layout.packed)
+        logprobs, _ = self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)
         total = -logprobs.sum()
         return total / denominator, {"loss": total.detach()}
 
@@ -168,8 +168,9 @@ def _train(
         began = time.monotonic()
         batch = examples.select(order.next() or [])
         tokens = float(batch.response_lens.sum())
-        lengths = batch.lengths.tolist()
-        micro = micro_batches(split_ranks(lengths, world.size), lengths, config.train.max_tokens_per_gpu)[world.rank]
+        lengths, layout = batch.lengths.tolist(), trainer.layout
+        ranks = split_ranks(list(map(layout.cost, lengths)), world.size)
+        micro = micro_batches(ranks, lengths, config.train.max_tokens_per_gpu, layout)[world.rank]
         metrics = trainer.train_step(batch, micro, tokens)
         # Which rank has a signal first is chance: all of them stop behind the same step.
         summed, stopped = _sum_over_ranks([metrics["loss"], float(signals.number > 0)], world)

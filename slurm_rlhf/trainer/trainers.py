@@ -1,4 +1,4 @@
-"""The models of the roles on one rank: policy and value model in training, reference and reward model frozen."""
+"""The models that are trained, on one rank: policy and value model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,16 +15,15 @@ from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, entropy_bonus, k
 from slurm_rlhf.algorithms.policy_losses import clip_range
 from slurm_rlhf.algorithms.registry import load_plugins, policy_loss_of
 from slurm_rlhf.config.check import reward_statistics
-from slurm_rlhf.config.model_directory import read_config
-from slurm_rlhf.config.roles import CRITIC, ROLES
-from slurm_rlhf.config.schema import Config, Ds, Ref, Reward
+from slurm_rlhf.config.roles import ACTOR, CRITIC, ROLES
+from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec
-from slurm_rlhf.trainer.backends import loading, start_sharded, start_trainer
+from slurm_rlhf.trainer.backends import loading, start_trainer
 from slurm_rlhf.trainer.batch import TokenBatch, collate, column, in_order, optional_column, per_action, to_device
-from slurm_rlhf.trainer.distributed import join_world, local_device, seed_rank, undisturbed
+from slurm_rlhf.trainer.distributed import join_world, seed_rank, undisturbed
 from slurm_rlhf.trainer.export import save_hf
-from slurm_rlhf.trainer.models import RewardModule, head_name, load_critic, load_policy, load_reward
-from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings, stored_as
+from slurm_rlhf.trainer.models import load_critic, load_policy
+from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
 
 LocalParameters = Mapping[str, tuple[int, Tensor]]
 """name -> (index of the first element in the flat parameter, this rank's elements [n]); tied parameters once."""
@@ -34,9 +32,10 @@ LocalParameters = Mapping[str, tuple[int, Tensor]]
 class TrainedModel(ABC):
     """Trains one model with its loss on one rank. Every method is collective unless it says otherwise."""
 
-    def __init__(self, config: Config, schedule: Schedule) -> None:
-        """Load the model. Raises ModelError, ConfigError."""
+    def __init__(self, config: Config, schedule: Schedule, role: str = ACTOR) -> None:
+        """Load the model of `role`. Raises ModelError, ConfigError."""
         self.config = config
+        self.layout = ROLES[role].layout(config)
         self.world = join_world(config.timeout.collective, config.timeout.connect)
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
         with loading(config.ds, self.world) as ds:
@@ -65,6 +64,12 @@ class TrainedModel(ABC):
         stats = self.backend.step()
         values = torch.stack([value.double() for value in sums.values()]).tolist()  # one copy from the device for all
         return dict(zip(sums, values, strict=True)) | stats
+
+    def _collate(self, part: Experience) -> TokenBatch:
+        return collate(part, self.world.device, packed=self.layout.packed)
+
+    def _per_action(self, exp: Experience, micro: list[list[int]], answer: Callable[[TokenBatch], Tensor]) -> F32:
+        return per_action(exp, micro, self.world.device, answer, self.layout.packed)
 
     def save(self, directory: Path, behind: bool = False) -> Future[None]:
         """Write the state for an exact resume into a directory that all ranks see; `behind`: see `Trainer.save`."""
@@ -113,7 +118,7 @@ class PolicyTrainer(LanguageModelTrainer):
 
     def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """Compute {"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`."""
-        return {"logprobs": per_action(exp, micro, self.world.device, lambda batch: self._forward(batch)[0])}
+        return {"logprobs": self._per_action(exp, micro, lambda batch: self._forward(batch)[0])}
 
     def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
         """Take one optimizer step, as `TrainedModel.train_step`."""
@@ -149,7 +154,7 @@ class PolicyTrainer(LanguageModelTrainer):
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         actor, device = self.config.actor, self.world.device
         mask = to_device(part.action_mask, device)
-        logprobs, entropy = self._forward(collate(part, device))
+        logprobs, entropy = self._forward(self._collate(part))
         loss, metrics = self.policy_loss(
             PolicyInputs(
                 logprobs,
@@ -190,6 +195,7 @@ class PolicyTrainer(LanguageModelTrainer):
             batch.targets,
             self.config.rollout.temperature,
             self.config.actor.entropy_coef != 0.0,
+            row=batch.row,
         )
         return result
 
@@ -211,7 +217,7 @@ class ValueTrainer(TrainedModel):
     def __init__(self, config: Config, total_steps: int) -> None:
         """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
         self._path = ROLES[CRITIC].model(config)[1]
-        super().__init__(config, Schedule.of(config, config.critic.learning_rate, total_steps))
+        super().__init__(config, Schedule.of(config, config.critic.learning_rate, total_steps), CRITIC)
         module = self.backend.module
         self.origin = f"critic: starts from {self._path}, " + (
             f"a reward model, and keeps its head ({module.head})" if module.head else "with a new head"
@@ -231,7 +237,7 @@ class ValueTrainer(TrainedModel):
 
     def values(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """Compute {"values": fp32 [A]} of the state before each response token; micro-batches as rows of `exp`."""
-        return {"values": per_action(exp, micro, self.world.device, self._forward)}
+        return {"values": self._per_action(exp, micro, self._forward)}
 
     def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
         """Take a step as `TrainedModel.train_step`, and compute values with the new masters of the head."""
@@ -242,7 +248,7 @@ class ValueTrainer(TrainedModel):
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         device = self.world.device
         return value_loss(
-            self._forward(collate(part, device)),
+            self._forward(self._collate(part)),
             column(part, "values", device),
             column(part, "returns", device),
             to_device(part.action_mask, device),
@@ -251,7 +257,7 @@ class ValueTrainer(TrainedModel):
         )
 
     def _forward(self, batch: TokenBatch) -> Tensor:
-        values: Tensor = self.backend.forward(batch.input_ids, batch.action_index)
+        values: Tensor = self.backend.forward(batch.input_ids, batch.action_index, row=batch.row)
         return values
 
     def load(self, directory: Path) -> None:
@@ -262,136 +268,3 @@ class ValueTrainer(TrainedModel):
     def _read_masters(self) -> None:
         head = self.backend.module.value_head
         head.read_masters(self.backend.shards(head, "optimizer"))
-
-
-class Frozen:
-    """Runs a module without gradients: full on every rank, or sharded over the ranks by ZeRO-3.
-
-    Under ZeRO-3 every forward is collective: each rank calls it equally often.
-    """
-
-    def __init__(self, config: Config, group: Ref | Reward, dtype: str, load: Callable[[], nn.Module]) -> None:
-        """Put the module that `load` makes on the host, in `dtype`, a name of DTYPES, on the device.
-
-        Collective under ZeRO-3; needs no process group without it.
-        """
-        self.device = local_device()
-        self._module: Any
-        if group.zero_stage == 0:
-            self._module = load().to(self.device).requires_grad_(False).eval()
-            return
-        timeout = config.timeout
-        world = join_world(timeout.collective, timeout.connect)
-        self._module = start_sharded(load, dtype, group.offload, timeout.collective, world)
-
-    def __call__(self, *args: Any) -> Any:
-        with torch.no_grad():
-            return self._module(*args)
-
-
-class Autocast(nn.Module):
-    """Computes a module with fp32 parameters in 16 bits, as the actor computes at ZeRO stage 0."""
-
-    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.inner = inner
-        self.dtype = dtype
-
-    def forward(self, input_ids: Tensor, *args: Any) -> Any:
-        with torch.autocast(input_ids.device.type, dtype=self.dtype):
-            return self.inner(input_ids, *args)
-
-
-class FrozenPolicy:
-    """Computes with the policy that the actor starts from, in its precisions: equal to it before the first step."""
-
-    def __init__(self, config: Config) -> None:
-        """Load the model. Raises ModelError."""
-        ds = stored_as(config.ds)
-
-        def load() -> nn.Module:
-            module = load_policy(
-                config.actor.model_name_or_path,
-                ds,
-                config.train.logprob_chunk_tokens,
-                max_len=config.data.max_len,
-            )
-            dtype = config.ds.param_dtype
-            return Autocast(module, DTYPES[dtype]) if ds.param_dtype != dtype else module
-
-        self.model = Frozen(config, config.ref, ds.param_dtype, load)
-        self.temperature = config.rollout.temperature
-
-    def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
-        """Compute {"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`. Collective."""
-        return {"logprobs": per_action(exp, micro, self.model.device, self._forward)}
-
-    def _forward(self, batch: TokenBatch) -> Tensor:
-        logprobs: Tensor = self.model(batch.input_ids, batch.action_index, batch.targets, self.temperature)[0]
-        return logprobs
-
-
-class RewardModel:
-    """Scores sequences on one rank of the reward role, at the token where the model was trained to score."""
-
-    def __init__(self, config: Config) -> None:
-        """Load the model. Raises ModelError."""
-        path = Path(config.reward.model_name_or_path)
-        self.pad: int | None = None
-
-        def load() -> RewardModule:
-            module = load_reward(path, config.ds, max_len=config.data.max_len)
-            self.pad = module.model.config.get_text_config().pad_token_id
-            return module
-
-        self.model = Frozen(config, config.reward, config.ds.param_dtype, load)
-        self.pooling, why = pooling(config.reward.pooling, head_name(path), read_config("", path))
-        token = {"last": "last token", "last_not_pad": "last token that is not the padding token"}[self.pooling]
-        self.description = f"reward model: a response's score is that of its {token} ({why})"
-
-    def score(self, exp: Experience, micro: list[list[int]]) -> F32:
-        """Score each sequence, fp32 [N], at the token that `pooling` says. Collective under ZeRO-3.
-
-        Every row must be in exactly one micro-batch (rows of `exp`).
-        """
-        scores = np.full(len(exp), np.nan, dtype=np.float32)
-        answers = []
-        for rows in micro:
-            part = exp.select(rows)
-            batch = collate(part, self.model.device, whole=True)
-            at = last_token(part, batch.input_ids, self.pad if self.pooling == "last_not_pad" else None)
-            answers.append(self.model(batch.input_ids, at))
-        scores[[row for rows in micro for row in rows]] = torch.cat(answers).cpu().numpy()
-        return scores
-
-
-def pooling(wanted: str, head: str | None, config: dict[str, Any]) -> tuple[str, str]:
-    """Choose (`last` or `last_not_pad`, why) for a reward model with `head` (of REWARD_HEADS) and this config.json.
-
-    A model scores as in its training only at the token that it was trained at. With auto that is the rule of the
-    library that saved it. OpenRLHF, which leaves `value_head_prefix` in config.json, and TRL's value head take the last
-    token: the end-of-sequence token if one was sampled. transformers' sequence classification takes the last token that
-    is not padding. These differ where the padding token is the end-of-sequence token: there transformers takes the
-    token before it. Sources: OpenRLHF, `models/model.py`; transformers, `modeling_layers.py`.
-    """
-    if wanted != "auto":
-        return wanted, f"reward.pooling = {wanted}"
-    if "value_head_prefix" in config:
-        return "last", "OpenRLHF's rule: config.json has value_head_prefix"
-    if head == "score":
-        return "last_not_pad", "transformers' rule for score.weight"
-    return "last", f"the rule of OpenRLHF and TRL for {head}.weight"
-
-
-def last_token(exp: Experience, input_ids: Tensor, pad: int | None = None) -> Tensor:
-    """Index the last token of each sequence, int64 [B], in the flattened `input_ids` [B, L]; not one that is `pad`.
-
-    A sequence of nothing but `pad` ends at its first token, as in transformers.
-    """
-    lengths = to_device(exp.lengths.astype(np.int64), input_ids.device)
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-    counts = positions < lengths[:, None]
-    if pad is not None:
-        counts &= input_ids != pad
-    ends = (positions * counts).amax(dim=1)
-    return torch.arange(len(exp), device=input_ids.device) * input_ids.shape[1] + ends

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, TypeVar, overload
 
 from slurm_rlhf.algorithms.batching import Shard, shards
+from slurm_rlhf.algorithms.layout import ROWS, Layout
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError, shortened
 from slurm_rlhf.records import Experience
@@ -208,10 +209,14 @@ class RoleHandle(Generic[C]):
     declaration, and so is the deadline.
     """
 
-    def __init__(self, server: ControlServer, role: str, world: int, timeout: Timeout) -> None:
-        """`world`: the role's ranks. Raises nothing: ranks may still be starting (`ControlServer.wait_for`)."""
+    def __init__(self, server: ControlServer, role: str, world: int, timeout: Timeout, layout: Layout = ROWS) -> None:
+        """`world`: the role's ranks; `layout`: how its model reads micro-batches.
+
+        Raises nothing: ranks may still be starting (`ControlServer.wait_for`).
+        """
         self.role = role
         self.world = world
+        self.layout = layout
         self._server = server
         self._timeout = timeout
         self._retired: Exception | None = None
@@ -336,7 +341,7 @@ def send_shards(
     max_tokens: int,
 ) -> tuple[list[Shard], list[Future[R]]]:
     """Send every rank its part of a batch, cut by `shards` and packed by `request`; answer parts and calls in order."""
-    parts = shards(whole, role.world, max_tokens)
+    parts = shards(whole, role.world, max_tokens, role.layout)
     return parts, role.start_each(method, [request(part.experience, part.micro) for part in parts])
 
 

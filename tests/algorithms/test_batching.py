@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.algorithms.batching import micro_batches, mini_batches, split_ranks
+from slurm_rlhf.algorithms.layout import Layout
 
 lengths_and_ranks = st.integers(1, 4).flatmap(
     lambda dp: st.integers(0, 5).flatmap(
@@ -100,3 +102,41 @@ def test_micro_batches_fit_and_are_the_fewest(case: tuple[list[int], int], max_t
         assert all(micro and micro == sorted(micro) for micro in micros)
         assert all(len(micro) == 1 or padded(micro, lengths) <= max_tokens for micro in micros)
         assert all(padded(a, lengths) >= padded(b, lengths) for a, b in pairwise(micros))
+
+
+PACKED = Layout(packed=True, attention=1 / 48)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths_and_ranks, st.integers(1, 300))
+def test_packed_micro_batches_fit_and_are_few(case: tuple[list[int], int], max_tokens: int) -> None:
+    lengths, dp = case
+    ranks = split_ranks([PACKED.cost(length) for length in lengths], dp)
+    result = micro_batches(ranks, lengths, max_tokens, PACKED)
+    assert result == micro_batches(ranks, lengths, max_tokens, PACKED)
+    assert len({len(micros) for micros in result}) <= 1
+    for rank, micros in zip(ranks, result, strict=True):
+        assert sorted(i for micro in micros for i in micro) == rank
+        assert all(micro and micro == sorted(micro) for micro in micros)
+        assert all(len(micro) == 1 or PACKED.size([lengths[i] for i in micro]) <= max_tokens for micro in micros)
+        # Two of the fewest cannot be one on every rank: some rank needs about as many as there are.
+    if lengths:
+        needed = max(sum(lengths[i] for i in rank) / max_tokens for rank in ranks)
+        long = max(sum(2 * lengths[i] > max_tokens for i in rank) for rank in ranks)
+        assert len(result[0]) <= 2 * needed + long + 1
+
+
+def test_packed_micro_batches_of_shipped_sizes_leave_no_rank_waiting() -> None:
+    """Tokens on all ranks against those of the critical path: every micro-batch lasts as long as its dearest rank."""
+    dice = np.random.default_rng(1)
+    worst = 1.0
+    for sequences, ranks, budget, hidden in ((512, 8, 16384, 3584), (1024, 48, 8192, 5120), (256, 4, 16384, 3584)):
+        lengths = (300 + np.minimum(dice.lognormal(np.log(850) - 0.32, 0.8, sequences), 2048)).astype(int).tolist()
+        if len(lengths) % ranks:
+            lengths = lengths[: len(lengths) // ranks * ranks]
+        layout = Layout(packed=True, attention=1 / (12 * hidden))
+        costs = [layout.cost(length) for length in lengths]
+        micros = micro_batches(split_ranks(costs, ranks), lengths, budget, layout)
+        paths = [max(sum(costs[i] for i in rank[step]) for rank in micros) for step in range(len(micros[0]))]
+        worst = min(worst, sum(costs) / (ranks * sum(paths)))
+    assert worst > 0.95

@@ -29,13 +29,14 @@ from slurm_rlhf.ranks.model_workers import ReferenceWorker
 from slurm_rlhf.ranks.rank_process import import_libraries
 from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.trainer import deepspeed as zero
-from slurm_rlhf.trainer import distributed, trainers
+from slurm_rlhf.trainer import distributed, frozen, trainers
 from slurm_rlhf.trainer._deepspeed import import_deepspeed
 from slurm_rlhf.trainer._torch import limit_collectives
 from slurm_rlhf.trainer.deepspeed import zero3_config
 from slurm_rlhf.trainer.distributed import World, undisturbed
+from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel
 from slurm_rlhf.trainer.train_settings import Schedule, TrainSettings, adamw
-from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer, RewardModel, ValueTrainer
+from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
 pytestmark = [pytest.mark.usefixtures("own_environment")]
 
@@ -90,9 +91,9 @@ def _load_before(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(models)
     for module, loader, given in (
         (trainers, "load_policy", (models / "policy", config.ds, 7)),
-        (trainers, "load_policy", (models / "policy", config.ds, 7)),
+        (frozen, "load_policy", (models / "policy", config.ds, 7)),
         (trainers, "load_critic", (models / "policy", config.ds, 0)),
-        (trainers, "load_reward", (models / "reward", config.ds)),
+        (frozen, "load_reward", (models / "reward", config.ds)),
     ):
         real = getattr(module, loader)
         loaded = [real(*given)]
@@ -209,7 +210,7 @@ def test_the_host_waits_as_often_whatever_the_number_of_micro_batches(
 def test_transformers_still_asks_what_it_is_not_to_ask() -> None:
     from transformers import masking_utils
 
-    from slurm_rlhf.trainer._transformers import _none_packed, rows_are_sequences
+    from slurm_rlhf.trainer._transformers import _none_packed, packed_rows_are_known
 
     real = masking_utils.find_packed_sequence_indices
     check_signature(real, _none_packed)
@@ -217,7 +218,7 @@ def test_transformers_still_asks_what_it_is_not_to_ask() -> None:
     positions = torch.arange(5)[None].expand(3, -1)
     assert real(positions) is None
     assert real(torch.tensor([[0, 1, 2, 0, 1]])) is not None
-    with rows_are_sequences():
+    with packed_rows_are_known():
         assert masking_utils.find_packed_sequence_indices is _none_packed
     assert masking_utils.find_packed_sequence_indices is real
 

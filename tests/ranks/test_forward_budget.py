@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from steps import make_step
 
+from slurm_rlhf.algorithms.layout import ROWS
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience, Prompt, Trajectory
@@ -24,6 +25,7 @@ class Ranks:
     """A role of two ranks that answers at once and remembers the largest padded micro-batch of each method."""
 
     world = 2
+    layout = ROWS
 
     def __init__(self) -> None:
         self.largest: dict[str, int] = {}

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from waiting import HANG_S
 
+from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan, pack
@@ -210,6 +211,7 @@ def test_responses_are_spread_over_three_ranks_of_a_reward_model() -> None:
 
     class Role:
         world = 3
+        layout = Layout()
 
         def start_each(self, method: object, requests: list[ForwardBatch]) -> list[Future[Any]]:
             answers: list[Future[Any]] = [Future() for _ in requests]

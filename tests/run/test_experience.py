@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from steps import make_step
 
 from slurm_rlhf.algorithms.correction import COLUMN, mask_not_finite
+from slurm_rlhf.algorithms.layout import ROWS
 from slurm_rlhf.algorithms.methods.ppo import GAE
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.algorithms.registry import find_algorithm
@@ -256,6 +257,7 @@ class MovingActor:
     """A role of one rank whose policy gives every token a tenth more after each optimizer step."""
 
     world = 1
+    layout = ROWS
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []

@@ -11,6 +11,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from steps import make_step
 
+from slurm_rlhf.algorithms.layout import ROWS
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
@@ -29,6 +30,7 @@ class Rank:
     """A role of one rank, which answers the same number for every token and keeps what it is to train on."""
 
     world = 1
+    layout = ROWS
 
     def __init__(self, answer: float) -> None:
         self.answer = answer

@@ -60,7 +60,8 @@ class Bench:
 
     def __init__(self, model: Path, **train: Any) -> None:
         from slurm_rlhf.algorithms.policy_distance import KLController
-        from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer, ValueTrainer
+        from slurm_rlhf.trainer.frozen import FrozenPolicy
+        from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
         self.config = make_config(model)
         self.config.actor.max_norm, self.config.actor.learning_rate = 1.0, 1e-3

@@ -23,6 +23,7 @@ from waiting import HANG_S, scaled
 from warm_runs import WarmRun
 
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
+from slurm_rlhf.algorithms.layout import ROWS, Layout
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CheckpointError, RunError
@@ -74,10 +75,12 @@ def make_experience(step: int, n: int = 8) -> Experience:
     return Experience(*lens, tokens, mask, np.zeros(n, np.float32), columns)
 
 
-def share(exp: Experience, rank: int, size: int, max_tokens: int) -> tuple[Experience, list[list[int]]]:
+def share(
+    exp: Experience, rank: int, size: int, max_tokens: int, layout: Layout = ROWS
+) -> tuple[Experience, list[list[int]]]:
     per_rank = split_ranks(exp.lengths.tolist(), size)
     mine = {row: place for place, row in enumerate(per_rank[rank])}
-    micro = micro_batches(per_rank, exp.lengths.tolist(), max_tokens)[rank]
+    micro = micro_batches(per_rank, exp.lengths.tolist(), max_tokens, layout)[rank]
     return exp.select(per_rank[rank]), [[mine[row] for row in rows] for rows in micro]
 
 
@@ -86,7 +89,7 @@ def train(trainer: Any, steps: range, max_tokens: int) -> list[dict[str, float]]
     for step in steps:
         exp = make_experience(step)
         denominator = weigh(trainer.config, exp)
-        part, micro = share(exp, trainer.world.rank, trainer.world.size, max_tokens)
+        part, micro = share(exp, trainer.world.rank, trainer.world.size, max_tokens, trainer.layout)
         metrics.append(trainer.train_step(part, micro, denominator))
     return metrics
 

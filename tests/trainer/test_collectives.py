@@ -160,15 +160,13 @@ def gradients_of(model: Path, zero_stage: int) -> dict[str, torch.Tensor]:
     """Log-probs, entropies and the gradient of a loss of both, summed over micro-batches and ranks."""
     from deepspeed.utils import safe_get_full_grad
 
-    from slurm_rlhf.trainer.batch import collate
-
     config = make_config(model, zero_stage=zero_stage)
     config.actor.entropy_coef = ENTROPY
     trainer = make_trainer(config)
     part, micro = part_of(trainer.world.rank, trainer.world.size)
     found: dict[str, torch.Tensor] = {}
     for number, rows in enumerate(micro):
-        logprobs, entropy = trainer._forward(collate(part.select(rows), trainer.world.device))
+        logprobs, entropy = trainer._forward(trainer._collate(part.select(rows)))
         found[f"logprobs.{number}"], found[f"entropy.{number}"] = logprobs.detach(), entropy.detach()
         trainer.backend.accumulate(loss_of(logprobs, entropy), last=number == MICROS - 1)
     for key, parameter in trainer.backend.module.named_parameters():

@@ -51,7 +51,7 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     models, out = Path(request["models"]), Path(request["out"])
     from slurm_rlhf.trainer.distributed import join_world
-    from slurm_rlhf.trainer.trainers import FrozenPolicy, RewardModel
+    from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel
 
     world = join_world(60.0, 60.0)
     answers: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def check_loading(config: Config, world: Any) -> None:
 
 def stall(config: Config, world: Any, out: Path) -> None:
     """One rank does not take part in a forward. Rank 0 writes down how that ended."""
-    from slurm_rlhf.trainer.trainers import FrozenPolicy
+    from slurm_rlhf.trainer.frozen import FrozenPolicy
 
     config.timeout.collective = COLLECTIVE_S
     policy = FrozenPolicy(config)
@@ -136,7 +136,7 @@ def transformers_scores(path: Path, exp: Experience) -> np.ndarray:
 
 
 def score(models: Path, head: str, exp: Experience, micro: list[list[int]]) -> np.ndarray:
-    from slurm_rlhf.trainer.trainers import RewardModel
+    from slurm_rlhf.trainer.frozen import RewardModel
 
     config = config_of(models, "fp32")
     config.reward.model_name_or_path = str(models / head)
@@ -169,7 +169,7 @@ def test_a_score_is_that_of_the_last_token_and_of_no_other_sequence(models: Path
 def test_zero3_gives_what_a_whole_model_gives(
     models: Path, sharded: list[dict[str, torch.Tensor]], case: tuple[str, bool]
 ) -> None:
-    from slurm_rlhf.trainer.trainers import FrozenPolicy, RewardModel
+    from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel
 
     config = config_of(models, case[0])
     for rank, answers in enumerate(sharded):

@@ -21,6 +21,7 @@ from tiny_models import make_tiny
 from training_ranks import make_config
 from waiting import HANG_S
 
+from slurm_rlhf.config.model_directory import layout_of
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.engine._transformers import as_saved, skeleton
 from slurm_rlhf.errors import ModelError
@@ -28,9 +29,10 @@ from slurm_rlhf.records import Experience
 from slurm_rlhf.trainer.batch import collate, per_action
 from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.forward_fixes import RANDOM
+from slurm_rlhf.trainer.frozen import FrozenPolicy
 from slurm_rlhf.trainer.models import PolicyModule, _compare_logits, load_critic, load_policy
 from slurm_rlhf.trainer.sft import SftTrainer
-from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer
+from slurm_rlhf.trainer.trainers import PolicyTrainer
 
 FP32 = Ds(param_dtype="fp32")
 CPU = torch.device("cpu")
@@ -137,6 +139,11 @@ def test_collate_points_at_the_token_before_each_action() -> None:
     whole = collate(exp, CPU, whole=True)
     assert whole.input_ids.tolist() == [exp.token_ids[:5].tolist(), exp.token_ids[5:].tolist()]
     assert whole.action_index.tolist() == [1, 2, 3, 5 + 3]
+    row = collate(exp, CPU, packed=True)
+    assert row.input_ids.tolist() == [[*exp.token_ids[:4], *exp.token_ids[5:9]]]
+    assert (row.action_index.tolist(), row.targets.tolist()) == ([1, 2, 3, 4 + 3], batch.targets.tolist())
+    assert row.row is not None
+    assert (row.row.position_ids.tolist(), row.row.bounds.tolist()) == ([[0, 1, 2, 3, 0, 1, 2, 3]], [0, 4, 8])
     with pytest.raises(ValueError, match="sequence 1 has a response but no prompt"):
         collate(make_experience([(2, 3), (0, 1)]), CPU)
 
@@ -245,10 +252,10 @@ def plain(path: Path, exp: Experience) -> torch.Tensor:
     return torch.cat(expected)
 
 
-def ours(policy: PolicyModule, exp: Experience = RAGGED) -> torch.Tensor:
-    batch = collate(exp, torch.device("cpu"))
+def ours(policy: PolicyModule, exp: Experience = RAGGED, packed: bool = False) -> torch.Tensor:
+    batch = collate(exp, torch.device("cpu"), packed=packed)
     with torch.no_grad():
-        return policy(batch.input_ids, batch.action_index, batch.targets, TEMPERATURE)[0]
+        return policy(batch.input_ids, batch.action_index, batch.targets, TEMPERATURE, row=batch.row)[0]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -262,6 +269,8 @@ def test_log_probs_in_train_mode_and_saved_weights_are_those_of_transformers(tmp
     difference = float((first.double() - plain(path, RAGGED)).abs().max())
     print(f"{arch}: {difference:.1e}")
     assert difference < 1e-5
+    if layout_of(FP32, str(path)).packed:
+        torch.testing.assert_close(ours(policy, packed=True).double(), plain(path, RAGGED), rtol=0, atol=1e-5)
     assert torch.equal(ours(policy.eval()), first)
 
     saved = load_file(path / "model.safetensors")

@@ -63,9 +63,9 @@ def value_head(model: Path, world: Any, stage: int, out: Path) -> dict[str, torc
     seen = []
     head = trainer.backend.module.value_head
     hook = head.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0]))
-    batch = collate(exp, world.device)
+    batch = collate(exp, world.device, packed=trainer.layout.packed)
     with torch.no_grad():
-        trainer.backend.forward(batch.input_ids, batch.action_index)
+        trainer.backend.forward(batch.input_ids, batch.action_index, row=batch.row)
     hook.remove()
     master = torch.zeros(head.weight.ds_numel if stage == 3 else head.weight.numel())
     for fragment in trainer.backend.shards(head, "optimizer"):
@@ -85,7 +85,8 @@ def value_head(model: Path, world: Any, stage: int, out: Path) -> dict[str, torc
 
 def actor_and_reference(model: Path, world: Any) -> dict[str, torch.Tensor]:
     """Log-probs of the actor and of whole and cut references, at ZeRO stage 0 in bf16."""
-    from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer
+    from slurm_rlhf.trainer.frozen import FrozenPolicy
+    from slurm_rlhf.trainer.trainers import PolicyTrainer
 
     config = make_config(model, zero_stage=0, param_dtype="bf16")
     part, micro = share(make_experience(0), world.rank, world.size, 40)
@@ -98,7 +99,8 @@ def actor_and_reference(model: Path, world: Any) -> dict[str, torch.Tensor]:
 
 def fp16_models(model: Path, world: Any) -> dict[str, torch.Tensor]:
     """Log-probs of an actor at ZeRO stage 3 in fp16 with an fp32 head, and of whole and cut references."""
-    from slurm_rlhf.trainer.trainers import FrozenPolicy, PolicyTrainer
+    from slurm_rlhf.trainer.frozen import FrozenPolicy
+    from slurm_rlhf.trainer.trainers import PolicyTrainer
 
     config = make_config(model, zero_stage=3, param_dtype="fp16", fp32_lm_head=True)
     part, micro = share(make_experience(0), world.rank, world.size, 40)
@@ -115,7 +117,7 @@ def fp16_models(model: Path, world: Any) -> dict[str, torch.Tensor]:
 
 def cut_models(models: Path, world: Any) -> dict[str, torch.Tensor]:
     """Log-probs of references that are whole and cut over the ranks, of models with more than linear layers."""
-    from slurm_rlhf.trainer.trainers import FrozenPolicy
+    from slurm_rlhf.trainer.frozen import FrozenPolicy
 
     answers = {}
     part, micro = share(make_experience(0), world.rank, world.size, 40)
@@ -204,7 +206,8 @@ def test_values_of_a_bf16_critic_are_those_of_the_fp32_master_of_its_head(
 
 def test_scores_of_a_bf16_reward_model_are_computed_with_the_fp32_head_of_its_file(tmp_path: Path) -> None:
     from slurm_rlhf.trainer.batch import collate
-    from slurm_rlhf.trainer.trainers import RewardModel, last_token
+    from slurm_rlhf.trainer.frozen import RewardModel, last_token
+    from slurm_rlhf.trainer.models import _action_states
 
     path = make_reward(tmp_path / "rm", "v_head.summary")
     config = make_config(path, param_dtype="bf16")
@@ -213,10 +216,10 @@ def test_scores_of_a_bf16_reward_model_are_computed_with_the_fp32_head_of_its_fi
     model = RewardModel(config)
     scores = model.score(exp, [list(range(len(exp)))])
     weights = load_file(path / "model.safetensors")
-    batch = collate(exp, torch.device("cpu"), whole=True)
+    batch = collate(exp, torch.device("cpu"), packed=model.layout.packed, whole=True)
+    last = torch.from_numpy(batch.starts + last_token(exp))
     with torch.no_grad():
-        hidden = model.model._module.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-    hidden = hidden.flatten(0, 1)[last_token(exp, batch.input_ids)].float()
+        hidden = _action_states(model.model._module.model, batch.input_ids, last, batch.row).float()
     expected = hidden @ weights["v_head.summary.weight"][0].float() + weights["v_head.summary.bias"].float()
     np.testing.assert_allclose(scores, expected.numpy(), rtol=0, atol=1e-6)
     assert hidden.bfloat16().float().equal(hidden)

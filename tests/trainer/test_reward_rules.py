@@ -16,8 +16,8 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.trainer.batch import collate
+from slurm_rlhf.trainer.frozen import RewardModel, pooling
 from slurm_rlhf.trainer.models import load_critic, load_reward
-from slurm_rlhf.trainer.trainers import RewardModel, pooling
 
 EOS = 1
 SEQUENCES = ([5, 9, 20, EOS], [7, 8, 9, 10, 11, 12, EOS], [30, 31, 32], [4, EOS, EOS])

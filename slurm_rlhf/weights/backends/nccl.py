@@ -1,4 +1,4 @@
-"""NCCL: between GPUs, one rank each, outside of every WORLD. Run on one H200 so far, by several ranks."""
+"""NCCL: between GPUs, one rank each, outside of every WORLD. Run on one GPU so far, by several ranks."""
 
 from __future__ import annotations
 

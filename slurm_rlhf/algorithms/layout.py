@@ -1,0 +1,26 @@
+"""How a model reads a micro-batch, and what its sequences cost. Imports no numpy: the planner does without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Say how a model reads a micro-batch, and what its sequences cost."""
+
+    packed: bool = False  # end to end in one row; otherwise each has a row, padded to the longest
+    attention: float = 0.0  # cost of attention for each pair of tokens, in those of all else for one token
+
+    def cost(self, length: int) -> float:
+        """Return the cost of a sequence, in tokens without attention."""
+        return length * (1.0 + self.attention * length)
+
+    def size(self, lengths: Sequence[int]) -> int:
+        """Count the tokens of a micro-batch of sequences of these lengths."""
+        return sum(lengths) if self.packed else max(lengths) * len(lengths)
+
+
+ROWS = Layout()
+"""Every sequence has a row, and costs what its tokens do."""

@@ -1,0 +1,134 @@
+"""Sequences that are packed into one row, against each alone: hidden states, gradients, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import make_model
+from tiny_models import make_reward, make_tiny
+
+from slurm_rlhf.config.architectures import PACKED
+from slurm_rlhf.config.model_directory import layout_of
+from slurm_rlhf.config.schema import Ds
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.records import Experience
+from slurm_rlhf.trainer import packing
+from slurm_rlhf.trainer.batch import collate
+from slurm_rlhf.trainer.models import load_critic, load_policy, load_reward
+
+FP32 = Ds(param_dtype="fp32")
+NAMED = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "qwen3_moe")
+CPU = torch.device("cpu")
+LENGTHS = [(3, 9), (12, 1), (1, 30), (7, 0), (5, 44)]
+
+
+def experience(lengths: list[tuple[int, int]] = LENGTHS) -> Experience:
+    import numpy as np
+
+    prompts, responses = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
+    tokens = np.random.default_rng(0).integers(3, 60, int((prompts + responses).sum())).astype(np.int32)
+    mask = np.ones(int(responses.sum()), dtype=np.bool_)
+    return Experience(prompts, responses, tokens, mask, np.zeros(len(prompts), np.float32))
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param(name, marks=() if name in NAMED else pytest.mark.full) for name in sorted(PACKED | {"qwen2"})],
+)
+def test_log_probs_and_gradients_are_those_of_each_sequence_alone(tmp_path: Path, arch: str) -> None:
+    policy = load_policy(make_model(tmp_path / "model", arch), FP32, 7, max_len=64)
+    exp = experience()
+    found, grads = [], []
+    for packed in (False, True):
+        parts = [exp] if packed else [exp.select([row]) for row in range(len(exp))]
+        batches = [collate(part, CPU, packed=packed) for part in parts]
+        logprobs = torch.cat([policy(b.input_ids, b.action_index, b.targets, row=b.row)[0] for b in batches])
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+        found.append(logprobs.detach())
+        grads.append({name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None})
+        policy.zero_grad()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+    largest = max(float(grad.norm()) for grad in grads[0].values())
+    for name, grad in grads[0].items():
+        assert float((grads[1][name] - grad).norm()) <= 1e-5 * max(float(grad.norm()), 1e-2 * largest), name
+
+
+def test_values_and_scores_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
+    path = make_reward(tmp_path / "rm")
+    exp = experience()
+    for model in (load_critic(path, FP32, 0), load_reward(path, FP32)):
+        with torch.no_grad():
+            rows, row = (collate(exp, CPU, packed=packed) for packed in (False, True))
+            alone, together = (model(batch.input_ids, batch.action_index, row=batch.row) for batch in (rows, row))
+        torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+def test_a_model_with_layers_of_its_own_goes_row_by_row_and_is_refused_if_it_is_forced(tmp_path: Path) -> None:
+    from transformers import JambaConfig, JambaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = JambaConfig(
+        vocab_size=69,
+        num_key_value_heads=1,
+        num_experts=1,
+        mamba_d_state=4,
+        use_mamba_kernels=False,
+        attn_layer_offset=1,
+        attn_layer_period=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    JambaForCausalLM(config).save_pretrained(tmp_path / "m")
+    assert not layout_of(FP32, str(tmp_path / "m")).packed
+    load_policy(tmp_path / "m", FP32, 7)
+    with pytest.raises(ModelError, match=r"packed into one row .* Set ds\.packing_samples = never"):
+        load_policy(tmp_path / "m", Ds(param_dtype="fp32", packing_samples="always"), 7)
+    with pytest.raises(ModelError, match=r"packed into one row"):
+        load_policy(tmp_path / "m", Ds(param_dtype="bf16", packing_samples="always"), 7)
+
+
+def test_who_packs(tmp_path: Path) -> None:
+    path = str(make_tiny(tmp_path / "m"))
+    assert layout_of(FP32, path).packed
+    assert layout_of(FP32, path).attention == 1 / (12 * 64)
+    for other in (
+        {"packing_samples": "never"},
+        {"attn_implementation": "eager"},
+        {"attn_implementation": "flex_attention"},
+    ):
+        assert not layout_of(Ds(**other), path).packed
+    assert layout_of(Ds(attn_implementation="flash_attention_2"), path).packed
+    file = Path(path, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "unheard_of"}))
+    assert not layout_of(FP32, path).packed
+
+
+def test_flash_attention_gets_the_lengths_and_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it gets on a GPU, where it ran (docs/cluster.md): here each text is computed by itself from that."""
+    from torch.nn.attention import varlen
+
+    def loop(q, k, v, bounds, same, longest, _, *, scale, window_size, enable_gqa):
+        assert (q.dtype, bounds.dtype, bounds is same, enable_gqa) == (torch.bfloat16, torch.int32, True, True)
+        assert longest == int(bounds.diff().max())
+        left = None if window_size[0] < 0 else window_size[0] + 1
+        parts = [
+            packing._causal(*(t[a:b].transpose(0, 1)[None] for t in (q, k, v)), scale, left, None)
+            for a, b in zip(bounds.tolist(), bounds.tolist()[1:], strict=False)
+        ]
+        return torch.cat(parts, dim=2)[0].transpose(0, 1)
+
+    monkeypatch.setattr(varlen, "varlen_attn", loop)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 12, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+    for window in (None, 3, 100):
+        flash = packing._flash(q, k, v, bounds, 7, 0.3, window)
+        how = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": bounds, "packed_lengths": (5, 7)}
+        plain, _ = packing.attention(torch.nn.Identity(), q, k, v, None, **how)
+        torch.testing.assert_close(flash, plain)
