@@ -27,6 +27,8 @@ from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
 from slurm_rlhf.wire.calls import TrainBatch
 from slurm_rlhf.wire.client import ControlClient
 
+MEAN, SIGMA = 850 / 2048, 0.8
+"""Lengths of ragged responses: their mean, as a share of rollout.max_new_tokens, and the deviation of its logarithm."""
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
 
@@ -51,9 +53,10 @@ def show(result: dict[str, Any]) -> str:
 def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
     """Measure tokens/s (without padding) of both sides, on sequences of equal and of different lengths.
 
-    A response has rollout.max_new_tokens tokens, in the ragged batch at least a sixteenth of that. The bare loop's
-    micro-batch has as many of the longest sequences as fit into train.max_tokens_per_gpu, so both sides need the same
-    memory. Raises RunError if the losses differ, because then the two sides do not do the same work.
+    A response has rollout.max_new_tokens tokens, in the ragged batch at most so many, by a log-normal distribution with
+    `MEAN` of that before the cut and `SIGMA`: what runs on mathematics sample. The bare loop's micro-batch has as many
+    of the longest sequences as fit into train.max_tokens_per_gpu, so both sides need the same memory. Raises RunError
+    if the losses differ, because then the two sides do not do the same work.
     """
     longest = prompt_tokens + config.rollout.max_new_tokens
     micro = max(1, config.train.max_tokens_per_gpu // longest)
@@ -62,8 +65,8 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     baseline = BaselineTrainer(config, micro)
     shape, gpu = read_shape("actor.model_name_or_path", config.actor.model_name_or_path), _gpu()
     result: dict[str, Any] = {"bench": "train", "unit": "tokens/s", "gpu": gpu}
-    for name, shortest in (("equal", config.rollout.max_new_tokens), ("ragged", config.rollout.max_new_tokens // 16)):
-        batch = _batch(config, sequences, prompt_tokens, max(1, shortest), role)
+    for name in ("equal", "ragged"):
+        batch = _batch(config, sequences, prompt_tokens, name == "ragged", role)
         timed = _compare(config, role, baseline, batch, repeats)
         result[name] = timed | utilisation(shape, batch, timed["ours"], config.ds.param_dtype, gpu)
     return result | {
@@ -121,12 +124,14 @@ def _micros(config: Config, role: ActorWorker, batch: Experience) -> list[list[i
     return shards(batch, 1, config.train.max_tokens_per_gpu, role.trainer.layout)[0].micro
 
 
-def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, role: ActorWorker) -> Experience:
+def _batch(config: Config, sequences: int, prompt_tokens: int, ragged: bool, role: ActorWorker) -> Experience:
     """Make sequences of random tokens with random lengths, and compute their old log-probs with the actor."""
     dice = np.random.default_rng(0)
     vocab = role.trainer.backend.module.model.config.vocab_size
     prompts = np.full(sequences, prompt_tokens, dtype=np.int32)
-    responses = dice.integers(shortest, config.rollout.max_new_tokens + 1, sequences).astype(np.int32)
+    longest = config.rollout.max_new_tokens
+    drawn = MEAN * longest * dice.lognormal(-(SIGMA**2) / 2, SIGMA, sequences)
+    responses = (np.clip(drawn, 1, longest) if ragged else np.full(sequences, longest)).astype(np.int32)
     actions = int(responses.sum())
     batch = Experience(
         prompts,

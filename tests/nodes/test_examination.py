@@ -17,8 +17,9 @@ from slurm_rlhf.cli import preflight
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes.accelerators import Wanted
-from slurm_rlhf.nodes.agents import skew
+from slurm_rlhf.nodes.agents import Agents, skew
 from slurm_rlhf.nodes.examination import Examination, Question, look_here
+from slurm_rlhf.nodes.groups import Lineup
 from slurm_rlhf.nodes.link_test import Answerer, measure
 from slurm_rlhf.nodes.needs import Needs, allocation_problem, earlier_nodes, needs_of
 from slurm_rlhf.nodes.node_look import versions
@@ -77,6 +78,17 @@ def test_the_groups_of_the_rank_map_work_together(tmp_path: Path) -> None:
     for name in ("TP group engine 0 (2 ranks)", "ZeRO group actor (2 ranks)", "sync group weight sync (4 ranks)"):
         assert name in told
     assert "MB/s" in told
+
+
+def test_without_groups_nothing_is_measured() -> None:
+    """Every node may be cut off."""
+    agents = Agents("127.0.0.1", here(), 5.0)
+    try:
+        topology = Topology.uniform([NODE], 2)
+        assert agents.measure_groups(Lineup("groups", (), ()), topology, 1.0) == []
+        assert agents.measure_links(Lineup("links", (), ()), topology, 1.0) == []
+    finally:
+        agents.close()
 
 
 def test_an_agent_that_does_not_reach_the_conductor(tmp_path: Path) -> None:
