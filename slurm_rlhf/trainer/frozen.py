@@ -35,6 +35,8 @@ class Frozen:
         self.device = local_device()
         self._module: Any
         if group.zero_stage == 0:
+            if self.device.type == "cuda":  # else libraries open a context on the first GPU, and report its memory
+                torch.cuda.set_device(self.device)
             self._module = load().to(self.device).requires_grad_(False).eval()
             return
         timeout = config.timeout

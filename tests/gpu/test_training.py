@@ -262,6 +262,7 @@ def test_frozen_models_wait_once_a_batch(cuda: FakeCuda, models: Path) -> None:
     exp = make_experience(2, 12)
     reference, reward = FrozenPolicy(config_of(models)), RewardModel(config_of(models))
     assert reference.model.device == reward.model.device == GPU
+    assert torch.cuda.current_device() == GPU.index
     for parts in (2, 6):
         assert waits(cuda, lambda parts=parts: reference.logprobs(exp, split(12, parts))) == {"to": 1}
         assert waits(cuda, lambda parts=parts: reward.score(exp, split(12, parts))) == {"to": 1}
