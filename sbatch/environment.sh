@@ -195,6 +195,8 @@ main() {
   install --no-build-isolation --editable "$root" || fail_install "pip could not install $root."
   project_stamp >"$venv/project.stamp"
   say "$venv is ready ($kind)"
+  [[ $kind == cpu ]] || command -v gcc >/dev/null || command -v clang >/dev/null ||
+    say "no C compiler here; engines on GPUs need one on the compute nodes: load its module in the batch script"
 }
 
 main "$@"

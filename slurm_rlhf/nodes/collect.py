@@ -6,8 +6,10 @@ import contextlib
 import fcntl
 import os
 import resource
+import shutil
 import socket
 import struct
+import sysconfig
 import time
 from collections.abc import Mapping
 from ipaddress import ip_interface
@@ -49,6 +51,7 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
         memlock=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         most_files=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         infiniband=_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()),
+        compiler=no_compiler(environ),
         addresses=tuple(str(each) for _, each in addresses()),
         interface=interface,
         address=address,
@@ -57,6 +60,14 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
         exported=tuple(_exported(environ)),
         unhealthy=tuple(ask_health(environ)) if orders.gpus else (),
     )
+
+
+def no_compiler(environ: Mapping[str, str]) -> str:
+    """Say what Triton would miss, which compiles the launchers of its kernels: a C compiler, or Python's headers."""
+    if not environ.get("CC") and not any(shutil.which(name, path=environ.get("PATH")) for name in ("gcc", "clang")):
+        return "no C compiler: neither gcc nor clang is on PATH, and CC is not set"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.is_file() else f"no headers of Python: {header} is missing"
 
 
 def _towards(conductor: str) -> tuple[str, str, str]:

@@ -242,6 +242,7 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
         node_checks.shared_memory(facts, needs),
         node_checks.limits(facts, needs),
         node_checks.gpus(facts, needs),
+        *([node_checks.compilers(facts)] if needs.wanted.slots else []),
     ]
     if seen.unmeasured:
         return (*checks, Check("links and groups", f"not measured: {seen.unmeasured}"))

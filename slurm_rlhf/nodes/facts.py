@@ -96,6 +96,7 @@ class NodeFacts:
     memlock: int = UNKNOWN  # bytes that a process may lock; UNKNOWN: no limit
     most_files: int = UNKNOWN  # files that a process may open; UNKNOWN: no limit
     infiniband: bool = False
+    compiler: str = ""  # what is missing to compile for Python; empty: nothing
     addresses: tuple[str, ...] = ()
     interface: str = ""  # interface on the way to the conductor
     address: str = ""

@@ -81,6 +81,22 @@ def limits(facts: Facts, needs: Needs) -> Check:
     return Check("limits", f"{files} open files, locked memory", tuple(found))
 
 
+def compilers(facts: Facts) -> Check:
+    """Name nodes on which nothing can be compiled for Python: on GPUs vLLM's engines need that when they start."""
+    found = tuple(
+        Finding(
+            FAILED,
+            (node,),
+            f"{node}: {each.compiler}; on GPUs Triton compiles while an engine starts",
+            "Load a compiler's module in the batch script (`module load gcc`), install gcc and Python's development "
+            f"package there, make the environment with a Python that has its headers, or {exclude(node)}",
+        )
+        for node, each in facts.items()
+        if each.compiler
+    )
+    return Check("compiler", "a C compiler, and Python's headers", found)
+
+
 def gpus(facts: Facts, needs: Needs) -> Check:
     """Compare the GPUs of each node with the rank map; name those that are ill or in use."""
     equipment = {node: each.equipment for node, each in facts.items()}

@@ -12,7 +12,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.gpu_query import ask_health, parse_health
-from slurm_rlhf.nodes.collect import collect
+from slurm_rlhf.nodes.collect import collect, no_compiler
 from slurm_rlhf.nodes.facts import UNKNOWN, Orders
 from slurm_rlhf.nodes.node_look import MISSING, versions
 
@@ -51,6 +51,15 @@ def test_what_a_bad_machine_lacks(tmp_path: Path) -> None:
     assert found.run_dir == "No such file or directory"
     assert found.shm == "No such file or directory"
     assert found.exported[0].startswith("GLOO_SOCKET_IFNAME=ib77, and its interfaces are ")
+
+
+def test_what_is_missing_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert no_compiler({"PATH": str(tmp_path)}) == "no C compiler: neither gcc nor clang is on PATH, and CC is not set"
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    compiler = {"PATH": str(tmp_path), "CC": "cc"}
+    assert no_compiler(compiler) == f"no headers of Python: {tmp_path}/Python.h is missing"
+    (tmp_path / "Python.h").touch()
+    assert no_compiler(compiler) == ""
 
 
 def test_a_file_system_without_locks(tmp_path: Path) -> None:

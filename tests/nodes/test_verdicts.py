@@ -129,6 +129,17 @@ def test_the_odd_one_out_is_named(verdict: str, changes: dict[str, Any], said: s
         assert said in report.notes()[0]
 
 
+def test_a_node_without_a_compiler_is_named_where_the_run_wants_gpus() -> None:
+    lacking = {"compiler": "no C compiler"}
+    assert examined(**lacking).verdict == OK
+    on_gpus = examined(needs=replace(NEEDS, wanted=Wanted(dict.fromkeys(NODES, 2))), **lacking)
+    (check,) = [check for check in on_gpus.checks if check.name == "compiler"]
+    (finding,) = check.findings
+    assert (finding.verdict, finding.nodes) == (FAILED, ("n3",))
+    assert "n3: no C compiler; on GPUs Triton compiles" in finding.said
+    assert "module load gcc" in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("reach", "said"),
     [

@@ -83,6 +83,10 @@ class Outcome:
 
 
 CHECKS = (
+    # First, where there are several nodes: the kit may end before it comes to the last ones.
+    Check("nodes", "every node's directory, packages, GPUs", "kit_nodes:look", 75, nodes=2),
+    Check("nodes sync", "weights between nodes against the raw link", "kit_nodes:sync", 90, nodes=2),
+    Check("nodes ppo", "PPO over all nodes", "kit_nodes:ppo", 180, nodes=2),
     Check("sync nccl", "weights by NCCL, byte for byte; abort; a death", "kit_sync:nccl", 75),
     Check("sync ipc", "the same on one GPU by CUDA IPC", "kit_sync:ipc", 75),
     Check("sync repair", "a rank killed amid an update: repeated", "kit_sync:repair", 60),
@@ -104,9 +108,6 @@ CHECKS = (
     Check("bench sync", "a weight update against raw NCCL", "kit_bench:sync", 75),
     Check("bench train", "the actor's update: tokens/s, MFU", "kit_bench:train", 100),
     Check("bench rollout", "the engine: tokens/s", "kit_bench:rollout", 120),
-    Check("nodes", "every node's directory, packages, GPUs", "kit_nodes:look", 75, nodes=2),
-    Check("nodes sync", "weights between nodes against the raw link", "kit_nodes:sync", 90, nodes=2),
-    Check("nodes ppo", "PPO over all nodes", "kit_nodes:ppo", 180, nodes=2),
 )
 
 
