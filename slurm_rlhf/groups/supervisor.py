@@ -168,7 +168,7 @@ class Supervisor:
         world, timeout = self._ranks.world(role), self._config.timeout
         if any(share.engines for share in self._ranks.roles[role]):
             return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
-        return RoleHandle(self.server, role, world, timeout, ROLES[role].layout(self._config))
+        return RoleHandle(self.server, role, world, timeout, lambda: ROLES[role].layout(self._config))
 
     def _make_engines(self, handle: EngineHandle) -> Engines:
         # Where engines share accelerators with trainers, one would measure memory that is in use while it starts.

@@ -209,19 +209,31 @@ class RoleHandle(Generic[C]):
     declaration, and so is the deadline.
     """
 
-    def __init__(self, server: ControlServer, role: str, world: int, timeout: Timeout, layout: Layout = ROWS) -> None:
-        """`world`: the role's ranks; `layout`: how its model reads micro-batches.
+    def __init__(
+        self,
+        server: ControlServer,
+        role: str,
+        world: int,
+        timeout: Timeout,
+        layout: Callable[[], Layout] = lambda: ROWS,
+    ) -> None:
+        """`world`: the role's ranks; `layout` tells how its model reads micro-batches, when one is cut.
 
         Raises nothing: ranks may still be starting (`ControlServer.wait_for`).
         """
         self.role = role
         self.world = world
-        self.layout = layout
+        self._layout = layout
         self._server = server
         self._timeout = timeout
         self._retired: Exception | None = None
         self.watchers: list[Callable[[int, str], Callable[[], None]]] = []
         """Each gets the rank and the name of every call, and returns what to call when the answer is there."""
+
+    @property
+    def layout(self) -> Layout:
+        """Tell how the model of the role reads micro-batches. Raises ModelError."""
+        return self._layout()
 
     @overload
     def call(self, rank: int, method: Callable[[C], R], /) -> Future[R]: ...

@@ -42,7 +42,7 @@ class Here:
     world = 1
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+        self.trainer, self.layout = trainer, trainer.layout
 
     def start_each(self, method: Any, batches: list[Any], /) -> list[Future[Any]]:
         (batch,), name = batches, method.__name__
