@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.gpu_query import local_gpus, share_gpus
-from slurm_rlhf.config.model_directory import stored_parameters
+from slurm_rlhf.config.model_directory import adapters_of, stored_parameters
 from slurm_rlhf.config.schema import Config, Sync
+from slurm_rlhf.config.schema_models import Lora
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.wire import timeouts
 
@@ -99,12 +100,15 @@ def parameters_of(nbytes: int) -> list[list[Any]]:
 
 
 def _spec(options: dict[str, Any], on_gpus: bool) -> Spec:
-    if options["load"] and not options["model"]:
-        raise ConfigError("--load needs the model that vLLM is to be started on: --model=DIRECTORY")
+    if options["load"] and (not options["model"] or options["lora_rank"]):
+        raise ConfigError("--load needs the model that vLLM is to be started on: --model=DIRECTORY, and no --lora_rank")
     if options["model"]:
-        parameters = [[name, shape, "bfloat16"] for name, shape in stored_parameters(options["model"])]
+        parameters: list[list[Any]] = [[name, shape, "bfloat16"] for name, shape in stored_parameters(options["model"])]
     else:
         parameters = parameters_of(_bytes(options["size"]))
+    if options["lora_rank"]:
+        adapters = adapters_of([(row[0], row[1]) for row in parameters], Lora(rank=options["lora_rank"]))
+        parameters = [[name, shape, "bfloat16"] for name, shape in adapters]
     actors, engines = _nodes("actors", options["actors"], "actor"), _nodes("engines", options["engines"], "rollout")
     if options["one_node"]:
         actors, engines = ["node"] * len(actors), ["node"] * len(engines)

@@ -155,6 +155,7 @@ _SYNC = Bench(
         "engines": Option("1x2", "engine nodes x ranks on each"),
         "zero": Option(0, "ZeRO stage; 3: every actor rank holds a shard", least=0),
         "backend": Option("gloo", "as sync.backend"),
+        "lora_rank": Option(0, "send adapters of this rank for the layers, and not the model", least=0),
         "bucket_mb": Option(0, "as sync.bucket_mb", least=0),
         "repeats": Option(3, "measurements; the median is shown"),
         "one_node": Option(False, "all ranks on one node"),

@@ -15,7 +15,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.config.check import check_colocation
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.model_directory import stored_parameters
+from slurm_rlhf.config.model_directory import sent_parameters
 from slurm_rlhf.config.roles import ROLES, ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
@@ -281,10 +281,10 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
     if not has_engines(config):
         return None
     try:
-        stored = stored_parameters(config.actor.model_name_or_path)
+        sent = sent_parameters(config.actor.model_name_or_path, config.lora)
     except ModelError:
         return None
-    described = [[name, shape, config.ds.param_dtype] for name, shape in stored]
+    described = [[name, shape, config.ds.param_dtype] for name, shape in sent]
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
     layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
     on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")

@@ -11,7 +11,7 @@ from typing import Any
 from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, PACKED, REFUSED, head_fields
 from slurm_rlhf.config.hub import is_hub_name
-from slurm_rlhf.config.schema_models import Ds
+from slurm_rlhf.config.schema_models import Ds, Lora
 from slurm_rlhf.errors import ConfigError, ModelError, shortened
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -333,6 +333,27 @@ def stored_parameters(path: str) -> list[tuple[str, list[int]]]:
     if not found:
         raise ModelError(f"{path} holds no tensor")
     return sorted(found, key=lambda item: _layer_order(item[0]))
+
+
+def sent_parameters(path: str, lora: Lora) -> list[tuple[str, list[int]]]:
+    """List name and shape of what an update brings to engines of the model in `path`: its tensors, or adapters.
+
+    Raises ModelError as `stored_parameters` does.
+    """
+    stored = stored_parameters(path)
+    return adapters_of(stored, lora) if lora.rank else stored
+
+
+def adapters_of(stored: list[tuple[str, list[int]]], lora: Lora) -> list[tuple[str, list[int]]]:
+    """List name and shape of the adapters of the tensors `stored`: of matrices in numbered layers."""
+    sent = []
+    for name, shape in stored:
+        path = name.removesuffix(".weight").split(".")
+        if len(shape) == 2 and any(map(str.isdigit, path)) and {path[-1], "all-linear"} & {*lora.target_modules}:
+            layer = ".".join(path)
+            sent += [(f"{layer}.lora_A.weight", [lora.rank, shape[1]])]
+            sent += [(f"{layer}.lora_B.weight", [shape[0], lora.rank])]
+    return sent
 
 
 def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:

@@ -30,8 +30,13 @@ def has_critic(config: Config) -> bool:
 
 
 def has_reference(config: Config) -> bool:
-    """Tell whether a frozen policy runs: for the KL penalty, or because the algorithm needs it."""
+    """Tell whether log-probs of the policy before training are needed: for the KL penalty, or by the algorithm."""
     return config.algo.kl.init_coef != 0 or algorithm_of(config).needs_reference
+
+
+def actor_is_reference(config: Config) -> bool:
+    """Tell whether the actor computes the reference's log-probs: without its adapter it is what training began with."""
+    return config.lora.rank > 0 and has_reference(config)
 
 
 ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT = "actor", "critic", "reference", "reward", "rollout"
@@ -122,7 +127,7 @@ _ROWS = (
         model_keys=("actor.model_name_or_path",),
         head=True,
         colocates=ACTOR,
-        runs=has_reference,
+        runs=lambda config: has_reference(config) and not actor_is_reference(config),
     ),
     RoleSpec(
         REWARD,

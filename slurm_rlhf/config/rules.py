@@ -204,6 +204,11 @@ class TrainingRules(Rules):
         depends on time. Use vllm.sync_mode = drain, or leave full_determinism out"""
         return self.config.vllm.sync_mode == "inflight" and self.config.train.full_determinism
 
+    @unused("lora.alpha", "lora.target_modules")
+    def adapters(self) -> Broken:
+        """with lora.rank = 0, which trains all parameters: set lora.rank, or leave the key out"""
+        return not self.config.lora.rank
+
     @unused("train.async_queue_size", "train.staleness_threshold")
     def ahead(self) -> Broken:
         """with vllm.sync_mode = drain, which samples nothing ahead: set vllm.sync_mode = inflight, or leave the key

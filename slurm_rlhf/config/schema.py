@@ -2,8 +2,8 @@
 
 `load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
-files: actor, critic, ref, reward, ds and algo in `schema_models.py`, eval, generate, slurm, cluster and timeout in
-`schema_jobs.py`.
+files: actor, critic, ref, reward, ds, lora and algo in `schema_models.py`, eval, generate, slurm, cluster and timeout
+in `schema_jobs.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, FilePath, Range
 from slurm_rlhf.config.schema_jobs import Cluster, Eval, Generate, Slurm, Timeout
-from slurm_rlhf.config.schema_models import Actor, Algo, Critic, Ds, Ref, Reward
+from slurm_rlhf.config.schema_models import Actor, Algo, Critic, Ds, Lora, Ref, Reward
 
 FORWARD_SHARE = 4
 """Tokens of a pass without gradients for one of a pass with them, unless the user says so: it keeps the states of one
@@ -299,6 +299,7 @@ class Config:
     env: Env = field(default_factory=Env)
     vllm: Vllm = field(default_factory=Vllm)
     ds: Ds = field(default_factory=Ds)
+    lora: Lora = field(default_factory=Lora)
     algo: Algo = field(default_factory=Algo)
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)

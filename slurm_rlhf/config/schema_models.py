@@ -1,4 +1,4 @@
-"""Define the groups of the models and of the algorithm: actor, critic, ref, reward, ds, algo. See `schema.py`."""
+"""Define the groups of the models and of the algorithm: actor, critic, ref, reward, ds, lora, algo. See `schema.py`."""
 
 from __future__ import annotations
 
@@ -179,6 +179,19 @@ class Ds:
     attn_implementation: str = "sdpa"
     """A name of Hugging Face. sdpa: eager for models that have no sdpa, or cap their attention scores, which sdpa
     ignores."""
+
+
+@dataclass(slots=True)
+class Lora:
+    rank: Annotated[int, Range(0, 512)] = 0
+    """Train low-rank adapters of this rank, and nothing else of the policy and of the critic but its head; 0: train all
+    parameters. The reference is the policy without its adapter, so no role runs for it, and the adapter alone goes to
+    the engines. Needs about ten times the learning rate: `slurm-rlhf docs models`."""
+    alpha: Annotated[float, POSITIVE] = 16.0
+    """An adapter's output is multiplied by lora.alpha / lora.rank."""
+    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Linear layers that get adapters, by the last part of their names (q_proj, up_proj, ...). all-linear: all but the
+    head over the vocabulary."""
 
 
 @dataclass(slots=True)

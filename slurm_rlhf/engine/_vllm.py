@@ -25,7 +25,7 @@ v1/engine/llm_engine.py LLMEngine.engine_core
 v1/engine/llm_engine.py LLMEngine.model_executor
 v1/engine/llm_engine.py LLMEngine.input_processor
 v1/engine/llm_engine.py LLMEngine.get_supported_tasks(self)
-v1/engine/input_processor.py InputProcessor.process_inputs(self, request_id, prompt, params, supported_tasks)
+v1/engine/input_processor.py InputProcessor.process_inputs(self, request_id, prompt, params, supported_tasks, *, lora_request)
 v1/engine/detokenizer.py IncrementalDetokenizer.from_new_request(cls, tokenizer, request)
 v1/engine/core_client.py InprocClient.get_output(self)
 v1/engine/core_client.py InprocClient.add_request(self, request)
@@ -53,20 +53,12 @@ distributed/parallel_state.py GroupCoordinator.mq_broadcaster
 distributed/device_communicators/shm_broadcast.py MessageQueue.buffer
 distributed/device_communicators/shm_broadcast.py ShmRingBuffer.is_creator
 distributed/device_communicators/shm_broadcast.py ShmRingBuffer.shared_memory
-config/vllm.py set_current_vllm_config(vllm_config)
-model_executor/model_loader/reload/layerwise.py initialize_layerwise_reload(model)
-model_executor/model_loader/reload/layerwise.py finalize_layerwise_reload(model, model_config)
-model_executor/layers/vocab_parallel_embedding.py ParallelLMHead
-model_executor/layers/vocab_parallel_embedding.py VocabParallelEmbedding.quant_method
-model_executor/layers/quantization/base_config.py QuantizeMethodBase.process_weights_after_loading(self, layer)
-model_executor/layers/fused_moe/fused_moe_method_base.py FusedMoEMethodBase.moe_kernel
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,7 +67,7 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Sampling
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 def import_vllm() -> None:
@@ -203,12 +195,16 @@ class EngineCore:
         self._core = self.client.engine_core
         self._tasks = self.llm.get_supported_tasks()
 
-    def add(self, name: str, key: str, prompt_ids: list[int], sampling: Sampling, seed: int) -> StopWatcher | None:
+    def add(
+        self, name: str, key: str, prompt_ids: list[int], sampling: Sampling, seed: int, adapter: Any = None
+    ) -> StopWatcher | None:
         """Queue a request; its stop watcher, where it has stop strings. Raises one of `refusals`."""
         from vllm.inputs import tokens_input
 
         params = _sampling_params(sampling, seed)
-        request = self.llm.input_processor.process_inputs(name, tokens_input(prompt_ids), params, self._tasks)
+        request = self.llm.input_processor.process_inputs(
+            name, tokens_input(prompt_ids), params, self._tasks, lora_request=adapter
+        )
         request.external_req_id = key
         watcher = StopWatcher(self._of_stops, request) if sampling.stop else None
         self.client.add_request(request)
@@ -337,59 +333,3 @@ def tp_executor(identity: str, started: Callable[[], object]) -> Any:
             return super().execute_model(scheduler_output, non_block)
 
     return TpExecutor
-
-
-# --- new weights -----------------------------------------------------------------------------------------------------
-
-
-def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
-    """Load `weights`, named as in a saved model, into `model` in place; errors of `weights` go through.
-
-    vLLM's layerwise reload: layers go back to the form in which they are loaded, load, are processed anew, and are
-    copied into the tensors they had, which CUDA graphs and kernels keep. It holds a layer's incoming tensors until the
-    layer is complete. Returns the names that the model's loader says it has loaded; None: it keeps no account.
-    """
-    import torch
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    # It warns, at every update, of each layer that nothing was sent for, tied heads and rotary tables among them. What
-    # must be sent is checked where it is known, in `expected_weights`.
-    logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
-    _unpack_experts(model)
-    with torch.no_grad(), set_current_vllm_config(config):
-        initialize_layerwise_reload(model)
-        try:
-            loaded: set[str] | None = model.load_weights(weights)
-        finally:
-            # After a failure too: layers that got nothing return to their old tensors, and the next reload can begin.
-            finalize_layerwise_reload(model, config.model_config)
-        _repack_tied_heads(model)
-    return loaded
-
-
-def _repack_tied_heads(model: Any) -> None:
-    """Process the heads that share the embedding's weight, which receive none of their own and so are not reloaded.
-
-    On a CPU they multiply with a repacked copy (`cpu_linear`) of the weight, which would stay the old policy's.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    if not platform().is_cpu():
-        return
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
-
-
-def _unpack_experts(model: Any) -> None:
-    """Drop the kernels of experts on a CPU: weights are repacked for a new kernel only.
-
-    Otherwise the old kernel would take the new policy's plain weights for repacked ones.
-    """
-    if not platform().is_cpu():
-        return
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from msgspec.structs import replace
@@ -59,6 +59,7 @@ class ActiveRequest:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    adapter: Any = None  # what samples all of it, where the engine keeps several; None: the weights of each step
 
     def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
         """Append what one step of policy `version` has sampled; a span ends where the policy changes."""

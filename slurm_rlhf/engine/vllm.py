@@ -1,4 +1,4 @@
-"""vLLM's V1 engine in this process, stepped by its owner; its environment, arguments and device memory."""
+"""vLLM's V1 engine in this process, stepped by its owner; its environment and arguments."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurm_rlhf.algorithms.lora import adapter_shapes, target_layers
 from slurm_rlhf.config.model_directory import check_model_directory, check_tensor_parallel, read_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_models import Lora
 from slurm_rlhf.engine._transformers import as_saved, parameter_shapes, skeleton
 from slurm_rlhf.engine._vllm import (
     EngineCore,
@@ -22,12 +24,14 @@ from slurm_rlhf.engine._vllm import (
     import_vllm,
     platform,
     refusals,
-    reload_weights,
     useful_kv_bytes,
     vllm_config,
 )
-from slurm_rlhf.engine.engine import ActiveRequest, Engine, GenerateRequest, Readiness, Status, checked
+from slurm_rlhf.engine.device_memory import DISCARD, KEEP, DeviceMemory
+from slurm_rlhf.engine.engine import ActiveRequest, Engine, GenerateRequest, Status, checked
+from slurm_rlhf.engine.updates._vllm import Adapters, adapter_rank, reload_weights
 from slurm_rlhf.errors import ConfigError, ModelError, RunError, SyncError, shortened
+from slurm_rlhf.placement.rank_memory import policies_at_once
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, WEIGHTS, MemoryPart, ParameterSpec, Trajectory
 
 if TYPE_CHECKING:
@@ -35,8 +39,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 GIB = 1 << 30
-_DISCARD = 2
-"""vLLM's sleep level: the weights are not kept, because those of the next policy version take their place anyway."""
 
 
 def vllm_environment(has_gpu: bool) -> dict[str, str]:
@@ -109,9 +111,10 @@ def engine_config(config: Config) -> Any:
         kv_cache_memory_bytes=int(config.vllm.cpu_kvcache_gib * GIB) if on_cpu else None,
         enable_prefix_caching=config.vllm.enable_prefix_caching,
         enforce_eager=on_cpu or config.vllm.enforce_eager,
+        **adapter_arguments(config),
         # On CPUs vLLM refuses the option and takes the calls.
         enable_sleep_mode=config.train.colocate_all and not on_cpu,
-        async_scheduling=asynchronous(config, on_cpu),
+        async_scheduling=asynchronous(on_cpu),
         scheduling_policy="fcfs",
         # vLLM sets a seeded request's generator back after a part of a prompt; torch's for CPUs cannot do that.
         enable_chunked_prefill=False if on_cpu else None,
@@ -131,14 +134,20 @@ def engine_config(config: Config) -> Any:
     return made
 
 
-def asynchronous(config: Config, on_cpu: bool) -> bool | None:
+def adapter_arguments(config: Config) -> dict[str, Any]:
+    """Return vLLM's arguments for adapters: as many at a time as there are policies that responses may be of."""
+    if not config.lora.rank:
+        return {}
+    rank, at_once = adapter_rank(config.lora.rank), policies_at_once(config)
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": at_once}
+
+
+def asynchronous(on_cpu: bool) -> bool | None:
     """Return vLLM's async_scheduling: schedule the next batch while the device computes this one. None: if it can.
 
-    On a GPU the 3 to 5 ms of Python of a step then overlap its 9 ms of computing. Not with vllm.sync_mode =
-    inflight, where the weights change between two steps under requests in flight, and no batch may have both.
-    On CPUs vLLM has no use for it.
+    On a GPU the 3 to 5 ms of Python of a step then overlap its 9 ms of computing. On CPUs vLLM has no use for it.
     """
-    return False if on_cpu or config.vllm.sync_mode == "inflight" else None
+    return False if on_cpu else None
 
 
 # --- engine ---------------------------------------------------------------------------------------------------------
@@ -162,7 +171,8 @@ class VllmEngine(Engine):
     what it chose. `text` ends with the stop string, so that a reward function sees it, and has nothing after it.
 
     Requests in flight when the weights change keep their tokens; their KV cache is computed anew under the new
-    weights, so that every log-prob is that of its version given the whole text before it.
+    weights, so that every log-prob is that of its version given the whole text before it. With lora.rank an update is
+    an adapter, and requests in flight end under the one with which they began.
 
     With vLLM's asynchronous scheduling (`asynchronous`) a batch is on its way to the device while the one
     before it is read. So between two steps there is a batch in flight. `_flush` waits for it before the weights change,
@@ -186,21 +196,33 @@ class VllmEngine(Engine):
         self._config = engine_config(config)
         # Before the engine: where vLLM runs the classes of transformers, they can be made within an engine only.
         self._skeleton = skeleton(self._path)
-        self._shapes = parameter_shapes(self._skeleton)
+        lora = config.lora
+        layers = target_layers(self._skeleton, lora.target_modules) if lora.rank else {}
+        self._shapes = adapter_shapes(layers, lora.rank) or parameter_shapes(self._skeleton)
         # The engine collects garbage five times while it starts; the imports left none, and looking takes 0.3 s a time.
         gc.freeze()
         try:
             self._core = EngineCore(self._config, self._executor)
         except refusals() as error:
             raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
+        self._adapters = self._make_adapters(lora, layers) if lora.rank else None
         self._active: dict[str, ActiveRequest] = {}  # vLLM's request id -> request
         self._stops: dict[str, StopWatcher] = {}  # likewise, where a request has stop strings
         self._keys: set[str] = set()  # keys of the active requests
         self._added = 0
         self._finished: list[Trajectory] = []  # responses that a flush has finished, not returned yet
-        self._ready = DeviceMemory(self._core.llm, config.vllm.gpu_memory_utilization, number)
+        share, level = config.vllm.gpu_memory_utilization, KEEP if lora.rank else DISCARD
+        self._ready = DeviceMemory(self._core.llm, share, number, level)
         self._tokens_sampled = 0
         self._attention = self._core.attention()
+
+    def _make_adapters(self, lora: Lora, layers: Iterable[str]) -> Adapters:
+        made = Adapters(self._core.llm, lora.rank, lora.alpha, lora.target_modules)
+        if lost := made.without_place(layers):
+            raise ModelError(
+                f"{self._path}: vLLM has no adapters for {shortened(lost)}: leave them out of lora.target_modules"
+            )
+        return made
 
     @property
     def status(self) -> Status:
@@ -216,15 +238,17 @@ class VllmEngine(Engine):
         # a response sampled for it would go to the next one of that name. Counted and not random: the same on all TP
         # ranks, so those that the leader refuses, of which the others never hear, do not count.
         name = f"{request.key}#{self._added}"
+        adapter = self._adapters.current if self._adapters else None
+        used = adapter.request if adapter else None
         try:
-            stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed)
+            stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed, used)
         except refusals() as error:
             raise RunError(
                 f"engine {self._number} refuses request {request.key!r} (prompt {request.prompt}, {len(prompt_ids)} "
                 f"tokens): {error}"
             ) from error
         self._added += 1
-        self._active[name] = ActiveRequest(request)
+        self._active[name] = ActiveRequest(request, adapter=adapter)
         if stops is not None:
             self._stops[name] = stops
         self._keys.add(request.key)
@@ -268,7 +292,8 @@ class VllmEngine(Engine):
             self._tokens_sampled += len(sampled.tokens)
             self._sampled(active.request.key, sampled.tokens)
             if sampled.logprobs is not None:
-                active.extend(sampled.tokens, sampled.logprobs, self._version)
+                version = active.adapter.version if active.adapter else self._version
+                active.extend(sampled.tokens, sampled.logprobs, version)
             stops = self._stops.get(sampled.name)
             if stops is not None and stops.stops(sampled):
                 if not reason:
@@ -289,10 +314,14 @@ class VllmEngine(Engine):
         self._ready.require(WEIGHTS)
         self._flush()
         self._ready.updates(version)
-        model = self._core.model()
         complete = checked(weights, self._shapes, version)
-        check_loaded(model, reload_weights(model, self._config, as_saved(self._skeleton, complete)))
-        self._core.drop_caches()  # keys and values of the old policy are no use any more
+        if self._adapters:
+            self._adapters.load(version, dict(complete), {active.adapter for active in self._active.values()})
+        else:
+            model = self._core.model()
+            check_loaded(model, reload_weights(model, self._config, as_saved(self._skeleton, complete)))
+        if not (self._adapters and self._active):
+            self._core.drop_caches()  # keys and values of the old policy are no use any more
         self._version = version
         self._ready.unusable = ""
 
@@ -332,43 +361,3 @@ def check_loaded(model: Any, loaded: set[str] | None) -> None:
             f"vLLM's {type(model).__name__} was sent all parameters of the policy and has not loaded {len(missing)} "
             f"of its own, which keep the old policy's: {shortened(missing)}. This architecture cannot be trained yet."
         )
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
-class DeviceMemory(Readiness):
-    """Frees and allocates the memory of one vLLM engine. On CPUs vLLM takes the same calls and keeps its memory."""
-
-    def __init__(self, llm: Any, share: float, number: int = 0) -> None:
-        """Watch `llm`, of engine `number` with enable_sleep_mode; `share`: its gpu_memory_utilization."""
-        super().__init__(number)
-        self._llm = llm
-        self._share = share
-
-    def release(self) -> int:
-        """See `Engine.sleep`."""
-        before = _free_bytes()
-        self.slept()
-        self._llm.sleep(level=_DISCARD)
-        return max(0, _free_bytes() - before)
-
-    def allocate(self, part: MemoryPart) -> None:
-        """See `Engine.wake`."""
-        self.wakes(part)
-        try:
-            self._llm.wake_up(tags=[part])
-        except Exception as error:
-            raise RunError(
-                f"the engine cannot allocate its {part} again: {error}. With train.colocate_all it needs "
-                f"vllm.gpu_memory_utilization = {self._share:g} of the GPU, next to all that other roles keep there: "
-                f"lower it, or set ds.enable_sleep = true or a higher ds.zero_stage"
-            ) from error
-        self.missing.discard(part)
-
-
-def _free_bytes() -> int:
-    """Return the free bytes of the current GPU; 0 without one."""
-    import torch
-
-    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0

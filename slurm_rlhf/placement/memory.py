@@ -26,6 +26,7 @@ from slurm_rlhf.placement.rank_memory import (
     reduce_buckets,
     step_work,
     tensors,
+    trained,
     trainer_states,
     update_terms,
 )
@@ -179,7 +180,7 @@ def _alone(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
 
 def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     ds, ranks = config.ds, role.ranks(config)
-    elements, sizes = tensors(shape, role.head)
+    elements, sizes = trained(config, shape, role.head)
     held = trainer_states(config, shape, role.name)
     buckets = reduce_buckets(config, elements) if ranks > 1 or ds.zero_stage else 0
     resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role.name, ranks)}

@@ -6,7 +6,7 @@ A token is one position of a padded micro-batch. What a forward pass saves was r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slurm_rlhf.config.roles import ROLES, RoleSpec
 from slurm_rlhf.config.schema import Config
@@ -32,6 +32,21 @@ def weights(shape: ModelShape, tp: int, dtype: int) -> int:
     elements += (shape.of_kind("attention") - keys + keys * repeated) / tp
     elements += shape.of_kind("mlp", "experts") / tp + shape.of_kind("router", "norm", "bias")
     return round(elements * dtype)
+
+
+def adapters(config: Config, shape: ModelShape, tp: int, dtype: int) -> int:
+    """Count the bytes of the adapters that one of `tp` ranks has room for: A on every rank, B cut.
+
+    Queries, keys and values share the input, but each has an A.
+    """
+    sizes = adapted(shape, config.lora.target_modules) if config.lora.rank else []
+    one = sum((wide + high / tp) * layers for wide, high, layers in sizes)
+    return round(config.lora.rank * one * dtype) * policies_at_once(config)
+
+
+def policies_at_once(config: Config) -> int:
+    """Count the policies that the responses in an engine may be of, where each ends under the one it began with."""
+    return 1 + (config.train.async_queue_size if config.vllm.sync_mode == "inflight" else 0)
 
 
 def kv_layout(shape: ModelShape) -> tuple[int, tuple[int, ...]]:
@@ -96,7 +111,7 @@ def engine(config: Config, shape: ModelShape, gpu: int) -> EngineMemory:
     """Estimate one rank of an engine that may use its share of a GPU of `gpu` bytes."""
     vllm, tp, tokens = config.vllm, config.vllm.tensor_parallel_size, step_tokens(gpu)
     dtype = 4 if (config.ds.param_dtype if vllm.dtype == "auto" else vllm.dtype) == "fp32" else 2
-    held = weights(shape, tp, dtype)
+    held = weights(shape, tp, dtype) + adapters(config, shape, tp, dtype)
     work = profiled(shape, tp, dtype, tokens, vllm.max_num_seqs) + (TP_GROUP if tp > 1 else 0)
     graphs = 0 if vllm.enforce_eager else CUDA_GRAPHS
     kv = int(vllm.gpu_memory_utilization * gpu) - held - work - graphs
@@ -177,9 +192,41 @@ def states(elements: int, ranks: int, stage: int, param_dtype: str, small: int =
 
 def trainer_states(config: Config, shape: ModelShape, role: str) -> States:
     """Estimate parameters, gradients and optimizer states of a rank of a trained role."""
+    ranks, ds = ROLES[role].ranks(config), config.ds
     elements, sizes = tensors(shape, ROLES[role].head)
-    small = persistent(sizes, elements) if config.ds.zero_stage == 3 else 0
-    return states(elements, ROLES[role].ranks(config), config.ds.zero_stage, config.ds.param_dtype, small)
+    small = persistent(sizes, elements) if ds.zero_stage == 3 else 0
+    held = states(elements, ranks, ds.zero_stage, ds.param_dtype, small)
+    if not config.lora.rank:
+        return held
+    own = states(trained(config, shape, ROLES[role].head)[0], ranks, ds.zero_stage, ds.param_dtype)
+    return replace(own, parameters=held.parameters + own.parameters)
+
+
+def trained(config: Config, shape: ModelShape, head: bool) -> tuple[int, dict[int, int]]:
+    """Count the elements that are trained, and their tensors, as `tensors` does: with lora.rank those of adapters."""
+    if not config.lora.rank:
+        return tensors(shape, head)
+    counts = {} if head else {shape.hidden: 1}
+    for wide, high, layers in adapted(shape, config.lora.target_modules):
+        for size in (wide * config.lora.rank, high * config.lora.rank):
+            counts[size] = counts.get(size, 0) + layers
+    return sum(size * count for size, count in counts.items()), counts
+
+
+def adapted(shape: ModelShape, targets: list[str]) -> list[tuple[int, int, int]]:
+    """List inputs, outputs and number of the linear layers that get adapters, by the names that most models have."""
+    hidden, layers, width = shape.hidden, shape.layers, shape.width
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    known = {
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+        "gate_proj": (hidden, width),
+        "up_proj": (hidden, width),
+        "down_proj": (width, hidden),
+    }
+    return [(*size, layers) for name, size in known.items() if name in targets or "all-linear" in targets]
 
 
 def tensors(shape: ModelShape, head: bool) -> tuple[int, dict[int, int]]:
@@ -231,7 +278,7 @@ def update_terms(config: Config, shape: ModelShape, role: RoleSpec) -> dict[str,
     tokens, width = max(config.train.max_tokens_per_gpu, longest), 2 if half(config) else 4
     checkpointing, autocast = config.actor.gradient_checkpointing_enable, half(config) and ds.zero_stage == 0
     how = Pass(tokens, longest, width, checkpointing, ds.attn_implementation, autocast)
-    elements, sizes = tensors(shape, role.head)
+    elements, sizes = trained(config, shape, role.head)
     largest = max(sizes)
     # The largest gradient is sent alone if no bucket holds it.
     alone = (2 if ds.grad_comm_dtype == "bf16" else 4) * largest if largest > min(elements, BUCKET) else 0

@@ -17,6 +17,7 @@ from slurm_rlhf.records import F32, StoreAddress, SyncConnection, SyncReport
 from slurm_rlhf.trainer._torch import attention_kernel
 from slurm_rlhf.trainer.distributed import release_cache
 from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel
+from slurm_rlhf.trainer.lora import base_model
 from slurm_rlhf.trainer.optimizer_state import done
 from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 from slurm_rlhf.weights.ends import ActorEnd
@@ -115,6 +116,10 @@ class ActorWorker(TrainerWorker, ActorCalls):
 
     def logprobs(self, batch: ForwardBatch) -> F32:
         return self.trainer.logprobs(batch.experience, batch.micro)["logprobs"]
+
+    def reference_logprobs(self, batch: ForwardBatch) -> F32:
+        with base_model(self.trainer.backend.module):
+            return self.logprobs(batch)
 
     def self_check(self, batch: ForwardBatch) -> SelfCheckAnswer:
         return SelfCheckAnswer(**self.trainer.self_check(batch.experience, batch.micro))

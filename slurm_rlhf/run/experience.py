@@ -6,7 +6,7 @@ experience and the configuration.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -31,19 +31,22 @@ from slurm_rlhf.algorithms.reward_shaping import (
     shape,
 )
 from slurm_rlhf.config.correction import before_update, correction_of
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, actor_is_reference
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, I32, REPETITION, STOP, Bool, Experience
 from slurm_rlhf.rewards.function import Rewards
-from slurm_rlhf.wire.calls import CriticCalls, ForwardBatch, LogprobCalls
+from slurm_rlhf.wire.calls import ActorCalls, CriticCalls, ForwardBatch, LogprobCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
-COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
-    (ACTOR, LogprobCalls.logprobs, "logprobs"),
-    (REFERENCE, LogprobCalls.logprobs, "ref_logprobs"),
-    (CRITIC, CriticCalls.values, "values"),
-)
-"""Role, call and column of each pass without gradients; a role that the run lacks has no column."""
+
+def passes(config: Config) -> Iterator[tuple[str, Callable[[Any, ForwardBatch], F32], str]]:
+    """Yield role, call and column of each pass without gradients; a role that the run lacks has no column."""
+    if before_update(config):
+        yield ACTOR, LogprobCalls.logprobs, "logprobs"
+    if actor_is_reference(config):
+        yield ACTOR, ActorCalls.reference_logprobs, "ref_logprobs"
+    yield REFERENCE, LogprobCalls.logprobs, "ref_logprobs"
+    yield CRITIC, CriticCalls.values, "values"
 
 
 def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience: Experience) -> None:
@@ -56,8 +59,8 @@ def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience
         engine = experience.columns["rollout_logprobs"]
         experience.columns["logprobs"] = np.where(experience.action_mask, engine, np.float32(0.0))
     running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
-    for role, method, column in COLUMNS:
-        if role in roles and (role != ACTOR or before_update(config)):
+    for role, method, column in passes(config):
+        if role in roles:
             parts, calls = send_shards(roles[role], method, ForwardBatch, experience, config.train.forward_tokens)
             one_at_a_time(config, calls)
             running.append((column, parts, calls))

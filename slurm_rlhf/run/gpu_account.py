@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from slurm_rlhf.config.correction import before_update
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, has_reference
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.observe.timing import GpuTime, Slot
@@ -60,7 +60,7 @@ class StepFlops:
         prompts, samples = experience.prompt_lens, self.config.rollout.n_samples_per_prompt
         again = self._pass(ACTOR, prompts, 0) - self._pass(ACTOR, prompts[::samples], 0)
         policy = self._pass(ACTOR, experience.lengths, int(experience.response_lens.sum()))
-        passes = 1 + before_update(self.config) + (REFERENCE in self.models)  # sampled, scored by actor and reference
+        passes = 1 + before_update(self.config) + has_reference(self.config)  # sampled, scored by actor and reference
         return passes * policy - again + sum(self._pass(role, experience.lengths, 0) for role in (CRITIC, REWARD))
 
     def _pass(self, role: str, lengths: I32, head_tokens: int, backward: bool = False) -> float:

@@ -8,19 +8,22 @@ that no process group is needed. One process holds the model, once, in host memo
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import CheckpointError, SlurmRlhfError
 from slurm_rlhf.trainer.forward_fixes import restore_config
+from slurm_rlhf.trainer.lora import attach, merge, settings_of
 from slurm_rlhf.trainer.models import PolicyModule, load_policy
 from slurm_rlhf.trainer.optimizer_state import Fragment, ShardReader, flush
 
@@ -38,6 +41,9 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
+ADAPTER = "adapter"
+"""Directory, in an export of a policy with adapters, that has them alone, in PEFT's format."""
+
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
@@ -50,12 +56,15 @@ def save_hf(model: Any, whole: Iterable[tuple[str, Tensor]], source: Path, out: 
     keep = rank == 0
     state = {name: full.cpu().clone() for name, full in whole if keep}
     if keep:
+        adapter = merge(model, state)
         out.parent.mkdir(parents=True, exist_ok=True)
         for left in out.parent.glob(f".{out.name}.*"):  # left by an export that was killed
             shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
             new, old = Path(scratch) / "new", Path(scratch) / "old"
             _write(model, state, source, new)
+            if adapter:
+                _write_adapter(model, adapter, source, new / ADAPTER)
             if out.exists():
                 out.rename(old)
             new.rename(out)
@@ -77,21 +86,45 @@ def _write(model: Any, state: dict[str, Tensor], source: Path, out: Path) -> Non
     flush(out.iterdir())  # before the rename makes it the export
 
 
+def _write_adapter(model: Any, adapter: dict[str, Tensor], source: Path, out: Path) -> None:
+    """Write the adapters of `model` as PEFT does."""
+    settings = settings_of(model)
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source.absolute()),
+        "r": settings["rank"],
+        "lora_alpha": settings["alpha"],
+        "target_modules": settings["targets"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    out.mkdir()
+    (out / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    tensors = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in adapter.items()}
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    flush(out.iterdir())
+
+
 def export(actor: Path, base: Path, out: Path, dtype: Dtype) -> None:
     """Write the policy in `actor`, a directory of a checkpoint, to `out`; everything but weights is that of `base`.
 
-    Raises CheckpointError for a checkpoint that is not of this model, ModelError.
+    Adapters are merged into their layers, and stand in the directory `ADAPTER`, too. Raises CheckpointError for a
+    checkpoint that is not of this model, ModelError.
     """
     module = load_policy(base, Ds(param_dtype=dtype, attn_implementation="eager"), chunk_tokens=1)
-    fill(module, actor)
+    state = torch.load(_state_file(actor), weights_only=True)
+    if adapter := state.get("adapter"):
+        attach(module.model, **adapter, dtype=torch.float32)
+    fill(module, actor, state["sizes"])
     save_hf(module.model, module.model.named_parameters(), base, out, rank=0)
 
 
-def fill(module: PolicyModule, actor: Path) -> None:
-    """Give every trained parameter of `module` the value in the checkpoint. Raises CheckpointError."""
-    state = torch.load(_state_file(actor), weights_only=True)
+def fill(module: PolicyModule, actor: Path, sizes: Mapping[str, int]) -> None:
+    """Give the parameters of `sizes`, name -> elements, the values in the checkpoint. Raises CheckpointError."""
     ours = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    for name, size in state["sizes"].items():
+    for name, size in sizes.items():
         if ours.get(name) != size:
             raise CheckpointError(
                 f"{actor} is of another model than {module.model.name_or_path}: parameter {name} has {size} elements "
@@ -100,7 +133,7 @@ def fill(module: PolicyModule, actor: Path) -> None:
     reader = ShardReader(actor, 0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            if name in state["sizes"]:
+            if name in sizes:
                 master = torch.empty(parameter.numel(), dtype=torch.float32)
                 reader.fill(Fragment(name, 0, {"fp32": master}))
                 parameter.copy_(master.view(parameter.shape))

@@ -63,7 +63,7 @@ class PlainTrainer(Trainer):
 
     def _fill(self, steps: int, fill: Callable[[Fragment], None]) -> None:
         if steps:
-            zero_moments(self.optimizer, self.module.parameters(), steps)
+            zero_moments(self.optimizer, (p for p in self.module.parameters() if p.requires_grad), steps)
         for fragment in whole_fragments(self.module, self.optimizer):
             fill(fragment)
 

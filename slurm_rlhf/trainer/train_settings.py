@@ -132,7 +132,7 @@ def adamw(
     With `cfg.fused` it is fused on CPUs, where torch by default takes a parameter after the other through ten kernels.
     On GPUs it stays as torch has it by default: all parameters together.
     """
-    named = list(module.named_parameters())
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": [p for _, p in named], "weight_decay": 0.0}]
     if cfg.weight_decay:
         matrices = [p for name, p in named if len(shapes[name]) >= 2]

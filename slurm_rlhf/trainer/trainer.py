@@ -21,9 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from slurm_rlhf.algorithms.lora import is_adapter
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.trainer.distributed import World
+from slurm_rlhf.trainer.lora import settings_of
 from slurm_rlhf.trainer.optimizer_state import AsyncSave, Fragment, ShardReader, done, flush, write_shard
 from slurm_rlhf.trainer.train_settings import TrainSettings, learning_rate
 
@@ -204,7 +206,12 @@ class Trainer(ABC):
         """Return a copy of what a checkpoint holds besides the fragments."""
         cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
         state = {"steps": self.steps, "sizes": self._sizes(), "rng": torch.get_rng_state(), "cuda_rng": cuda}
-        return state | ({"loss_scale": self._scale.state()} if self._scale else {})
+        adapter = settings_of(self.module)
+        return (
+            state
+            | ({"loss_scale": self._scale.state()} if self._scale else {})
+            | ({"adapter": adapter} if adapter else {})
+        )
 
     def _sizes(self) -> dict[str, int]:
         """Count the elements of every trained parameter; tied parameters appear once."""
@@ -224,7 +231,8 @@ class Trainer(ABC):
             if saved.get(name) != ours.get(name):
                 raise CheckpointError(
                     f"{directory} is of another model: parameter {name} has {saved.get(name, 0)} elements in it and "
-                    f"{ours.get(name, 0)} here. Resume with the model it was trained from."
+                    f"{ours.get(name, 0)} here. Resume with the model it was trained from"
+                    f"{', and with its lora.rank and lora.target_modules' if is_adapter(name) else ''}."
                 )
         return {**state, "own": path == own}
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slurm_rlhf.algorithms.lora import is_adapter
 from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, entropy_bonus, kl_loss, nll_loss, value_loss
 from slurm_rlhf.algorithms.policy_losses import clip_range
 from slurm_rlhf.algorithms.registry import load_plugins, policy_loss_of
@@ -22,6 +23,7 @@ from slurm_rlhf.trainer.backends import loading, start_trainer
 from slurm_rlhf.trainer.batch import TokenBatch, collate, column, in_order, optional_column, per_action, to_device
 from slurm_rlhf.trainer.distributed import join_world, seed_rank, undisturbed
 from slurm_rlhf.trainer.export import save_hf
+from slurm_rlhf.trainer.lora import attach
 from slurm_rlhf.trainer.models import load_critic, load_policy
 from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
 
@@ -39,7 +41,10 @@ class TrainedModel(ABC):
         self.world = join_world(config.timeout.collective, config.timeout.connect)
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
         with loading(config.ds, self.world) as ds:
-            module = self._load(ds)
+            module: Any = self._load(ds)
+            if config.lora.rank:
+                lora = config.lora
+                attach(module.model, lora.rank, lora.alpha, lora.target_modules, config.train.seed)
         self.backend = start_trainer(module, TrainSettings.of(config, schedule, self.world.size), self.world)
 
     @abstractmethod
@@ -202,13 +207,17 @@ class PolicyTrainer(LanguageModelTrainer):
     def local_parameters(self) -> LocalParameters:
         """Return what this rank has of the parameters in `describe`. Not collective."""
         held = self.backend.shards(self.backend.module.model, "parameters")
-        return {one.name: (one.start, one.tensors["parameter"]) for one in held}
+        return {one.name: (one.start, one.tensors["parameter"]) for one in held if self._is_sent(one.name)}
 
     def describe(self) -> list[ParameterSpec]:
-        """Describe the parameters, in layer order, tied ones once. Not collective."""
+        """Describe the parameters that the engines get, in layer order, tied ones once. Not collective."""
         dtype = str(DTYPES[self.config.ds.param_dtype]).removeprefix("torch.")
-        shapes = self.backend.shapes.items()
-        return [ParameterSpec(name.removeprefix("model."), list(shape), dtype) for name, shape in shapes]
+        shapes = {name.removeprefix("model."): list(shape) for name, shape in self.backend.shapes.items()}
+        return [ParameterSpec(name, shape, dtype) for name, shape in shapes.items() if self._is_sent(name)]
+
+    def _is_sent(self, name: str) -> bool:
+        """Tell whether the engines get the parameter at an update: with lora.rank those of the adapter alone."""
+        return not self.config.lora.rank or is_adapter(name)
 
 
 class ValueTrainer(TrainedModel):

@@ -271,6 +271,10 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
     """Declares the calls of the policy in training."""
 
     @call(deadline="forward")
+    def reference_logprobs(self, batch: ForwardBatch) -> F32:
+        """Compute log-probs as `logprobs` does, of the policy without its adapter (lora.rank)."""
+
+    @call(deadline="forward")
     def self_check(self, batch: ForwardBatch) -> SelfCheckAnswer:
         """Compute the log-probs of a few sequences in several ways."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -23,7 +24,7 @@ FLAGS = tables()["openrlhf"]
 HERE = [flag for flag in FLAGS if "key" in flag]
 ELSEWHERE = [flag for flag in FLAGS if "key" not in flag]
 VERL, TRL, UNITS = (tables()[table] for table in ("verl", "trl", "units"))
-OTHER = {"int": 7, "float": 0.25, "bool": True, "str": "word", "list[float]": [0.25, 0.75]}
+OTHER = {"int": 7, "float": 0.25, "bool": True, "str": "word", "list[float]": [0.25, 0.75], "list[str]": ["word"]}
 
 
 def write(directory: Path, text: str) -> Path:
@@ -47,7 +48,7 @@ def sample(key: str) -> tuple[str, object]:
     if kind == "path":
         return "/some/where", "/some/where"
     value = OTHER[kind] if OTHER[kind] != default else False
-    return str(value).lower().strip("[]"), value
+    return str(value).lower().strip("['] "), value
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def test_every_alias_loads_from_a_file_and_from_the_command_line(
     assert len(read_as()) > 80
     for alias, key in read_as().items():
         written, value = sample(key)
-        quoted = f'"{written}"' if isinstance(value, str) else f"[{written}]" if isinstance(value, list) else written
+        quoted = f'"{written}"' if isinstance(value, str) else json.dumps(value) if isinstance(value, list) else written
         from_file = load_config(write(tmp_path, f"{alias} = {quoted}"))
         from_words = load_config(None, [f"--{alias}={written}"])
         assert get(from_file, key) == get(from_words, key) == value != all_keys()[key].default, alias
@@ -192,8 +193,8 @@ def test_the_same_key_twice_in_a_file(tmp_path: Path) -> None:
 
 
 def test_tables_of_others_are_explained_key_by_key(tmp_path: Path) -> None:
-    told = refused(write(tmp_path, "[ds.lora]\nrank = 8\n[actor_rollout_ref.rollout]\nn = 4\n[zzz.a]\nb = 1"))
-    assert "unknown key ds.lora.rank: OpenRLHF's ds.lora.rank is no key here: all parameters are trained" in told
+    told = refused(write(tmp_path, "[ds]\nload_in_4bit = true\n[actor_rollout_ref.rollout]\nn = 4\n[zzz.a]\nb = 1"))
+    assert "unknown key ds.load_in_4bit: OpenRLHF's ds.load_in_4bit is no key here: all parameters are trained" in told
     assert "unknown key actor_rollout_ref.rollout.n: verl's actor_rollout_ref.rollout.n is rollout.n_samples" in told
     assert "unknown key zzz.a.b (`slurm-rlhf train --help` names all keys)" in told
 

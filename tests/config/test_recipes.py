@@ -25,7 +25,7 @@ from slurm_rlhf.placement.rank_memory import GIB
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 RECIPES = sorted(path.stem for path in (SBATCH / "recipes").glob("*.toml"))
-NAMES = ["async_grpo", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "rloo"]
+NAMES = ["async_grpo", "cispo", "dapo", "dr_grpo", "grpo", "grpo_lora", "gspo", "ppo", "reinforce_pp", "rloo"]
 WITH_REFERENCE = {"ppo", "reinforce_pp", "rloo"}
 QUICKSTART = SBATCH / "quickstart.toml"
 
@@ -52,6 +52,7 @@ MAKES: dict[str, dict[str, object]] = {
     },
     "dr_grpo": GRPO | {"algo.advantage.estimator": "dr_grpo"},
     "grpo": GRPO,
+    "grpo_lora": GRPO | {"lora.rank": 32, "lora.alpha": 32.0, "actor.learning_rate": 1e-5},
     "gspo": GRPO | {"actor.policy_loss_type": "gspo", "train.batch_size": 128},
     "ppo": {
         "algo.advantage.estimator": "gae",

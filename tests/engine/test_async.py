@@ -8,7 +8,6 @@ from msgspec.structs import replace
 from rollout_engine import EngineProcess
 from tiny_models import make_tiny
 
-from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.vllm import asynchronous
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
@@ -53,11 +52,8 @@ def engine(process: EngineProcess) -> EngineProcess:
 
 
 def test_where_it_is_on() -> None:
-    config = Config()
-    assert asynchronous(config, on_cpu=False) is None  # vLLM's own rules decide: on, unless something excludes it
-    assert asynchronous(config, on_cpu=True) is False
-    config.vllm.sync_mode = "inflight"
-    assert asynchronous(config, on_cpu=False) is False
+    assert asynchronous(on_cpu=False) is None  # vLLM's own rules decide: on, unless something excludes it
+    assert asynchronous(on_cpu=True) is False
 
 
 def test_the_same_bits_as_with_one_batch_at_a_time(

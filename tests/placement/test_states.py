@@ -17,11 +17,14 @@ import torch
 from tiny_models import make_tiny
 from training_ranks import make_config, make_experience, share, torchrun
 
+from slurm_rlhf.config.schema import Config
+
 pytestmark = pytest.mark.slow
 
 RANKS = 2
 CASES = [[stage, dtype, kind] for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16") for kind in ("policy", "value")]
 SLICE = [case for case in CASES if case[2] == "policy"] + [[stage, "fp16", "policy"] for stage in (1, 2, 3)]
+SLICE += [[0, "fp32", "adapter"], [1, "bf16", "adapter"], [2, "bf16", "adapter"], [3, "bf16", "adapter"]]
 
 
 # --- what each rank does ---------------------------------------------------------------------------------------------
@@ -64,13 +67,19 @@ def reachable(*roots: Any) -> list[torch.Tensor]:
     return found
 
 
+def made(model: Path, stage: int, param_dtype: str, kind: str) -> Config:
+    config = make_config(model, zero_stage=stage, param_dtype=param_dtype)
+    config.lora.rank = 8 if kind == "adapter" else 0
+    return config
+
+
 def measure(stage: int, param_dtype: str, kind: str, model: Path) -> dict[str, int]:
     """Bytes on this rank: the most that gradients are behind a backward pass, the rest after two optimizer steps."""
     from slurm_rlhf.trainer._deepspeed import masters
     from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
-    config = make_config(model, zero_stage=stage, param_dtype=param_dtype)
-    trainer = {"policy": PolicyTrainer, "value": ValueTrainer}[kind](config, 4)
+    config = made(model, stage, param_dtype, kind)
+    trainer = (ValueTrainer if kind == "value" else PolicyTrainer)(config, 4)
     engine = trainer.backend
     deepspeed = engine._engine
     exp = make_experience(0)
@@ -129,9 +138,9 @@ def compare(model: Path, cases: list[list[Any]], out: Path) -> None:
     torchrun(RANKS, program=__file__, model=str(model), out=str(out), cases=cases)
     shape = read_shape("actor.model_name_or_path", model)
     for (stage, dtype, kind), measured in zip(cases, json.loads(out.read_text()), strict=True):
-        config = make_config(model, zero_stage=stage, param_dtype=dtype)
+        config = made(model, stage, dtype, kind)
         config.actor.num_gpus_per_node = config.critic.num_gpus_per_node = RANKS
-        ours = trainer_states(config, shape, "actor" if kind == "policy" else "critic")
+        ours = trainer_states(config, shape, "critic" if kind == "value" else "actor")
         for term, size in measured.items():
             assert getattr(ours, term) == pytest.approx(size, rel=0.01), f"ZeRO-{stage} {dtype} {kind}: {term}"
 

@@ -19,10 +19,14 @@ import numpy as np
 import rollout_async
 from waiting import HANG_S
 
+from slurm_rlhf.algorithms.lora import is_adapter
+from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_models import Lora
 from slurm_rlhf.engine.engine import GenerateRequest, Status, request_seed
 from slurm_rlhf.engine.vllm import prepare_environment
 from slurm_rlhf.records import ParameterSpec, Sampling, Trajectory
+from slurm_rlhf.trainer.lora import attach
 
 PROMPT_LENGTHS = (1, 5, 17, 33, 180, 260)  # two are longer than a block of the prefix cache (128 tokens on a CPU)
 
@@ -30,8 +34,9 @@ SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
 
 engine: Any = None
 directory = Path()
+lora = Lora()  # settings of the engine's adapters
 switches: list[Callable[[], None]] = []  # to call before the next engine is made
-models: dict[tuple[Path, int], Any] = {}
+models: dict[tuple[Path, int, int], Any] = {}
 
 
 class EngineProcess:
@@ -57,8 +62,10 @@ def _prepare() -> None:
     prepare_environment()
 
 
-def config(path: Path, dtype: str = "fp32", fp32_head: bool = False) -> Config:
+def config(path: Path, dtype: str = "fp32", fp32_head: bool = False, keys: dict[str, Any] | None = None) -> Config:
     config = Config()
+    for name, value in (keys or {}).items():
+        put(config, name, value)
     config.actor.model_name_or_path = str(path)
     config.ds.param_dtype = dtype
     config.ds.fp32_lm_head = fp32_head
@@ -68,19 +75,28 @@ def config(path: Path, dtype: str = "fp32", fp32_head: bool = False) -> Config:
 
 
 def start(
-    path: Path, dtype: str = "fp32", number: int = 0, asynchronous: bool = False, fp32_head: bool = False
+    path: Path,
+    dtype: str = "fp32",
+    number: int = 0,
+    asynchronous: bool = False,
+    fp32_head: bool = False,
+    keys: dict[str, Any] | None = None,
 ) -> None:
-    """Start the engine, in place of the one before; `asynchronous`: with two batches in flight."""
+    """Start the engine, in place of the one before; `asynchronous`: with two batches in flight; `keys` of its config.
+
+    With lora.rank the policies of `model` differ by their adapters.
+    """
     from slurm_rlhf.engine.vllm import VllmEngine
 
-    global engine, directory
+    global engine, directory, lora
     if engine is not None:
         engine.close()
     while switches:
         switches.pop()()
     if asynchronous:
         switches.append(rollout_async.switch_on())
-    engine, directory = VllmEngine(config(path, dtype, fp32_head), number), path
+    made = config(path, dtype, fp32_head, keys)
+    engine, directory, lora = VllmEngine(made, number), path, made.lora
 
 
 def start_hf(path: Path, number: int = 0) -> None:
@@ -140,19 +156,65 @@ def model(seed: int) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    if (directory, seed) not in models:
+    if (directory, lora.rank, seed) not in models:
         made = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        if lora.rank:
+            attach(made, lora.rank, lora.alpha, lora.target_modules)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in made.parameters() if seed else ():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        models[directory, seed] = made
-    return models[directory, seed]
+            for name, parameter in made.named_parameters() if seed else ():
+                if not lora.rank or is_adapter(name):
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        models[directory, lora.rank, seed] = made
+    return models[directory, lora.rank, seed]
 
 
-def update(seed: int) -> None:
-    """Make the weights of policy `seed` the engine's, and `seed` its version."""
-    engine.load(((name, p.detach()) for name, p in model(seed).named_parameters()), seed)
+def sent(seed: int) -> Iterator[tuple[str, Any]]:
+    """What an update to policy `seed` brings."""
+    named = ((name, p.detach()) for name, p in model(seed).named_parameters())
+    return ((name, p) for name, p in named if not lora.rank or is_adapter(name))
+
+
+def update(seed: int, version: int | None = None) -> None:
+    """Make the weights of policy `seed` the engine's, and `seed` or `version` its version."""
+    engine.load(sent(seed), seed if version is None else version)
+
+
+def adapters() -> list[str]:
+    """The adapters that the engine has."""
+    return [one.request.lora_name for one in engine._adapters._kept]
+
+
+def adapters_in_vllm() -> int:
+    return len(engine._core.llm.list_loras())
+
+
+def usable() -> None:
+    """Let the engine go on after an update that it refused before anything was loaded."""
+    engine._ready.unusable = ""
+
+
+def rooms(ranks: list[int]) -> list[int]:
+    """The rank for which vLLM has room, for each of `ranks`."""
+    from slurm_rlhf.engine.updates._vllm import adapter_rank
+
+    return [adapter_rank(rank) for rank in ranks]
+
+
+def without_place(layers: list[str]) -> list[str]:
+    found: list[str] = engine._adapters.without_place(layers)
+    return found
+
+
+def read_by_vllm(directory: Path) -> dict[str, tuple[int, float]]:
+    """Rank and scaling of each layer, as vLLM reads the adapter in `directory`, a folder of PEFT's files."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    helper = PEFTHelper.from_local_dir(str(directory), None)
+    expected = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    read = LoRAModel.from_local_checkpoint(str(directory), expected, peft_helper=helper, device="cpu")
+    return {name: (layer.lora_a.shape[0], layer.scaling) for name, layer in read.loras.items()}
 
 
 def update_with(change: str, seed: int) -> None:

@@ -28,7 +28,10 @@ CASES: list[dict[str, Any]] = [
     {"zero_stage": 0, "param_dtype": "fp32", "kind": "policy"},
     {"zero_stage": 2, "param_dtype": "fp32", "kind": "policy", "weight_decay": 0.1},
     {"zero_stage": 3, "param_dtype": "fp32", "kind": "value"},
+    {"zero_stage": 2, "param_dtype": "fp32", "kind": "policy", "lora": 3},
+    {"zero_stage": 3, "param_dtype": "fp32", "kind": "value", "lora": 2},
     {"zero_stage": 1, "param_dtype": "bf16", "kind": "policy"},
+    {"zero_stage": 3, "param_dtype": "bf16", "kind": "policy", "lora": 3},
     {"zero_stage": 3, "param_dtype": "bf16", "kind": "policy"},
     # Last: DeepSpeed's autocast, once it was in use, changes how later engines of the same process add up gradients.
     {"zero_stage": 0, "param_dtype": "bf16", "kind": "policy"},
@@ -36,6 +39,7 @@ CASES: list[dict[str, Any]] = [
 MOVES = [(2, 1), (2, 3)]
 MOVES_TO_TWO = [(1, 2), (3, 2)]
 STAGES = {"policy-zero0-fp32": 1, "policy-zero2-fp32": 3, "value-zero3-fp32": 0, "policy-zero1-bf16": 2}
+STAGES |= {"policy-zero2-fp32-lora": 3}
 """The same checkpoints, of two ranks, resumed by three under another stage."""
 
 BOUND = {"fp32": 1e-6, "bf16": 5e-4}
@@ -46,7 +50,7 @@ DRIFT = {"fp32": 1e-5, "bf16": 0.2}
 
 
 def name(case: dict[str, Any]) -> str:
-    return f"{case['kind']}-zero{case['zero_stage']}-{case['param_dtype']}"
+    return f"{case['kind']}-zero{case['zero_stage']}-{case['param_dtype']}{'-lora' if 'lora' in case else ''}"
 
 
 def make(case: dict[str, Any], model: Path, zero_stage: int) -> Any:
@@ -54,6 +58,7 @@ def make(case: dict[str, Any], model: Path, zero_stage: int) -> Any:
 
     config = make_config(model, zero_stage=zero_stage, param_dtype=case["param_dtype"])
     config.actor.weight_decay = case.get("weight_decay", 0.0)
+    config.lora.rank = case.get("lora", 0)
     return {"policy": PolicyTrainer, "value": ValueTrainer}[case["kind"]](config, BEFORE + AFTER)
 
 

@@ -1,0 +1,1 @@
+"""How an engine takes over the weights of another policy version."""
