@@ -204,7 +204,7 @@ def test_loading_is_exact_whatever_the_number_of_ranks(out: Path, case: dict[str
     assert difference(two[0], out / f"{name(case)}.whole") > 0  # two steps lie between them
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case["kind"] == "policy"], ids=name)
+@pytest.mark.parametrize("case", [case for case in CASES if case["kind"] == "policy" and "lora" not in case], ids=name)
 def test_a_checkpoint_becomes_a_model_without_a_process_group(out: Path, tmp_path: Path, case: dict[str, Any]) -> None:
     """What `slurm-rlhf generate` samples from: the weights that two ranks had, of whatever ZeRO stage."""
     from slurm_rlhf.trainer.export import export
