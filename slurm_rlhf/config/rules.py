@@ -204,10 +204,20 @@ class TrainingRules(Rules):
         depends on time. Use vllm.sync_mode = drain, or leave full_determinism out"""
         return self.config.vllm.sync_mode == "inflight" and self.config.train.full_determinism
 
+    def checkpointing(self) -> Broken:
+        """train.gradient_checkpointing = off and actor.gradient_checkpointing_enable = true contradict each other:
+        leave one of them out"""
+        return self.config.actor.gradient_checkpointing_enable and self.config.checkpointing == "off"
+
     @unused("lora.alpha", "lora.target_modules")
     def adapters(self) -> Broken:
         """with lora.rank = 0, which trains all parameters: set lora.rank, or leave the key out"""
         return not self.config.lora.rank
+
+    def kept_cache(self) -> Broken:
+        """vllm.keep_kv_cache = true needs vllm.sync_mode = inflight, where responses are in flight when weights change,
+        and excludes lora.rank, with which they keep their policy as well: leave it out"""
+        return self.config.vllm.keep_kv_cache and (self.config.vllm.sync_mode == "drain" or self.config.lora.rank > 0)
 
     @unused("train.async_queue_size", "train.staleness_threshold")
     def ahead(self) -> Broken:

@@ -119,6 +119,9 @@ class Vllm:
     sync_mode: Literal["drain", "inflight"] = "drain"
     """drain: sample, then train (exactly on-policy); inflight: sample while the actor trains, within the bound of
     train.async_queue_size. New weights then come between two tokens of the responses in flight."""
+    keep_kv_cache: bool = False
+    """With sync_mode = inflight: responses in flight keep the keys and values that older weights have made, so an
+    update costs them nothing; false: these are computed anew. New responses never read older ones."""
     enforce_eager: bool = False
     """No CUDA graphs. Always on where there is no GPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -143,6 +146,10 @@ class Train:
     forward_max_tokens_per_gpu: Annotated[int, NOT_NEGATIVE] = 0
     """The same in passes without gradients (old log-probs, reference, values, reward model), which keep no activations;
     0: four times train.max_tokens_per_gpu."""
+    gradient_checkpointing: Literal["auto", "full", "selective", "off"] = "auto"
+    """What the backward passes of actor and critic compute again: full (all of a layer but its input), selective
+    (norms, rotations and activations; results of matrix products and attention are kept: most of full's memory is
+    saved, most of its time is not spent) or off. auto: full with actor.gradient_checkpointing_enable, else off."""
     logprob_chunk_tokens: Annotated[int, COUNT] = 2048
     """Logits over the vocabulary exist for this many tokens at a time."""
     colocate_actor_ref: bool = False
@@ -311,3 +318,9 @@ class Config:
     cluster: Cluster = field(default_factory=Cluster)
     sft: Sft = field(default_factory=Sft)
     generate: Generate = field(default_factory=Generate)
+
+    @property
+    def checkpointing(self) -> str:
+        """What the backward pass computes again: full, selective or off."""
+        chosen = self.train.gradient_checkpointing
+        return ("full" if self.actor.gradient_checkpointing_enable else "off") if chosen == "auto" else chosen

@@ -14,7 +14,7 @@ config/model.py ModelConfig.get_num_kv_heads(self, parallel_config)
 config/model.py ModelConfig.get_head_size(self)
 config/model.py ModelConfig.get_num_layers(self, parallel_config)
 config/compilation.py CompilationConfig.static_forward_context
-inputs/engine.py tokens_input(prompt_token_ids)
+inputs/engine.py tokens_input(prompt_token_ids, *, cache_salt)
 v1/engine/__init__.py EngineCoreRequest.external_req_id
 v1/engine/__init__.py EngineCoreOutput.request_id
 v1/engine/__init__.py EngineCoreOutput.new_token_ids
@@ -196,14 +196,24 @@ class EngineCore:
         self._tasks = self.llm.get_supported_tasks()
 
     def add(
-        self, name: str, key: str, prompt_ids: list[int], sampling: Sampling, seed: int, adapter: Any = None
+        self,
+        name: str,
+        key: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        seed: int,
+        adapter: Any = None,
+        salt: str | None = None,
     ) -> StopWatcher | None:
-        """Queue a request; its stop watcher, where it has stop strings. Raises one of `refusals`."""
+        """Queue a request; its stop watcher, where it has stop strings. Raises one of `refusals`.
+
+        It reads cached keys and values of earlier requests with the same `adapter` and `salt` alone.
+        """
         from vllm.inputs import tokens_input
 
         params = _sampling_params(sampling, seed)
         request = self.llm.input_processor.process_inputs(
-            name, tokens_input(prompt_ids), params, self._tasks, lora_request=adapter
+            name, tokens_input(prompt_ids, cache_salt=salt), params, self._tasks, lora_request=adapter
         )
         request.external_req_id = key
         watcher = StopWatcher(self._of_stops, request) if sampling.stop else None

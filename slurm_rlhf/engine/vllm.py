@@ -172,7 +172,8 @@ class VllmEngine(Engine):
 
     Requests in flight when the weights change keep their tokens; their KV cache is computed anew under the new
     weights, so that every log-prob is that of its version given the whole text before it. With lora.rank an update is
-    an adapter, and requests in flight end under the one with which they began.
+    an adapter, and requests in flight end under the one with which they began; with vllm.keep_kv_cache they go on from
+    the keys and values that they have.
 
     With vLLM's asynchronous scheduling (`asynchronous`) a batch is on its way to the device while the one
     before it is read. So between two steps there is a batch in flight. `_flush` waits for it before the weights change,
@@ -210,6 +211,8 @@ class VllmEngine(Engine):
         self._stops: dict[str, StopWatcher] = {}  # likewise, where a request has stop strings
         self._keys: set[str] = set()  # keys of the active requests
         self._added = 0
+        self._loads = 0
+        self._keeps_cache = config.vllm.keep_kv_cache or lora.rank > 0
         self._finished: list[Trajectory] = []  # responses that a flush has finished, not returned yet
         share, level = config.vllm.gpu_memory_utilization, KEEP if lora.rank else DISCARD
         self._ready = DeviceMemory(self._core.llm, share, number, level)
@@ -241,7 +244,7 @@ class VllmEngine(Engine):
         adapter = self._adapters.current if self._adapters else None
         used = adapter.request if adapter else None
         try:
-            stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed, used)
+            stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed, used, self._salt)
         except refusals() as error:
             raise RunError(
                 f"engine {self._number} refuses request {request.key!r} (prompt {request.prompt}, {len(prompt_ids)} "
@@ -252,6 +255,11 @@ class VllmEngine(Engine):
         if stops is not None:
             self._stops[name] = stops
         self._keys.add(request.key)
+
+    @property
+    def _salt(self) -> str | None:
+        """Mark the keys and values of requests that begin now, where those of an older policy may still be cached."""
+        return str(self._loads) if self._keeps_cache else None
 
     def step(self) -> list[Trajectory]:
         try:
@@ -320,7 +328,8 @@ class VllmEngine(Engine):
         else:
             model = self._core.model()
             check_loaded(model, reload_weights(model, self._config, as_saved(self._skeleton, complete)))
-        if not (self._adapters and self._active):
+        self._loads += 1
+        if not (self._keeps_cache and self._active):
             self._core.drop_caches()  # keys and values of the old policy are no use any more
         self._version = version
         self._ready.unusable = ""

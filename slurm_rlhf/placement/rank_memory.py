@@ -1,7 +1,6 @@
 """Estimate the bytes on one rank: of a trainer, of a vLLM engine with its KV cache, and of actors that sample.
 
-A token is one position of a padded micro-batch. What a forward pass saves was read off with the saved-tensor hooks of
-`torch.autograd.graph`, and a test compares this file with what they count.
+A token is one position of a padded micro-batch.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from slurm_rlhf.config.roles import ROLES, RoleSpec
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.placement.activations import Pass, autocast_weights, forward_work, recomputed, saved, widest
 from slurm_rlhf.placement.model_shape import ModelShape
 
 BLOCK = 16  # tokens of a KV block on GPUs
@@ -276,15 +276,15 @@ def update_terms(config: Config, shape: ModelShape, role: RoleSpec) -> dict[str,
     """Estimate forward and backward of a micro-batch; a sequence that is longer than the budget is one by itself."""
     ds, longest = config.ds, config.data.max_len
     tokens, width = max(config.train.max_tokens_per_gpu, longest), 2 if half(config) else 4
-    checkpointing, autocast = config.actor.gradient_checkpointing_enable, half(config) and ds.zero_stage == 0
-    how = Pass(tokens, longest, width, checkpointing, ds.attn_implementation, autocast)
+    autocast = half(config) and ds.zero_stage == 0
+    how = Pass(tokens, longest, width, config.checkpointing, ds.attn_implementation, autocast)
     elements, sizes = trained(config, shape, role.head)
     largest = max(sizes)
     # The largest gradient is sent alone if no bucket holds it.
     alone = (2 if ds.grad_comm_dtype == "bf16" else 4) * largest if largest > min(elements, BUCKET) else 0
     terms = {
         "activations": saved(shape, how) + recomputed(shape, how) + autocast_weights(shape, how),
-        "backward": tokens * width * (2 * _widest(shape) + 2 * shape.hidden),  # the MLP is widest; not measured
+        "backward": tokens * width * (2 * widest(shape) + 2 * shape.hidden),  # the MLP is widest; not measured
         "loose gradient": width * largest + alone,
     }
     if role.head and ds.fp32_lm_head and half(config) and ds.zero_stage:  # at stage 0 parameters are fp32
@@ -310,85 +310,3 @@ def _any_pass(config: Config, shape: ModelShape, head: bool, cut: bool, tokens: 
         elements, sizes = tensors(shape, head)
         terms["gathered layers"] = gathered(elements, max(sizes), half(config))
     return terms
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Describe how a model computes."""
-
-    tokens: int  # tokens of a micro-batch, padding included
-    length: int  # tokens of its longest sequence
-    dtype: int  # bytes of an activation: 2 (bf16, fp16) or 4 (fp32)
-    checkpointing: bool = False  # keep layer inputs only, and compute the rest again
-    attention: str = "sdpa"  # ds.attn_implementation
-    autocast: bool = False  # fp32 weights and residual stream under 16-bit matrix products
-
-    @property
-    def stream(self) -> int:
-        """Return the bytes of an element of the residual stream."""
-        return 4 if self.autocast else self.dtype
-
-
-def saved_by_layer(shape: ModelShape, how: Pass, moe: bool = False) -> float:
-    """Count the bytes for each token that one layer saves for its backward.
-
-    Two norms keep their input in fp32, the normalised values, and the input of a matrix product; attention keeps
-    queries, keys, values, its output and a sum for each head; the MLP keeps four times its inner width. Without a
-    fused kernel (eager) attention keeps its probabilities, too, which grow with the length of the sequence.
-    """
-    d, h = how.dtype, shape.hidden
-    q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    normed = 4 if shape.family.float_norms or how.autocast else d
-    # Under autocast every matrix product has a copy of its input of its own: q, k and v, gate and up.
-    norms = 2 * h * (4 + normed) + h * d * (5 if how.autocast else 2) + 8
-    if shape.family.norms == 4:
-        norms += 2 * h * (4 + normed) + 8
-    if shape.family.qk_norm:
-        norms += (q + k) * (4 + normed) + 4 * (shape.heads + shape.kv_heads)
-    if how.attention == "eager":
-        attention = 4 * q * d + shape.heads * how.length * (4 + (0 if d == 4 else d))
-    else:
-        attention = 2 * (q + k) * d + 4 * shape.heads
-    return norms + attention + (_experts(shape, d) if moe else 4 * shape.width * d)
-
-
-def _experts(shape: ModelShape, d: int) -> float:
-    """Count the bytes that the experts of a layer save, as transformers computes them, and the few of the router."""
-    routed = shape.experts_per_token * (4 * shape.expert_width + 2 * shape.hidden)
-    return d * (routed + 4 * shape.shared_width) + 36 * shape.experts_per_token + 4 * shape.experts
-
-
-def saved(shape: ModelShape, how: Pass) -> int:
-    """Count the bytes that the body of a model saves in its forward pass, without parameters."""
-    dense = shape.layers - shape.moe_layers
-    if how.checkpointing:
-        layers: float = shape.layers * shape.hidden * how.stream
-    else:
-        layers = dense * saved_by_layer(shape, how) + shape.moe_layers * saved_by_layer(shape, how, moe=True)
-    normed = 4 if shape.family.float_norms or how.autocast else how.dtype
-    last = shape.hidden * (4 + normed) + 4 + 8  # the last norm, and the ids of the embedding
-    angles = 2 * shape.head_dim * how.length * how.stream
-    return round(how.tokens * (layers + last)) + angles
-
-
-def recomputed(shape: ModelShape, how: Pass) -> int:
-    """Count the bytes of the one layer that the backward pass computes again; 0 without checkpointing."""
-    if not how.checkpointing:
-        return 0
-    largest = max(saved_by_layer(shape, how, moe) for moe in (False, True)[: 1 + bool(shape.moe_layers)])
-    return round(how.tokens * largest)
-
-
-def autocast_weights(shape: ModelShape, how: Pass) -> int:
-    """Count the bytes of the 16-bit copies of all matrices that autocast keeps until the end of the backward."""
-    return 2 * (shape.parameters - shape.of_kind("norm", "embedding")) if how.autocast else 0
-
-
-def forward_work(shape: ModelShape, tokens: int, width: int) -> int:
-    """Estimate the widest place of a pass without gradients; not measured."""
-    return tokens * (width * (3 * _widest(shape) + shape.hidden) + 4 * shape.hidden)
-
-
-def _widest(shape: ModelShape) -> int:
-    dense = shape.width if shape.moe_layers < shape.layers else 0
-    return max(dense, shape.experts_per_token * shape.expert_width + shape.shared_width)

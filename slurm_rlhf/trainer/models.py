@@ -23,6 +23,7 @@ from slurm_rlhf.trainer.batch import PackedRow
 from slurm_rlhf.trainer.forward_fixes import fix_frequencies, switch_off
 from slurm_rlhf.trainer.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
 from slurm_rlhf.trainer.optimizer_state import Fragment
+from slurm_rlhf.trainer.recompute import checkpoint_layers
 from slurm_rlhf.trainer.train_settings import DTYPES
 
 SCORE_CAP = "attn_logit_softcapping"
@@ -102,16 +103,17 @@ class RewardModule(nn.Module):
 
 
 def load_policy(
-    path: str | Path, ds: Ds, chunk_tokens: int, gradient_checkpointing: bool = False, *, max_len: int = 0
+    path: str | Path, ds: Ds, chunk_tokens: int, checkpointing: str = "off", *, max_len: int = 0
 ) -> PolicyModule:
     """Load the causal language model in directory `path`. Raises ModelError when it cannot be used.
 
-    `max_len`: tokens of the longest text of the run, prompt and response (data.max_len), which decides how positions
-    are embedded in models that know several ways; 0: as many as the model has positions.
+    `checkpointing`: as in `checkpoint_layers`. `max_len`: tokens of the longest text of the run, prompt and response
+    (data.max_len), which decides how positions are embedded in models that know several ways; 0: as many as the model
+    has positions.
     """
     from transformers import AutoModelForCausalLM
 
-    model = _load(AutoModelForCausalLM, Path(path), ds, gradient_checkpointing, max_len)
+    model = _load(AutoModelForCausalLM, Path(path), ds, checkpointing, max_len)
     module = PolicyModule(model, chunk_tokens, head_math(model.config, str(path)), ds.fp32_lm_head)
     _compare_logits(module, str(path))
     return module
@@ -121,7 +123,7 @@ def load_critic(
     path: str | Path,
     ds: Ds,
     seed: int,
-    gradient_checkpointing: bool = False,
+    checkpointing: str = "off",
     *,
     statistics: tuple[float, float] | None = None,
     max_len: int = 0,
@@ -133,7 +135,7 @@ def load_critic(
     """
     from transformers import AutoModel
 
-    module = ValueModule(_load(AutoModel, Path(path), ds, gradient_checkpointing, max_len), seed)
+    module = ValueModule(_load(AutoModel, Path(path), ds, checkpointing, max_len), seed)
     module.head = head_name(Path(path))
     if module.head:
         take_head(Path(path), module.value_head, statistics)
@@ -148,7 +150,7 @@ def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
     """
     from transformers import AutoModel
 
-    body = _load(AutoModel, Path(path), ds, gradient_checkpointing=False, max_len=max_len)
+    body = _load(AutoModel, Path(path), ds, "off", max_len)
     hidden = body.config.get_text_config().hidden_size
     return RewardModule(body, load_head(Path(path), hidden))
 
@@ -207,7 +209,7 @@ def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor, row
     return states.flatten(0, 1).index_select(0, action_index)
 
 
-def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: int) -> Any:
+def _load(kind: Any, path: Path, ds: Ds, checkpointing: str, max_len: int) -> Any:
     from transformers import logging
 
     logging.set_verbosity_error()
@@ -230,8 +232,7 @@ def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: 
     fix_frequencies(model, max_len, str(path))
     if layout_of(ds, str(path)).packed:
         _compare_packed(model.base_model, str(path))
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model, checkpointing)
     return model
 
 

@@ -93,7 +93,7 @@ class LanguageModelTrainer(TrainedModel):
             self.config.actor.model_name_or_path,
             ds,
             self.config.train.logprob_chunk_tokens,
-            self.config.actor.gradient_checkpointing_enable,
+            self.config.checkpointing,
             max_len=self.config.data.max_len,
         )
 
@@ -239,7 +239,7 @@ class ValueTrainer(TrainedModel):
             self._path,
             ds,
             config.train.seed,
-            config.actor.gradient_checkpointing_enable,
+            config.checkpointing,
             statistics=reward_statistics(self._path) if config.reward.normalize_enable else None,
             max_len=config.data.max_len,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import rollout_engine as child
 from msgspec.structs import replace
@@ -152,3 +154,22 @@ def test_an_engine_without_weights_drops_what_it_is_asked_for(engine: EngineProc
         engine.run(child.generate, wanted)
     engine.run(child.update, 0)
     assert len(engine.run(child.generate, wanted)) == len(wanted)
+
+
+def test_responses_in_flight_may_keep_their_keys_and_values(process: EngineProcess, tmp_path: Path) -> None:
+    """Those that begin after the update read nothing of the old policy; their prompts were cached before."""
+    path = make_tiny(tmp_path / "qwen2", "qwen2", heads=2, kv_heads=1)
+    keys = {"vllm.sync_mode": "inflight", "vllm.keep_kv_cache": True}
+    process.run(child.start, path, keys=keys)
+    done = process.run(child.generate, child.requests(SAMPLING, samples=2), 4, 1)
+    mixed = [one for one in done if len(one.versions) == 2]
+    assert len(mixed) > len(done) / 2
+    assert process.run(child.differences_with_old_keys, mixed, (0, 1), SAMPLING.temperature) < 1e-5
+    assert process.run(child.differences, mixed, [0, 1], SAMPLING.temperature)[1] > 1e-3
+    for request in child.requests(SAMPLING, samples=1):
+        process.run(child.add, replace(request, key=f"first.{request.key}"))
+    process.run(child.step)
+    process.run(child.update, 2)
+    late = process.run(child.generate, child.requests(SAMPLING, samples=1))
+    fresh = [one for one in late if not one.key.startswith("first.")]
+    assert process.run(child.differences, fresh, [2], SAMPLING.temperature)[0] < 1e-5

@@ -17,6 +17,7 @@ from slurm_rlhf.config.keys import get, put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.placement.activations import Pass, autocast_weights, recomputed, saved
 from slurm_rlhf.placement.memory import (
     LOWER,
     RAISE,
@@ -29,18 +30,7 @@ from slurm_rlhf.placement.memory import (
     ways_for,
 )
 from slurm_rlhf.placement.model_shape import read_shape, shape_of
-from slurm_rlhf.placement.rank_memory import (
-    GIB,
-    Pass,
-    autocast_weights,
-    block_bytes,
-    blocks_of_sequence,
-    hf_terms,
-    recomputed,
-    saved,
-    states,
-    weights,
-)
+from slurm_rlhf.placement.rank_memory import GIB, block_bytes, blocks_of_sequence, hf_terms, states, weights
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 H100 = int(79.1 * GIB)
@@ -276,7 +266,7 @@ def hooked(model: Any, run: Any) -> int:
 
 
 def counted_and_computed(
-    variant: str, dtype: int, checkpointing: bool, attention: str, autocast: bool = False, **sizes: Any
+    variant: str, dtype: int, checkpointing: str, attention: str, autocast: bool = False, **sizes: Any
 ) -> tuple[int, int]:
     wide = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "head_dim": 48} | sizes
     if variant == "olmoe":
@@ -284,7 +274,7 @@ def counted_and_computed(
     config = make_config(variant, **wide, attn_implementation=attention)
     weights = torch.float32 if autocast else DTYPES[dtype]
     model = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation=attention).train()
-    if checkpointing:
+    if checkpointing == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ids = torch.randint(2, 90, (BATCH, LENGTH))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
@@ -295,10 +285,10 @@ def counted_and_computed(
     return counted, saved(shape, how) + copies
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["off", "full"])
 @pytest.mark.parametrize("dtype", [2, 4])
 @pytest.mark.parametrize("variant", ASKED)
-def test_saved_bytes_are_those_that_hooks_count(variant: str, dtype: int, checkpointing: bool) -> None:
+def test_saved_bytes_are_those_that_hooks_count(variant: str, dtype: int, checkpointing: str) -> None:
     counted, computed = counted_and_computed(variant, dtype, checkpointing, "sdpa")
     assert computed == pytest.approx(counted, rel=0.15)
 
@@ -306,12 +296,10 @@ def test_saved_bytes_are_those_that_hooks_count(variant: str, dtype: int, checkp
 @pytest.mark.full
 @pytest.mark.parametrize("layers", [1, 6])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", ["off", "full"])
 @pytest.mark.parametrize("dtype", [2, 4])
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "biases" not in name])
-def test_saved_bytes_of_all_families(
-    variant: str, dtype: int, checkpointing: bool, attention: str, layers: int
-) -> None:
+def test_saved_bytes_of_all_families(variant: str, dtype: int, checkpointing: str, attention: str, layers: int) -> None:
     counted, computed = counted_and_computed(variant, dtype, checkpointing, attention, num_hidden_layers=layers)
     assert computed == pytest.approx(counted, rel=0.15)
 
@@ -319,13 +307,13 @@ def test_saved_bytes_of_all_families(
 @pytest.mark.parametrize("variant", ["qwen2", "gemma"])
 def test_saved_bytes_under_autocast(variant: str) -> None:
     """As at ZeRO stage 0 in bf16, with autocast's copies of the matrices; the head was not run."""
-    counted, computed = counted_and_computed(variant, 2, False, "sdpa", autocast=True)
+    counted, computed = counted_and_computed(variant, 2, "off", "sdpa", autocast=True)
     assert computed == pytest.approx(counted, rel=0.15)
 
 
 def test_checkpointing_keeps_layer_inputs_and_one_layer() -> None:
     shape = shape_of(make_config("qwen2").to_dict())
-    plain, light = Pass(100, 10, 2), Pass(100, 10, 2, checkpointing=True)
+    plain, light = Pass(100, 10, 2), Pass(100, 10, 2, checkpointing="full")
     assert recomputed(shape, plain) == 0
     one = (saved(shape, plain) - saved(shape, Pass(0, 10, 2))) / shape.layers
     assert 0.8 * one < recomputed(shape, light) <= one

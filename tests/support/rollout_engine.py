@@ -262,6 +262,27 @@ def differences(trajectories: list[Trajectory], seeds: list[int], temperature: f
     return largest
 
 
+def differences_with_old_keys(trajectories: list[Trajectory], seeds: tuple[int, int], temperature: float) -> float:
+    """Largest difference from a forward of the second policy over keys and values that the first one has made.
+
+    The last token that the first has sampled comes to the second without keys and values.
+    """
+    import torch
+
+    largest = 0.0
+    for t in trajectories:
+        (first, second), length = t.versions, len(t.prompt_ids)
+        assert [first.version, second.version] == [*seeds]
+        ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))[None]
+        known = length + first.end - 1
+        with torch.no_grad():
+            past = model(seeds[0])(ids[:, :known], use_cache=True).past_key_values
+            logits = model(seeds[1])(ids[:, known:], past_key_values=past).logits[0, :-1].double() / temperature
+        expected = logits.log_softmax(-1).gather(1, ids[0, known + 1 :, None])[:, 0].numpy()
+        largest = max(largest, float(np.abs(expected - t.rollout_logprobs[first.end :]).max()))
+    return largest
+
+
 def isolation() -> dict[str, Any]:
     """The engine's default process group, and what it left on the host."""
     import torch.distributed as dist

@@ -167,6 +167,13 @@ CASES: list[dict[str, Any]] = [
         "gradient_checkpointing": True,
         "weight_decay": 0.1,
     },
+    {
+        "name": "selective",
+        "kind": "policy",
+        "zero_stage": 3,
+        "max_tokens": 40,
+        "keys": {"train.gradient_checkpointing": "selective"},
+    },
     {"name": "terms", "kind": "policy", "zero_stage": 2, "max_tokens": 30, "terms": True},
     *(
         {

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from random_models import ARCHITECTURES, ORIGINAL, make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_ranks import make_config
 from waiting import HANG_S
 
@@ -157,17 +159,36 @@ def test_dropout_of_the_model_is_off(models: Path, tmp_path: Path) -> None:
     assert torch.equal(first, again)
 
 
+class Operators(TorchDispatchMode):
+    """Counts what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(function.overloadpacket)] += 1
+        return function(*args, **(kwargs or {}))
+
+
 def test_gradient_checkpointing_changes_nothing_but_memory(models: Path) -> None:
     batch = collate(EXPERIENCE, CPU)
     grads = []
-    for enabled in (False, True):
-        policy = load_policy(models / "qwen2", FP32, 8, gradient_checkpointing=enabled)
+    counts = {}
+    for how in ("off", "full", "selective"):
+        policy = load_policy(models / "qwen2", FP32, 8, how)
         calls = []
         policy.model.model.layers[0].self_attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        policy(batch.input_ids, batch.action_index, batch.targets)[0].sum().backward()
-        assert len(calls) == 1 + enabled
+        with Operators() as operators:
+            policy(batch.input_ids, batch.action_index, batch.targets)[0].sum().backward()
+        assert len(calls) == 1 + (how != "off")
         grads.append([p.grad for p in policy.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+        counts[how] = operators.seen
+    for others in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[0], others, strict=True))
+    products = {how: seen["aten.mm"] + seen["aten.addmm"] for how, seen in counts.items()}
+    assert products["off"] == products["selective"] < products["full"]
+    assert counts["off"]["aten.mean"] < counts["selective"]["aten.mean"] == counts["full"]["aten.mean"]  # of norms
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])
