@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from slurm_rlhf.cli.main import Command, number, parse, take_options
@@ -20,9 +21,10 @@ from slurm_rlhf.config.roles import ROLES, ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
-from slurm_rlhf.placement.memory import Account, Row, gib, help_for
+from slurm_rlhf.placement.memory import Account, Row, gib, help_for, read_models
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.replacement import chosen
+from slurm_rlhf.placement.step_time import Links, StepTime, predict
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 from slurm_rlhf.weights.routes import cost_of
 from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
@@ -192,11 +194,12 @@ _GIGABIT = 125_000_000  # bytes
 USAGE = (
     "usage: slurm-rlhf plan FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]\n"
     "                       [--gpus_per_node=GPUS (--nodes=N | --nodelist=LIST)]\n"
-    "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]"
+    "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]\n"
+    "                       [--mean_response=TOKENS]"
 )
 FLAGS = {
     "json": "print one JSON object: accelerator, nodes, roles (role -> node, gpus, ranks), tp_groups, world, memory, "
-    "transfer"
+    "transfer, step"
 }
 NODE_OPTIONS = {
     "nodes": "plan for this many nodes",
@@ -212,6 +215,7 @@ RATES = {
     "network_gbits": f"Gbit/s of a node's links in each direction, to predict the seconds [{NETWORK_GBITS:g}]",
     "inside_gbits": f"Gbit/s between the ranks of one node [{INSIDE_GBITS:g}]",
 }
+LENGTHS = {"mean_response": "tokens of a response in the mean, to predict the seconds of a step [0.42 of the longest]"}
 
 
 SIZES = ("num_nodes", "num_gpus_per_node")
@@ -228,7 +232,8 @@ KEYS += ["rollout.hf_max_num_seqs", "rollout.hf_gather", "rollout.max_new_tokens
 
 def run(words: list[str]) -> int:
     """Print the plan. Raises ConfigError, and PlacementError if the roles or their memory do not fit."""
-    options, rest = take_options(words, NODE_OPTIONS | GPU_OPTIONS | RATES, USAGE, strict=False)
+    options, rest = take_options(words, NODE_OPTIONS | GPU_OPTIONS | RATES | LENGTHS, USAGE, strict=False)
+    mean = float(number("mean_response", options.pop("mean_response", "0"), float, least=0))
     rest += [f"--train.{name}={options.pop(name)}" for name in GPU_OPTIONS if name in options]
     arguments = parse(rest, USAGE, FLAGS)
     config = load_config(arguments.files, arguments.overrides)
@@ -242,14 +247,18 @@ def run(words: list[str]) -> int:
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
     memory = memory_of(config, None) if wanted else memory_on(config, ranks)
     transfer = transfer_plan(config, ranks)
+    time = step_time(config, ranks, memory, transfer, rates, mean) if has_engines(config) else None
     if "json" in arguments.flags:
         cost = {"transfer": transfer_json(transfer, rates)} if transfer else {}
+        cost |= {"step": asdict(time)} if time else {}
         print(json.dumps(ranks.to_json() | {"memory": memory_json(memory)} | cost))
     else:
         print(draw(ranks) if wanted else draw_layout(config))
         print(f"\n{draw_memory(config, memory)}")
         if transfer:
             print(f"\n{draw_transfer(transfer, rates)}")
+        if time:
+            print(f"\n{draw_step(time, memory.size.name)}")
     sys.stdout.flush()
     require_fit(config, memory)
     return 0
@@ -333,6 +342,29 @@ def draw_transfer(plan: SyncPlan, rates: dict[str, float]) -> str:
     return "\n".join([*lines, f"  and {rest} more nodes"] if rest > 0 else lines)
 
 
+def step_time(
+    config: Config, ranks: RankMap, memory: Memory, transfer: SyncPlan | None, rates: dict[str, float], mean: float
+) -> StepTime | None:
+    """Predict the seconds of a step; None without a known GPU or a known model."""
+    gpu = memory.size.gpu
+    if memory.account is None or gpu is None or not gpu.bf16_tflops or ranks.topology.accelerator != GPU:
+        return None
+    network, inside = (rate * _GIGABIT for rate in rates.values())
+    sync = cost_of(transfer).seconds(network, inside) if transfer else 0.0
+    return predict(config, read_models(config), gpu, Links(network, inside), sync, mean)
+
+
+def draw_step(time: StepTime, gpu: str) -> str:
+    """Format the seconds of a step for a terminal."""
+    phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.phases.items())
+    text = (
+        f"a step, predicted and not measured, for responses of {time.mean_response:.0f} tokens in the mean: "
+        f"{time.step:.3g} s on {gpu} ({phases}); it waits for {time.binds}. MFU {time.mfu:.0%}, of the update "
+        f"{time.mfu_update:.0%}; {time.tokens_per_gpu:.0f} tokens/s/GPU; GPUs idle {time.idle:.0%}."
+    )
+    return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
+
+
 def _nodes(plan: SyncPlan) -> list[str]:
     return list(dict.fromkeys(plan.layout.actors + plan.layout.engines))
 
@@ -359,7 +391,7 @@ COMMANDS = {
         "each role needs, and fails if it does not fit. If the model has weights, it adds the bytes that a weight "
         "transfer sends over each link, and how long that takes. It uses the keys below.",
         run,
-        FLAGS | NODE_OPTIONS | GPU_OPTIONS | RATES,
+        FLAGS | NODE_OPTIONS | GPU_OPTIONS | RATES | LENGTHS,
         KEYS,
     ),
 }

@@ -17,12 +17,14 @@ class Gpu:
 
     `memory_gib` is what CUDA gives to processes, as `torch.cuda.get_device_properties` reports it, rounded down: a
     little less than nvidia-smi's total. `bf16_tflops` is the vendor's published dense peak of matrix products in bf16
-    with sums in fp32, without sparsity; 0: the GPU has no bf16 matrix units.
+    with sums in fp32, without sparsity; 0: the GPU has no bf16 matrix units. `bandwidth_gbs` is that of its memory, in
+    GB/s.
     """
 
     name: str
     memory_gib: float
     bf16_tflops: float
+    bandwidth_gbs: float
     model: str  # regular expression of the model in a name whose words are apart
     words: Sequence[str] = ()  # one of them decides between kinds of one model; empty: what the model is by default
 

@@ -1,0 +1,256 @@
+"""Predict the seconds of a training step on GPUs, from the models' shapes and the card's data sheet: estimates.
+
+A phase takes what its FLOPs take at a share of the card's peak, or what its bytes take at a share of its bandwidth,
+whichever is longer. The shares (`Rates`) are round figures from published runs: torchtitan's Llama 3 8B on H100 updates
+at 36 to 41 % of the peak, decoding reads memory at about 80 % of the data sheet's rate.
+
+Lengths of responses follow a log-normal distribution that is cut off at rollout.max_new_tokens. Balance and padding are
+those of `algorithms.batching` for these lengths. Rewards by a function take no time of a GPU and are left out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from slurm_rlhf.config.correction import before_update
+from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, actor_is_reference, roles_by_slots
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.placement.gpus import Gpu
+from slurm_rlhf.placement.memory import Models
+from slurm_rlhf.placement.model_shape import ModelShape, batch_flops
+from slurm_rlhf.placement.rank_memory import engine, half, tensors, trained, weights
+
+GIB = 1 << 30
+SIGMA = 0.7  # standard deviation of the logarithm of a response's length
+MEAN = 0.42  # mean length of responses, as a share of the longest, where none is given
+PROMPT = 300  # mean tokens of a prompt, where none is given
+AGAIN = {"full": 1.0, "selective": 0.10, "off": 0.0}
+"""Share of a forward pass that a backward pass computes again: norms, rotations and activations move about 160 kB for a
+token and layer of a 7B model, a sixteenth of the time of its matrix products on H100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """State which share of a card's peak each kind of work reaches."""
+
+    update: float = 0.42
+    forward: float = 0.50
+    prefill: float = 0.50
+    memory: float = 0.80
+    step_s: float = 1.5e-3  # of an engine's step, beside the model
+    layer_s: float = 20e-6  # of a layer's two sums over TP ranks, beside their bytes
+
+
+RATES = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """State the bytes a second of a node's network, and between GPUs of a node."""
+
+    network: float
+    inside: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Hold the predicted seconds of a step and what follows from them."""
+
+    phases: Mapping[str, float]  # sampling, forward, update, sync
+    step: float
+    binds: str  # what a step waits for longest
+    idle: float  # share of all GPU seconds without work
+    mfu_update: float
+    mfu: float
+    tokens_per_gpu: float  # tokens of prompts and responses, a second and GPU
+    mean_response: float
+
+
+def response_lengths(count: int, mean: float, longest: int) -> list[int]:
+    """Return `count` lengths of about this mean, at most `longest`: quantiles of a log-normal distribution, mixed."""
+    points = [NormalDist().inv_cdf((number + 0.5) / count) for number in range(count)]
+    low, high = 0.0, 4.0 * math.log(longest + 1)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(min(longest, math.exp(middle + SIGMA * point)) for point in points) < mean * count:
+            low = middle
+        else:
+            high = middle
+    lengths = [max(1, min(longest, round(math.exp(low + SIGMA * point)))) for point in points]
+    stride = next((step for step in range(int(count * 0.618) or 1, 0, -1) if math.gcd(step, count) == 1), 1)
+    return [lengths[number * stride % count] for number in range(count)]
+
+
+def predict(
+    config: Config,
+    models: Models,
+    gpu: Gpu,
+    links: Links,
+    sync_s: float,
+    mean_response: float = 0,
+    prompt: int = PROMPT,
+) -> StepTime:
+    """Predict a step of a run with engines. `sync_s`: seconds of a weight transfer; `mean_response`: in tokens."""
+    count, longest = config.rollout.batch_size * config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens
+    prompt = max(1, min(prompt, config.data.max_len - longest))
+    responses = response_lengths(count, mean_response or MEAN * longest, longest)
+    batch = Batch(responses, [prompt + response for response in responses], prompt)
+    engines = min(config.vllm.num_engines, count)
+    work = {role: Work(config, role, shape, gpu, links, batch) for role, shape in models.items() if role != ROLLOUT}
+    forward = {role: one.forward() for role, one in work.items()}
+    forward[ACTOR] *= before_update(config) + actor_is_reference(config)
+    update = {role: one.update() for role, one in work.items() if ROLES[role].kind == "trained"}
+    slots = roles_by_slots(config, list(work))
+    phases = {
+        "sampling": max(sampling(config, models[ROLLOUT], gpu, responses[n::engines], prompt) for n in range(engines)),
+        "forward": max(sum(forward[role] for role in group) for group in slots),
+        "update": max(sum(update.get(role, 0.0) for role in group) for group in slots),
+        "sync": sync_s,
+    }
+    training = phases["forward"] + phases["update"] + sync_s
+    ahead = config.vllm.sync_mode == "inflight"
+    step = max(phases["sampling"], training) if ahead else phases["sampling"] + training
+    ranks = {role: ROLES[role].ranks(config) for role in models}
+    trainers = sum(max(ranks[role] for role in group) for group in slots)
+    gpus = trainers if config.train.colocate_all else trainers + ranks[ROLLOUT]
+    busy = phases["sampling"] * ranks[ROLLOUT] + sum(ranks[r] * (forward[r] + update.get(r, 0.0)) for r in work)
+    learned = sum(work[role].flops(backward=True) for role in update) * config.train.max_epochs
+    others = sum(work[role].flops() * (forward[role] > 0) for role in work) + work[ACTOR].flops()  # and sampling
+    peak = gpu.bf16_tflops * 1e12
+    return StepTime(
+        phases,
+        step,
+        ("sampling" if phases["sampling"] >= training else "training")
+        if ahead
+        else max(phases, key=phases.__getitem__),
+        max(0.0, 1.0 - busy / (gpus * step)),
+        learned / (peak * sum(ranks[role] * seconds for role, seconds in update.items())),
+        (learned + others) / (peak * gpus * step),
+        sum(batch.lengths) / step / gpus,
+        sum(responses) / count,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Hold the lengths of a step's sequences."""
+
+    responses: Sequence[int]
+    lengths: Sequence[int]  # with their prompts
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Describe what a trained or frozen role computes in a step."""
+
+    config: Config
+    role: str
+    shape: ModelShape
+    gpu: Gpu
+    links: Links
+    batch: Batch
+
+    def flops(self, backward: bool = False) -> float:
+        """Count the FLOPs of a pass over all sequences."""
+        head = sum(self.batch.responses) if ROLES[self.role].head else 0
+        # Weights that stay as they are have no gradients, which are a third of an update.
+        share = 2 / 3 if backward and self.config.lora.rank else 1.0
+        return share * batch_flops(self.shape, self.batch.lengths, backward, head)
+
+    def forward(self) -> float:
+        """Return the seconds of a pass without gradients."""
+        return self._seconds(self.flops(), RATES.forward, self.config.train.forward_tokens)
+
+    def update(self) -> float:
+        """Return the seconds of all optimizer steps: passes, sums of gradients, the optimizer's own."""
+        config, ds = self.config, self.config.ds
+        flops = self.flops(backward=True) + AGAIN[config.checkpointing] * self.flops()
+        ranks, tokens = ROLES[self.role].ranks(config), config.train.max_tokens_per_gpu
+        computed = self._seconds(flops, RATES.update, tokens)
+        steps = len(self.batch.lengths) / config.train.batch_size
+        elements = trained(config, self.shape, ROLES[self.role].head)[0]
+        part = elements / ranks if ds.zero_stage else elements
+        own = (
+            36 * part / (RATES.memory * self.gpu.bandwidth_gbs * 1e9)
+        )  # gradient, master and moments, read and written
+        gradient = elements * (2 if ds.grad_comm_dtype == "bf16" else 4) * (ranks - 1) / ranks / self._link()
+        parameters = elements * (2 if half(config) else 4) * (ranks - 1) / ranks / self._link()
+        if ds.zero_stage >= 2:  # in each micro-batch, while the next layers compute
+            micros = max(steps, math.ceil(sum(self.batch.lengths) / ranks / tokens))
+            computed, sums = max(computed, micros * gradient), parameters if ds.zero_stage == 2 else 0.0
+        else:
+            sums = gradient + (parameters if ds.zero_stage else gradient)
+        return config.train.max_epochs * (computed + steps * (own + sums))
+
+    def _seconds(self, flops: float, share: float, tokens: int) -> float:
+        """Return the seconds of `flops` over the ranks, of which the one with most work counts."""
+        seconds = flops * self._imbalance(tokens) / ROLES[self.role].ranks(self.config)
+        seconds /= share * self.gpu.bf16_tflops * 1e12
+        if self.config.ds.zero_stage == 3 and ROLES[self.role].kind == "trained":
+            width = 2 if half(self.config) else 4
+            micros = sum(self.batch.lengths) / ROLES[self.role].ranks(self.config) / tokens
+            gathered = 2 * width * tensors(self.shape, ROLES[self.role].head)[0] / self._link()
+            seconds = max(seconds, math.ceil(micros) * gathered)  # while a layer computes the next one is gathered
+        return seconds
+
+    def _imbalance(self, tokens: int) -> float:
+        """Return the tokens on the critical path over the mean of the ranks, as batches are cut."""
+        from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
+
+        layout, ranks = ROLES[self.role].layout(self.config), ROLES[self.role].ranks(self.config)
+        size = min(self.config.train.batch_size, len(self.batch.lengths))
+        lengths = [*self.batch.lengths[:size]]
+        cut = micro_batches(split_ranks([layout.cost(one) for one in lengths], ranks), lengths, tokens, layout)
+        path = sum(
+            max(layout.size([lengths[row] for row in rank[micro]]) for rank in cut) for micro in range(len(cut[0]))
+        )
+        return path * ranks / sum(lengths)
+
+    def _link(self) -> float:
+        """Return the bytes a second that a ring of the ranks moves: of a node's network where nodes are several."""
+        group = ROLES[self.role].settings(self.config)
+        return self.links.inside if group.num_nodes == 1 else self.links.network
+
+
+def sampling(config: Config, shape: ModelShape, gpu: Gpu, share: Sequence[int], prompt: int) -> float:
+    """Return the seconds in which an engine samples responses of these lengths; one takes the place of another."""
+    tp, samples = config.vllm.tensor_parallel_size, config.rollout.n_samples_per_prompt
+    width = 2 if half(config) else 4
+    memory, peak = RATES.memory * gpu.bandwidth_gbs * 1e9 * tp, RATES.prefill * gpu.bf16_tflops * 1e12 * tp
+    held = weights(shape, 1, width)
+    of_token = 2 * shape.kv_heads * shape.head_dim * width * shape.layers
+    kv = engine(config, shape, int(gpu.memory_gib * GIB)).kv * tp / of_token
+    places = int(max(1, min(config.vllm.max_num_seqs, kv / (prompt + sum(share) / len(share)))))
+    prompts = len(share) / samples if config.vllm.enable_prefix_caching else len(share)
+    seconds = prompts * batch_flops(shape, [prompt], backward=False, head_tokens=0) / peak
+    sums = (RATES.layer_s + 4e-9) * shape.layers if tp > 1 else 0.0
+    waiting, now, context = [*share[::-1]], 0, 0.0
+    running: list[int] = []  # the step in which each ends
+    while waiting or running:
+        while waiting and len(running) < places:
+            heapq.heappush(running, now + waiting.pop())
+            context += prompt
+        steps = running[0] - now
+        context += len(running) * steps / 2
+        read = (held * min(1.0, _touched(shape, len(running))) + context * of_token) / memory
+        computed = 2.0 * shape.active * len(running) / peak
+        seconds += steps * (max(read, computed) + RATES.step_s + sums)
+        context += len(running) * steps / 2
+        now = running[0]
+        while running and running[0] == now:
+            heapq.heappop(running)
+            context -= context / (len(running) + 1)
+    return seconds
+
+
+def _touched(shape: ModelShape, tokens: int) -> float:
+    """Return the share of a model's weights that a step of `tokens` reads: of experts, those that one is sent to."""
+    if not shape.experts:
+        return 1.0
+    experts = shape.of_kind("experts") / shape.parameters
+    return 1.0 - experts * (1.0 - shape.experts_per_token / shape.experts) ** tokens

@@ -1,0 +1,104 @@
+"""The predicted seconds of a step: what they are made of, how they follow the keys, and those of shipped files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from model_configs import SHAPES
+
+from slurm_rlhf.algorithms.layout import Layout
+from slurm_rlhf.cli.plan import INSIDE_GBITS, NETWORK_GBITS
+from slurm_rlhf.config import roles
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.roles import running_roles
+from slurm_rlhf.placement.gpus import find_gpu
+from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.rank_memory import weights
+from slurm_rlhf.placement.step_time import RATES, Links, StepTime, predict, response_lengths
+
+SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
+GBIT = 125e6
+LENGTHS = [(384, 850, 2048), (96, 100, 4096), (1, 300, 400), (64, 4000, 4096)]
+
+
+@pytest.fixture(autouse=True)
+def packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models of the files are not here: all pack their sequences."""
+    monkeypatch.setattr(roles, "layout_of", lambda ds, path: Layout(ds.packing_samples != "never", 1 / 43008))
+
+
+def step(name: str, *keys: str, model: str = "7B", card: str = "h100", network: float = NETWORK_GBITS) -> StepTime:
+    config = load_config(SBATCH / f"{name}.toml", list(keys))
+    models = {role.name: shape_of(SHAPES[model]) for role in running_roles(config)}
+    gpu = find_gpu(card)
+    assert gpu is not None
+    sync = 2.0 * models["actor"].parameters / (network * GBIT)
+    return predict(config, models, gpu, Links(network * GBIT, INSIDE_GBITS * GBIT), sync)
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted", "longest"), [(384, 850, 2048), (96, 100, 4096), (1, 300, 400), (64, 4000, 4096)]
+)
+def test_lengths_have_the_mean_and_are_mixed(count: int, wanted: float, longest: int) -> None:
+    lengths = response_lengths(count, wanted, longest)
+    assert len(lengths) == count
+    assert max(lengths) <= longest
+    assert mean(lengths) == pytest.approx(wanted, rel=0.01)
+    if count > 9:
+        halves = mean(lengths[: count // 2]), mean(lengths[count // 2 :])
+        assert halves[0] == pytest.approx(halves[1], rel=0.3)
+
+
+def test_one_response_takes_a_reading_of_the_weights_for_each_token() -> None:
+    one = (
+        "--rollout.batch_size=8",
+        "--rollout.n_samples_per_prompt=1",
+        "--train.batch_size=8",
+        "--rollout.max_new_tokens=1000",
+    )
+    gpu, shape = find_gpu("h100"), shape_of(SHAPES["7B"])
+    assert gpu is not None
+    found = step("recipes/grpo", *one, "--rollout.max_new_tokens=1000")
+    longest = max(response_lengths(8, 420, 1000))
+    token = weights(shape, 1, 2) / (RATES.memory * gpu.bandwidth_gbs * 1e9) + RATES.step_s
+    assert found.phases["sampling"] == pytest.approx(longest * token, rel=0.03)  # eight engines, one response for each
+
+
+def test_phases_follow_the_keys() -> None:
+    usual = step("recipes/grpo")
+    full = step("recipes/grpo", "--train.gradient_checkpointing=full")
+    assert full.phases["update"] / usual.phases["update"] == pytest.approx(4.0 / 3.1, rel=0.02)
+    assert step("recipes/grpo", "--ds.packing_samples=never").phases["update"] > 1.04 * usual.phases["update"]
+    assert step("recipes/grpo_lora").phases["update"] < 0.75 * usual.phases["update"]
+    assert step("recipes/grpo", card="a100").phases["update"] / usual.phases["update"] == pytest.approx(
+        989.4 / 312, rel=0.03
+    )
+    assert usual.step == pytest.approx(sum(usual.phases.values()))
+    ahead = step("recipes/async_grpo")
+    training = ahead.phases["forward"] + ahead.phases["update"] + ahead.phases["sync"]
+    assert ahead.step == max(ahead.phases["sampling"], training)
+    assert ahead.binds == "training"
+    assert step("ppo_32b", model="32B", network=1600).step < step("ppo_32b", model="32B").step
+    for found in (usual, full, ahead):
+        assert 0 <= found.idle < 0.35
+        assert 0 < found.mfu < found.mfu_update < RATES.update
+
+
+def test_the_update_of_7b_on_8_h100_reaches_two_fifths_of_the_peak() -> None:
+    assert step("recipes/grpo").mfu_update >= 0.40
+
+
+@pytest.mark.parametrize(("name", "model"), [("ppo_7b", "7B"), ("ppo_7b_1node", "7B"), ("ppo_32b", "32B")])
+def test_the_figures_in_the_heads_of_shipped_files_are_predicted(name: str, model: str) -> None:
+    text = (SBATCH / f"{name}.toml").read_text(encoding="utf-8")
+    head = " ".join(line.removeprefix("# ") for line in text[: text.index("\n\n")].splitlines())
+    first = re.search(r"takes (\d+) s on H100, sampling (\d+), forward (\d+), update (\d+)", head)
+    second = re.search(r"on A100 (\d+) s: (\d+), (\d+), (\d+)", head, re.IGNORECASE)
+    for said, card in ((first, "h100"), (second, "a100")):
+        assert said is not None
+        found = step(name, model=model, card=card)
+        wanted = [found.step, *(found.phases[phase] for phase in ("sampling", "forward", "update"))]
+        assert [int(number) for number in said.groups()] == pytest.approx(wanted, abs=1)
