@@ -27,8 +27,11 @@ from slurm_rlhf.placement.rank_memory import GIB
 from slurm_rlhf.placement.topology import Topology, numbered_names, role_sizes
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
-NODES = {"ppo_7b": 2, "ppo_7b_1node": 1, "ppo_32b": 16}
-MODELS = {"ppo_7b": "7B", "ppo_7b_1node": "7B", "ppo_32b": "32B"}
+NODES = {"ppo_7b": 2, "ppo_7b_1node": 1, "ppo_32b": 16, "grpo_7b": 2, "grpo_32b": 4, "grpo_lora_7b": 1}
+ON_A_NODE = dict.fromkeys(NODES, 8) | {"grpo_lora_7b": 1}
+MODELS = {name: "32B" if "32b" in name else "7B" for name in NODES}
+SMALL_GPUS = ("--actor.num_gpus_per_node=4", "--vllm.num_engines=2", "--vllm.tensor_parallel_size=2")
+SMALL_GPUS += ("--vllm.gpu_memory_utilization=0.45", "--train.max_tokens_per_gpu=4096")
 GPUS = ("nvidia_h100_80gb_hbm3", "NVIDIA A100-SXM4-80GB", "h200")
 FOUR = ("--actor.num_nodes=4", "--critic.num_nodes=4", "--ref.num_nodes=4", "--vllm.num_engines=4")
 FOUR_SMALLER = ("--train.max_tokens_per_gpu=8192", "--train.forward_max_tokens_per_gpu=16384")
@@ -37,12 +40,15 @@ FOUR_SMALLER = ("--train.max_tokens_per_gpu=8192", "--train.forward_max_tokens_p
 @pytest.mark.parametrize("name", NODES)
 def test_roles_fill_the_nodes_that_the_header_asks_for(name: str) -> None:
     config = load_config(SBATCH / f"{name}.toml", [])
-    ranks = place(Topology.uniform(numbered_names(NODES[name]), 8), role_sizes(config), colocations(config))
+    ranks = place(
+        Topology.uniform(numbered_names(NODES[name]), ON_A_NODE[name]), role_sizes(config), colocations(config)
+    )
     used = {(share.node, gpu) for shares in ranks.roles.values() for share in shares for gpu in share.gpus}
-    assert len(used) == NODES[name] * 8
+    assert len(used) == NODES[name] * ON_A_NODE[name]
     assert config.actor.num_nodes == NODES[name]
     header = (SBATCH / f"{name}.sh").read_text()
     assert f"#SBATCH --nodes={NODES[name]}\n" in header
+    assert f"#SBATCH --gres=gpu:{ON_A_NODE[name]}\n" in header
     assert "#SBATCH --signal=B:USR1@600\n#SBATCH --requeue\n#SBATCH --open-mode=append\n" in header
 
 
@@ -53,6 +59,15 @@ def test_four_nodes_by_overrides() -> None:
     ranks = place(Topology.uniform(numbered_names(4), 8), role_sizes(config), colocations(config))
     assert sum(count for role, count in ranks.worlds.items() if role != "reference") == 32
     assert account(config, models("32B"), int(79.1 * GIB)).fits()
+
+
+def test_adapters_on_four_gpus_of_40_gb_by_overrides() -> None:
+    text = (SBATCH / "grpo_lora_7b.sh").read_text().replace(" \\\n#    ", "")
+    assert f"#   sbatch --gres=gpu:4 sbatch/grpo_lora_7b.sh {' '.join(SMALL_GPUS)}   4 x 40 GB\n" in text
+    found = account(load_config(SBATCH / "grpo_lora_7b.toml", [*SMALL_GPUS]), models("7B"), int(39.3 * GIB))
+    assert found.fits()
+    assert found.engine is not None
+    assert found.engine.sequences >= found.wanted
 
 
 def models(size: str) -> Models:
@@ -67,7 +82,7 @@ def test_memory_is_there_on_common_machines(
     """By `plan`, as a user would ask; engines hold all sequences that come at once, and trainers have a margin."""
     model = make_shape(tmp_path / "model", MODELS[name])
     words = ["plan", str(SBATCH / f"{name}.toml"), f"--actor.model_name_or_path={model}", f"--gpu={gpu}", "--json"]
-    assert main([*words, f"--nodes={NODES[name]}", "--gpus_per_node=8"]) == 0
+    assert main([*words, f"--nodes={NODES[name]}", f"--gpus_per_node={ON_A_NODE[name]}"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory["fits"]
     assert memory["kv_cache"]["sequences"] >= memory["kv_cache"]["wanted"]

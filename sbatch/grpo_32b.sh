@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=grpo_32b
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x.%j.log
+# Your site (one # less to switch on; Slurm reads no #SBATCH line behind the first command):
+##SBATCH --partition=gpu
+##SBATCH --account=project
+#
+# GRPO on a 32B model: 4 nodes of 8 GPUs, all of the actor; they take turns with 8 engines of 4 GPUs.
+#
+#   sbatch sbatch/grpo_32b.sh [--KEY=VALUE ...]                   from the top of the checkout; keys: grpo_32b.toml
+#   sbatch --job-name=NAME sbatch/grpo_32b.sh [--KEY=VALUE ...]  another run, in runs/NAME
+#
+# Ten minutes before its time is up the run saves and requeues itself, and goes on from there.
+# Where requeueing is forbidden, a chain of jobs goes on with it; what is left of the chain goes when it is finished:
+#   sbatch --array=1-10%1 sbatch/grpo_32b.sh --slurm.chain=true    (or ten times: --dependency=singleton)
+# Submitted again with the same run_dir, it goes on from the newest checkpoint.
+set -euo pipefail
+
+# ---- Your site: modules, environment, network. ---------------------------------------------------------------------
+# A site with modules:   module load python/3.11 cuda/12.8
+# A venv, or conda:      source ~/rlhf/bin/activate, or: set +u; source ~/miniconda3/bin/activate rlhf; set -u
+# A container:           this script stays outside; options=(--slurm.container=/images/rlhf.sif)
+#                        with pyxis also --slurm.container_runtime=pyxis (all: slurm-rlhf train --help slurm)
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names lead to a slow network
+command=slurm-rlhf
+options=()
+# ---- End of your site. ----------------------------------------------------------------------------------------------
+
+# Slurm runs a copy of this script: the place of submission says where the checkout is.
+checkout=${SLURM_SUBMIT_DIR:-$PWD}
+for place in "$(dirname "${BASH_SOURCE[0]}")/.." "$checkout" "$checkout/.."; do
+  [[ -f $place/sbatch/grpo_32b.toml ]] && root=$(cd "$place" && pwd) && break
+done
+if [[ -z ${root:-} ]]; then
+  echo "grpo_32b: no checkout around $checkout. Submit from its top: sbatch sbatch/grpo_32b.sh" >&2
+  exit 2
+fi
+[[ -x $root/.venv/bin/$command ]] && command=$root/.venv/bin/$command
+
+if ! command -v "$command" >/dev/null; then
+  echo "grpo_32b: no $command on $(hostname): put what leads to it into 'Your site' of sbatch/grpo_32b.sh" >&2
+  echo "(source VENV/bin/activate, module load ...), or make .venv here: bash sbatch/environment.sh --gpu" >&2
+  exit 127
+fi
+
+# The job's name is the run's: --job-name=NAME makes it runs/NAME, unless a word here names another run_dir.
+name=${ENVIRONMENT:+${SLURM_JOB_NAME:-}} # ENVIRONMENT: Slurm sets it in a batch job, not in an interactive one
+[[ ${name:-grpo_32b} == grpo_32b || $* == *run_dir* ]] || set -- "$@" --run_dir="$root/runs/$name"
+# exec: Slurm's signals reach the run itself, and its exit code is the job's.
+exec "$command" train "$root/sbatch/grpo_32b.toml" "${options[@]}" "$@"

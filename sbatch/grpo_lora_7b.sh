@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=grpo_lora_7b
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:1
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=96G
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x.%j.log
+# Your site (one # less to switch on; Slurm reads no #SBATCH line behind the first command):
+##SBATCH --partition=gpu
+##SBATCH --account=project
+#
+# GRPO with adapters (LoRA) on a 7B model: one GPU of 80 GB, on which engine and actor take turns.
+#
+#   sbatch sbatch/grpo_lora_7b.sh [--KEY=VALUE ...]                   from the top of the checkout; keys: grpo_lora_7b.toml
+#   sbatch --gres=gpu:4 sbatch/grpo_lora_7b.sh --actor.num_gpus_per_node=4 --vllm.num_engines=2 \
+#     --vllm.tensor_parallel_size=2 --vllm.gpu_memory_utilization=0.45 --train.max_tokens_per_gpu=4096   4 x 40 GB
+#
+# Ten minutes before its time is up the run saves and requeues itself, and goes on from there.
+# Where requeueing is forbidden, a chain of jobs goes on with it; what is left of the chain goes when it is finished:
+#   sbatch --array=1-10%1 sbatch/grpo_lora_7b.sh --slurm.chain=true    (or ten times: --dependency=singleton)
+# Submitted again with the same run_dir, it goes on from the newest checkpoint.
+set -euo pipefail
+
+# ---- Your site: modules, environment, network. ---------------------------------------------------------------------
+# A site with modules:   module load python/3.11 cuda/12.8
+# A venv, or conda:      source ~/rlhf/bin/activate, or: set +u; source ~/miniconda3/bin/activate rlhf; set -u
+# A container:           this script stays outside; options=(--slurm.container=/images/rlhf.sif)
+#                        with pyxis also --slurm.container_runtime=pyxis (all: slurm-rlhf train --help slurm)
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names lead to a slow network
+command=slurm-rlhf
+options=()
+# ---- End of your site. ----------------------------------------------------------------------------------------------
+
+# Slurm runs a copy of this script: the place of submission says where the checkout is.
+checkout=${SLURM_SUBMIT_DIR:-$PWD}
+for place in "$(dirname "${BASH_SOURCE[0]}")/.." "$checkout" "$checkout/.."; do
+  [[ -f $place/sbatch/grpo_lora_7b.toml ]] && root=$(cd "$place" && pwd) && break
+done
+if [[ -z ${root:-} ]]; then
+  echo "grpo_lora_7b: no checkout around $checkout. Submit from its top: sbatch sbatch/grpo_lora_7b.sh" >&2
+  exit 2
+fi
+[[ -x $root/.venv/bin/$command ]] && command=$root/.venv/bin/$command
+
+if ! command -v "$command" >/dev/null; then
+  echo "grpo_lora_7b: no $command on $(hostname): put what leads to it into 'Your site' of sbatch/grpo_lora_7b.sh" >&2
+  echo "(source VENV/bin/activate, module load ...), or make .venv here: bash sbatch/environment.sh --gpu" >&2
+  exit 127
+fi
+
+# The job's name is the run's: --job-name=NAME makes it runs/NAME, unless a word here names another run_dir.
+name=${ENVIRONMENT:+${SLURM_JOB_NAME:-}} # ENVIRONMENT: Slurm sets it in a batch job, not in an interactive one
+[[ ${name:-grpo_lora_7b} == grpo_lora_7b || $* == *run_dir* ]] || set -- "$@" --run_dir="$root/runs/$name"
+# exec: Slurm's signals reach the run itself, and its exit code is the job's.
+exec "$command" train "$root/sbatch/grpo_lora_7b.toml" "${options[@]}" "$@"
