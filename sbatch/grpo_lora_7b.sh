@@ -16,7 +16,7 @@
 #
 # GRPO with adapters (LoRA) on a 7B model: one GPU of 80 GB, on which engine and actor take turns.
 #
-#   sbatch sbatch/grpo_lora_7b.sh [--KEY=VALUE ...]                   from the top of the checkout; keys: grpo_lora_7b.toml
+#   sbatch sbatch/grpo_lora_7b.sh [--KEY=VALUE ...]            from the top of the checkout; keys: grpo_lora_7b.toml
 #   sbatch --gres=gpu:4 sbatch/grpo_lora_7b.sh --actor.num_gpus_per_node=4 --vllm.num_engines=2 \
 #     --vllm.tensor_parallel_size=2 --vllm.gpu_memory_utilization=0.45 --train.max_tokens_per_gpu=4096   4 x 40 GB
 #
