@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any, TypeVar
 
@@ -184,21 +184,6 @@ _SHOWN = 2000  # characters of a prompt, and of a response
 
 
 @dataclass(frozen=True, slots=True)
-class FailedPrompt:
-    """Shows a prompt with no correct response, and its first response."""
-
-    index: int
-    source: str
-    prompt: str
-    label: Any
-    response: str
-    answer: str | None
-    score: float
-    finish_reason: str
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
 class DataSetReport:
     """Says how good the responses to one data set are; figures of scores, each with its interval."""
 
@@ -214,7 +199,7 @@ class DataSetReport:
     response_lengths: list[Subset]  # subsets by tokens of the response
     errors: int  # prompts without a response; they count as wrong
     failed: int  # prompts with no correct response
-    failures: list[FailedPrompt]
+    failures: list[ScoredResponse]  # first response to some of those, with cut texts
 
     def metrics(self) -> dict[str, float]:
         """Return its figures by name, as metrics.jsonl and TensorBoard have them."""
@@ -263,7 +248,7 @@ def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed:
         response_lengths=by_length(responses, lambda one: one.response_tokens, seed, f"{name}/response"),
         errors=sum(bool(group[0].error) for group in groups),
         failed=len(failed),
-        failures=[_failure(one) for one in spread(failed, LOOKED_AT)],
+        failures=[_shortened(one) for one in spread(failed, LOOKED_AT)],
     )
 
 
@@ -279,18 +264,9 @@ def spread(found: Sequence[T], most: int) -> list[T]:
     return [found[place * len(found) // most] for place in range(most)]
 
 
-def _failure(one: ScoredResponse) -> FailedPrompt:
-    return FailedPrompt(
-        one.index,
-        one.source,
-        cut(one.prompt, _SHOWN),
-        one.label,
-        cut(one.response, _SHOWN),
-        one.answer if one.answer is None else cut(one.answer, _SHOWN),
-        one.score,
-        one.finish_reason,
-        one.error,
-    )
+def _shortened(one: ScoredResponse) -> ScoredResponse:
+    answer = None if one.answer is None else cut(one.answer, _SHOWN)
+    return replace(one, prompt=cut(one.prompt, _SHOWN), response=cut(one.response, _SHOWN), answer=answer)
 
 
 def _plain(value: Any) -> Any:

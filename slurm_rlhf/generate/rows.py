@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-
-import numpy as np
 
 from slurm_rlhf.algorithms.registry import load_plugins
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.prompts import CHUNK, Row, encode_up_to, prompt_text, read_rows, require_column
+from slurm_rlhf.data.prompts import BadRow, Row, prompts_of, read_rows, require_column
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import request_seed
-from slurm_rlhf.errors import CallTimeout, DataError, ModelError, RemoteError, RewardError
+from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
 from slurm_rlhf.generate.output import JobProgress, OutputLine
 from slurm_rlhf.generate.row_calls import VERSION, Answered, RowCalls
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
@@ -26,27 +24,18 @@ from slurm_rlhf.sampling.row_queue import RowQueue
 
 
 @dataclass(frozen=True, slots=True)
-class BadRow:
-    """Says why a row has no prompt for an engine."""
-
-    index: int
-    why: str
-    text: str | None = None
-
-
-@dataclass(slots=True)
 class PromptRows:
-    """Tokenizes rows of the file when they are needed."""
+    """Holds the rows of the file, each with where it stands, and tokenizes those that are wanted."""
 
     config: Config
     tokenizer: Tokenizer
-    rows: list[Row]
+    rows: list[tuple[str, Row]]
 
     @classmethod
     def read(cls, config: Config, model: Path) -> PromptRows:
         """Read the file. Raises DataError if no row can be used, ModelError for a missing chat template."""
         dataset = Path(config.generate.dataset)
-        rows = read_rows(dataset, config.generate.max_samples)
+        rows = list(read_rows(dataset, config.generate.max_samples))
         require_column(rows, config.data.input_key, dataset)
         tokenizer = Tokenizer.load(model)
         if config.data.apply_chat_template:
@@ -57,43 +46,10 @@ class PromptRows:
         return len(self.rows)
 
     def prompts(self, numbers: Sequence[int]) -> Iterator[Prompt | BadRow]:
-        """Yield the prompts of rows, in the order of `numbers`."""
-        for begin in range(0, len(numbers), CHUNK):
-            yield from self._chunk(numbers[begin : begin + CHUNK])
-
-    def _chunk(self, numbers: Sequence[int]) -> list[Prompt | BadRow]:
-        texts = {number: self._text(number) for number in numbers}
-        good = {number: text for number, text in texts.items() if isinstance(text, str)}
-        data, longest = self.config.data, self.config.data.max_len - self.config.rollout.max_new_tokens
-        encoded = encode_up_to([*good.values()], self.tokenizer, data, longest)
-        ids = dict(zip(good, encoded, strict=True))
-        return [
-            text if isinstance(text, BadRow) else self._prompt(number, text, ids[number], longest)
-            for number, text in texts.items()
-        ]
-
-    def _text(self, number: int) -> str | BadRow:
-        row, where = self.rows[number], f"row {number}"
-        if isinstance(row, DataError):
-            return BadRow(number, str(row))
-        try:
-            return prompt_text(row, where, self.tokenizer, self.config.data)
-        except (DataError, ModelError) as error:
-            return BadRow(number, str(error))
-
-    def _prompt(self, number: int, text: str, ids: list[int] | str, longest: int) -> Prompt | BadRow:
-        if isinstance(ids, str):
-            return BadRow(number, f"row {number}: {ids}", text)
-        if len(ids) > longest:
-            return BadRow(
-                number,
-                f"row {number}: the prompt is longer than {longest} tokens, and with rollout.max_new_tokens = "
-                f"{self.config.rollout.max_new_tokens} it does not fit into data.max_len = {self.config.data.max_len}",
-                text,
-            )
-        row = self.rows[number]
-        assert not isinstance(row, DataError)
-        return Prompt(number, text, np.asarray(ids, dtype=np.int32), row.get(self.config.data.label_key), row)
+        """Make the prompts of rows, by their numbers; rows without one may come before others."""
+        longest = self.config.data.max_len - self.config.rollout.max_new_tokens
+        wanted = ((number, *self.rows[number]) for number in numbers)
+        return prompts_of(wanted, self.tokenizer, self.config.data, longest)
 
 
 @dataclass(slots=True)
@@ -147,50 +103,39 @@ class Scores:
 class PendingRows:
     """Knows the prompts that are left, and which of their samples are in the output already."""
 
-    prompts: dict[int, Prompt]  # row -> prompt
-    bad: list[BadRow]
-    sampling: Sampling
-    seed: int
-    width: int  # number of sequences that an engine works on at once
+    config: Config
+    rows: InitVar[Iterable[Prompt | BadRow]]  # those that are not complete yet
+    sampling: Mapping[int, Sampling]  # row -> its sampling
     scores: Scores
-    logprobs: bool
     written: set[tuple[int, int]]  # (row, sample)
-    own: Mapping[int, Sampling] = field(default_factory=dict)  # row -> its sampling, if that is not `sampling`
+    prompts: dict[int, Prompt] = field(default_factory=dict, init=False)  # row -> prompt
+    bad: list[BadRow] = field(default_factory=list, init=False)
     queue: RowQueue = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.queue = RowQueue.of(sorted(self.prompts))
-
-    @classmethod
-    def of(cls, rows: Iterable[Prompt | BadRow], **settings: object) -> PendingRows:
-        """Sort the rows that are not complete yet into prompts and bad rows."""
-        prompts, bad = {}, []
+    def __post_init__(self, rows: Iterable[Prompt | BadRow]) -> None:
         for row in rows:
             if isinstance(row, BadRow):
-                bad.append(row)
+                self.bad.append(row)
             else:
-                prompts[row.index] = row
-        return cls(prompts, bad, **settings)  # type: ignore[arg-type]
+                self.prompts[row.index] = row
+        self.queue = RowQueue.of(sorted(self.prompts))
 
     def refuse_bad_rows(self) -> list[OutputLine]:
         """Make the lines of the bad rows, which no engine gets."""
-        return [line for row in self.bad for line in self._errors(row.index, row.text, row.why)]
+        return [line for row in self.bad for line in self._errors(row.index, row.text, str(row.error))]
 
     def _errors(self, row: int, text: str | None, why: str) -> list[OutputLine]:
         return [OutputLine(row, sample, text, error=why) for sample in self._missing(row)]
 
     def _missing(self, row: int) -> list[int]:
-        return [sample for sample in range(self._how(row).n) if (row, sample) not in self.written]
-
-    def _how(self, row: int) -> Sampling:
-        return self.own.get(row, self.sampling)
+        return [sample for sample in range(self.sampling[row].n) if (row, sample) not in self.written]
 
     def feed(self, ask: Callable[[int, Prompt, Sampling], None], engine: int, engines: int, now: float) -> None:
         """Hand rows to one of `engines` as long as it has room: the rows that it works on at once, and a reserve."""
-        n = max((how.n for how in self.own.values()), default=self.sampling.n)
-        most = max(1, allowance(self.queue.waiting * n, engines, self.width) // n)
+        n = max(how.n for how in self.sampling.values())
+        most = max(1, allowance(self.queue.waiting * n, engines, self.config.vllm.max_num_seqs) // n)
         while self.queue.held(engine) < most and (row := self.queue.take(engine, now)) is not None:
-            ask(engine, self.prompts[row], self._how(row))
+            ask(engine, self.prompts[row], self.sampling[row])
 
     def take(self, calls: RowCalls, answered: Sequence[Answered], progress: JobProgress) -> list[OutputLine]:
         """Make the lines of the engines' answers, each line once. Raises RewardError."""
@@ -231,6 +176,7 @@ class PendingRows:
         ]
 
     def _line(self, prompt: Prompt, trajectory: Trajectory, score: float | None, error: str) -> OutputLine:
+        logprobs = self.config.generate.logprobs
         return OutputLine(
             row=prompt.index,
             sample=trajectory.sample,
@@ -240,9 +186,9 @@ class PendingRows:
             prompt_tokens=len(trajectory.prompt_ids),
             tokens=len(trajectory.response_ids),
             score=score,
-            seed=request_seed(self.seed, prompt.index, trajectory.sample, VERSION),
+            seed=request_seed(self.config.train.seed, prompt.index, trajectory.sample, VERSION),
             engine=trajectory.engine,
             error=error,
-            token_ids=trajectory.response_ids.tolist() if self.logprobs else None,
-            logprobs=trajectory.rollout_logprobs.tolist() if self.logprobs else None,
+            token_ids=trajectory.response_ids.tolist() if logprobs else None,
+            logprobs=trajectory.rollout_logprobs.tolist() if logprobs else None,
         )
