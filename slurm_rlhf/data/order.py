@@ -61,11 +61,6 @@ class PromptOrder:
         return self.batches_per_episode * self.episodes
 
     @property
-    def episode(self) -> int:
-        """Number the episode of the next place, from 0."""
-        return self.episode_of(self.again[0] if self.again else self.place)
-
-    @property
     def left(self) -> int:
         """Count the places that are left to hand out."""
         return len(self.again) + max(0, self.total * self.batch_size - self.place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def counting(config: Config, rewards: Rewards, step: int) -> Rewards:
     """Return the rewards that are used: with reward.shuffle in an order drawn for the step, otherwise as they are."""
     if not config.reward.shuffle:
         return rewards
-    return rewards.permuted(np.random.default_rng([config.train.seed, step]).permutation(len(rewards.rewards)))
+    return rewards.select(np.random.default_rng([config.train.seed, step]).permutation(len(rewards.rewards)))
 
 
 def fill_advantages(
@@ -231,11 +232,7 @@ def fill_loss_weights(config: Config, algorithm: Algorithm, batch: Experience, k
         batch.columns["kl_weights"] = (ones if weights is None else weights) * np.float32(kl_coef)
     if config.actor.nll_coef:
         batch.columns["nll_weights"] = positive_weights(batch.rewards, batch.action_mask, batch.action_offsets)
-    correction = batch.columns.pop(COLUMN, None)
-    if weights is not None and correction is not None:
-        weights = weights * correction
-    elif correction is not None:
-        weights = correction
-    if weights is not None:
-        batch.columns["loss_weights"] = weights
+    factors = [each for each in (weights, batch.columns.pop(COLUMN, None)) if each is not None]
+    if factors:
+        batch.columns["loss_weights"] = reduce(np.multiply, factors)
     return denominator

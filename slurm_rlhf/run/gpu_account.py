@@ -6,14 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from slurm_rlhf.config.correction import before_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
-from slurm_rlhf.observe.timing import GpuTime, Slot
+from slurm_rlhf.observe.timing import Slot, StepSpans
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.memory import Models, read_models
 from slurm_rlhf.placement.model_shape import batch_flops, mfu
@@ -73,7 +72,7 @@ class StepFlops:
 class GpuAccount:
     """Measures each step of a run on accelerators.
 
-    Metrics: perf/gpu_idle, the share of accelerator-seconds of a step without a call in progress (`GpuTime`);
+    Metrics: perf/gpu_idle, the share of accelerator-seconds of a step without a call in progress (`StepSpans.idle`);
     perf/gpu_idle_<role>, of that role's accelerators; perf/gpu_hours, of all that the roles hold, over all sessions;
     perf/mfu, model FLOPs of the whole step over the bf16 peak of all accelerators for all of its time; perf/mfu_update,
     those of actor's and critic's training over the peak of their accelerators for time/update. The two last are absent
@@ -84,6 +83,7 @@ class GpuAccount:
         self,
         config: Config,
         ranks: RankMap,
+        handles: Mapping[str, RoleHandle[Any]],
         began: float,
         transfer: Callable[[], SyncConnection | None],
         note: Callable[[str], None],
@@ -97,21 +97,14 @@ class GpuAccount:
         self._began = began
         self._slots: dict[str, list[list[Slot]]] = slots_of(ranks)
         self._clock = clock
-        self._time = GpuTime(self._slots, clock)
         self._flops = StepFlops.of(config)
-        self._handles: Mapping[str, RoleHandle[Any]] = {}
+        self._handles = handles
         self._reports: dict[str, list[DeviceReport]] = {}
         self._transfer = transfer
         self._note = note
         self._steps = 0
         # Sums over all sessions, as far as checkpoints know them.
         self._sums = dict.fromkeys(("gpu_s", "idle_s", "step_gpu_s", "flops", "peak_flops"), 0.0)
-
-    def watch(self, handles: Mapping[str, RoleHandle[Any]]) -> None:
-        """Count the calls of `handles` from here on."""
-        self._handles = handles
-        for role, handle in handles.items():
-            handle.watchers.append(partial(self._time.began, role))
 
     def started(self) -> None:
         """Ask the ranks about their GPUs, and note them; all roles have started."""
@@ -125,13 +118,11 @@ class GpuAccount:
                 if not _peak(card):
                     self._note(f"no peak rate is known for {card}: no MFU")
 
-    def begin(self) -> None:
-        """Start measuring: the first step begins."""
-        self._time.take()
-
-    def step(self, number: int, experience: Experience, timings: Mapping[str, float]) -> dict[str, float]:
+    def step(
+        self, number: int, experience: Experience, spans: StepSpans, timings: Mapping[str, float]
+    ) -> dict[str, float]:
         """Return metrics of a step, and note the speed now and then; `timings` holds time/step and time/update."""
-        seconds, idle = self._time.take()
+        seconds, idle = spans.seconds, spans.idle(self._slots)
         self._sums["idle_s"] += sum(idle.values())
         self._sums["step_gpu_s"] += seconds * len(idle)
         metrics = {"perf/gpu_idle": _share(sum(idle.values()), seconds * len(idle)), "perf/gpu_hours": self.hours()}

@@ -63,9 +63,8 @@ class TrainingLoop:
     def _begin(self) -> None:
         """Give the engines their first weights; inflight and colocated, evaluate before training."""
         self.step.sync(self.state.policy_version)
-        gpus = self.reporting.gpus
-        if gpus is not None:
-            gpus.started()
+        if self.reporting.gpus is not None:
+            self.reporting.gpus.started()
         self.reporting.best = self.checkpoints.best
         if self.step.config.vllm.sync_mode == "inflight" or self.step.colocation is not None:
             # Later, inflight, the evaluation would wait for all groups that are sampled ahead, and the engines would be
@@ -75,8 +74,6 @@ class TrainingLoop:
         self.step.phases.take()  # the time of start-up belongs to no step
         self.reporting.stepping()
         self.checkpoints.cadence.begin()
-        if gpus is not None:
-            gpus.begin()
 
     def _do_steps(self) -> None:
         try:
@@ -103,7 +100,8 @@ class TrainingLoop:
             measured = {f"perf/{name}": speed for name, speed in speeds.items()}
             whole = metrics | self.step.phases.take() | measured | {"time/step": seconds}
             gpus = self.reporting.gpus
-            return whole | (gpus.step(number, experience, whole) if gpus is not None else {})
+            spans = self.reporting.recorder.take()
+            return whole | (gpus.step(number, experience, spans, whole) if gpus is not None else {})
 
         if self.evaluation and self._due(self.step.config.eval.steps):
             if self._overlaps():

@@ -131,9 +131,7 @@ class Startup:
             waves = ActorWaves(roles[ACTOR], config.train.seed, at_once, self.reporting.answered)
             step = self._step(Episodes(waves, environments=self.inputs.environments), None, None)
         directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
-        checkpoints = RunCheckpoints(
-            directory, config.ckpt.max_num, roles, state, step, saved, cadence, self.clock, gpus, self.inputs.model
-        )
+        checkpoints = RunCheckpoints(directory, state, step, saved, cadence, self.clock, gpus, self.inputs.model)
         self._checkpoints = checkpoints
         if checkpoint is not None:
             checkpoints.load(checkpoint, self.reporting.note)
@@ -170,10 +168,9 @@ class Startup:
     def _gpus(self) -> GpuAccount | None:
         if self.ranks.topology.accelerator == CPU:
             return None
-        report = self.reporting
-        account = report.gpus = GpuAccount(self.config, self.ranks, self.clock, report.recorder.transfer, report.note)
-        account.watch(self.supervisor.roles)
-        return account
+        report, roles = self.reporting, self.supervisor.roles
+        report.gpus = GpuAccount(self.config, self.ranks, roles, self.clock, report.recorder.transfer, report.note)
+        return report.gpus
 
     def _start_engines(
         self, engines: Engines, handle: EngineHandle, weight_sync: WeightSync, colocation: Colocation | None

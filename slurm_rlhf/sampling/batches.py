@@ -94,7 +94,7 @@ class FilterCounts:
     def judge(self, groups: Sequence[PromptGroup], rewards: Rewards, samples: int) -> None:
         """Give each group its rewards, `samples` each, and its verdict."""
         for index, group in enumerate(groups):
-            group.rewards = rewards.part(index * samples, (index + 1) * samples)
+            group.rewards = rewards.select(slice(index * samples, (index + 1) * samples))
             values = group.rewards.rewards if group.rewards.scores is None else group.rewards.scores
             group.verdict = passes(values, self.bounds)
             self.judged += 1

@@ -216,7 +216,7 @@ def test_every_episode_is_a_permutation_and_resumes_anywhere(
     for _ in range(stop):
         first.next()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.episode == stop // order.batches_per_episode
+    assert second.episode_of(second.place) == stop // order.batches_per_episode
     assert rest(second) == whole[stop:]
 
 

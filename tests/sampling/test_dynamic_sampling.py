@@ -273,7 +273,7 @@ def test_rewards_of_several_calls_are_joined() -> None:
     f = lambda *values: np.array(values, dtype=np.float32)  # noqa: E731
     first = Rewards(f(1, 2, 3, 4), f(0, 1, 0, 1), {"each": f(5, 6, 7, 8), "all": f(9)}, {"form": f(1, 0, 2, 0)})
     second = Rewards(f(7, 8), f(1, 1), {"all": f(3)}, {"form": f(3, 4)})
-    whole = joined([first.part(2, 4), second.part(0, 2)])
+    whole = joined([first.select(slice(2, 4)), second])
     assert whole.rewards.tolist() == [3, 4, 7, 8]
     assert whole.scores is not None
     assert whole.scores.tolist() == [0, 1, 1, 1]

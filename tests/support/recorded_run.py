@@ -63,7 +63,7 @@ def write_run(root: Path, steps: int = 30, seed: int = 1, **keys: Any) -> RunDir
     events.append("start", 0, f"step 0 of {steps}")
     for step in range(1, steps + 1):
         _calls(spans, clock, draw)
-        timeline.append(spans.take(step))
+        timeline.append(spans.take().line(step))
         metrics.append(step, _metrics(step, steps, draw))
         for place in range(2):
             samples.append(sample(step, place, draw))
