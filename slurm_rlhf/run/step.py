@@ -52,9 +52,9 @@ from slurm_rlhf.run.experience import (
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step_metrics import EngineMetrics, agreement_metrics, sample_metrics
 from slurm_rlhf.run.update import Trained, first_pass, train, update_metrics
-from slurm_rlhf.sampling.batches import Batch, EpisodesOver, Parts
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_stream import GroupStream, make_batches
+from slurm_rlhf.sampling.group_stream import GroupStream
 from slurm_rlhf.wire.handles import RoleHandle
 
 Metrics = dict[str, float]
@@ -88,8 +88,7 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         last, awake = self.total_steps, self.awake
-        parts = Parts(self.config, self.prompts, self.order, last, self.episodes, self.reward, awake)
-        self.batches = make_batches(parts)
+        self.batches = GroupStream(self.config, self.prompts, self.order, last, self.episodes, self.reward, awake)
 
     def run(
         self, number: int, version: int, checked: Callable[[], None], overlap: Overlap | None = None

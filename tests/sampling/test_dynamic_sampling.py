@@ -6,12 +6,11 @@ import time
 from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from group_engines import BATCH, SAMPLING, Engines, Judge, Streamed, order_of, places, prompt_set
+from group_engines import BATCH, SAMPLING, Engines, Judge, Streamed, limits, order_of, places, prompt_set
 from waiting import until
 
 from slurm_rlhf.config.schema import Config
@@ -19,22 +18,18 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import FilteredAway, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import Rewards, joined
-from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, Parts, PromptGroup
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, PromptGroup
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState
-from slurm_rlhf.sampling.group_stream import GroupStream, Rule, make_batches
+from slurm_rlhf.sampling.group_stream import GroupStream
 from slurm_rlhf.sampling.waves import Waves
 from slurm_rlhf.wire.calls import GenerateAnswer, GenerateBatch
 
 EVEN = set(range(0, 40, 2))
 
 
-def fresh(at_once: int = BATCH, tries: int = 10) -> Rule:
-    return Rule(BATCH, 10, None, at_once, tries)
-
-
 def test_a_dropped_group_is_replaced_before_the_last_response_is_there(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, fresh(), judge=Judge(EVEN))
+    run = Streamed(tmp_path, limits(), judge=Judge(EVEN))
     with run.taking(1) as found:
         until(lambda: run.engines.places() == [0, 1, 2, 3])
         run.engines.finish(1)
@@ -55,7 +50,7 @@ def test_a_dropped_group_is_replaced_before_the_last_response_is_there(tmp_path:
 
 
 def test_short_responses_are_not_favoured_and_what_is_left_over_comes_first_in_the_next_step(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, fresh(at_once=8), judge=Judge(set(range(40))))
+    run = Streamed(tmp_path, limits(at_once=8), judge=Judge(set(range(40))))
     with run.taking(1) as found:
         until(lambda: run.engines.places() == list(range(8)))
         run.engines.finish(2, 3, 4, 5, 6)  # a batch and more, but the first two are long
@@ -74,7 +69,7 @@ def test_short_responses_are_not_favoured_and_what_is_left_over_comes_first_in_t
 
 
 def test_nothing_is_begun_while_the_actor_trains(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, fresh(), judge=Judge(set(range(40))))
+    run = Streamed(tmp_path, limits(), judge=Judge(set(range(40))))
     with run.taking(1):
         run.begun(4)
         run.engines.finish(0, 1, 2, 3)
@@ -84,7 +79,7 @@ def test_nothing_is_begun_while_the_actor_trains(tmp_path: Path) -> None:
 
 
 def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH), judge=Judge(EVEN))
+    run = Streamed(tmp_path, limits(1, ahead=1.0), judge=Judge(EVEN))
     with run.taking(1) as found:
         run.begun(8)
         run.engines.finish(1, 3, 5)
@@ -107,7 +102,7 @@ def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("size", [None, 1])
 def test_all_groups_filtered_away_end_in_a_clear_stop(tmp_path: Path, size: int | None) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 10, size, BATCH, 3, BATCH), judge=Judge({2}))
+    run = Streamed(tmp_path, limits(size, tries=3, ahead=1.0), judge=Judge({2}))
     with run.taking(1) as found:
         while not found:
             run.engines.finish(*run.engines.places())
@@ -123,7 +118,7 @@ def test_all_groups_filtered_away_end_in_a_clear_stop(tmp_path: Path, size: int 
 
 @pytest.mark.parametrize("size", [None, 1])
 def test_prompts_that_run_out_end_the_run(tmp_path: Path, size: int | None) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 2, size, BATCH, 10, BATCH), prompts=8, judge=Judge({0, 2, 3, 5, 6}))
+    run = Streamed(tmp_path, limits(size, ahead=1.0), 8, judge=Judge({0, 2, 3, 5, 6}), last=2)
     for step in (1, 2):
         with run.taking(step) as found:
             while not found:
@@ -138,7 +133,7 @@ def test_prompts_that_run_out_end_the_run(tmp_path: Path, size: int | None) -> N
 def test_what_the_reward_function_raises_comes_out_of_take(tmp_path: Path) -> None:
     judge = Judge(EVEN)
     judge.error = RewardError("reward.py:3: no")
-    run = Streamed(tmp_path, fresh(), judge=judge)
+    run = Streamed(tmp_path, limits(), judge=judge)
     with run.taking(1) as found:
         run.begun(4)
         run.engines.finish(0)
@@ -180,8 +175,8 @@ def rounds(
     config.algo.dynamic_filtering_enable = config.train.full_determinism = True
     judge = good if isinstance(good, Graded) else Judge(good)
     episodes = Episodes(Waves(cast("Any", fixed), 1, 64))
-    parts = Parts(config, prompt_set(path, prompts), order, 10, episodes, cast("Any", judge), lambda _: nullcontext())
-    return make_batches(parts), fixed
+    rows, scoring = prompt_set(path, prompts), cast("Any", judge)
+    return GroupStream(config, rows, order, 10, episodes, scoring, lambda _: nullcontext()), fixed
 
 
 def test_rounds_have_sizes_of_what_passed_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:
@@ -265,8 +260,8 @@ def test_streams_and_rounds_are_chosen_by_the_configuration(
     config = Config()
     config.rollout.engine, config.algo.dynamic_filtering_enable = engine, filtered
     config.vllm.sync_mode, config.train.full_determinism = mode, fixed
-    made = make_batches(cast("Any", SimpleNamespace(config=config, last=1)))
-    assert (made.rule.rounds, made.rule.size, made.counts is not None) == expected
+    made = GroupStream(config, *(None,) * 6)  # type: ignore[arg-type]
+    assert (made.rounds, made.size, made.counts is not None) == expected
 
 
 def test_rewards_of_several_calls_are_joined() -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from group_engines import BATCH, IDS, SAMPLING, Engines, Streamed, places
+from group_engines import IDS, SAMPLING, Engines, Streamed, limits, places
 from waiting import HANG_S, until
 
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_stream import Rule
 from slurm_rlhf.sampling.scheduler import Scheduler
 from slurm_rlhf.sampling.waves import Waves
 
@@ -150,7 +149,7 @@ def test_without_a_way_to_give_it_weights_the_loss_of_the_last_engine_is_an_erro
 
 
 def test_groups_of_a_lost_engine_are_sampled_by_the_others_once_and_whole(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH))
+    run = Streamed(tmp_path, limits(1, ahead=1.0))
     with run.taking(1) as found:
         run.begun(8)
         mine, others = owners(run.engines, 1), owners(run.engines, 0)
@@ -164,7 +163,7 @@ def test_groups_of_a_lost_engine_are_sampled_by_the_others_once_and_whole(tmp_pa
 
 
 def test_a_stream_whose_last_engine_died_takes_the_one_that_comes_back(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH))
+    run = Streamed(tmp_path, limits(1, ahead=1.0))
     back = threading.Event()
 
     def rescue(version: int) -> bool:
