@@ -17,13 +17,33 @@ from numpy.typing import NDArray
 
 from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.errors import cut
-from slurm_rlhf.eval.responses import ScoredResponse
 from slurm_rlhf.records import STOP
 
 F64 = NDArray[np.float64]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredResponse:
+    """Holds a response to a prompt of an evaluation, and its score."""
+
+    dataset: str
+    index: int  # row of the prompt in its file
+    sample: int  # 0 .. n-1
+    source: str  # source of the prompt; empty: the data set names none
+    prompt: str
+    response: str
+    label: Any
+    answer: str | None  # answer found in the response; None: the pattern finds none
+    score: float
+    reward: float
+    prompt_tokens: int
+    response_tokens: int
+    finish_reason: str
+    engine: int = 0
+    error: str = ""  # reason why there is no response, whose score is then 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +132,7 @@ def _generator(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, int.from_bytes(digest, "little")])
 
 
-K = TypeVar("K")
+K = TypeVar("K", int, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,33 +167,24 @@ def subset_of(name: str, responses: Sequence[ScoredResponse], seed: int, figure:
     )
 
 
-def by_source(responses: Sequence[ScoredResponse], seed: int, figure: str) -> list[Subset]:
-    """Divide responses by the source of their prompt, by name; empty where no prompt has one."""
-    groups = _groups(responses, lambda one: one.source)
-    if set(groups) <= {""}:
-        return []
-    return [subset_of(source, groups[source], seed, f"{figure}/{source}") for source in sorted(groups)]
-
-
-def by_length(
-    responses: Sequence[ScoredResponse], tokens: Callable[[ScoredResponse], int], seed: int, figure: str
+def divided(
+    responses: Sequence[ScoredResponse],
+    key: Callable[[ScoredResponse], K],
+    seed: int,
+    figure: str,
+    name: Callable[[K], str] = str,
 ) -> list[Subset]:
-    """Divide responses by a number of tokens, the shortest first; each part goes up to twice the length before."""
-    groups = _groups(responses, lambda one: tokens(one).bit_length())
-    return [subset_of(_span(bits), groups[bits], seed, f"{figure}/{_span(bits)}") for bits in sorted(groups)]
-
-
-def _span(bits: int) -> str:
-    """Name the lengths with so many binary digits: 16-31."""
-    low, high = (1 << bits) >> 1, (1 << bits) - 1
-    return str(low) if low == high else f"{low}-{high}"
-
-
-def _groups(responses: Sequence[ScoredResponse], key: Callable[[ScoredResponse], K]) -> dict[K, list[ScoredResponse]]:
+    """Sum up the parts of the responses that have the same `key`, in its order."""
     groups: dict[K, list[ScoredResponse]] = {}
     for one in responses:
         groups.setdefault(key(one), []).append(one)
-    return groups
+    return [subset_of(name(part), groups[part], seed, f"{figure}/{name(part)}") for part in sorted(groups)]
+
+
+def _span(bits: int) -> str:
+    """Name the lengths with so many binary digits: 16-31; each part goes up to twice the length before."""
+    low, high = (1 << bits) >> 1, (1 << bits) - 1
+    return str(low) if low == high else f"{low}-{high}"
 
 
 T = TypeVar("T")
@@ -226,6 +237,7 @@ def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed:
     for one in sorted(responses, key=lambda one: (one.index, one.sample)):
         prompts.setdefault(one.index, []).append(one)
     groups, name, samples = list(prompts.values()), settings.name, settings.n_samples_per_prompt
+    named = any(one.source for one in responses)
     correct = [sum(one.score >= settings.pass_score for one in group) for group in groups]
 
     def each(figure: str, values: list[float]) -> Estimate:
@@ -243,9 +255,11 @@ def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed:
         whole=subset_of(name, responses, seed, f"{name}/mean"),
         pass_at={k: each(f"pass@{k}", [pass_at_k(samples, count, k) for count in correct]) for k in settings.pass_k},
         majority=each("majority", votes) if samples > 1 else None,
-        sources=by_source(responses, seed, f"{name}/source"),
-        prompt_lengths=by_length(responses, lambda one: one.prompt_tokens, seed, f"{name}/prompt"),
-        response_lengths=by_length(responses, lambda one: one.response_tokens, seed, f"{name}/response"),
+        sources=divided(responses, lambda one: one.source, seed, f"{name}/source") if named else [],
+        prompt_lengths=divided(responses, lambda one: one.prompt_tokens.bit_length(), seed, f"{name}/prompt", _span),
+        response_lengths=divided(
+            responses, lambda one: one.response_tokens.bit_length(), seed, f"{name}/response", _span
+        ),
         errors=sum(bool(group[0].error) for group in groups),
         failed=len(failed),
         failures=[_shortened(one) for one in spread(failed, LOOKED_AT)],

@@ -9,9 +9,10 @@ actor's GPUs, or sample for training all the time (inflight), there is no such t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError
-from slurm_rlhf.eval.report import DataSetReport, one_line, overall, report_of
-from slurm_rlhf.eval.responses import ScoredResponse, answer_of, write_responses
+from slurm_rlhf.eval.report import DataSetReport, ScoredResponse, one_line, overall, report_of
 from slurm_rlhf.eval.verdicts import warnings as share_warnings
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
@@ -199,6 +199,29 @@ def scored_response(settings: EvalSettings, prompt: Prompt, line: Mapping[str, A
         engine=line.get("engine") or 0,
         error=line.get("error", ""),
     )
+
+
+def answer_of(response: str, pattern: str) -> str | None:
+    """Find the answer that a response gives, to compare it with others.
+
+    The last match of the regular expression `pattern`, its group if it has one; None where it matches nowhere. Without
+    a pattern the whole response. Blanks around it do not count.
+    """
+    if not pattern:
+        return response.strip()
+    found = list(re.finditer(pattern, response, re.DOTALL))
+    if not found:
+        return None
+    last = found[-1]
+    return (last.group(1) if last.re.groups else last.group()).strip()
+
+
+def write_responses(path: Path, responses: Iterable[ScoredResponse]) -> None:
+    """Replace `path` by one JSON object a line, in one step. Raises OSError, and leaves an earlier file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One line at a time: the text of a whole evaluation may be larger than the memory that is left.
+    lines = (json.dumps(asdict(response), ensure_ascii=False) + "\n" for response in responses)
+    write_atomically(path, lines, errors="replace")
 
 
 def keep(

@@ -16,9 +16,9 @@ from slurm_rlhf.config.check import GENERATED_BY, check_eval
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import UserError
-from slurm_rlhf.eval.responses import ScoredResponse
+from slurm_rlhf.eval.report import ScoredResponse
 from slurm_rlhf.eval.sets import EvalSet, Evaluated, answered, keep, read_eval_sets, scored_response
-from slurm_rlhf.generate.identity import Identity, directory_fingerprint, file_fingerprint
+from slurm_rlhf.generate.identity import Identity, file_fingerprint, identity_of
 from slurm_rlhf.generate.job import JobRows, answer_rows, engine_config
 from slurm_rlhf.generate.model_source import Source, check_model, find_source
 from slurm_rlhf.generate.output import OUTPUT, whole_lines
@@ -119,19 +119,7 @@ class EvalJob:
             }
             for one in self.sets
         }
-        return {
-            "model": config.generate.model_name_or_path,
-            "model_fingerprint": directory_fingerprint(model),
-            **sets,
-            "data.input_template": config.data.input_template,
-            "data.apply_chat_template": config.data.apply_chat_template,
-            "data.max_len": config.data.max_len,
-            "rollout.max_new_tokens": config.rollout.max_new_tokens,
-            "rollout.stop": config.rollout.stop,
-            "train.seed": config.train.seed,
-            "vllm.dtype": config.vllm.dtype if config.vllm.dtype != "auto" else config.ds.param_dtype,
-            "reward": config.reward.remote_url or config.reward.function,
-        }
+        return {"model": config.generate.model_name_or_path} | identity_of(config, model) | sets
 
 
 _OF_RESPONSES = ("path", "n_samples_per_prompt", "temperature", "max_samples", "input_key", "label_key")

@@ -19,7 +19,17 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.data.prompts import BadRow
 from slurm_rlhf.errors import PlacementError, RoleDied, printable
-from slurm_rlhf.generate.identity import Identity, RowShard, claim, identity_of, shard_here
+from slurm_rlhf.generate.identity import (
+    OF_ROWS,
+    ROWS,
+    SHARD,
+    Identity,
+    RowShard,
+    claim,
+    file_fingerprint,
+    identity_of,
+    shard_here,
+)
 from slurm_rlhf.generate.merge import merge
 from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generate.output import MERGED, OUTPUT, JobProgress, OutputFile
@@ -112,7 +122,7 @@ class GenerateJob:
         now = time.monotonic()
         self.output.sync(now)
         for engine in calls.ready:
-            self.progress.works(now)
+            self.progress.since = self.progress.since or now
             self.pending.feed(calls.ask_row, engine, len(calls.ready), now)
         if calls.ready and self.progress.due(now):
             self.tell(self.progress.line(self.output.counts, len(calls.ready), now))
@@ -189,7 +199,7 @@ def answer_rows(
             rows = read(provide(source, print, directory.role_log("model", node_name(), 0)))
             claim(root, rows.identity, option)
             output = OutputFile(root / OUTPUT)
-            left = [row for row, how in rows.sampling.items() if not output.counts.complete(row, how.n)]
+            left = [row for row, how in rows.sampling.items() if output.counts.samples[row] < how.n]
             pending = PendingRows(config, rows.prompts(left), rows.sampling, scores, output.counts.done)
             total, before = sum(how.n for how in rows.sampling.values()), len(output.counts.done)
             progress = JobProgress(total, {group.engine: group for group in ranks.tp_groups}, began, before)
@@ -263,7 +273,12 @@ def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, la
         own = shard.rows(len(rows))
         words = f"{len(own)} rows" + (f", part {shard.index} of {shard.count}" if shard.count > 1 else "")
         sampling = dict.fromkeys(own, sampling_of(config))
-        return JobRows(sampling, rows.prompts, identity_of(config, model, shard, len(rows)), words)
+        own_keys = {
+            "dataset_fingerprint": file_fingerprint(Path(config.generate.dataset), whole=True),
+            ROWS: len(rows),
+            SHARD: f"{shard.index} of {shard.count}",
+        }
+        return JobRows(sampling, rows.prompts, identity_of(config, model, OF_ROWS) | own_keys, words)
 
     root = shard.directory(Path(config.run_dir))
     return answer_rows(engine_config(config, source.model, ranks, root), root, ranks, launcher, source, read)

@@ -77,10 +77,6 @@ class OutputCounts:
             self.scored += 1
             self.score_sum += score
 
-    def complete(self, row: int, n: int) -> bool:
-        """Tell whether all `n` samples of a row are there."""
-        return self.samples[row] == n
-
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Yield begin, end and content of each line; a torn last line is left out.
@@ -181,10 +177,6 @@ class JobProgress:
     loads: dict[int, EngineLoad] = field(default_factory=dict)
     since: float | None = None  # time when the first engine was ready
     _last: float = 0.0
-
-    def works(self, now: float) -> None:
-        """Note that an engine is ready."""
-        self.since = self.since or now
 
     def took(self, engine: int, load: EngineLoad) -> None:
         """Add the work of an engine since its last answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
@@ -118,7 +119,7 @@ class PendingRows:
                 self.bad.append(row)
             else:
                 self.prompts[row.index] = row
-        self.queue = RowQueue.of(sorted(self.prompts))
+        self.queue = RowQueue(deque(sorted(self.prompts)))
 
     def refuse_bad_rows(self) -> list[OutputLine]:
         """Make the lines of the bad rows, which no engine gets."""

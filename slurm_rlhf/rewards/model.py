@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +24,9 @@ from slurm_rlhf.records import Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import RewardFunction, Rewards, parse_answer
 from slurm_rlhf.wire.calls import ForwardBatch, RewardCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
+
+RewardSource = Callable[[list[Prompt], list[Trajectory], int], Rewards]
+"""Computes the rewards of responses, each with its prompt; the number is that of the training step."""
 
 _LOCK = threading.Lock()
 _STREAMS = ("stdout", "stderr")
@@ -78,13 +82,12 @@ def _leave(name: str, stream: _Divided) -> None:
             setattr(sys, name, stream.rest)
 
 
+@dataclass(frozen=True, slots=True)
 class ModelRewards:
     """Spread responses over the ranks of the reward role."""
 
-    def __init__(self, role: RoleHandle[RewardCalls], max_tokens: int) -> None:
-        """Take the role to call; `max_tokens`: of a micro-batch."""
-        self._role = role
-        self._max_tokens = max_tokens
+    role: RoleHandle[RewardCalls]
+    max_tokens: int  # of a micro-batch
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
         """Compute the rewards of `trajectories`, [N], from any thread; a model knows no step.
@@ -94,21 +97,18 @@ class ModelRewards:
         experience = pack(trajectories, [0.0] * len(trajectories))
         # An evaluation may have any number of responses, and ranks need equally many: the last fills up.
         count = len(experience)
-        filled = [*range(count), *[count - 1] * (-count % self._role.world)]
+        filled = [*range(count), *[count - 1] * (-count % self.role.world)]
         whole = experience.select(filled)
-        parts, calls = send_shards(self._role, RewardCalls.score, ForwardBatch, whole, self._max_tokens)
+        parts, calls = send_shards(self.role, RewardCalls.score, ForwardBatch, whole, self.max_tokens)
         scores = np.full(len(filled), np.nan, dtype=np.float32)
         for part, answer in zip(parts, gather(calls), strict=True):
             scores[part.indices] = answer
         return parse_answer(scores[:count], count, "the reward model")
 
 
-class EpisodeRewards:
-    """Take the rewards that environments have given."""
-
-    def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-        """Return the rewards of `trajectories`, [N]."""
-        return Rewards(np.array([trajectory.reward for trajectory in trajectories], dtype=np.float32))
+def episode_rewards(prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
+    """Return the rewards that environments have given `trajectories`, [N]."""
+    return Rewards(np.array([trajectory.reward for trajectory in trajectories], dtype=np.float32))
 
 
 def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
@@ -129,9 +129,7 @@ class Scoring:
     So a signal interrupts the main thread while it waits, whatever the user's function does.
     """
 
-    def __init__(
-        self, source: RewardFunction | ModelRewards | EpisodeRewards, timeout_s: float, printed: Path | None = None
-    ) -> None:
+    def __init__(self, source: RewardSource, timeout_s: float, printed: Path | None = None) -> None:
         """Take the source of rewards.
 
         `timeout_s`: how long a reward function may take; calls to a reward model have deadlines of their own.

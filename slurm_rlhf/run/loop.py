@@ -39,17 +39,13 @@ class TrainingLoop:
             if not self._overlaps():
                 self._evaluate_left_over()
             self._do_steps()
-        except (StopRequested, FilteredAway):
-            self.step.batches.close()
-            self.checkpoints.save_once()
-            raise
         except BaseException as error:
-            if not _of_reward(error):
+            if not isinstance(error, StopRequested | FilteredAway) and not _of_reward(error):
                 self.checkpoints.abandon(self.step.config.timeout.hang_grace)
                 raise
             self.step.batches.close()
             self.checkpoints.save_once()
-            if self.state.step:
+            if self.state.step and _of_reward(error):
                 self.reporting.note(f"the steps up to {self.state.step} are saved: the same command goes on from there")
             raise
         finally:
@@ -179,8 +175,8 @@ class TrainingLoop:
         """Put what an evaluation has found into the step's `metrics`, and see whether it is the best."""
         self.state.eval_after = found.mean
         metrics |= found.metrics
-        if self.checkpoints.judge(found.metrics):
-            self.reporting.best = self.checkpoints.best
+        self.checkpoints.judge(found.metrics)
+        self.reporting.best = self.checkpoints.best
 
     def _overlaps(self) -> bool:
         """Tell whether the evaluation of the last step goes on during the next step's training."""

@@ -73,10 +73,6 @@ class Reporting:
         if kind := kind or run_log.kind_of_note(text):
             self.recorder.event(kind, text, engine)
 
-    def hung(self, text: str) -> None:
-        """Note that nothing moves."""
-        self.note(text, run_log.HANG)
-
     def place(self, ranks: RankMap) -> None:
         """Note where the ranks are, and how many each role has."""
         self._world = ranks.worlds

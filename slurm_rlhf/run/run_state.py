@@ -272,11 +272,9 @@ class RunCheckpoints:
         if self._saved_step != self.state.step:
             self.save()
 
-    def judge(self, metrics: Mapping[str, float]) -> bool:
-        """Compare the evaluation of the last step that was done; return True if it is the best so far."""
-        before, metric = self.best, self.step.config.ckpt.best_metric
-        self.best = better(before, metric, metrics, self.state.step)
-        return self.best is not before
+    def judge(self, metrics: Mapping[str, float]) -> None:
+        """Compare the evaluation of the last step that was done with the best one."""
+        self.best = better(self.best, self.step.config.ckpt.best_metric, metrics, self.state.step)
 
     @property
     def candidate(self) -> bool:
@@ -331,7 +329,7 @@ class RunCheckpoints:
     def _state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"run": asdict(self.state), "order": self.order, "kl": self.step.kl.state_dict()}
         if self.step.scale is not None:
-            state[REWARD_SCALE] = self.step.scale.state_dict()
+            state[REWARD_SCALE] = asdict(self.step.scale)
         if self.unevaluated is not None:
             state[UNEVALUATED] = {name: finite(value) for name, value in self.unevaluated.items()}
         if self.best is not None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
@@ -128,7 +129,8 @@ class Startup:
             gpus = self._gpus()
             self._start_trainers(None)
             at_once = config.rollout.hf_at_once(on_gpus=self.ranks.topology.accelerator == GPU)
-            waves = ActorWaves(roles[ACTOR], config.train.seed, at_once, self.reporting.answered)
+            actor: Any = roles[ACTOR]  # in the place of engines
+            waves = ActorWaves(actor, config.train.seed, at_once, self.reporting.answered)
             step = self._step(Episodes(waves, environments=self.inputs.environments), None, None)
         directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
         checkpoints = RunCheckpoints(directory, state, step, saved, cadence, self.clock, gpus, self.inputs.model)

@@ -44,30 +44,20 @@ class Environment(Protocol):
         """Take the messages so far, the policy's answer last; return observation, reward, and whether it is over."""
 
 
-class Episode(Protocol):
-    """Holds what the next turn of one episode needs."""
+class Episode:
+    """Plays a prompt without an environment: one turn is the whole episode."""
 
-    token_ids: I32
-    """Tokens that the turn goes on behind, [P]."""
-    limit: int
-    """Most tokens that the turn may sample."""
+    def __init__(self, prompt: Prompt, sampling: Sampling) -> None:
+        self.token_ids: I32 = prompt.token_ids
+        """Tokens that the turn goes on behind, [P]."""
+        self.limit = sampling.max_new_tokens
+        """Most tokens that the turn may sample."""
 
     async def start(self) -> None:
         """Prepare the first turn."""
 
     async def take(self, found: Trajectory) -> Trajectory | None:
         """Take the response of a turn; return the whole episode if it is over."""
-
-
-class Plain:
-    """Implements `Episode` for a prompt without an environment."""
-
-    def __init__(self, prompt: Prompt, sampling: Sampling) -> None:
-        self.token_ids, self.limit = prompt.token_ids, sampling.max_new_tokens
-
-    async def start(self) -> None: ...
-
-    async def take(self, found: Trajectory) -> Trajectory | None:
         return found
 
 
@@ -169,11 +159,11 @@ class Environments:
 _ANSWER = "expected (observation, reward, done) with a finite number as reward"
 
 
-class Turns:
-    """Implements `Episode` with an instance of the user's class."""
+class Turns(Episode):
+    """Plays an episode with an instance of the user's class."""
 
     def __init__(self, environments: Environments, prompt: Prompt, sampling: Sampling) -> None:
-        self.token_ids, self.limit = prompt.token_ids, sampling.max_new_tokens
+        super().__init__(prompt, sampling)
         self._environments, self._prompt, self._most = environments, prompt, sampling.max_new_tokens
         self._environment: Environment
         self._messages: Messages = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 SLOW_FACTOR = 3.0
@@ -31,10 +30,6 @@ class RowQueue:
     _failures: dict[int, int] = field(default_factory=dict)  # row -> failures, alone on an engine
     _engine_failures: dict[int, int] = field(default_factory=dict)  # engine -> failures since its last answer
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-
-    @classmethod
-    def of(cls, rows: Iterable[int]) -> RowQueue:
-        return cls(deque(rows))
 
     @property
     def waiting(self) -> int:

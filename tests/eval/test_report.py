@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.config.evaluation import EvalSettings
-from slurm_rlhf.eval.report import LOOKED_AT, one_line, overall, report_of, report_text, spread
-from slurm_rlhf.eval.responses import ScoredResponse, answer_of, write_responses
+from slurm_rlhf.eval.report import LOOKED_AT, ScoredResponse, one_line, overall, report_of, report_text, spread
+from slurm_rlhf.eval.sets import answer_of, write_responses
 
 SETTINGS = EvalSettings("sums", "/d/sums.jsonl", 4, 0.7, 0, (1, 2, 4), 1.0, "", "source", "input", "label", True)
 

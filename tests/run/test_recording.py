@@ -337,14 +337,14 @@ HANG = Reason("a hang in phase update of step 6: hang-6", True, 1)
 def test_a_run_that_broke_says_last_from_where_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: bool, resume: str
 ) -> None:
-    def work(self: Conductor) -> None:
+    def work(self: Conductor, stop: object) -> None:
         self.reporting.begin(RunState(seed=0, step=5), 9, None)
         if saved:
             CheckpointDir(tmp_path).begin(5)
             CheckpointDir(tmp_path).commit(5, {})
         raise RoleDied("role actor died")
 
-    monkeypatch.setattr(Conductor, "run", work)
+    monkeypatch.setattr(Conductor, "work", work)
     config = Config(run_dir=str(tmp_path), resume=resume)
     config.logger.progress, config.logger.tensorboard = "plain", False
     with pytest.raises(RoleDied, match=r"role actor died$"):
@@ -369,11 +369,11 @@ def test_what_the_scheduler_arranged_is_said_last_and_the_exit_code_tells_whethe
         def go_on(self) -> Arrangement:
             return Arrangement("job 7 is requeued", holds)
 
-    def hang(self: Conductor) -> None:
+    def hang(self: Conductor, stop: object) -> None:
         self.reporting.begin(RunState(seed=0, step=5), 9, None)
         raise StopRequested(reason, saved=False)
 
-    monkeypatch.setattr(Conductor, "run", hang)
+    monkeypatch.setattr(Conductor, "work", hang)
     config = Config(run_dir=str(tmp_path))
     config.logger.progress, config.logger.tensorboard = "plain", False
     launcher = LocalLauncher(tmp_path, ONE)

@@ -11,8 +11,7 @@ from typing import Any
 from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.eval.report import report_of
-from slurm_rlhf.eval.responses import ScoredResponse
+from slurm_rlhf.eval.report import ScoredResponse, report_of
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.run_log import EventLog, Sample, SampleLog
 from slurm_rlhf.observe.run_status import Summary
