@@ -224,18 +224,15 @@ def _parsed(line: bytes, number: int, where: str) -> Row:
         return DataError(f"{where}: not a number that can be read: {error}")
     if isinstance(row, dict):
         return row
-    return DataError(f"{where}: a JSON object is needed, got {_shown(row)}{_hint(line)}")
+    return DataError(
+        f"{where}: a JSON object is needed, got {cut(json.dumps(row, ensure_ascii=False), 60)}{_hint(line)}"
+    )
 
 
 def _hint(line: bytes) -> str:
     if line.strip()[:1] == b"[" or line.strip() == b"{":
         return " (this looks like plain JSON; JSONL has one whole object on each line)"
     return ""
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 PARQUET = ".parquet"

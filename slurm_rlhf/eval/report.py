@@ -367,16 +367,15 @@ def _failures(report: DataSetReport) -> str:
     if report.errors:
         lines[0] = f"{report.name}: {report.errors} prompts have no response at all\n{lines[0]}"
     for failure in report.failures[:SHOWN]:
-        said = f"error: {failure.error}" if failure.error else f"{_short(failure.response)} ({failure.finish_reason})"
-        lines.append(f"  row {failure.index}: {_short(failure.prompt)}")
-        lines.append(f"    -> {said}, score {failure.score:g}, label {_short(str(failure.label))}")
+        said = (
+            f"error: {failure.error}"
+            if failure.error
+            else f"{cut(repr(failure.response), _WIDTH)} ({failure.finish_reason})"
+        )
+        lines.append(f"  row {failure.index}: {cut(repr(failure.prompt), _WIDTH)}")
+        lines.append(f"    -> {said}, score {failure.score:g}, label {cut(repr(str(failure.label)), _WIDTH)}")
     return "\n".join(lines)
 
 
 def _figure(found: Estimate) -> str:
     return f"{found.value:.4f} [{found.low:.4f}, {found.high:.4f}]"
-
-
-def _short(text: str) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= _WIDTH else f"{shown[:_WIDTH]} ... ({len(text)} characters)"

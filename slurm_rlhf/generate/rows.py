@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -71,6 +72,8 @@ class Scores:
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
         """Return the score of each response, or None and the error; `prompts[i]` is the prompt of `trajectories[i]`.
 
+        The responses to one prompt stand together.
+
         After a failure each row is scored alone, to find the one that the function cannot score. Raises RewardError as
         long as the function has not scored any response.
         """
@@ -79,17 +82,13 @@ class Scores:
         try:
             return self._score(prompts, trajectories)
         except RewardError as error:
-            if len({prompt.index for prompt in prompts}) == 1:
-                if not self.proven:
-                    raise
-                return [(None, str(error))] * len(trajectories)
-        found: list[tuple[float | None, str]] = [(None, "")] * len(trajectories)
-        for row in dict.fromkeys(prompt.index for prompt in prompts):
-            places = [place for place, prompt in enumerate(prompts) if prompt.index == row]
-            alone = self([prompts[place] for place in places], [trajectories[place] for place in places])
-            for place, score in zip(places, alone, strict=True):
-                found[place] = score
-        return found
+            pairs = zip(prompts, trajectories, strict=True)
+            rows = [list(row) for _, row in itertools.groupby(pairs, key=lambda pair: pair[0].index)]
+            if len(rows) > 1:
+                return [score for row in rows for score in self([p for p, _ in row], [t for _, t in row])]
+            if not self.proven:
+                raise
+            return [(None, str(error))] * len(trajectories)
 
     def _score(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
         assert self.scoring is not None

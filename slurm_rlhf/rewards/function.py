@@ -147,8 +147,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+    return f"{cut(repr(value), 80)} ({type(value).__name__})"
 
 
 Argument = Callable[[list[Prompt], list[Trajectory], int], Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.config.correction import before_update
@@ -69,6 +69,7 @@ class StepFlops:
         return batch_flops(self.models[role], [int(length) for length in lengths], backward, head_tokens)
 
 
+@dataclass(slots=True, eq=False)
 class GpuAccount:
     """Measures each step of a run on accelerators.
 
@@ -79,31 +80,21 @@ class GpuAccount:
     where the card or the model is not in the tables of `placement`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: RankMap,
-        handles: Mapping[str, RoleHandle[Any]],
-        began: float,
-        transfer: Callable[[], SyncConnection | None],
-        note: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`began`: time from which GPU-hours count, by `clock`. `transfer` returns the way of weights to engines.
+    config: Config
+    ranks: RankMap
+    handles: Mapping[str, RoleHandle[Any]]
+    began: float  # time from which GPU-hours count, by `clock`
+    way: Callable[[], SyncConnection | None]  # returns the connection by which weights go to the engines
+    note: Callable[[str], None]  # informs the user
+    clock: Callable[[], float] = time.monotonic
+    _slots: dict[str, list[list[Slot]]] = field(init=False)
+    _flops: StepFlops | None = field(init=False)
+    _reports: dict[str, list[DeviceReport]] = field(default_factory=dict, init=False)
+    _steps: int = field(default=0, init=False)
+    _sums: dict[str, float] = field(init=False)  # over all sessions, as far as checkpoints know them
 
-        `note` informs the user.
-        """
-        self._config = config
-        self._began = began
-        self._slots: dict[str, list[list[Slot]]] = slots_of(ranks)
-        self._clock = clock
-        self._flops = StepFlops.of(config)
-        self._handles = handles
-        self._reports: dict[str, list[DeviceReport]] = {}
-        self._transfer = transfer
-        self._note = note
-        self._steps = 0
-        # Sums over all sessions, as far as checkpoints know them.
+    def __post_init__(self) -> None:
+        self._slots, self._flops = slots_of(self.ranks), StepFlops.of(self.config)
         self._sums = dict.fromkeys(("gpu_s", "idle_s", "step_gpu_s", "flops", "peak_flops"), 0.0)
 
     def started(self) -> None:
@@ -113,10 +104,10 @@ class GpuAccount:
             memory = ", ".join(f"{role} {gib:.1f}" for role, gib in self._memory().items())
             held = max(report.total for reports in self._reports.values() for report in reports) / GIB
             count = len(_distinct(self._slots))
-            self._note(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
+            self.note(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
             for card in cards:
                 if not _peak(card):
-                    self._note(f"no peak rate is known for {card}: no MFU")
+                    self.note(f"no peak rate is known for {card}: no MFU")
 
     def step(
         self, number: int, experience: Experience, spans: StepSpans, timings: Mapping[str, float]
@@ -132,11 +123,11 @@ class GpuAccount:
         metrics |= self._speeds(number, experience, timings)
         if self._steps == 0:
             self._ask()  # ranks know their attention kernel after its first use
-            self._note("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
+            self.note("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
             if way := self.transfer():
-                self._note("weight transfer: " + " over ".join(way.values()))
+                self.note("weight transfer: " + " over ".join(way.values()))
         if self._steps % EVERY == 0:
-            self._note(self.line(metrics))
+            self.note(self.line(metrics))
         self._steps += 1
         return metrics
 
@@ -150,7 +141,7 @@ class GpuAccount:
 
     def transfer(self) -> dict[str, str]:
         """Name the backend and the interface of the weight transfer, as its leader has them."""
-        way = self._transfer()
+        way = self.way()
         return {name: value for name in ("backend", "interface") if (value := getattr(way, name, ""))}
 
     def hours(self) -> float:
@@ -160,7 +151,7 @@ class GpuAccount:
     def attention(self) -> dict[str, str]:
         """Name the attention kernel that the first rank of each role uses; if not known yet, the configured one."""
         found = {role: reports[0].attention for role, reports in self._reports.items() if reports}
-        return {role: name or self._config.ds.attn_implementation for role, name in found.items()}
+        return {role: name or self.config.ds.attn_implementation for role, name in found.items()}
 
     def summary(self) -> dict[str, Any]:
         """Return the part of summary.json about the GPUs."""
@@ -185,12 +176,12 @@ class GpuAccount:
         self._sums |= {name: float(value) for name, value in state.items() if name in self._sums}
 
     def _gpu_s(self) -> float:
-        return self._sums["gpu_s"] + len(_distinct(self._slots)) * (self._clock() - self._began)
+        return self._sums["gpu_s"] + len(_distinct(self._slots)) * (self.clock() - self.began)
 
     def _ask(self) -> None:
         """Ask every rank that takes calls, and engines that have started. A missing answer does not end the run."""
         try:
-            for role, handle in self._handles.items():
+            for role, handle in self.handles.items():
                 # Engines that take turns have all started before the first one is ready.
                 ready = handle.ready if isinstance(handle, EngineHandle) else []
                 ranks = ready or range(handle.world)
@@ -213,7 +204,7 @@ class GpuAccount:
         peaks = {role: self._peak_of(role) for role in self._slots}
         if self._flops is None or not all(peaks.values()):
             return {}
-        update = self._flops.update(experience, number > self._config.critic.freezing_steps)
+        update = self._flops.update(experience, number > self.config.critic.freezing_steps)
         whole = update + self._flops.others(experience)
         cards = {slot: peaks[role] for role, ranks in self._slots.items() for of in ranks for slot in of}
         training = _distinct({role: of for role, of in self._slots.items() if ROLES[role].kind == "trained"})

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 class EpisodesOver(Exception):
     """Says that the prompts of all episodes are used up before a batch was full; the run ends, as planned."""
 
+    def __init__(self, step: int, kept: int, batch: int) -> None:
+        super().__init__(
+            f"the prompts of all episodes are used up: {kept} of the groups for step {step} are there, which needs "
+            f"rollout.batch_size = {batch}, so the run ends after step {step - 1}; raise train.num_episodes to go on"
+        )
+
 
 @dataclass(slots=True)
 class Batch:
@@ -126,14 +132,6 @@ def sampling_of(config: Config) -> Sampling:
         max_pattern_size=r.repetition_detection_max_pattern_size,
         min_pattern_size=r.repetition_detection_min_pattern_size,
         min_count=r.repetition_detection_min_count,
-    )
-
-
-def episodes_over(step: int, kept: int, batch: int) -> EpisodesOver:
-    """Say why the run ends before `step`."""
-    return EpisodesOver(
-        f"the prompts of all episodes are used up: {kept} of the groups for step {step} are there, which needs "
-        f"rollout.batch_size = {batch}, so the run ends after step {step - 1}; raise train.num_episodes to go on"
     )
 
 

@@ -25,10 +25,10 @@ from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.sampling.batches import (
     Batch,
+    EpisodesOver,
     FilterCounts,
     PromptGroup,
     assemble_batch,
-    episodes_over,
     owners_of,
     responses_of,
     sampling_of,
@@ -288,4 +288,4 @@ class GroupStream:
             return self.counts.filtered_away(
                 self._step, kept, self._batch, self.config.algo.dynamic_filtering_max_tries
             )
-        return episodes_over(self._step, kept, self._batch)
+        return EpisodesOver(self._step, kept, self._batch)

@@ -169,7 +169,7 @@ def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
 
     def take(number: int) -> Batch:
         if number == 2:
-            raise EpisodesOver("the prompts of all episodes are used up")
+            raise EpisodesOver(2, 1, 4)
         return sample(number)
 
     run.step.batches = OnDemand(take)
