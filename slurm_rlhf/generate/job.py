@@ -19,17 +19,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.data.prompts import BadRow
 from slurm_rlhf.errors import PlacementError, RoleDied, printable
-from slurm_rlhf.generate.identity import (
-    OF_ROWS,
-    ROWS,
-    SHARD,
-    Identity,
-    RowShard,
-    claim,
-    file_fingerprint,
-    identity_of,
-    shard_here,
-)
+from slurm_rlhf.generate import identity
 from slurm_rlhf.generate.merge import merge
 from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generate.output import MERGED, OUTPUT, JobProgress, OutputFile
@@ -169,7 +159,7 @@ class JobRows:
 
     sampling: Mapping[int, Sampling]  # row -> how its responses are sampled
     prompts: Callable[[list[int]], Iterable[Prompt | BadRow]]
-    identity: Identity
+    identity: identity.Identity
     words: str  # says what the rows are
 
 
@@ -197,7 +187,7 @@ def answer_rows(
         with run_directory_kept(directory.root):
             scores = Scores.of(config, directory.reward_log)
             rows = read(provide(source, print, directory.role_log("model", node_name(), 0)))
-            claim(root, rows.identity, option)
+            identity.claim(root, rows.identity, option)
             output = OutputFile(root / OUTPUT)
             left = [row for row, how in rows.sampling.items() if output.counts.samples[row] < how.n]
             pending = PendingRows(config, rows.prompts(left), rows.sampling, scores, output.counts.done)
@@ -240,11 +230,11 @@ def engines_everywhere(topology: Topology, tp: int, per_node: int = 0) -> RankMa
     return place(process_slots(topology, engines) if on_cpus else topology, engines)
 
 
-def prepare(config: Config, environ: Mapping[str, str]) -> tuple[RowShard, Source]:
+def prepare(config: Config, environ: Mapping[str, str]) -> tuple[identity.RowShard, Source]:
     """Check all that is known before anything is written. Raises UserError."""
     check_generate(config)
     root = Path(config.run_dir)
-    shard = shard_here(root, config.generate.num_shards, environ)
+    shard = identity.shard_here(root, config.generate.num_shards, environ)
     source = find_source(config, root)
     check_model(config, source.base or source.model)
     return shard, source
@@ -265,7 +255,7 @@ def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) 
     return made
 
 
-def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, launcher: Launcher) -> int:
+def generate(config: Config, shard: identity.RowShard, source: Source, ranks: RankMap, launcher: Launcher) -> int:
     """Answer the rows of `shard` that are left, and return the exit code. Raises SlurmRlhfError."""
 
     def read(model: Path) -> JobRows:
@@ -274,11 +264,11 @@ def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, la
         words = f"{len(own)} rows" + (f", part {shard.index} of {shard.count}" if shard.count > 1 else "")
         sampling = dict.fromkeys(own, sampling_of(config))
         own_keys = {
-            "dataset_fingerprint": file_fingerprint(Path(config.generate.dataset), whole=True),
-            ROWS: len(rows),
-            SHARD: f"{shard.index} of {shard.count}",
+            "dataset_fingerprint": identity.file_fingerprint(Path(config.generate.dataset), whole=True),
+            identity.ROWS: len(rows),
+            identity.SHARD: f"{shard.index} of {shard.count}",
         }
-        return JobRows(sampling, rows.prompts, identity_of(config, model, OF_ROWS) | own_keys, words)
+        return JobRows(sampling, rows.prompts, identity.identity_of(config, model, identity.OF_ROWS) | own_keys, words)
 
     root = shard.directory(Path(config.run_dir))
     return answer_rows(engine_config(config, source.model, ranks, root), root, ranks, launcher, source, read)
