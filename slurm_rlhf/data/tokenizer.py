@@ -235,11 +235,7 @@ def end_tokens(tokenizer: Tokenizer) -> set[int]:
 
     Raises ModelError when generation_config.json cannot be read.
     """
-    file = tokenizer.directory / "generation_config.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{file}: cannot be read: {error}") from None
+    found = _read_json(tokenizer.directory / "generation_config.json").get("eos_token_id")
     listed = found if isinstance(found, list) else [found]
     return {tokenizer.eos_token_id} | {token for token in listed if isinstance(token, int)}
 

@@ -293,6 +293,7 @@ def _plain(value: Any) -> Any:
 
 SHOWN = 3
 """Number of failures of each data set on the terminal; eval.json has more."""
+_FIGURES = ("mean score (95 %)", "cut off", "tokens")
 _WIDTH = 160  # characters of a prompt or response
 
 
@@ -304,20 +305,12 @@ def one_line(reports: Sequence[DataSetReport]) -> str:
 
 def report_text(reports: Sequence[DataSetReport]) -> str:
     """Write the tables of all data sets, and a few failures of each."""
-    rows = [["data set", "prompts", "samples", "mean score (95 %)", "pass@k", "majority", "cut off", "tokens"]]
+    rows = [["data set", "prompts", "samples", *_FIGURES, "pass@k", "majority"]]
     for report in reports:
-        rows.append(
-            [
-                report.name,
-                str(report.whole.prompts),
-                f"{report.samples} {'greedy' if report.temperature == 0 else f't={report.temperature:g}'}",
-                _figure(report.whole.mean),
-                " ".join(f"{k}: {found.value:.3f}" for k, found in report.pass_at.items()),
-                "-" if report.majority is None else f"{report.majority.value:.3f}",
-                f"{report.whole.truncated:.1%}",
-                f"{report.whole.response_tokens:.0f}",
-            ]
-        )
+        samples = f"{report.samples} {'greedy' if report.temperature == 0 else f't={report.temperature:g}'}"
+        passed = " ".join(f"{k}: {found.value:.3f}" for k, found in report.pass_at.items())
+        majority = "-" if report.majority is None else f"{report.majority.value:.3f}"
+        rows.append([report.name, str(report.whole.prompts), samples, *_figures(report.whole), passed, majority])
     blocks = [table(rows)]
     for report in reports:
         for title, parts in (
@@ -345,19 +338,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _parts(title: str, parts: Sequence[Subset]) -> str:
-    rows = [[title, "prompts", "responses", "mean score (95 %)", "cut off", "tokens"]]
-    for part in parts:
-        rows.append(
-            [
-                part.name or "(none)",
-                str(part.prompts),
-                str(part.responses),
-                _figure(part.mean),
-                f"{part.truncated:.1%}",
-                f"{part.response_tokens:.0f}",
-            ]
-        )
+    rows = [[title, "prompts", "responses", *_FIGURES]]
+    rows += [[part.name or "(none)", str(part.prompts), str(part.responses), *_figures(part)] for part in parts]
     return table(rows)
+
+
+def _figures(part: Subset) -> list[str]:
+    return [_figure(part.mean), f"{part.truncated:.1%}", f"{part.response_tokens:.0f}"]
 
 
 def _failures(report: DataSetReport) -> str:

@@ -23,8 +23,7 @@ from slurm_rlhf.generate import identity
 from slurm_rlhf.generate.merge import merge
 from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generate.output import MERGED, OUTPUT, JobProgress, OutputFile
-from slurm_rlhf.generate.row_calls import VERSION, Answered, Gone, RowCalls
-from slurm_rlhf.generate.rows import PendingRows, PromptRows, Scores
+from slurm_rlhf.generate.rows import VERSION, Answered, Gone, PendingRows, PromptRows, RowCalls, Scores
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.groups.supervisor import Supervisor

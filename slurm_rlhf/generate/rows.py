@@ -1,14 +1,20 @@
-"""Makes prompts of the rows of a job, hands them to engines, and makes the lines of the output from the answers."""
+"""Makes prompts of the rows of a job, hands them to engines, and makes the lines of the output from the answers.
+
+Answers and losses of engines come to the one thread that leads the job.
+"""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from slurm_rlhf.algorithms.registry import load_plugins
 from slurm_rlhf.config.schema import Config
@@ -17,12 +23,18 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import request_seed
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
 from slurm_rlhf.generate.output import JobProgress, OutputLine
-from slurm_rlhf.generate.row_calls import VERSION, Answered, RowCalls
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.groups.engines import Engines
+from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction, Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.sampling.group_rules import allowance
+from slurm_rlhf.sampling.batches import PromptGroup
+from slurm_rlhf.sampling.episodes import Episodes
+from slurm_rlhf.sampling.group_rules import GroupState, allowance
 from slurm_rlhf.sampling.row_queue import RowQueue
+from slurm_rlhf.sampling.scheduler import EngineWork, Scheduler
+from slurm_rlhf.wire.handles import EngineHandle
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +111,92 @@ class Scores:
         return [(float(value), "") if math.isfinite(value) else (None, f"score {value}") for value in values]
 
 
+VERSION = 0
+"""Version of the weights, which do not change; the seed of each request depends on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Says that an engine has answered a row, or failed it."""
+
+    engine: int
+    row: int
+    found: list[Trajectory]
+    load: EngineLoad  # work of the engine since its last answer
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Says that an engine is lost, and why."""
+
+    engine: int
+    why: str
+
+
+class RowCalls(Scheduler):
+    """Asks the engines that `RowQueue` has chosen; the rows that an engine fails go back to it.
+
+    `ask` and `wait` are for the thread that leads the job; what the loop learns comes to it as news.
+    """
+
+    def __init__(self, handle: EngineHandle, engines: Engines, seed: int, width: int) -> None:
+        super().__init__(handle, seed, width, urgent=True)
+        self.handle, self.engines = handle, engines
+        self.gone: dict[int, str] = {}
+        """Engine that is lost -> why."""
+        self._news: SimpleQueue[Answered | Gone] = SimpleQueue()
+        self._episodes = Episodes(self)
+        self.close = self._episodes.close
+        engines.tell = self._lost
+
+    def _lost(self, text: str, kind: str, engine: int) -> None:
+        log.error("%s", text)
+        self._news.put(Gone(engine, self.engines.why(engine)))
+
+    def ask_row(self, engine: int, prompt: Prompt, sampling: Sampling) -> None:
+        """Have an engine sample the responses to a row; they come as news."""
+        self.post(self._begin, engine, PromptGroup(prompt.index, prompt, GroupState(VERSION), sampling, VERSION))
+
+    def wait(self, seconds: float) -> list[Answered | Gone]:
+        """Wait for news, at most `seconds`, and return all there is; nothing follows on the `Gone` of an engine."""
+        found: list[Answered | Gone] = []
+        try:
+            found.append(self._news.get(timeout=seconds))
+            while True:
+                found.append(self._news.get_nowait())
+        except Empty:
+            return [each for each in found if self._counts(each)]
+
+    def _counts(self, news: Answered | Gone) -> bool:
+        """Keep `gone` up to date; return False for news that no longer matter."""
+        if news.engine in self.gone:
+            return False
+        if isinstance(news, Gone):
+            self.gone[news.engine] = news.why
+            return True
+        error = news.error
+        return not (error and ": EngineBroken: " in str(error) and self.handle.goes_on_without(news.engine, error))
+
+    # On the loop.
+
+    def _begin(self, engine: int, group: PromptGroup) -> None:
+        group.work = self._work(engine)
+        self._episodes.begin(group, partial(self._end, engine))
+
+    def _end(self, engine: int, group: PromptGroup, error: BaseException | None = None) -> None:
+        load = self.loads.pop(engine, EngineLoad())
+        self._news.put(Answered(engine, group.place, group.ordered(), load, error))
+
+    def _failed(self, work: EngineWork, error: BaseException) -> None:
+        work.lost = True
+        del self._works[work.engine]
+        for request in work.owed.values():
+            request.answer.cancel()  # its episode ends: a row that is tried again has others
+        for group in {request.group: None for request in work.owed.values()}:
+            self._end(work.engine, group, error)
+
+
 @dataclass(slots=True)
 class PendingRows:
     """Knows the prompts that are left, and which of their samples are in the output already."""
@@ -107,7 +205,7 @@ class PendingRows:
     rows: InitVar[Iterable[Prompt | BadRow]]  # those that are not complete yet
     sampling: Mapping[int, Sampling]  # row -> its sampling
     scores: Scores
-    written: set[tuple[int, int]]  # (row, sample)
+    written: Set[tuple[int, int]]  # (row, sample) of all lines of the output
     prompts: dict[int, Prompt] = field(default_factory=dict, init=False)  # row -> prompt
     bad: list[BadRow] = field(default_factory=list, init=False)
     queue: RowQueue = field(init=False)
@@ -148,12 +246,7 @@ class PendingRows:
                 lines += self._failed(calls, news, news.error)
             elif self.queue.finish(news.engine, news.row, now):
                 found += [one for one in news.found if (one.prompt, one.sample) not in self.written]
-        lines += self._lines(found)
-        self.written.update((line.row, line.sample) for line in lines)
-        for row in {line.row for line in lines}:
-            if not self._missing(row):
-                self.prompts.pop(row, None)
-        return lines
+        return lines + self._lines(found)
 
     def _failed(self, calls: RowCalls, news: Answered, error: BaseException) -> list[OutputLine]:
         """Let other engines try a row, or give it up; give up an engine that was silent for too long."""
@@ -169,26 +262,22 @@ class PendingRows:
     def _lines(self, found: list[Trajectory]) -> list[OutputLine]:
         found.sort(key=lambda trajectory: (trajectory.prompt, trajectory.sample))
         prompts = [self.prompts[trajectory.prompt] for trajectory in found]
-        scores = self.scores(prompts, found)
-        return [
-            self._line(prompt, trajectory, *score)
-            for prompt, trajectory, score in zip(prompts, found, scores, strict=True)
-        ]
-
-    def _line(self, prompt: Prompt, trajectory: Trajectory, score: float | None, error: str) -> OutputLine:
         logprobs = self.config.generate.logprobs
-        return OutputLine(
-            row=prompt.index,
-            sample=trajectory.sample,
-            prompt=prompt.text,
-            response=trajectory.text,
-            finish_reason=trajectory.finish_reason,
-            prompt_tokens=len(trajectory.prompt_ids),
-            tokens=len(trajectory.response_ids),
-            score=score,
-            seed=request_seed(self.config.train.seed, prompt.index, trajectory.sample, VERSION),
-            engine=trajectory.engine,
-            error=error,
-            token_ids=trajectory.response_ids.tolist() if logprobs else None,
-            logprobs=trajectory.rollout_logprobs.tolist() if logprobs else None,
-        )
+        return [
+            OutputLine(
+                row=prompt.index,
+                sample=trajectory.sample,
+                prompt=prompt.text,
+                response=trajectory.text,
+                finish_reason=trajectory.finish_reason,
+                prompt_tokens=len(trajectory.prompt_ids),
+                tokens=len(trajectory.response_ids),
+                score=score,
+                seed=request_seed(self.config.train.seed, prompt.index, trajectory.sample, VERSION),
+                engine=trajectory.engine,
+                error=error,
+                token_ids=trajectory.response_ids.tolist() if logprobs else None,
+                logprobs=trajectory.rollout_logprobs.tolist() if logprobs else None,
+            )
+            for prompt, trajectory, (score, error) in zip(prompts, found, self.scores(prompts, found), strict=True)
+        ]

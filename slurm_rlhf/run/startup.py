@@ -116,22 +116,16 @@ class Startup:
         roles = self.supervisor.roles
         self.reporting.recorder.watch(roles)
         engines, units = roles.get(ROLLOUT), self.supervisor.engines
+        pool = colocation = None
         if isinstance(engines, EngineHandle) and units is not None:
             units.tell = self.reporting.note
             weight_sync = self._weight_sync(engines)
             self.reporting.recorder.transfer = lambda: weight_sync.connection
-            gpus = self._gpus()
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
             pool = self._start_engines(units, engines, weight_sync, colocation)
-            self._start_trainers(pool)
-            step = self._step(self._episodes(engines, pool), pool, colocation)
-        else:
-            gpus = self._gpus()
-            self._start_trainers(None)
-            at_once = config.rollout.hf_at_once(on_gpus=self.ranks.topology.accelerator == GPU)
-            actor: Any = roles[ACTOR]  # in the place of engines
-            waves = ActorWaves(actor, config.train.seed, at_once, self.reporting.answered)
-            step = self._step(Episodes(waves, environments=self.inputs.environments), None, None)
+        gpus = self._gpus()
+        self._start_trainers(pool)
+        step = self._step(self._episodes(pool), pool, colocation)
         directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
         checkpoints = RunCheckpoints(directory, state, step, saved, cadence, self.clock, gpus, self.inputs.model)
         self._checkpoints = checkpoints
@@ -223,10 +217,17 @@ class Startup:
         for future in futures:
             future.add_done_callback(answered)
 
-    def _episodes(self, engines: EngineHandle, pool: EnginePool) -> Episodes:
-        config = self.config
+    def _episodes(self, pool: EnginePool | None) -> Episodes:
+        config, environments = self.config, self.inputs.environments
+        seed, answered = config.train.seed, self.reporting.answered
+        if pool is None:
+            actor: Any = self.supervisor.roles[ACTOR]  # in the place of engines
+            at_once = config.rollout.hf_at_once(on_gpus=self.ranks.topology.accelerator == GPU)
+            return Episodes(ActorWaves(actor, seed, at_once, answered), environments=environments)
+        engines = self.supervisor.roles[ROLLOUT]
+        assert isinstance(engines, EngineHandle)
         fixed, drain = config.train.full_determinism, config.vllm.sync_mode == "drain"
-        common = engines, config.train.seed, config.vllm.max_num_seqs, self.reporting.answered
+        common = engines, seed, config.vllm.max_num_seqs, answered
         urgent = not drain or config.algo.dynamic_filtering_enable
 
         def admit(version: int) -> list[int]:
@@ -236,7 +237,7 @@ class Startup:
             return pool.rescue()
 
         scheduler = Waves(*common) if fixed else Scheduler(*common, urgent=urgent)
-        return Episodes(scheduler, admit, self.inputs.environments)
+        return Episodes(scheduler, admit, environments)
 
     def _step(self, episodes: Episodes, pool: EnginePool | None, colocation: Colocation | None) -> TrainingStep:
         config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
