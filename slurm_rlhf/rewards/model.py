@@ -29,7 +29,6 @@ RewardSource = Callable[[list[Prompt], list[Trajectory], int], Rewards]
 """Computes the rewards of responses, each with its prompt; the number is that of the training step."""
 
 _LOCK = threading.Lock()
-_STREAMS = ("stdout", "stderr")
 
 
 class _Divided:
@@ -55,15 +54,12 @@ def printed_to(path: Path) -> Iterator[None]:
     Threads and processes that the block starts print as before, too.
     """
     with path.open("a", encoding="utf-8", errors="replace", buffering=1) as file:
-        divided = [_enter(name, file) for name in _STREAMS]
-        try:
+        with _written_to("stdout", file), _written_to("stderr", file):
             yield
-        finally:
-            for name, stream in zip(_STREAMS, divided, strict=True):
-                _leave(name, stream)
 
 
-def _enter(name: str, file: TextIO) -> _Divided:
+@contextmanager
+def _written_to(name: str, file: TextIO) -> Iterator[None]:
     with _LOCK:
         stream = getattr(sys, name)
         if not isinstance(stream, _Divided):
@@ -71,15 +67,14 @@ def _enter(name: str, file: TextIO) -> _Divided:
             setattr(sys, name, stream)
         stream.users += 1
     stream.mine.file = file
-    return stream
-
-
-def _leave(name: str, stream: _Divided) -> None:
-    stream.mine.file = None
-    with _LOCK:
-        stream.users -= 1
-        if not stream.users and getattr(sys, name) is stream:
-            setattr(sys, name, stream.rest)
+    try:
+        yield
+    finally:
+        stream.mine.file = None
+        with _LOCK:
+            stream.users -= 1
+            if not stream.users and getattr(sys, name) is stream:
+                setattr(sys, name, stream.rest)
 
 
 @dataclass(frozen=True, slots=True)

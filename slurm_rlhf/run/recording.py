@@ -22,7 +22,7 @@ from slurm_rlhf.observe.metrics import finite
 from slurm_rlhf.observe.run_log import START, EventLog, Sample, SampleLog, WarningEvents, choose, truncate_after
 from slurm_rlhf.observe.timing import CallSpans, StepSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.records import Experience, SyncConnection, Trajectory
+from slurm_rlhf.records import Experience, SyncConnection
 from slurm_rlhf.report.page import write_report
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 from slurm_rlhf.sampling.batches import Batch
@@ -52,9 +52,6 @@ def spared(method: Method) -> Method:
             return None
 
     return guarded  # type: ignore[return-value]
-
-
-def _nothing() -> None: ...
 
 
 class Recorder:
@@ -126,7 +123,7 @@ class Recorder:
 
     def _began(self, role: str, rank: int, name: str) -> Callable[[], None]:
         """Note a call, except this recorder's own."""
-        return self._spans.began(role, rank, name) if name != MEMORY else _nothing
+        return self._spans.began(role, rank, name) if name != MEMORY else lambda: None
 
     def _ask_memory(self) -> None:
         """Ask all ranks that take calls how much memory they use; the answers come when the ranks have the time."""
@@ -235,15 +232,11 @@ def sample_of(
         advantage=finite(float(np.mean(advantages[start:end]))) if advantages is not None and end > start else None,
         finish_reason=trajectory.finish_reason,
         engine=trajectory.engine,
-        version=_version(trajectory),
+        version=trajectory.versions[0].version if trajectory.versions else 0,
         tokens=pieces(trajectory.response_ids.tolist()) if pieces else [],
         logprobs=numbers("rollout_logprobs"),
         actor_logprobs=numbers("logprobs"),
     )
-
-
-def _version(trajectory: Trajectory) -> int:
-    return trajectory.versions[0].version if trajectory.versions else 0
 
 
 def _plain(value: Any) -> Any:

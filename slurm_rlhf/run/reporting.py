@@ -38,13 +38,11 @@ class Reporting:
         self._metrics = MetricsLog(directory.metrics)
         self._config = config
         self._trackers = Trackers(config, directory, self.note)
-        self._print_samples = config.logger.print_samples
         rollout, filtered = config.rollout, config.algo.dynamic_filtering_enable
         known = config.vllm.sync_mode != "inflight" and not filtered
         self._batch = rollout.batch_size * rollout.n_samples_per_prompt if known else 0
         self._state: RunState | None = None
         self._total = 0
-        self._lead_s = config.slurm.signal_lead_s
         self._warned = False
         self._starting = False
         self.self_check: dict[str, float] = {}
@@ -155,7 +153,7 @@ class Reporting:
         """Keep a few responses of a step, and show them where they are wanted."""
         found = self.recorder.samples(batch, experience) or []
         for sample in found:
-            if self._print_samples:
+            if self._config.logger.print_samples:
                 self._progress.note(console_text(sample))
         if found:
             self._trackers.samples(batch.step, found)
@@ -201,7 +199,7 @@ class Reporting:
         rest = f", {seconds - waited_s:.1f} s of it during the steps" if waited_s < seconds else ""
         log.info("checkpoint of step %d saved in %.1f s%s", step, seconds, rest)
         self.recorder.event(run_log.CHECKPOINT, f"saved in {seconds:.1f} s" + (f", of step {step}{rest}" * bool(rest)))
-        lead = self._lead_s
+        lead = self._config.slurm.signal_lead_s
         if seconds > lead / 2 and not self._warned:
             self._warned = True
             self.note(
