@@ -95,15 +95,8 @@ class Account:
 
 
 def read_models(config: Config) -> Models:
-    """Read the config.json of every role that `config` starts, each directory once. Raises ModelError."""
-    shapes: dict[str, ModelShape] = {}
-    found: dict[str, ModelShape] = {}
-    for role in running_roles(config):
-        key, directory = role.model(config)
-        if directory not in shapes:
-            shapes[directory] = read_shape(key, directory)
-        found[role.name] = shapes[directory]
-    return found
+    """Read the config.json of every role that `config` starts. Raises ModelError."""
+    return {role.name: read_shape(*role.model(config)) for role in running_roles(config)}
 
 
 def account(config: Config, models: Models, gpu: int) -> Account:
