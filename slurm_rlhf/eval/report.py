@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any, TypeVar
 
@@ -185,7 +185,8 @@ T = TypeVar("T")
 
 LOOKED_AT = 20
 """Number of failed prompts that a report names, spread over the data set."""
-_SHOWN = 2000  # characters of a prompt, and of a response
+_SHOWN = 2000  # characters of a text
+_FAILURE = ("index", "source", "prompt", "label", "response", "answer", "score", "finish_reason", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ class DataSetReport:
     response_lengths: list[Subset]  # subsets by tokens of the response
     errors: int  # prompts without a response; they count as wrong
     failed: int  # prompts with no correct response
-    failures: list[ScoredResponse]  # first response to some of those, with cut texts
+    failures: list[dict[str, Any]]  # first response to some of those, by `_FAILURE`, its texts cut
 
     def metrics(self) -> dict[str, float]:
         """Return its figures by name, as metrics.jsonl and TensorBoard have them."""
@@ -256,7 +257,7 @@ def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed:
         ),
         errors=sum(bool(group[0].error) for group in groups),
         failed=len(failed),
-        failures=[_shortened(one) for one in spread(failed, LOOKED_AT)],
+        failures=[_failure(one) for one in spread(failed, LOOKED_AT)],
     )
 
 
@@ -272,9 +273,9 @@ def spread(found: Sequence[T], most: int) -> list[T]:
     return [found[place * len(found) // most] for place in range(most)]
 
 
-def _shortened(one: ScoredResponse) -> ScoredResponse:
-    answer = None if one.answer is None else cut(one.answer, _SHOWN)
-    return replace(one, prompt=cut(one.prompt, _SHOWN), response=cut(one.response, _SHOWN), answer=answer)
+def _failure(one: ScoredResponse) -> dict[str, Any]:
+    found = {name: getattr(one, name) for name in _FAILURE}
+    return {name: cut(value, _SHOWN) if isinstance(value, str) else value for name, value in found.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -348,13 +349,10 @@ def _failures(report: DataSetReport) -> str:
     if report.errors:
         lines[0] = f"{report.name}: {report.errors} prompts have no response at all\n{lines[0]}"
     for failure in report.failures[:SHOWN]:
-        said = (
-            f"error: {failure.error}"
-            if failure.error
-            else f"{cut(repr(failure.response), _WIDTH)} ({failure.finish_reason})"
-        )
-        lines.append(f"  row {failure.index}: {cut(repr(failure.prompt), _WIDTH)}")
-        lines.append(f"    -> {said}, score {failure.score:g}, label {cut(repr(str(failure.label)), _WIDTH)}")
+        prompt, response, label = (cut(repr(str(failure[name])), _WIDTH) for name in ("prompt", "response", "label"))
+        said = f"error: {failure['error']}" if failure["error"] else f"{response} ({failure['finish_reason']})"
+        lines.append(f"  row {failure['index']}: {prompt}")
+        lines.append(f"    -> {said}, score {failure['score']:g}, label {label}")
     return "\n".join(lines)
 
 
