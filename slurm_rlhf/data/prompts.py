@@ -29,10 +29,10 @@ _LONG = 16  # characters for each token: what few texts have
 class PromptSet:
     """Hold the prompts that fit, in file order. `prompts[i].index` is the row of the file, which need not be i."""
 
-    path: Path
     prompts: list[Prompt]
     dropped: int  # prompts longer than the limit
     answered: int = 0  # prompts that end with a message of the assistant
+    path: Path = Path()
 
     @classmethod
     def load(
@@ -64,7 +64,8 @@ class PromptSet:
             )
         if not kept:
             raise DataError(f"{path}: the file holds no prompts")
-        return cls(path, kept, dropped, sum(_is_answered(prompt.row[data.input_key]) for prompt in kept))
+        answered = sum(_is_answered(prompt.row[data.input_key]) for prompt in kept)
+        return cls(kept, dropped, answered, path)
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from slurm_rlhf.config.check import check_generate
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.data.prompts import BadRow
 from slurm_rlhf.errors import PlacementError, RoleDied, printable
 from slurm_rlhf.generate import identity
 from slurm_rlhf.generate.merge import merge
 from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generate.output import MERGED, OUTPUT, JobProgress, OutputFile
-from slurm_rlhf.generate.rows import VERSION, Answered, Gone, PendingRows, PromptRows, RowCalls, Scores
+from slurm_rlhf.generate.rows import VERSION, Answered, Gone, PendingRows, PromptsOf, RowCalls, Scores, read_dataset
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.groups.supervisor import Supervisor
@@ -32,7 +31,7 @@ from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe.run_status import write_summary
 from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
 from slurm_rlhf.placement.topology import CPU, RoleSize, Topology
-from slurm_rlhf.records import Prompt, Sampling
+from slurm_rlhf.records import Sampling
 from slurm_rlhf.run_directory import RunDirectory, run_directory_kept
 from slurm_rlhf.sampling.batches import sampling_of
 from slurm_rlhf.wire.handles import EngineHandle
@@ -157,7 +156,7 @@ class JobRows:
     """Holds the rows of a job, and what their output is made with."""
 
     sampling: Mapping[int, Sampling]  # row -> how its responses are sampled
-    prompts: Callable[[list[int]], Iterable[Prompt | BadRow]]
+    prompts: PromptsOf
     identity: identity.Identity
     words: str  # says what the rows are
 
@@ -176,11 +175,8 @@ def answer_rows(
     `read` gets the directory of the model, which is made first where it has to be. `option` names `root`. When this
     returns, no engine is left, and every row that was answered is in the output. Raises SlurmRlhfError.
     """
-    began, directory, continuation = (
-        time.monotonic(),
-        RunDirectory(root),
-        continuation_of(config.slurm, root, os.environ),
-    )
+    began, directory = time.monotonic(), RunDirectory(root)
+    continuation = continuation_of(config.slurm, root, os.environ)
     end, lead_s = continuation.end_time(), config.slurm.signal_lead_s
     with occupied(directory, node_name(), end, lead_s):
         with run_directory_kept(directory.root):
@@ -258,16 +254,16 @@ def generate(config: Config, shard: identity.RowShard, source: Source, ranks: Ra
     """Answer the rows of `shard` that are left, and return the exit code. Raises SlurmRlhfError."""
 
     def read(model: Path) -> JobRows:
-        rows = PromptRows.read(config, model)
-        own = shard.rows(len(rows))
+        total, prompts = read_dataset(config, model)
+        own = shard.rows(total)
         words = f"{len(own)} rows" + (f", part {shard.index} of {shard.count}" if shard.count > 1 else "")
         sampling = dict.fromkeys(own, sampling_of(config))
         own_keys = {
             "dataset_fingerprint": identity.file_fingerprint(Path(config.generate.dataset), whole=True),
-            identity.ROWS: len(rows),
+            identity.ROWS: total,
             identity.SHARD: f"{shard.index} of {shard.count}",
         }
-        return JobRows(sampling, rows.prompts, identity.identity_of(config, model, identity.OF_ROWS) | own_keys, words)
+        return JobRows(sampling, prompts, identity.identity_of(config, model, identity.OF_ROWS) | own_keys, words)
 
     root = shard.directory(Path(config.run_dir))
     return answer_rows(engine_config(config, source.model, ranks, root), root, ranks, launcher, source, read)

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 
 from slurm_rlhf.algorithms.registry import load_plugins
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.prompts import BadRow, Row, prompts_of, read_rows, require_column
+from slurm_rlhf.data.prompts import BadRow, prompts_of, read_rows, require_column
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import request_seed
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
@@ -37,33 +37,22 @@ from slurm_rlhf.wire.handles import EngineHandle
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRows:
-    """Holds the rows of the file, each with where it stands, and tokenizes those that are wanted."""
+PromptsOf = Callable[[Sequence[int]], Iterable[Prompt | BadRow]]
+"""Makes the prompts of rows, by their numbers; rows without one may come before others."""
 
-    config: Config
-    tokenizer: Tokenizer
-    rows: list[tuple[str, Row]]
 
-    @classmethod
-    def read(cls, config: Config, model: Path) -> PromptRows:
-        """Read the file. Raises DataError if no row can be used, ModelError for a missing chat template."""
-        dataset = Path(config.generate.dataset)
-        rows = list(read_rows(dataset, config.generate.max_samples))
-        require_column(rows, config.data.input_key, dataset)
-        tokenizer = Tokenizer.load(model)
-        if config.data.apply_chat_template:
-            tokenizer.chat([{"role": "user", "content": "2+2="}])
-        return cls(config, tokenizer, rows)
+def read_dataset(config: Config, model: Path) -> tuple[int, PromptsOf]:
+    """Read generate.dataset: return how many rows it has, and what tokenizes them.
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def prompts(self, numbers: Sequence[int]) -> Iterator[Prompt | BadRow]:
-        """Make the prompts of rows, by their numbers; rows without one may come before others."""
-        longest = self.config.data.max_len - self.config.rollout.max_new_tokens
-        wanted = ((number, *self.rows[number]) for number in numbers)
-        return prompts_of(wanted, self.tokenizer, self.config.data, longest)
+    Raises DataError if no row can be used, ModelError for a missing chat template.
+    """
+    dataset, data = Path(config.generate.dataset), config.data
+    rows = list(read_rows(dataset, config.generate.max_samples))
+    require_column(rows, data.input_key, dataset)
+    tokenizer, longest = Tokenizer.load(model), data.max_len - config.rollout.max_new_tokens
+    if data.apply_chat_template:
+        tokenizer.chat([{"role": "user", "content": "2+2="}])
+    return len(rows), lambda numbers: prompts_of(((n, *rows[n]) for n in numbers), tokenizer, data, longest)
 
 
 @dataclass(slots=True)

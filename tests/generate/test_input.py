@@ -24,7 +24,7 @@ from slurm_rlhf.errors import ConfigError, DataError, ModelError, PlacementError
 from slurm_rlhf.generate import model_source
 from slurm_rlhf.generate.job import engines_everywhere
 from slurm_rlhf.generate.model_source import Source, find_source
-from slurm_rlhf.generate.rows import PromptRows, Scores
+from slurm_rlhf.generate.rows import Scores, read_dataset
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 from slurm_rlhf.records import Prompt, Trajectory
 
@@ -47,8 +47,8 @@ def test_each_bad_row_says_what_is_wrong_and_good_ones_are_tokenized(tmp_path: P
     good = json.dumps({"input": "1+1=", "label": "2"})
     lines = [good, "{torn", '{"other": 1}', '{"input": ""}', json.dumps({"input": "9" * 25}), '{"input": 3}', good]
     config = config_of(tmp_path, model, lines)
-    rows = PromptRows.read(config, model)
-    found = list(rows.prompts(range(len(rows))))
+    count, prompts = read_dataset(config, model)
+    found = list(prompts(range(count)))
     assert sorted(each.index for each in found) == list(range(7))
     why = {each.index: str(each.error) for each in found if isinstance(each, BadRow)}
     assert sorted(why) == [1, 2, 3, 4, 5]
@@ -68,7 +68,7 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_one_bad_row(tmp_path: Path, 
     words.save(str(other / "tokenizer.json"))
     texts = ("1+1", "${x}", "1+1 " * 200 + "${x}", " ", "1+1")
     config = config_of(tmp_path, other, [json.dumps({"input": text}) for text in texts])
-    found = list(PromptRows.read(config, other).prompts(range(5)))
+    found = list(read_dataset(config, other)[1](range(5)))
     why = {each.index: str(each.error) for each in found if isinstance(each, BadRow)}
     assert (len(found), sorted(why)) == (5, [1, 2, 3])
     assert "rows.jsonl:2: the tokenizer of" in why[1]

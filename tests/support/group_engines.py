@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -117,9 +116,9 @@ class Engines:
         self._calls[0].pop(0)[0].set_exception(error)
 
 
-def prompt_set(path: Path, count: int) -> PromptSet:
+def prompt_set(count: int) -> PromptSet:
     """So many prompts, each with its number as its text."""
-    return PromptSet(path, [Prompt(i, f"{i}", IDS, label=i) for i in range(count)], 0)
+    return PromptSet([Prompt(i, f"{i}", IDS, label=i) for i in range(count)], 0)
 
 
 def order_of(count: int, batch: int, episodes: int = 1) -> PromptOrder:
@@ -171,7 +170,6 @@ class Streamed:
 
     def __init__(
         self,
-        path: Path,
         config: Config,
         prompts: int = 40,
         order: PromptOrder | None = None,
@@ -183,7 +181,7 @@ class Streamed:
         self.engines = Engines()
         self.order = order or order_of(prompts, BATCH)
         self.episodes = Episodes(Scheduler(cast("Any", self.engines), 1, 64, urgent=True))
-        rows, scoring = prompt_set(path, prompts), cast("Scoring", judge)
+        rows, scoring = prompt_set(prompts), cast("Scoring", judge)
         self.stream = GroupStream(config, rows, self.order, last, self.episodes, scoring, lambda _: nullcontext())
 
     def begun(self, place: int) -> None:
