@@ -143,14 +143,11 @@ class Subset:
 
 def subset_of(name: str, responses: Sequence[ScoredResponse], seed: int, figure: str) -> Subset:
     """Sum up `responses`, at least one; `seed` and `figure` choose the draws of intervals that are drawn."""
-    sums: dict[int, float] = {}
-    counts: dict[int, int] = {}
-    for one in responses:
-        sums[one.index] = sums.get(one.index, 0.0) + one.score
-        counts[one.index] = counts.get(one.index, 0) + 1
-    totals, each = np.array(list(sums.values())), np.array(list(counts.values()), np.float64)
+    _, prompt = np.unique([one.index for one in responses], return_inverse=True)
+    sums = np.bincount(prompt, [one.score for one in responses]).astype(np.float64)
+    counts = np.bincount(prompt).astype(np.float64)
     binary = all(one.score in (0.0, 1.0) for one in responses)
-    mean = wilson(totals, each) if binary else bootstrap(totals, each, seed, figure)
+    mean = wilson(sums, counts) if binary else bootstrap(sums, counts, seed, figure)
     return Subset(
         name,
         len(sums),
@@ -180,8 +177,6 @@ def _span(bits: int) -> str:
     low, high = (1 << bits) >> 1, (1 << bits) - 1
     return str(low) if low == high else f"{low}-{high}"
 
-
-T = TypeVar("T")
 
 LOOKED_AT = 20
 """Number of failed prompts that a report names, spread over the data set."""
@@ -266,7 +261,7 @@ def overall(reports: Sequence[DataSetReport]) -> float:
     return float(np.mean([report.whole.mean.value for report in reports]))
 
 
-def spread(found: Sequence[T], most: int) -> list[T]:
+def spread(found: Sequence[Any], most: int) -> list[Any]:
     """Choose at most `most`, evenly spread: the end of a file is as interesting as its beginning."""
     if len(found) <= most:
         return list(found)

@@ -184,12 +184,13 @@ def answer_rows(
             rows = read(provide(source, print, directory.role_log("model", node_name(), 0)))
             identity.claim(root, rows.identity, option)
             output = OutputFile(root / OUTPUT)
-            left = [row for row, how in rows.sampling.items() if output.counts.samples[row] < how.n]
-            pending = PendingRows(config, rows.prompts(left), rows.sampling, scores, output.counts.done)
-            total, before = sum(how.n for how in rows.sampling.values()), len(output.counts.done)
+            done = output.counts.done
+            left = [row for row, how in rows.sampling.items() if any((row, k) not in done for k in range(how.n))]
+            pending = PendingRows(config, rows.prompts(left), rows.sampling, scores, done)
+            total, before = sum(how.n for how in rows.sampling.values()), len(done)
             progress = JobProgress(total, {group.engine: group for group in ranks.tp_groups}, began, before)
-            done = f"; {before} are there from before" if before else ""
-            print(f"output directory {root}: {total} responses to {rows.words}{done}", flush=True)
+            there = f"; {before} are there from before" if before else ""
+            print(f"output directory {root}: {total} responses to {rows.words}{there}", flush=True)
             directory.config.write_text(dump_toml(config), encoding="utf-8")
         job = GenerateJob(config, directory, ranks, launcher, output, pending, progress)
         try:
