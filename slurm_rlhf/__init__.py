@@ -13,32 +13,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slurm_rlhf.algorithms.losses import PolicyInputs
-    from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm, register_algorithm
-    from slurm_rlhf.api import submit, train
-    from slurm_rlhf.config.load import load_config
-    from slurm_rlhf.config.schema import Config
-    from slurm_rlhf.observe.run_status import Summary
-    from slurm_rlhf.records import Experience, Trajectory
-    from slurm_rlhf.rewards.function import register_reward
+    from slurm_rlhf.algorithms.losses import PolicyInputs as PolicyInputs
+    from slurm_rlhf.algorithms.registry import AdvantageInputs as AdvantageInputs
+    from slurm_rlhf.algorithms.registry import Algorithm as Algorithm
+    from slurm_rlhf.algorithms.registry import register_algorithm as register_algorithm
+    from slurm_rlhf.api import submit as submit
+    from slurm_rlhf.api import train as train
+    from slurm_rlhf.config.load import load_config as load_config
+    from slurm_rlhf.config.schema import Config as Config
+    from slurm_rlhf.observe.run_status import Summary as Summary
+    from slurm_rlhf.records import Experience as Experience
+    from slurm_rlhf.records import Trajectory as Trajectory
+    from slurm_rlhf.rewards.function import register_reward as register_reward
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AdvantageInputs",
-    "Algorithm",
-    "Config",
-    "Experience",
-    "PolicyInputs",
-    "Summary",
-    "Trajectory",
-    "__version__",
-    "load_config",
-    "register_algorithm",
-    "register_reward",
-    "submit",
-    "train",
-]
 
 _HOMES = {
     "AdvantageInputs": "slurm_rlhf.algorithms.registry",
@@ -55,6 +43,8 @@ _HOMES = {
     "train": "slurm_rlhf.api",
 }
 """Public name -> the module that has it, imported when the name is first used (PEP 562)."""
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -87,13 +87,13 @@ class CheckpointError(UserError):
 class RunError(SlurmRlhfError):
     """Report that the run broke while it was running."""
 
+    def __init__(self, message: str = "", *, hang: bool = False) -> None:
+        super().__init__(message)
+        self.hang = self.hang or hang
+
 
 class RoleDied(RunError):
     """Report that a process of a role ended, or (`hang`) was not heard from within its deadline."""
-
-    def __init__(self, message: str, *, hang: bool = False) -> None:
-        super().__init__(message)
-        self.hang = hang
 
 
 class CallTimeout(RunError):
@@ -120,8 +120,7 @@ class RemoteError(RunError):
         role: str = "",
         node: str = "",
     ) -> None:
-        super().__init__(message)
-        self.hang = hang
+        super().__init__(message, hang=hang)
         self.remote_traceback = remote_traceback
         self.role = role
         self.node = node
@@ -154,10 +153,6 @@ class StrangerError(RunError, RuntimeError):
 
 class SyncError(RunError):
     """Report weights that did not arrive, or arrived different from what was sent; `hang`: a member was silent."""
-
-    def __init__(self, message: str, *, hang: bool = False) -> None:
-        super().__init__(message)
-        self.hang = hang
 
 
 class SyncBroken(SyncError):

@@ -72,11 +72,18 @@ class RunDirectory:
 
 
 def write_atomically(
-    path: Path, text: str | Iterable[str], *, durable: bool = False, private: bool = False, errors: str = "strict"
+    path: Path,
+    text: str | Iterable[str],
+    *,
+    durable: bool = False,
+    private: bool = False,
+    errors: str = "strict",
+    once: bool = False,
 ) -> None:
     """Replace `path` by a file with `text`, in one piece or many. Raises OSError; then an earlier file stays.
 
-    `durable`: the file survives a crash of the node. `private`: only the owner can ever read it.
+    `durable`: the file survives a crash of the node. `private`: only the owner can ever read it. `once`: raises
+    FileExistsError where there is a file already.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     # O_EXCL: does not follow a link of another user.
@@ -89,7 +96,10 @@ def write_atomically(
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        temporary.replace(path)
+        if once:
+            os.link(temporary, path)
+        else:
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 

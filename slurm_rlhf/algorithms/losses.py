@@ -71,9 +71,8 @@ def entropy_bonus(
     Metrics: entropy.
     """
     clean = actions_only(entropy, action_mask)
-    total = masked_sum(clean, action_mask)
-    mean = step_mean(total if weights is None else weighed_sum(clean, weights, action_mask), denominator)
-    return -coef * mean, {"entropy": total.detach()}
+    mean = step_mean(weighed_sum(clean, weights, action_mask), denominator)
+    return -coef * mean, {"entropy": masked_sum(clean, action_mask).detach()}
 
 
 def kl_loss(
@@ -192,9 +191,6 @@ def positive_weights(rewards: F32, action_mask: Bool, offsets: NDArray[Any]) -> 
     return chosen.astype(np.float32) / np.float32(max(chosen.sum(), 1))
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Metrics = dict[str, "Tensor"]
 
 
@@ -245,14 +241,11 @@ def aggregated(
     against new policy); clip_fraction of `clipped` (bool [A]: tokens whose gradient is cut off; None: no such metric).
     """
     mask = inputs.action_mask
-    total = masked_sum(losses, mask)
-    metrics = {"policy_loss": total.detach(), "ratio": masked_sum(ratio.detach(), mask)}
+    metrics = {"policy_loss": masked_sum(losses, mask).detach(), "ratio": masked_sum(ratio.detach(), mask)}
     if clipped is not None:
         metrics["clip_fraction"] = masked_sum(clipped.to(ratio.dtype), mask)
     metrics["approx_kl"] = masked_sum(k3(log_ratio.detach()), mask)
-    if inputs.weights is not None:
-        total = weighed_sum(losses, inputs.weights, mask)
-    return step_mean(total, inputs.denominator), metrics
+    return step_mean(weighed_sum(losses, inputs.weights, mask), inputs.denominator), metrics
 
 
 def checked_loss(name: str, function: PolicyLoss) -> PolicyLoss:

@@ -107,10 +107,6 @@ class FixedScale:
         """Return the scale for a batch [N]: this one."""
         return self
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as JSON can hold it."""
-        return {"mean": self.mean, "std": self.std}
-
 
 @dataclass(frozen=True, slots=True)
 class RunningScale:
@@ -143,10 +139,6 @@ class RunningScale:
         delta = mean - self.mean
         m2 = self.m2 + float(((batch - mean) ** 2).sum()) + delta**2 * self.count * batch.size / count
         return RunningScale(count, self.mean + delta * batch.size / count, m2)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs, as JSON can hold it."""
-        return {"count": self.count, "mean": self.mean, "m2": self.m2}
 
 
 RewardScale = FixedScale | RunningScale

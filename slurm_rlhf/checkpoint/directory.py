@@ -19,7 +19,7 @@ from typing import Any
 
 from slurm_rlhf.checkpoint import resume
 from slurm_rlhf.checkpoint.resume import describe, entries, passed_over, read, verify, write, write_state
-from slurm_rlhf.errors import CheckpointError, ConfigError, RemoteError
+from slurm_rlhf.errors import CheckpointError, RemoteError
 from slurm_rlhf.run_directory import MIB, refusal, remedy, size_of, vanished
 
 
@@ -80,11 +80,9 @@ class CheckpointDir:
     def prune(self, max_num: int, kept: Collection[int] = ()) -> list[Path]:
         """Remove all but the newest `max_num` checkpoints and those of the steps `kept`; return what was removed.
 
-        Directories without a readable manifest are not counted and not removed. Raises ConfigError when max_num is
-        below 1, CheckpointError when the disk refuses.
+        Directories without a readable manifest are not counted and not removed. Raises CheckpointError when the
+        disk refuses.
         """
-        if max_num < 1:
-            raise ConfigError(f"ckpt.max_num = {max_num}; it must be at least 1, or the run could never be resumed")
         older = resume.entries(self.root)[0][max_num:]
         surplus = [entry.path for entry in older if entry.manifest.step not in kept]
         for path in reversed(surplus):

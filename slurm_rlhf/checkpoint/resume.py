@@ -104,17 +104,6 @@ def write_state(state: dict[str, Any], directory: Path) -> None:
     (directory / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    """Read what `write_state` wrote. Raises CheckpointError."""
-    try:
-        state = json.loads((directory / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{directory} is damaged: its {STATE} cannot be read ({error})") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{directory} is damaged: its {STATE} holds no object")
-    return state
-
-
 def _check_entry(value: Any, where: str) -> None:
     if isinstance(value, dict):
         for key, entry in value.items():
@@ -205,7 +194,7 @@ def load_state(path: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
     """
     try:
         verify(path)
-        state = read_state(path)
+        state: dict[str, Any] = json.loads((path / STATE).read_text(encoding="utf-8"))
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_advice(path)}") from error
     missing = [role for role in roles if not (path / role).is_dir()]

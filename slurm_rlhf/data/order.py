@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slurm_rlhf.errors import CheckpointError, DataError
 
@@ -40,9 +42,6 @@ class PromptOrder:
     fingerprint: str = ""  # hash of the PromptSet, so that a run is not resumed on other data
     place: int = field(default=0, init=False)  # the next one that was never handed out
     again: list[int] = field(default_factory=list, init=False)  # handed out, given back; they come first, in order
-    _drawn: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         if self.prompts < self.batch_size:
@@ -59,11 +58,6 @@ class PromptOrder:
     def total(self) -> int:
         """Count the batches of all episodes."""
         return self.batches_per_episode * self.episodes
-
-    @property
-    def episode(self) -> int:
-        """Number the episode of the next place, from 0."""
-        return self.episode_of(self.again[0] if self.again else self.place)
 
     @property
     def left(self) -> int:
@@ -95,15 +89,8 @@ class PromptOrder:
 
     def position(self, place: int) -> int:
         """Return the position in the PromptSet of the prompt at a place."""
-        episode = self.episode_of(place)
-        if self._drawn is None or self._drawn[0] != episode:
-            self._drawn = (episode, self._permutation(episode))
-        return int(self._drawn[1][place % (self.batches_per_episode * self.batch_size)])
-
-    def _permutation(self, episode: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        if not self.shuffle:
-            return np.arange(self.prompts)
-        return np.random.default_rng([self.seed, episode]).permutation(self.prompts)
+        drawn = _permutation(self.prompts, self.seed, self.episode_of(place), self.shuffle)
+        return int(drawn[place % (self.batches_per_episode * self.batch_size)])
 
     def state_dict(self, owed: Iterable[int] = ()) -> dict[str, Any]:
         """Return where the order stands and the data it belongs to, ready for JSON.
@@ -150,3 +137,8 @@ class PromptOrder:
 
     def _identity(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("prompts", "batch_size", "seed", "shuffle", "fingerprint")}
+
+
+@lru_cache(maxsize=2)
+def _permutation(prompts: int, seed: int, episode: int, shuffle: bool) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, episode]).permutation(prompts) if shuffle else np.arange(prompts)

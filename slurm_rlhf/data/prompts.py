@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -15,8 +15,11 @@ import numpy as np
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.tokenizer import Tokenizer, UnknownText, encode_prompts
-from slurm_rlhf.errors import ConfigError, DataError, cut
+from slurm_rlhf.errors import ConfigError, DataError, ModelError, cut
 from slurm_rlhf.records import Prompt
+
+Row = dict[str, Any] | DataError
+"""The columns of a row, or the error that says what is wrong with it."""
 
 CHUNK = 4096  # rows tokenized at a time
 _LONG = 16  # characters for each token: what few texts have
@@ -26,16 +29,16 @@ _LONG = 16  # characters for each token: what few texts have
 class PromptSet:
     """Hold the prompts that fit, in file order. `prompts[i].index` is the row of the file, which need not be i."""
 
-    path: Path
     prompts: list[Prompt]
     dropped: int  # prompts longer than the limit
     answered: int = 0  # prompts that end with a message of the assistant
+    path: Path = Path()
 
     @classmethod
     def load(
         cls, path: Path | str, tokenizer: Tokenizer, data: Data, max_prompt_tokens: int, max_samples: int = 0
     ) -> PromptSet:
-        """Read the first `max_samples` rows (0: all) of a JSONL file.
+        """Read the first `max_samples` rows (0: all) of a file, as `read_rows`.
 
         The text is the column `data.input_key`, put into `data.input_template`. With `data.apply_chat_template` it is
         the message of a user, or the column holds a list of messages. `encode_prompts` tokenizes it. Prompts of more
@@ -46,17 +49,14 @@ class PromptSet:
         path = Path(path)
         kept: list[Prompt] = []
         dropped = 0
-        rows = enumerate(read_jsonl(path, max_samples))
-        while chunk := list(islice(rows, CHUNK)):
-            texts = [prompt_text(row, f"{path}:{line}", tokenizer, data) for _, (line, row) in chunk]
-            encoded = encode_up_to(texts, tokenizer, data, max_prompt_tokens)
-            for (index, (line, row)), text, ids in zip(chunk, texts, encoded, strict=True):
-                if isinstance(ids, str):
-                    raise DataError(f"{path}:{line}: {ids}")
-                if len(ids) > max_prompt_tokens:
-                    dropped += 1
-                else:
-                    kept.append(Prompt(index, text, np.asarray(ids, dtype=np.int32), row.get(data.label_key), row))
+        rows = ((index, *row) for index, row in enumerate(read_rows(path, max_samples)))
+        for found in prompts_of(rows, tokenizer, data, max_prompt_tokens):
+            if isinstance(found, Prompt):
+                kept.append(found)
+            elif found.long:
+                dropped += 1
+            else:
+                raise found.error
         if dropped and not kept:
             raise DataError(
                 f"{path}: all {dropped} prompts are longer than {max_prompt_tokens} tokens (data.max_len - "
@@ -64,7 +64,8 @@ class PromptSet:
             )
         if not kept:
             raise DataError(f"{path}: the file holds no prompts")
-        return cls(path, kept, dropped, sum(_is_answered(prompt.row[data.input_key]) for prompt in kept))
+        answered = sum(_is_answered(prompt.row[data.input_key]) for prompt in kept)
+        return cls(kept, dropped, answered, path)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -81,8 +82,55 @@ class PromptSet:
         for prompt in self.prompts:
             digest.update(np.asarray([prompt.index, len(prompt.token_ids)], dtype=np.int64).tobytes())
             digest.update(prompt.token_ids.tobytes())
-            digest.update(json.dumps(prompt.label, sort_keys=True).encode())
+            digest.update(json.dumps(prompt.label, sort_keys=True, default=str).encode())
         return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """Says why a row has no prompt."""
+
+    index: int
+    error: DataError | ModelError
+    text: str | None = None
+    long: bool = False  # True: it has more tokens than a prompt may have
+
+
+def prompts_of(
+    rows: Iterable[tuple[int, str, Row]], tokenizer: Tokenizer, data: Data, max_tokens: int
+) -> Iterator[Prompt | BadRow]:
+    """Make prompts of at most `max_tokens` tokens from rows, each with its number and where it stands.
+
+    Prompts come in the order of the rows, rows without a text before the prompts that are tokenized together with them.
+    """
+    texts: list[tuple[int, str, Row, str]] = []
+    for index, where, row in rows:
+        try:
+            texts.append((index, where, row, prompt_text(row, where, tokenizer, data)))
+        except (DataError, ModelError) as error:
+            yield BadRow(index, error)
+        if len(texts) == CHUNK:
+            yield from _encoded(texts, tokenizer, data, max_tokens)
+            texts = []
+    yield from _encoded(texts, tokenizer, data, max_tokens)
+
+
+def _encoded(
+    texts: list[tuple[int, str, Row, str]], tokenizer: Tokenizer, data: Data, max_tokens: int
+) -> Iterator[Prompt | BadRow]:
+    encoded = encode_up_to([text for *_, text in texts], tokenizer, data, max_tokens)
+    for (index, where, row, text), ids in zip(texts, encoded, strict=True):
+        if isinstance(ids, str):
+            yield BadRow(index, DataError(f"{where}: {ids}"), text)
+        elif len(ids) > max_tokens:
+            long = (
+                f"{where}: the prompt is longer than {max_tokens} tokens, and with rollout.max_new_tokens it does not "
+                f"fit into data.max_len = {data.max_len}"
+            )
+            yield BadRow(index, DataError(long), text, long=True)
+        else:
+            assert isinstance(row, dict)
+            yield Prompt(index, text, np.asarray(ids, dtype=np.int32), row.get(data.label_key), row)
 
 
 def encode_up_to(texts: list[str], tokenizer: Tokenizer, data: Data, max_tokens: int) -> list[list[int] | str]:
@@ -108,7 +156,7 @@ def encode_up_to(texts: list[str], tokenizer: Tokenizer, data: Data, max_tokens:
     return [ids or _no_token(text, tokenizer, data) for text, ids in zip(texts, whole, strict=True)]
 
 
-def prompt_text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Data) -> str:
+def prompt_text(row: Row, where: str, tokenizer: Tokenizer, data: Data) -> str:
     """Return the text of a prompt as it is tokenized. Raises DataError, its message starting with `where`."""
     value = cell(row, data.input_key, "data.input_key", where)
     if data.apply_chat_template and _is_chat(value):
@@ -116,6 +164,7 @@ def prompt_text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Dat
     if not isinstance(value, str):
         needed = "a string or a list of messages with role and content" if data.apply_chat_template else "a string"
         raise DataError(f"{where}: {data.input_key!r} must be {needed}, got {type(value).__name__}")
+    assert isinstance(row, dict)  # `cell` raises what is wrong with it
     (message,) = prompt_messages(row, data)
     return tokenizer.chat([message], where) if data.apply_chat_template else str(message["content"])
 
@@ -128,8 +177,10 @@ def prompt_messages(row: dict[str, Any], data: Data) -> list[dict[str, Any]]:
     return [{"role": "user", "content": data.input_template.format(value) if data.input_template else value}]
 
 
-def cell(row: dict[str, Any], column: str, key: str, where: str) -> Any:
+def cell(row: Row, column: str, key: str, where: str) -> Any:
     """Return the value of the column that `key` of the configuration names. Raises DataError if there is none."""
+    if isinstance(row, DataError):
+        raise row
     if column not in row:
         raise DataError(
             f"{where}: no column {column!r} (columns: {', '.join(row) or 'none'}): fix the row or set {key}"
@@ -159,41 +210,24 @@ def _is_chat(value: Any) -> bool:
     )
 
 
-def read_jsonl(path: Path | str, max_rows: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) for each line that is not blank, at most `max_rows` (0: all).
-
-    Raises DataError with file and line for a line that is not UTF-8, not JSON, or not an object.
-    """
-    for number, line in islice(_lines(path), max_rows or None):
-        yield number, parse_line(line, number, path)
-
-
-def _lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, line) for each line that is not blank. Raises DataError."""
-    try:
-        with open(path, "rb") as file:
-            yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def parse_line(line: bytes, number: int, path: Path | str) -> dict[str, Any]:
-    """Read line `number` (from 1) of a JSONL file. Raises DataError as `read_jsonl`."""
-    where = f"{path}:{number}"
+def _parsed(line: bytes, number: int, where: str) -> Row:
+    """Read line `number` (from 1) of a JSONL file, which has to be UTF-8, JSON, and an object."""
     try:
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").decode("utf-8").rstrip())
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from None
+        return DataError(f"{where}: not UTF-8 text (byte {error.start} of the line)")
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")
-        raise DataError(f"{where}: not valid JSON: {what} at column {error.colno}{_hint(line)}") from None
+        return DataError(f"{where}: not valid JSON: {what} at column {error.colno}{_hint(line)}")
     except RecursionError:
-        raise DataError(f"{where}: nested too deeply") from None
+        return DataError(f"{where}: nested too deeply")
     except ValueError as error:  # Python reads no integer of more than 4300 digits
-        raise DataError(f"{where}: not a number that can be read: {error}") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: a JSON object is needed, got {_shown(row)}{_hint(line)}")
-    return row
+        return DataError(f"{where}: not a number that can be read: {error}")
+    if isinstance(row, dict):
+        return row
+    return DataError(
+        f"{where}: a JSON object is needed, got {cut(json.dumps(row, ensure_ascii=False), 60)}{_hint(line)}"
+    )
 
 
 def _hint(line: bytes) -> str:
@@ -202,34 +236,25 @@ def _hint(line: bytes) -> str:
     return ""
 
 
-def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-Row = dict[str, Any] | DataError
-"""The columns of a row, or the error that says what is wrong with it."""
-
 PARQUET = ".parquet"
 
 
-def read_rows(path: Path, max_rows: int = 0) -> list[Row]:
-    """Read at most `max_rows` rows (0: all) of a file; blank lines are no rows.
+def read_rows(path: Path, max_rows: int = 0) -> Iterator[tuple[str, Row]]:
+    """Yield where each row of a JSONL or Parquet file stands, and the row: at most `max_rows` (0: all).
 
-    Raises DataError for a file that cannot be read at all or holds no rows, ConfigError where pyarrow is missing.
+    Blank lines are no rows. Raises DataError for a file that cannot be read at all, ConfigError where pyarrow is
+    missing.
     """
-    found = _parquet(path) if path.suffix == PARQUET else _jsonl(path)
-    rows = list(islice(found, max_rows or None))
+    return islice(_parquet(path) if path.suffix == PARQUET else _jsonl(path), max_rows or None)
+
+
+def require_column(rows: list[tuple[str, Row]], column: str, path: Path) -> None:
+    """Raise DataError if no row has `column`, or every row is broken: then it is the job that is wrong, not a row."""
     if not rows:
         raise DataError(f"{path}: the file holds no rows")
-    return rows
-
-
-def require_column(rows: list[Row], column: str, path: Path) -> None:
-    """Raise DataError if no row has `column`, or every row is broken: then it is the job that is wrong, not a row."""
-    whole = [row for row in rows if not isinstance(row, DataError)]
+    whole = [row for _, row in rows if not isinstance(row, DataError)]
     if not whole:
-        raise DataError(f"no row can be read; the first: {rows[0]}")
+        raise DataError(f"no row can be read; the first: {rows[0][1]}")
     if not any(column in row for row in whole):
         columns = ", ".join(whole[0]) or "none"
         raise DataError(
@@ -237,15 +262,17 @@ def require_column(rows: list[Row], column: str, path: Path) -> None:
         )
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
-    for number, line in _lines(path):
-        try:
-            yield parse_line(line, number, path)
-        except DataError as error:
-            yield error
+def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", _parsed(line, number, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _parquet(path: Path) -> Iterator[Row]:
+def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -256,7 +283,7 @@ def _parquet(path: Path) -> Iterator[Row]:
         ) from None
     try:
         with ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                yield from batch.to_pylist()
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows))
     except (OSError, ArrowException) as error:
         raise DataError(f"{path}: not a Parquet file that can be read: {error}") from None

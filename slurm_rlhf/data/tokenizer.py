@@ -235,11 +235,7 @@ def end_tokens(tokenizer: Tokenizer) -> set[int]:
 
     Raises ModelError when generation_config.json cannot be read.
     """
-    file = tokenizer.directory / "generation_config.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(f"{file}: cannot be read: {error}") from None
+    found = _read_json(tokenizer.directory / "generation_config.json").get("eos_token_id")
     listed = found if isinstance(found, list) else [found]
     return {tokenizer.eos_token_id} | {token for token in listed if isinstance(token, int)}
 
@@ -291,12 +287,7 @@ def observation_text(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -
 def ids_behind(before: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of `text` behind the tokens `before`, which stay as they are."""
     context = before[-CONTEXT_TOKENS:]
-    whole = tokenizer.decode(context, skip_special_tokens=False) + text
-    alone = tokenizer.encode(text, add_special_tokens=False)
-    for ids in (alone, *_after_marks(text, tokenizer)):
-        if tokenizer.decode(context + ids, skip_special_tokens=False) == whole:
-            return ids
-    return alone
+    return _joining(context, text, tokenizer.decode(context, skip_special_tokens=False) + text, tokenizer)
 
 
 def continuations(
@@ -313,10 +304,14 @@ def continuations(
 def _behind(prompt: list[int], whole: list[int], answer: str, tokenizer: Tokenizer) -> list[int]:
     if whole[: len(prompt)] == prompt:
         return whole[len(prompt) :]
-    text = tokenizer.decode(whole, skip_special_tokens=False)
-    alone = tokenizer.encode(answer, add_special_tokens=False)
-    for ids in (alone, *_after_marks(answer, tokenizer)):
-        if tokenizer.decode(prompt + ids, skip_special_tokens=False) == text:
+    return _joining(prompt, answer, tokenizer.decode(whole, skip_special_tokens=False), tokenizer)
+
+
+def _joining(before: list[int], text: str, whole: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of `text` with which those `before` decode to `whole`."""
+    alone = tokenizer.encode(text, add_special_tokens=False)
+    for ids in (alone, *_after_marks(text, tokenizer)):
+        if tokenizer.decode(before + ids, skip_special_tokens=False) == whole:
             return ids
     return alone  # the tokenizer does not decode to what it encoded: nothing better is known
 

@@ -17,13 +17,33 @@ from numpy.typing import NDArray
 
 from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.errors import cut
-from slurm_rlhf.eval.responses import ScoredResponse
 from slurm_rlhf.records import STOP
 
 F64 = NDArray[np.float64]
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredResponse:
+    """Holds a response to a prompt of an evaluation, and its score."""
+
+    dataset: str
+    index: int  # row of the prompt in its file
+    sample: int  # 0 .. n-1
+    source: str  # source of the prompt; empty: the data set names none
+    prompt: str
+    response: str
+    label: Any
+    answer: str | None  # answer found in the response; None: the pattern finds none
+    score: float
+    reward: float
+    prompt_tokens: int
+    response_tokens: int
+    finish_reason: str
+    engine: int = 0
+    error: str = ""  # reason why there is no response, whose score is then 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +60,8 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
     `correct` of `samples` responses were. 1 - C(n - c, k) / C(n, k): the share of all subsets of k responses that hold
     a correct one, so it has no bias, unlike 1 - (1 - c/n)^k. Source: Chen et al., Evaluating Large Language Models
-    Trained on Code (2021), arXiv 2107.03374, section 2.1. Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    Trained on Code (2021), arXiv 2107.03374, section 2.1. 1 <= k <= n.
     """
-    if not 1 <= k <= samples or not 0 <= correct <= samples:
-        raise ValueError(f"pass@{k} of {correct} correct in {samples} responses: 1 <= k <= n and 0 <= c <= n is needed")
     wrong = samples - correct
     if wrong < k:
         return 1.0
@@ -74,10 +92,8 @@ def bootstrap(sums: F64, counts: F64, seed: int, name: str) -> Estimate:
     sums, counts: [P], what each prompt adds to a figure and how many responses (or 1, where the figure is one number
     per prompt). Prompts are drawn and not responses: those to one prompt resemble each other, and drawing them alone
     would call the figure surer than it is. `seed` and `name` of the figure choose the draws, so that the same responses
-    have the same interval everywhere. Without prompts: NaN. Source: Efron, Bootstrap Methods (1979).
+    have the same interval everywhere. Source: Efron, Bootstrap Methods (1979).
     """
-    if not len(sums):
-        return Estimate(math.nan, math.nan, math.nan)
     # Prompts that add the same are one row: a draw of P prompts is then one multinomial draw of few numbers.
     kinds, times = np.unique(np.stack([sums, counts], axis=1), axis=0, return_counts=True)
     drawn = _generator(seed, name).multinomial(len(sums), times / len(sums), size=RESAMPLES) @ kinds
@@ -92,11 +108,9 @@ def wilson(sums: F64, counts: F64) -> Estimate:
 
     sums, counts: [P] as in `bootstrap`, with every score (or figure of a prompt) between 0 and 1. The responses to one
     prompt resemble each other: n is as many independent ones as have the variance that is seen, from P to all of them.
-    (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Without prompts: NaN.
+    (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
     Sources: Wilson, JASA 22 (1927); Kish, Survey Sampling (1965), for the effective n.
     """
-    if not len(sums):
-        return Estimate(math.nan, math.nan, math.nan)
     prompts, total = len(sums), float(counts.sum())
     p = float(sums.sum()) / total
     variance = float(np.square(sums - p * counts).sum()) / total**2 * prompts / max(prompts - 1, 1)
@@ -112,7 +126,7 @@ def _generator(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, int.from_bytes(digest, "little")])
 
 
-K = TypeVar("K")
+K = TypeVar("K", int, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +143,11 @@ class Subset:
 
 def subset_of(name: str, responses: Sequence[ScoredResponse], seed: int, figure: str) -> Subset:
     """Sum up `responses`, at least one; `seed` and `figure` choose the draws of intervals that are drawn."""
-    sums: dict[int, float] = {}
-    counts: dict[int, int] = {}
-    for one in responses:
-        sums[one.index] = sums.get(one.index, 0.0) + one.score
-        counts[one.index] = counts.get(one.index, 0) + 1
-    totals, each = np.array(list(sums.values())), np.array(list(counts.values()), np.float64)
+    _, prompt = np.unique([one.index for one in responses], return_inverse=True)
+    sums = np.bincount(prompt, [one.score for one in responses]).astype(np.float64)
+    counts = np.bincount(prompt).astype(np.float64)
     binary = all(one.score in (0.0, 1.0) for one in responses)
-    mean = wilson(totals, each) if binary else bootstrap(totals, each, seed, figure)
+    mean = wilson(sums, counts) if binary else bootstrap(sums, counts, seed, figure)
     return Subset(
         name,
         len(sums),
@@ -147,55 +158,30 @@ def subset_of(name: str, responses: Sequence[ScoredResponse], seed: int, figure:
     )
 
 
-def by_source(responses: Sequence[ScoredResponse], seed: int, figure: str) -> list[Subset]:
-    """Divide responses by the source of their prompt, by name; empty where no prompt has one."""
-    groups = _groups(responses, lambda one: one.source)
-    if set(groups) <= {""}:
-        return []
-    return [subset_of(source, groups[source], seed, f"{figure}/{source}") for source in sorted(groups)]
-
-
-def by_length(
-    responses: Sequence[ScoredResponse], tokens: Callable[[ScoredResponse], int], seed: int, figure: str
+def divided(
+    responses: Sequence[ScoredResponse],
+    key: Callable[[ScoredResponse], K],
+    seed: int,
+    figure: str,
+    name: Callable[[K], str] = str,
 ) -> list[Subset]:
-    """Divide responses by a number of tokens, the shortest first; each part goes up to twice the length before."""
-    groups = _groups(responses, lambda one: tokens(one).bit_length())
-    return [subset_of(_span(bits), groups[bits], seed, f"{figure}/{_span(bits)}") for bits in sorted(groups)]
+    """Sum up the parts of the responses that have the same `key`, in its order."""
+    groups: dict[K, list[ScoredResponse]] = {}
+    for one in responses:
+        groups.setdefault(key(one), []).append(one)
+    return [subset_of(name(part), groups[part], seed, f"{figure}/{name(part)}") for part in sorted(groups)]
 
 
 def _span(bits: int) -> str:
-    """Name the lengths with so many binary digits: 16-31."""
+    """Name the lengths with so many binary digits: 16-31; each part goes up to twice the length before."""
     low, high = (1 << bits) >> 1, (1 << bits) - 1
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _groups(responses: Sequence[ScoredResponse], key: Callable[[ScoredResponse], K]) -> dict[K, list[ScoredResponse]]:
-    groups: dict[K, list[ScoredResponse]] = {}
-    for one in responses:
-        groups.setdefault(key(one), []).append(one)
-    return groups
-
-
-T = TypeVar("T")
-
 LOOKED_AT = 20
 """Number of failed prompts that a report names, spread over the data set."""
-_SHOWN = 2000  # characters of a prompt, and of a response
-
-
-@dataclass(frozen=True, slots=True)
-class FailedPrompt:
-    """Shows a prompt with no correct response, and its first response."""
-
-    index: int
-    source: str
-    prompt: str
-    label: Any
-    response: str
-    answer: str | None
-    score: float
-    finish_reason: str
-    error: str
+_SHOWN = 2000  # characters of a text
+_FAILURE = ("index", "source", "prompt", "label", "response", "answer", "score", "finish_reason", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +200,7 @@ class DataSetReport:
     response_lengths: list[Subset]  # subsets by tokens of the response
     errors: int  # prompts without a response; they count as wrong
     failed: int  # prompts with no correct response
-    failures: list[FailedPrompt]
+    failures: list[dict[str, Any]]  # first response to some of those, by `_FAILURE`, its texts cut
 
     def metrics(self) -> dict[str, float]:
         """Return its figures by name, as metrics.jsonl and TensorBoard have them."""
@@ -241,6 +227,7 @@ def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed:
     for one in sorted(responses, key=lambda one: (one.index, one.sample)):
         prompts.setdefault(one.index, []).append(one)
     groups, name, samples = list(prompts.values()), settings.name, settings.n_samples_per_prompt
+    named = any(one.source for one in responses)
     correct = [sum(one.score >= settings.pass_score for one in group) for group in groups]
 
     def each(figure: str, values: list[float]) -> Estimate:
@@ -258,9 +245,11 @@ def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed:
         whole=subset_of(name, responses, seed, f"{name}/mean"),
         pass_at={k: each(f"pass@{k}", [pass_at_k(samples, count, k) for count in correct]) for k in settings.pass_k},
         majority=each("majority", votes) if samples > 1 else None,
-        sources=by_source(responses, seed, f"{name}/source"),
-        prompt_lengths=by_length(responses, lambda one: one.prompt_tokens, seed, f"{name}/prompt"),
-        response_lengths=by_length(responses, lambda one: one.response_tokens, seed, f"{name}/response"),
+        sources=divided(responses, lambda one: one.source, seed, f"{name}/source") if named else [],
+        prompt_lengths=divided(responses, lambda one: one.prompt_tokens.bit_length(), seed, f"{name}/prompt", _span),
+        response_lengths=divided(
+            responses, lambda one: one.response_tokens.bit_length(), seed, f"{name}/response", _span
+        ),
         errors=sum(bool(group[0].error) for group in groups),
         failed=len(failed),
         failures=[_failure(one) for one in spread(failed, LOOKED_AT)],
@@ -272,25 +261,16 @@ def overall(reports: Sequence[DataSetReport]) -> float:
     return float(np.mean([report.whole.mean.value for report in reports]))
 
 
-def spread(found: Sequence[T], most: int) -> list[T]:
+def spread(found: Sequence[Any], most: int) -> list[Any]:
     """Choose at most `most`, evenly spread: the end of a file is as interesting as its beginning."""
     if len(found) <= most:
         return list(found)
     return [found[place * len(found) // most] for place in range(most)]
 
 
-def _failure(one: ScoredResponse) -> FailedPrompt:
-    return FailedPrompt(
-        one.index,
-        one.source,
-        cut(one.prompt, _SHOWN),
-        one.label,
-        cut(one.response, _SHOWN),
-        one.answer if one.answer is None else cut(one.answer, _SHOWN),
-        one.score,
-        one.finish_reason,
-        one.error,
-    )
+def _failure(one: ScoredResponse) -> dict[str, Any]:
+    found = {name: getattr(one, name) for name in _FAILURE}
+    return {name: cut(value, _SHOWN) if isinstance(value, str) else value for name, value in found.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -303,6 +283,7 @@ def _plain(value: Any) -> Any:
 
 SHOWN = 3
 """Number of failures of each data set on the terminal; eval.json has more."""
+_FIGURES = ("mean score (95 %)", "cut off", "tokens")
 _WIDTH = 160  # characters of a prompt or response
 
 
@@ -314,20 +295,12 @@ def one_line(reports: Sequence[DataSetReport]) -> str:
 
 def report_text(reports: Sequence[DataSetReport]) -> str:
     """Write the tables of all data sets, and a few failures of each."""
-    rows = [["data set", "prompts", "samples", "mean score (95 %)", "pass@k", "majority", "cut off", "tokens"]]
+    rows = [["data set", "prompts", "samples", *_FIGURES, "pass@k", "majority"]]
     for report in reports:
-        rows.append(
-            [
-                report.name,
-                str(report.whole.prompts),
-                f"{report.samples} {'greedy' if report.temperature == 0 else f't={report.temperature:g}'}",
-                _figure(report.whole.mean),
-                " ".join(f"{k}: {found.value:.3f}" for k, found in report.pass_at.items()),
-                "-" if report.majority is None else f"{report.majority.value:.3f}",
-                f"{report.whole.truncated:.1%}",
-                f"{report.whole.response_tokens:.0f}",
-            ]
-        )
+        samples = f"{report.samples} {'greedy' if report.temperature == 0 else f't={report.temperature:g}'}"
+        passed = " ".join(f"{k}: {found.value:.3f}" for k, found in report.pass_at.items())
+        majority = "-" if report.majority is None else f"{report.majority.value:.3f}"
+        rows.append([report.name, str(report.whole.prompts), samples, *_figures(report.whole), passed, majority])
     blocks = [table(rows)]
     for report in reports:
         for title, parts in (
@@ -355,19 +328,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _parts(title: str, parts: Sequence[Subset]) -> str:
-    rows = [[title, "prompts", "responses", "mean score (95 %)", "cut off", "tokens"]]
-    for part in parts:
-        rows.append(
-            [
-                part.name or "(none)",
-                str(part.prompts),
-                str(part.responses),
-                _figure(part.mean),
-                f"{part.truncated:.1%}",
-                f"{part.response_tokens:.0f}",
-            ]
-        )
+    rows = [[title, "prompts", "responses", *_FIGURES]]
+    rows += [[part.name or "(none)", str(part.prompts), str(part.responses), *_figures(part)] for part in parts]
     return table(rows)
+
+
+def _figures(part: Subset) -> list[str]:
+    return [_figure(part.mean), f"{part.truncated:.1%}", f"{part.response_tokens:.0f}"]
 
 
 def _failures(report: DataSetReport) -> str:
@@ -377,16 +344,12 @@ def _failures(report: DataSetReport) -> str:
     if report.errors:
         lines[0] = f"{report.name}: {report.errors} prompts have no response at all\n{lines[0]}"
     for failure in report.failures[:SHOWN]:
-        said = f"error: {failure.error}" if failure.error else f"{_short(failure.response)} ({failure.finish_reason})"
-        lines.append(f"  row {failure.index}: {_short(failure.prompt)}")
-        lines.append(f"    -> {said}, score {failure.score:g}, label {_short(str(failure.label))}")
+        prompt, response, label = (cut(repr(str(failure[name])), _WIDTH) for name in ("prompt", "response", "label"))
+        said = f"error: {failure['error']}" if failure["error"] else f"{response} ({failure['finish_reason']})"
+        lines.append(f"  row {failure['index']}: {prompt}")
+        lines.append(f"    -> {said}, score {failure['score']:g}, label {label}")
     return "\n".join(lines)
 
 
 def _figure(found: Estimate) -> str:
     return f"{found.value:.4f} [{found.low:.4f}, {found.high:.4f}]"
-
-
-def _short(text: str) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= _WIDTH else f"{shown[:_WIDTH]} ... ({len(text)} characters)"

@@ -9,9 +9,10 @@ actor's GPUs, or sample for training all the time (inflight), there is no such t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,10 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError
-from slurm_rlhf.eval.report import DataSetReport, one_line, overall, report_of
-from slurm_rlhf.eval.responses import ScoredResponse, answer_of, write_responses
+from slurm_rlhf.eval.report import DataSetReport, ScoredResponse, one_line, overall, report_of
 from slurm_rlhf.eval.verdicts import warnings as share_warnings
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.run_directory import write_atomically
 
@@ -155,39 +154,74 @@ def numbered(sets: Sequence[EvalSet]) -> list[Prompt]:
 
 def score(one: EvalSet, found: list[Trajectory], reward: Scoring, step: int) -> list[ScoredResponse]:
     """Score the responses to one data set, which are in (prompt, sample) order. Raises as `Scoring`."""
-    samples = one.settings.n_samples_per_prompt
-    owners = [prompt for prompt in one.prompts for _ in range(samples)]
-    return _scored(one.settings, owners, found, reward(owners, found, step))
-
-
-def _scored(
-    settings: EvalSettings, owners: Sequence[Prompt], found: Sequence[Trajectory], rewards: Rewards
-) -> list[ScoredResponse]:
+    owners = [prompt for prompt in one.prompts for _ in range(one.settings.n_samples_per_prompt)]
+    rewards = reward(owners, found, step)
     scores = rewards.rewards if rewards.scores is None else rewards.scores
     return [
-        ScoredResponse(
-            dataset=settings.name,
-            index=prompt.index,
-            sample=one.sample,
-            source=source_of(settings, prompt),
-            prompt=prompt.text,
-            response=one.text,
-            label=prompt.label,
-            answer=answer_of(one.text, settings.answer_pattern),
-            score=float(scores[place]),
-            reward=float(rewards.rewards[place]),
-            prompt_tokens=len(one.prompt_ids),
-            response_tokens=len(one.response_ids),
-            finish_reason=one.finish_reason,
-            engine=one.engine,
+        scored_response(
+            one.settings,
+            prompt,
+            {
+                "sample": response.sample,
+                "response": response.text,
+                "score": float(scores[place]),
+                "reward": float(rewards.rewards[place]),
+                "prompt_tokens": len(response.prompt_ids),
+                "tokens": len(response.response_ids),
+                "finish_reason": response.finish_reason,
+                "engine": response.engine,
+            },
         )
-        for place, (prompt, one) in enumerate(zip(owners, found, strict=True))
+        for place, (prompt, response) in enumerate(zip(owners, found, strict=True))
     ]
 
 
-def source_of(settings: EvalSettings, prompt: Prompt) -> str:
-    """Name where a prompt comes from; empty where the data set has no column for it."""
-    return str(prompt.row.get(settings.source_key, "")) if settings.source_key else ""
+def scored_response(settings: EvalSettings, prompt: Prompt, line: Mapping[str, Any]) -> ScoredResponse:
+    """Read a line as `slurm-rlhf generate` writes it; without a response or a score the score is 0.
+
+    `error` has the reason then.
+    """
+    response, score = line.get("response"), line.get("score") or 0.0
+    return ScoredResponse(
+        dataset=settings.name,
+        index=prompt.index,
+        sample=line["sample"],
+        source=str(prompt.row.get(settings.source_key, "")) if settings.source_key else "",
+        prompt=prompt.text,
+        response=response or "",
+        label=prompt.label,
+        answer=None if response is None else answer_of(response, settings.answer_pattern),
+        score=score,
+        reward=line.get("reward", score),
+        prompt_tokens=line.get("prompt_tokens") or len(prompt.token_ids),
+        response_tokens=line.get("tokens") or 0,
+        finish_reason=line.get("finish_reason") or "",
+        engine=line.get("engine") or 0,
+        error=line.get("error", ""),
+    )
+
+
+def answer_of(response: str, pattern: str) -> str | None:
+    """Find the answer that a response gives, to compare it with others.
+
+    The last match of the regular expression `pattern`, its group if it has one; None where it matches nowhere. Without
+    a pattern the whole response. Blanks around it do not count.
+    """
+    if not pattern:
+        return response.strip()
+    found = list(re.finditer(pattern, response, re.DOTALL))
+    if not found:
+        return None
+    last = found[-1]
+    return (last.group(1) if last.re.groups else last.group()).strip()
+
+
+def write_responses(path: Path, responses: Iterable[ScoredResponse]) -> None:
+    """Replace `path` by one JSON object a line, in one step. Raises OSError, and leaves an earlier file as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One line at a time: the text of a whole evaluation may be larger than the memory that is left.
+    lines = (json.dumps(asdict(response), ensure_ascii=False) + "\n" for response in responses)
+    write_atomically(path, lines, errors="replace")
 
 
 def keep(

@@ -7,8 +7,10 @@ limit is a warning. `self_check` measures the figures.
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -58,48 +60,11 @@ class Words:
     change: str  # keys and files to change
 
 
-_NOISE = Words(
-    "two forward passes of the actor over the same responses",
-    "dropout or router noise is still on in the actor, so that every ratio would be noise",
-    "set the dropout and jitter values in config.json of actor.model_name_or_path to 0, or try another "
-    "ds.attn_implementation",
-)
-WORDS: dict[str, Words] = {
-    "again": _NOISE,
-    "eval": Words(
-        "the actor's log-probs in train mode and in eval mode",
-        "dropout, router noise or another layer that works differently while the model trains",
-        _NOISE.change,
-    ),
-    "alone": Words(
-        "the actor's log-probs of a response alone and of the same response among others of other lengths",
-        "rotary frequencies that follow the longest sequence of a batch (rope type dynamic or longrope), or attention "
-        "that sees padding",
-        "keep data.max_len within the original positions of actor.model_name_or_path, take the rope scaling out of its "
-        "config.json, or try another ds.attn_implementation",
-    ),
-    "engine": Words(
-        "the log-probs of engine and actor of the tokens that the engine sampled",
-        "the engine has other weights, samples at another temperature or with other parameters than the actor is "
-        "trained with, or vLLM (with rollout.engine = hf, transformers with a cache) computes this architecture "
-        "otherwise than transformers in one pass",
-        "look at rollout.temperature and at the updates of the weights in the log, or set vllm.dtype = fp32 (with "
-        "rollout.engine = hf: ds.param_dtype)",
-    ),
-    "reference": Words(
-        "the log-probs of actor and reference, which are the same model before the first step,",
-        "one of the two was loaded in another precision, or computes with other kernels",
-        "look at ds.param_dtype, ds.zero_stage (0 computes 16 bits under autocast), ref.zero_stage and "
-        "ds.attn_implementation",
-    ),
-    "ratio": Words(
-        "new and old log-probs in the first update, before any weight changes,",
-        "the old log-probs are not those of the weights that are trained: dropout, another temperature, or another "
-        "batch's numbers",
-        "set the dropout values in config.json of actor.model_name_or_path to 0, or look at rollout.temperature and "
-        "ds.attn_implementation",
-    ),
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("verdicts.toml").read_text(encoding="utf-8"))
+
+WORDS = {check: Words(**row) for check, row in _TABLES["words"].items()}
+"""Check -> its texts, a row of `verdicts.toml`."""
+
 ALL_THE_SAME = "train.self_check = false leaves the self-check out"
 
 
@@ -213,50 +178,8 @@ class Share:
     warning: str
 
 
-SHARES: dict[str, Share] = {
-    "reward_clipped": Share(
-        1.0,
-        "clipped",
-        "",  # `algorithms.reward_shaping.clip_warning`, in every step
-    ),
-    "reward_constant": Share(
-        0.8,
-        "of the groups constant",
-        "of the groups have one reward for all of their responses, and nothing to learn from. Choose prompts that are "
-        "neither too easy nor too hard, let the reward grade in steps, or raise rollout.n_samples_per_prompt or "
-        "rollout.temperature",
-    ),
-    "truncated": Share(
-        0.5,
-        "truncated",
-        "of the responses were cut off at rollout.max_new_tokens. Raise it, or see that the model knows its end token: "
-        "eos_token in tokenizer_config.json, eos_token_id in generation_config.json",
-    ),
-    "prompts_dropped": Share(
-        0.1,
-        "dropped",
-        "of the prompts are longer than data.max_len - rollout.max_new_tokens and were dropped: what is left is "
-        "another data set. Raise data.max_len",
-    ),
-    "prompts_double_bos": Share(
-        0.0,
-        "with a doubled BOS",
-        "of the prompts begin with two BOS tokens: no model was trained on that. Take one out of the text in "
-        "data.input_key, of data.input_template or of the chat template",
-    ),
-    "prompts_answered": Share(
-        0.0,
-        "with an answer",
-        "of the prompts end with a message of the assistant: the policy is asked what to say after that answer, which "
-        "may be the one that is wanted. Leave the last message out of data.input_key, and put it into data.label_key",
-    ),
-    "prompts_repeated": Share(
-        0.5,
-        "repeated",
-        "of the prompts stand in the file once more: few of them differ. Give more of them, or sample more responses "
-        "to each (rollout.n_samples_per_prompt)",
-    ),
-}
+SHARES = {name: Share(**row) for name, row in _TABLES["shares"].items()}
+"""Name -> its limit and texts, a row of `verdicts.toml`."""
 REWARD_SHARES = ("reward_clipped", "reward_constant", "truncated")
 PROMPT_SHARES = ("prompts_dropped", "prompts_double_bos", "prompts_answered", "prompts_repeated")
 

@@ -1,6 +1,6 @@
 """Answer the rows of a file with engines on every GPU of the allocation: `slurm-rlhf generate`.
 
-`job` leads: it starts the engines, hands rows to them (`row_calls`), and writes the answers (`output`, which reports
+`job` leads: it starts the engines, hands rows to them (`rows`), and writes the answers (`output`, which reports
 the progress, too). The output shows which rows are done, so a job that was killed goes on where the file ends;
 `identity` keeps a job with another model or sampling out of it, and divides a file among the tasks of an array.
 `model_source` finds the weights, `rows` tokenizes the rows and scores the responses, and `merge` puts the outputs

@@ -7,30 +7,25 @@ and an engine that dies costs its share. The code that evaluates in training mak
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.check import GENERATED_BY, check_eval
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import UserError
-from slurm_rlhf.eval.responses import ScoredResponse, answer_of
-from slurm_rlhf.eval.sets import EvalSet, Evaluated, answered, keep, read_eval_sets, source_of
-from slurm_rlhf.generate.identity import Identity, claim, directory_fingerprint, file_fingerprint
-from slurm_rlhf.generate.job import Opened, answer_rows, engine_config
-from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
-from slurm_rlhf.generate.output import OUTPUT, JobProgress, OutputFile, whole_lines
-from slurm_rlhf.generate.rows import PendingRows, Scores
+from slurm_rlhf.eval.report import ScoredResponse
+from slurm_rlhf.eval.sets import EvalSet, Evaluated, answered, keep, read_eval_sets, scored_response
+from slurm_rlhf.generate.identity import Identity, file_fingerprint, identity_of
+from slurm_rlhf.generate.job import JobRows, answer_rows, engine_config
+from slurm_rlhf.generate.model_source import Source, check_model, find_source
+from slurm_rlhf.generate.output import OUTPUT, whole_lines
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Prompt, Sampling
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.sampling.batches import sampling_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +33,6 @@ class EvalRows:
     """Numbers the prompts of several data sets from 0; the numbers are the rows of the job's output."""
 
     sets: list[EvalSet]
-
-    def __len__(self) -> int:
-        return sum(len(one.prompts) for one in self.sets)
 
     def prompts(self) -> list[Prompt]:
         """Return all prompts, with the numbers of their rows."""
@@ -58,30 +50,8 @@ class EvalRows:
         found: list[list[ScoredResponse]] = [[] for _ in self.sets]
         for line in lines:
             number, prompt = places[line["row"]]
-            found[number].append(_scored(self.sets[number], prompt, line))
+            found[number].append(scored_response(self.sets[number].settings, prompt, line))
         return [sorted(each, key=lambda one: (one.index, one.sample)) for each in found]
-
-
-def _scored(one: EvalSet, prompt: Prompt, line: dict[str, Any]) -> ScoredResponse:
-    """Read a line; without a response or a score the score is 0, and `error` has the reason."""
-    response, score, error = line.get("response"), line.get("score"), line.get("error", "")
-    return ScoredResponse(
-        dataset=one.settings.name,
-        index=prompt.index,
-        sample=line["sample"],
-        source=source_of(one.settings, prompt),
-        prompt=prompt.text,
-        response=response or "",
-        label=prompt.label,
-        answer=None if response is None else answer_of(response, one.settings.answer_pattern),
-        score=0.0 if score is None else score,
-        reward=0.0 if score is None else score,
-        prompt_tokens=len(prompt.token_ids),
-        response_tokens=line.get("tokens") or 0,
-        finish_reason=line.get("finish_reason") or "",
-        engine=line.get("engine") or 0,
-        error=error,
-    )
 
 
 REPORT = "eval"
@@ -106,7 +76,8 @@ class EvalJob:
         """
         check_eval(config)
         made = copy.deepcopy(config)
-        made.generate.model_name_or_path, made.generate.ordered = str(model), False
+        made.generate.model_name_or_path = str(model)
+        made.generate.ordered = made.generate.logprobs = False
         run = next((place for place in (model, *model.parents[:2]) if RunDirectory(place).metrics.is_file()), None)
         root = output or RunDirectory(run or Path(config.run_dir)).evaluations / model.name
         try:
@@ -120,7 +91,16 @@ class EvalJob:
     def run(self, ranks: RankMap, launcher: Launcher) -> int:
         """Answer the rows that are left, and return the exit code. Raises SlurmRlhfError."""
         made = engine_config(self.config, self.source.model, ranks, self.root)
-        return answer_rows(made, self.root, ranks, launcher, partial(self._open, ranks, time.monotonic()))
+        return answer_rows(made, self.root, ranks, launcher, self.source, self._rows, "--output")
+
+    def _rows(self, model: Path) -> JobRows:
+        for message in answered(self.sets):
+            print(message)
+        rows = EvalRows(self.sets)
+        named = ", ".join(f"{one.settings.name} ({len(one.prompts)} prompts)" for one in self.sets)
+        prompts = rows.prompts()
+        sampling, identity = rows.sampling(self.config), self._identity(model)
+        return JobRows(sampling, lambda numbers: [prompts[number] for number in numbers], identity, named)
 
     def report(self) -> Evaluated:
         """Sum up the output, which is complete, into eval.json and eval.jsonl. Raises DataError, OSError."""
@@ -128,35 +108,6 @@ class EvalJob:
         scored = EvalRows(self.sets).responses(lines)
         about = {"model": self.config.generate.model_name_or_path, "seed": self.config.train.seed}
         return keep(self.config, self.sets, scored, self.root, REPORT, about)
-
-    def _open(self, ranks: RankMap, began: float, directory: RunDirectory) -> Opened:
-        """Open the output of a directory that only this process uses, and find the rows that are left."""
-        scores = Scores.of(self.config, directory.reward_log)
-        model = provide(self.source, print, directory.role_log("model", node_name(), 0))
-        rows = EvalRows(self.sets)
-        claim(directory.root, self._identity(model), "--output")
-        output = OutputFile(directory.root / OUTPUT)
-        own = rows.sampling(self.config)
-        left = [prompt for prompt in rows.prompts() if not output.counts.complete(prompt.index, own[prompt.index].n)]
-        pending = PendingRows.of(
-            left,
-            sampling=sampling_of(self.config),
-            seed=self.config.train.seed,
-            width=self.config.vllm.max_num_seqs,
-            scores=scores,
-            logprobs=False,
-            written=output.counts.done,
-            own=own,
-        )
-        groups = {group.engine: group for group in ranks.tp_groups}
-        total = sum(how.n for how in own.values())
-        progress = JobProgress(total, groups, began, len(output.counts.done))
-        done = f"; {progress.before} are there from before" if progress.before else ""
-        named = ", ".join(f"{one.settings.name} ({len(one.prompts)} prompts)" for one in self.sets)
-        for message in answered(self.sets):
-            print(message)
-        print(f"evaluation directory {directory.root}: {total} responses, {named}{done}", flush=True)
-        return output, pending, progress
 
     def _identity(self, model: Path) -> Identity:
         """Describe prompts, model and sampling for `claim`, without settings that only the report uses."""
@@ -168,19 +119,7 @@ class EvalJob:
             }
             for one in self.sets
         }
-        return {
-            "model": config.generate.model_name_or_path,
-            "model_fingerprint": directory_fingerprint(model),
-            **sets,
-            "data.input_template": config.data.input_template,
-            "data.apply_chat_template": config.data.apply_chat_template,
-            "data.max_len": config.data.max_len,
-            "rollout.max_new_tokens": config.rollout.max_new_tokens,
-            "rollout.stop": config.rollout.stop,
-            "train.seed": config.train.seed,
-            "vllm.dtype": config.vllm.dtype if config.vllm.dtype != "auto" else config.ds.param_dtype,
-            "reward": config.reward.remote_url or config.reward.function,
-        }
+        return {"model": config.generate.model_name_or_path} | identity_of(config, model) | sets
 
 
 _OF_RESPONSES = ("path", "n_samples_per_prompt", "temperature", "max_samples", "input_key", "label_key")

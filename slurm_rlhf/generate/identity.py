@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,30 +89,37 @@ def known_count(root: Path) -> int | None:
 def _settle(root: Path, count: int) -> int:
     """Write the number of parts, unless another task was faster; return the number that counts."""
     root.mkdir(parents=True, exist_ok=True)
-    temporary = root / f".{SPLIT}.{os.urandom(8).hex()}"
-    temporary.write_text(json.dumps({"count": count}) + "\n", encoding="utf-8")
-    try:
-        os.link(temporary, root / SPLIT)  # whole or not at all, and never over another
-    except FileExistsError:
-        pass
-    finally:
-        temporary.unlink()
+    with suppress(FileExistsError):
+        write_atomically(root / SPLIT, json.dumps({"count": count}) + "\n", once=True)
     return known_count(root) or count
 
 
 FILE = "generation.json"
 """Name of the description, in the directory of the output."""
-SAMPLING = (
-    "rollout.n_samples_per_prompt",
+COMMON = (
+    "data.input_template",
+    "data.apply_chat_template",
+    "data.max_len",
     "rollout.max_new_tokens",
+    "rollout.stop",
+    "train.seed",
+)
+"""Keys that change every response."""
+OF_ROWS = (
+    "generate.model_name_or_path",
+    "generate.dataset",
+    "generate.max_samples",
+    "generate.logprobs",
+    "data.input_key",
+    "rollout.n_samples_per_prompt",
     "rollout.temperature",
     "rollout.top_p",
     "rollout.top_k",
-    "rollout.stop",
     "rollout.repetition_detection_max_pattern_size",
     "rollout.repetition_detection_min_pattern_size",
     "rollout.repetition_detection_min_count",
 )
+"""Keys that change those to the rows of `slurm-rlhf generate`."""
 ROWS, SHARD = "rows", "shard"
 _ENDS = 1 << 20  # bytes of both ends of a large file
 _WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
@@ -120,30 +128,13 @@ Identity = dict[str, Any]
 """Key of the configuration, or what a file holds -> its value."""
 
 
-def identity_of(config: Config, model: Path, shard: RowShard, rows: int) -> Identity:
-    """Describe the output that `config` asks for, with the weights in the directory `model`.
-
-    `rows`: of the file, all shards together.
-    """
-    sampling = {key: get(config, key) for key in SAMPLING}
-    dataset = Path(config.generate.dataset)
+def identity_of(config: Config, model: Path, keys: Sequence[str] = ()) -> Identity:
+    """Describe the output that `config` asks for, with the weights in the directory `model`, by `keys` and others."""
     return {
-        "generate.model_name_or_path": config.generate.model_name_or_path,
         "model_fingerprint": directory_fingerprint(model),
-        "generate.dataset": config.generate.dataset,
-        "dataset_fingerprint": file_fingerprint(dataset, whole=True),
-        "generate.max_samples": config.generate.max_samples,
-        "generate.logprobs": config.generate.logprobs,
-        "data.input_key": config.data.input_key,
-        "data.input_template": config.data.input_template,
-        "data.apply_chat_template": config.data.apply_chat_template,
-        "data.max_len": config.data.max_len,
-        **sampling,
-        "train.seed": config.train.seed,
+        **{key: get(config, key) for key in (*keys, *COMMON)},
         "vllm.dtype": config.vllm.dtype if config.vllm.dtype != "auto" else config.ds.param_dtype,
         "reward": config.reward.remote_url or config.reward.function,
-        ROWS: rows,
-        SHARD: f"{shard.index} of {shard.count}",
     }
 
 

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,20 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import PlacementError, RoleDied, printable
-from slurm_rlhf.generate.identity import RowShard, claim, identity_of, shard_here
+from slurm_rlhf.generate import identity
 from slurm_rlhf.generate.merge import merge
 from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generate.output import MERGED, OUTPUT, JobProgress, OutputFile
-from slurm_rlhf.generate.row_calls import VERSION, Answered, Gone, RowCalls
-from slurm_rlhf.generate.rows import PendingRows, PromptRows, Scores
+from slurm_rlhf.generate.rows import VERSION, Answered, Gone, PendingRows, PromptsOf, RowCalls, Scores, read_dataset
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe.run_status import write_summary
-from slurm_rlhf.placement.rank_map import NodeShare, RankMap
-from slurm_rlhf.placement.topology import CPU, Node, Topology
+from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
+from slurm_rlhf.placement.topology import CPU, RoleSize, Topology
+from slurm_rlhf.records import Sampling
 from slurm_rlhf.run_directory import RunDirectory, run_directory_kept
 from slurm_rlhf.sampling.batches import sampling_of
 from slurm_rlhf.wire.handles import EngineHandle
@@ -84,7 +83,7 @@ class GenerateJob:
                 handle, engines = supervisor.roles[ROLLOUT], supervisor.engines
                 assert isinstance(handle, EngineHandle)
                 assert engines is not None
-                self.calls = RowCalls(handle, engines, self.pending.seed, self.pending.width)
+                self.calls = RowCalls(handle, engines, self.config.train.seed, self.config.vllm.max_num_seqs)
                 engines.begin_apart(VERSION)
                 self.tell(f"starting {handle.world} engines")
                 while self.pending.queue.unfinished:
@@ -111,7 +110,7 @@ class GenerateJob:
         now = time.monotonic()
         self.output.sync(now)
         for engine in calls.ready:
-            self.progress.works(now)
+            self.progress.since = self.progress.since or now
             self.pending.feed(calls.ask_row, engine, len(calls.ready), now)
         if calls.ready and self.progress.due(now):
             self.tell(self.progress.line(self.output.counts, len(calls.ready), now))
@@ -152,22 +151,46 @@ class GenerateJob:
         self.tell(f"{status}: {len(self.output.counts.done)} of {self.progress.total} responses in {self.output.path}")
 
 
-Opened = tuple[OutputFile, PendingRows, JobProgress]
+@dataclass(frozen=True, slots=True)
+class JobRows:
+    """Holds the rows of a job, and what their output is made with."""
+
+    sampling: Mapping[int, Sampling]  # row -> how its responses are sampled
+    prompts: PromptsOf
+    identity: identity.Identity
+    words: str  # says what the rows are
 
 
 def answer_rows(
-    config: Config, root: Path, ranks: RankMap, launcher: Launcher, opened: Callable[[RunDirectory], Opened]
+    config: Config,
+    root: Path,
+    ranks: RankMap,
+    launcher: Launcher,
+    source: Source,
+    read: Callable[[Path], JobRows],
+    option: str = "run_dir",
 ) -> int:
     """Answer the rows that are left with engines of `config`, in `root`, and return the exit code.
 
-    `opened` is called once no other process can use the directory. When this returns, no engine is left, and every row
-    that was answered is in the output.
+    `read` gets the directory of the model, which is made first where it has to be. `option` names `root`. When this
+    returns, no engine is left, and every row that was answered is in the output. Raises SlurmRlhfError.
     """
-    directory, continuation = RunDirectory(root), continuation_of(config.slurm, root, os.environ)
+    began, directory = time.monotonic(), RunDirectory(root)
+    continuation = continuation_of(config.slurm, root, os.environ)
     end, lead_s = continuation.end_time(), config.slurm.signal_lead_s
     with occupied(directory, node_name(), end, lead_s):
         with run_directory_kept(directory.root):
-            output, pending, progress = opened(directory)
+            scores = Scores.of(config, directory.reward_log)
+            rows = read(provide(source, print, directory.role_log("model", node_name(), 0)))
+            identity.claim(root, rows.identity, option)
+            output = OutputFile(root / OUTPUT)
+            done = output.counts.done
+            left = [row for row, how in rows.sampling.items() if any((row, k) not in done for k in range(how.n))]
+            pending = PendingRows(config, rows.prompts(left), rows.sampling, scores, done)
+            total, before = sum(how.n for how in rows.sampling.values()), len(done)
+            progress = JobProgress(total, {group.engine: group for group in ranks.tp_groups}, began, before)
+            there = f"; {before} are there from before" if before else ""
+            print(f"output directory {root}: {total} responses to {rows.words}{there}", flush=True)
             directory.config.write_text(dump_toml(config), encoding="utf-8")
         job = GenerateJob(config, directory, ranks, launcher, output, pending, progress)
         try:
@@ -183,40 +206,31 @@ def engines_everywhere(topology: Topology, tp: int, per_node: int = 0) -> RankMa
     Nodes without GPUs have as many process slots as that takes, for one engine where `per_node` is 0. Raises
     PlacementError where a node holds fewer engines than were asked for, or none holds one.
     """
-    if topology.accelerator == CPU:
-        slots = (per_node or 1) * tp
-        topology = Topology(tuple(Node(node.name, slots, node.cpus) for node in topology.nodes), CPU)
-    shares: list[NodeShare] = []
-    engines = 0
+    on_cpus = topology.accelerator == CPU
     for node in topology.nodes:
-        count = node.gpus // tp
-        if per_node > count:
+        if per_node * tp > node.gpus and not on_cpus:
             raise PlacementError(
                 f"generate.engines_per_node = {per_node} engines of vllm.tensor_parallel_size = {tp} need "
                 f"{per_node * tp} GPUs, and {node.name} has {node.gpus}: lower one of them, or set "
                 "generate.engines_per_node = 0 for as many as fit"
             )
-        count = per_node or count
-        if count:
-            slots = count * tp
-            first = engines * tp
-            places = tuple((engines + slot // tp, slot % tp) for slot in range(slots))
-            shares.append(NodeShare(node.name, tuple(range(slots)), tuple(range(first, first + slots)), places))
-            engines += count
-    if not shares:
+    per_node = per_node or int(on_cpus)
+    count = per_node * len(topology.nodes) or sum(node.gpus // tp for node in topology.nodes)
+    if not count:
         most = max(node.gpus for node in topology.nodes)
         raise PlacementError(
             f"vllm.tensor_parallel_size = {tp}, and the largest node has {most} GPUs: an engine does not leave its "
             f"node. Use at most {most}, or ask for more GPUs with --gpus-per-node"
         )
-    return RankMap(topology, {ROLLOUT: shares})
+    engines = [RoleSize(ROLLOUT, len(topology.nodes) if per_node else 0, tp=tp, engines=count)]
+    return place(process_slots(topology, engines) if on_cpus else topology, engines)
 
 
-def prepare(config: Config, environ: Mapping[str, str]) -> tuple[RowShard, Source]:
+def prepare(config: Config, environ: Mapping[str, str]) -> tuple[identity.RowShard, Source]:
     """Check all that is known before anything is written. Raises UserError."""
     check_generate(config)
     root = Path(config.run_dir)
-    shard = shard_here(root, config.generate.num_shards, environ)
+    shard = identity.shard_here(root, config.generate.num_shards, environ)
     source = find_source(config, root)
     check_model(config, source.base or source.model)
     return shard, source
@@ -237,38 +251,20 @@ def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) 
     return made
 
 
-def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, launcher: Launcher) -> int:
+def generate(config: Config, shard: identity.RowShard, source: Source, ranks: RankMap, launcher: Launcher) -> int:
     """Answer the rows of `shard` that are left, and return the exit code. Raises SlurmRlhfError."""
-    began = time.monotonic()
+
+    def read(model: Path) -> JobRows:
+        total, prompts = read_dataset(config, model)
+        own = shard.rows(total)
+        words = f"{len(own)} rows" + (f", part {shard.index} of {shard.count}" if shard.count > 1 else "")
+        sampling = dict.fromkeys(own, sampling_of(config))
+        own_keys = {
+            "dataset_fingerprint": identity.file_fingerprint(Path(config.generate.dataset), whole=True),
+            identity.ROWS: total,
+            identity.SHARD: f"{shard.index} of {shard.count}",
+        }
+        return JobRows(sampling, prompts, identity.identity_of(config, model, identity.OF_ROWS) | own_keys, words)
+
     root = shard.directory(Path(config.run_dir))
-    made = engine_config(config, source.model, ranks, root)
-    return answer_rows(made, root, ranks, launcher, partial(_open, config, shard, source, ranks, began))
-
-
-def _open(
-    config: Config, shard: RowShard, source: Source, ranks: RankMap, began: float, directory: RunDirectory
-) -> Opened:
-    """Open the output of a directory that only this process uses, and find the rows that are left."""
-    scores = Scores.of(config, directory.reward_log)
-    model = provide(source, print, directory.role_log("model", node_name(), 0))
-    rows = PromptRows.read(config, model)
-    claim(directory.root, identity_of(config, model, shard, len(rows)))
-    output = OutputFile(directory.root / OUTPUT)
-    n = config.rollout.n_samples_per_prompt
-    own = shard.rows(len(rows))
-    left = [row for row in own if not output.counts.complete(row, n)]
-    pending = PendingRows.of(
-        rows.prompts(left),
-        sampling=sampling_of(config),
-        seed=config.train.seed,
-        width=config.vllm.max_num_seqs,
-        scores=scores,
-        logprobs=config.generate.logprobs,
-        written=output.counts.done,
-    )
-    groups = {group.engine: group for group in ranks.tp_groups}
-    progress = JobProgress(len(own) * n, groups, began, len(output.counts.done))
-    part = f", part {shard.index} of {shard.count}" if shard.count > 1 else ""
-    done = f"; {progress.before} are there from before" if progress.before else ""
-    print(f"run directory {directory.root}: {progress.total} responses to {len(own)} rows{part}{done}", flush=True)
-    return output, pending, progress
+    return answer_rows(engine_config(config, source.model, ranks, root), root, ranks, launcher, source, read)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rlhf.errors import ConfigError, DataError, shortened
 from slurm_rlhf.generate.identity import FILE, ROWS, SHARD, RowShard, known_count, read_identity
 from slurm_rlhf.generate.output import MERGED, OUTPUT, whole_lines
+from slurm_rlhf.run_directory import write_atomically
 
 SAMPLES = "rollout.n_samples_per_prompt"
 
@@ -82,18 +84,11 @@ def _places(files: Sequence[Path]) -> dict[tuple[int, int], tuple[int, int, int]
 
 def _write(out: Path, files: Sequence[Path], places: Sequence[tuple[int, int, int]]) -> None:
     """Copy the lines; the file takes its name when it is complete. Raises OSError, ConfigError if the name is taken."""
-    temporary = out.with_name(f".{out.name}.{os.urandom(8).hex()}.tmp")
-    sources = [os.open(path, os.O_RDONLY) for path in files]
-    try:
-        with open(temporary, "xb") as target:
-            for number, begin, size in places:
-                target.write(os.pread(sources[number], size, begin))
-            target.flush()
-            os.fsync(target.fileno())
-        os.link(temporary, out)  # unlike a rename, it does not replace what somebody else has put there
-    except FileExistsError:
-        raise ConfigError(f"{out} is there already, and is not overwritten") from None
-    finally:
-        temporary.unlink(missing_ok=True)
-        for source in sources:
-            os.close(source)
+    with ExitStack() as stack:
+        sources = [stack.enter_context(open(path, "rb")) for path in files]
+        lines = (os.pread(sources[number].fileno(), size, begin) for number, begin, size in places)
+        text = (line.decode("utf-8", "surrogateescape") for line in lines)
+        try:
+            write_atomically(out, text, durable=True, errors="surrogateescape", once=True)
+        except FileExistsError:
+            raise ConfigError(f"{out} is there already, and is not overwritten") from None

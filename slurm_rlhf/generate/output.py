@@ -43,11 +43,10 @@ class OutputLine:
 def line_of(answer: OutputLine) -> bytes:
     """Write a line of the output, with its end."""
     row = asdict(answer)
-    error, logged = row.pop("error"), {name: row.pop(name) for name in ("token_ids", "logprobs")}
-    if answer.logprobs is not None:
-        row |= logged
-    if error:
-        row["error"] = error
+    if answer.logprobs is None:
+        del row["token_ids"], row["logprobs"]
+    if not answer.error:
+        del row["error"]
     # ASCII: a lone surrogate of a prompt has no UTF-8, and no reader takes an escaped line end for one.
     return json.dumps(row).encode("ascii") + b"\n"
 
@@ -56,7 +55,6 @@ def line_of(answer: OutputLine) -> bytes:
 class OutputCounts:
     """Counts the lines of an output."""
 
-    samples: Counter[int] = field(default_factory=Counter)  # row -> lines
     done: set[tuple[int, int]] = field(default_factory=set)  # (row, sample)
     errors: int = 0
     tokens: int = 0
@@ -66,9 +64,7 @@ class OutputCounts:
 
     def add(self, line: dict[str, Any]) -> None:
         """Count a line. Raises KeyError for a line of another format."""
-        key = (int(line["row"]), int(line["sample"]))
-        self.done.add(key)
-        self.samples[key[0]] += 1
+        self.done.add((int(line["row"]), int(line["sample"])))
         self.errors += bool(line.get("error"))
         self.tokens += line.get("tokens") or 0
         if reason := line.get("finish_reason"):
@@ -76,10 +72,6 @@ class OutputCounts:
         if (score := line.get("score")) is not None:
             self.scored += 1
             self.score_sum += score
-
-    def complete(self, row: int, n: int) -> bool:
-        """Tell whether all `n` samples of a row are there."""
-        return self.samples[row] == n
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -181,10 +173,6 @@ class JobProgress:
     loads: dict[int, EngineLoad] = field(default_factory=dict)
     since: float | None = None  # time when the first engine was ready
     _last: float = 0.0
-
-    def works(self, now: float) -> None:
-        """Note that an engine is ready."""
-        self.since = self.since or now
 
     def took(self, engine: int, load: EngineLoad) -> None:
         """Add the work of an engine since its last answer."""

@@ -1,99 +1,58 @@
-"""Makes prompts of the rows of a job, hands them to engines, and makes the lines of the output from the answers."""
+"""Makes prompts of the rows of a job, hands them to engines, and makes the lines of the output from the answers.
+
+Answers and losses of engines come to the one thread that leads the job.
+"""
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import InitVar, dataclass, field
+from functools import partial
 from pathlib import Path
-
-import numpy as np
+from queue import Empty, SimpleQueue
 
 from slurm_rlhf.algorithms.registry import load_plugins
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.prompts import CHUNK, Row, encode_up_to, prompt_text, read_rows, require_column
+from slurm_rlhf.data.prompts import BadRow, prompts_of, read_rows, require_column
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import request_seed
-from slurm_rlhf.errors import CallTimeout, DataError, ModelError, RemoteError, RewardError
+from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
 from slurm_rlhf.generate.output import JobProgress, OutputLine
-from slurm_rlhf.generate.row_calls import VERSION, Answered, RowCalls
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.groups.engines import Engines
+from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction, Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.sampling.group_rules import allowance
+from slurm_rlhf.sampling.batches import PromptGroup
+from slurm_rlhf.sampling.episodes import Episodes
+from slurm_rlhf.sampling.group_rules import GroupState, allowance
 from slurm_rlhf.sampling.row_queue import RowQueue
+from slurm_rlhf.sampling.scheduler import EngineWork, Scheduler
+from slurm_rlhf.wire.handles import EngineHandle
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class BadRow:
-    """Says why a row has no prompt for an engine."""
-
-    index: int
-    why: str
-    text: str | None = None
+PromptsOf = Callable[[Sequence[int]], Iterable[Prompt | BadRow]]
+"""Makes the prompts of rows, by their numbers; rows without one may come before others."""
 
 
-@dataclass(slots=True)
-class PromptRows:
-    """Tokenizes rows of the file when they are needed."""
+def read_dataset(config: Config, model: Path) -> tuple[int, PromptsOf]:
+    """Read generate.dataset: return how many rows it has, and what tokenizes them.
 
-    config: Config
-    tokenizer: Tokenizer
-    rows: list[Row]
-
-    @classmethod
-    def read(cls, config: Config, model: Path) -> PromptRows:
-        """Read the file. Raises DataError if no row can be used, ModelError for a missing chat template."""
-        dataset = Path(config.generate.dataset)
-        rows = read_rows(dataset, config.generate.max_samples)
-        require_column(rows, config.data.input_key, dataset)
-        tokenizer = Tokenizer.load(model)
-        if config.data.apply_chat_template:
-            tokenizer.chat([{"role": "user", "content": "2+2="}])
-        return cls(config, tokenizer, rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def prompts(self, numbers: Sequence[int]) -> Iterator[Prompt | BadRow]:
-        """Yield the prompts of rows, in the order of `numbers`."""
-        for begin in range(0, len(numbers), CHUNK):
-            yield from self._chunk(numbers[begin : begin + CHUNK])
-
-    def _chunk(self, numbers: Sequence[int]) -> list[Prompt | BadRow]:
-        texts = {number: self._text(number) for number in numbers}
-        good = {number: text for number, text in texts.items() if isinstance(text, str)}
-        data, longest = self.config.data, self.config.data.max_len - self.config.rollout.max_new_tokens
-        encoded = encode_up_to([*good.values()], self.tokenizer, data, longest)
-        ids = dict(zip(good, encoded, strict=True))
-        return [
-            text if isinstance(text, BadRow) else self._prompt(number, text, ids[number], longest)
-            for number, text in texts.items()
-        ]
-
-    def _text(self, number: int) -> str | BadRow:
-        row, where = self.rows[number], f"row {number}"
-        if isinstance(row, DataError):
-            return BadRow(number, str(row))
-        try:
-            return prompt_text(row, where, self.tokenizer, self.config.data)
-        except (DataError, ModelError) as error:
-            return BadRow(number, str(error))
-
-    def _prompt(self, number: int, text: str, ids: list[int] | str, longest: int) -> Prompt | BadRow:
-        if isinstance(ids, str):
-            return BadRow(number, f"row {number}: {ids}", text)
-        if len(ids) > longest:
-            return BadRow(
-                number,
-                f"row {number}: the prompt is longer than {longest} tokens, and with rollout.max_new_tokens = "
-                f"{self.config.rollout.max_new_tokens} it does not fit into data.max_len = {self.config.data.max_len}",
-                text,
-            )
-        row = self.rows[number]
-        assert not isinstance(row, DataError)
-        return Prompt(number, text, np.asarray(ids, dtype=np.int32), row.get(self.config.data.label_key), row)
+    Raises DataError if no row can be used, ModelError for a missing chat template.
+    """
+    dataset, data = Path(config.generate.dataset), config.data
+    rows = list(read_rows(dataset, config.generate.max_samples))
+    require_column(rows, data.input_key, dataset)
+    tokenizer, longest = Tokenizer.load(model), data.max_len - config.rollout.max_new_tokens
+    if data.apply_chat_template:
+        tokenizer.chat([{"role": "user", "content": "2+2="}])
+    return len(rows), lambda numbers: prompts_of(((n, *rows[n]) for n in numbers), tokenizer, data, longest)
 
 
 @dataclass(slots=True)
@@ -114,6 +73,8 @@ class Scores:
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
         """Return the score of each response, or None and the error; `prompts[i]` is the prompt of `trajectories[i]`.
 
+        The responses to one prompt stand together.
+
         After a failure each row is scored alone, to find the one that the function cannot score. Raises RewardError as
         long as the function has not scored any response.
         """
@@ -122,17 +83,13 @@ class Scores:
         try:
             return self._score(prompts, trajectories)
         except RewardError as error:
-            if len({prompt.index for prompt in prompts}) == 1:
-                if not self.proven:
-                    raise
-                return [(None, str(error))] * len(trajectories)
-        found: list[tuple[float | None, str]] = [(None, "")] * len(trajectories)
-        for row in dict.fromkeys(prompt.index for prompt in prompts):
-            places = [place for place, prompt in enumerate(prompts) if prompt.index == row]
-            alone = self([prompts[place] for place in places], [trajectories[place] for place in places])
-            for place, score in zip(places, alone, strict=True):
-                found[place] = score
-        return found
+            pairs = zip(prompts, trajectories, strict=True)
+            rows = [list(row) for _, row in itertools.groupby(pairs, key=lambda pair: pair[0].index)]
+            if len(rows) > 1:
+                return [score for row in rows for score in self([p for p, _ in row], [t for _, t in row])]
+            if not self.proven:
+                raise
+            return [(None, str(error))] * len(trajectories)
 
     def _score(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
         assert self.scoring is not None
@@ -143,54 +100,129 @@ class Scores:
         return [(float(value), "") if math.isfinite(value) else (None, f"score {value}") for value in values]
 
 
+VERSION = 0
+"""Version of the weights, which do not change; the seed of each request depends on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Says that an engine has answered a row, or failed it."""
+
+    engine: int
+    row: int
+    found: list[Trajectory]
+    load: EngineLoad  # work of the engine since its last answer
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Says that an engine is lost, and why."""
+
+    engine: int
+    why: str
+
+
+class RowCalls(Scheduler):
+    """Asks the engines that `RowQueue` has chosen; the rows that an engine fails go back to it.
+
+    `ask` and `wait` are for the thread that leads the job; what the loop learns comes to it as news.
+    """
+
+    def __init__(self, handle: EngineHandle, engines: Engines, seed: int, width: int) -> None:
+        super().__init__(handle, seed, width, urgent=True)
+        self.handle, self.engines = handle, engines
+        self.gone: dict[int, str] = {}
+        """Engine that is lost -> why."""
+        self._news: SimpleQueue[Answered | Gone] = SimpleQueue()
+        self._episodes = Episodes(self)
+        self.close = self._episodes.close
+        engines.tell = self._lost
+
+    def _lost(self, text: str, kind: str, engine: int) -> None:
+        log.error("%s", text)
+        self._news.put(Gone(engine, self.engines.why(engine)))
+
+    def ask_row(self, engine: int, prompt: Prompt, sampling: Sampling) -> None:
+        """Have an engine sample the responses to a row; they come as news."""
+        self.post(self._begin, engine, PromptGroup(prompt.index, prompt, GroupState(VERSION), sampling, VERSION))
+
+    def wait(self, seconds: float) -> list[Answered | Gone]:
+        """Wait for news, at most `seconds`, and return all there is; nothing follows on the `Gone` of an engine."""
+        found: list[Answered | Gone] = []
+        try:
+            found.append(self._news.get(timeout=seconds))
+            while True:
+                found.append(self._news.get_nowait())
+        except Empty:
+            return [each for each in found if self._counts(each)]
+
+    def _counts(self, news: Answered | Gone) -> bool:
+        """Keep `gone` up to date; return False for news that no longer matter."""
+        if news.engine in self.gone:
+            return False
+        if isinstance(news, Gone):
+            self.gone[news.engine] = news.why
+            return True
+        error = news.error
+        return not (error and ": EngineBroken: " in str(error) and self.handle.goes_on_without(news.engine, error))
+
+    # On the loop.
+
+    def _begin(self, engine: int, group: PromptGroup) -> None:
+        group.work = self._work(engine)
+        self._episodes.begin(group, partial(self._end, engine))
+
+    def _end(self, engine: int, group: PromptGroup, error: BaseException | None = None) -> None:
+        load = self.loads.pop(engine, EngineLoad())
+        self._news.put(Answered(engine, group.place, group.ordered(), load, error))
+
+    def _failed(self, work: EngineWork, error: BaseException) -> None:
+        work.lost = True
+        del self._works[work.engine]
+        for request in work.owed.values():
+            request.answer.cancel()  # its episode ends: a row that is tried again has others
+        for group in {request.group: None for request in work.owed.values()}:
+            self._end(work.engine, group, error)
+
+
 @dataclass(slots=True)
 class PendingRows:
     """Knows the prompts that are left, and which of their samples are in the output already."""
 
-    prompts: dict[int, Prompt]  # row -> prompt
-    bad: list[BadRow]
-    sampling: Sampling
-    seed: int
-    width: int  # number of sequences that an engine works on at once
+    config: Config
+    rows: InitVar[Iterable[Prompt | BadRow]]  # those that are not complete yet
+    sampling: Mapping[int, Sampling]  # row -> its sampling
     scores: Scores
-    logprobs: bool
-    written: set[tuple[int, int]]  # (row, sample)
-    own: Mapping[int, Sampling] = field(default_factory=dict)  # row -> its sampling, if that is not `sampling`
+    written: Set[tuple[int, int]]  # (row, sample) of all lines of the output
+    prompts: dict[int, Prompt] = field(default_factory=dict, init=False)  # row -> prompt
+    bad: list[BadRow] = field(default_factory=list, init=False)
     queue: RowQueue = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.queue = RowQueue.of(sorted(self.prompts))
-
-    @classmethod
-    def of(cls, rows: Iterable[Prompt | BadRow], **settings: object) -> PendingRows:
-        """Sort the rows that are not complete yet into prompts and bad rows."""
-        prompts, bad = {}, []
+    def __post_init__(self, rows: Iterable[Prompt | BadRow]) -> None:
         for row in rows:
             if isinstance(row, BadRow):
-                bad.append(row)
+                self.bad.append(row)
             else:
-                prompts[row.index] = row
-        return cls(prompts, bad, **settings)  # type: ignore[arg-type]
+                self.prompts[row.index] = row
+        self.queue = RowQueue(deque(sorted(self.prompts)))
 
     def refuse_bad_rows(self) -> list[OutputLine]:
         """Make the lines of the bad rows, which no engine gets."""
-        return [line for row in self.bad for line in self._errors(row.index, row.text, row.why)]
+        return [line for row in self.bad for line in self._errors(row.index, row.text, str(row.error))]
 
     def _errors(self, row: int, text: str | None, why: str) -> list[OutputLine]:
         return [OutputLine(row, sample, text, error=why) for sample in self._missing(row)]
 
     def _missing(self, row: int) -> list[int]:
-        return [sample for sample in range(self._how(row).n) if (row, sample) not in self.written]
-
-    def _how(self, row: int) -> Sampling:
-        return self.own.get(row, self.sampling)
+        return [sample for sample in range(self.sampling[row].n) if (row, sample) not in self.written]
 
     def feed(self, ask: Callable[[int, Prompt, Sampling], None], engine: int, engines: int, now: float) -> None:
         """Hand rows to one of `engines` as long as it has room: the rows that it works on at once, and a reserve."""
-        n = max((how.n for how in self.own.values()), default=self.sampling.n)
-        most = max(1, allowance(self.queue.waiting * n, engines, self.width) // n)
+        n = max(how.n for how in self.sampling.values())
+        most = max(1, allowance(self.queue.waiting * n, engines, self.config.vllm.max_num_seqs) // n)
         while self.queue.held(engine) < most and (row := self.queue.take(engine, now)) is not None:
-            ask(engine, self.prompts[row], self._how(row))
+            ask(engine, self.prompts[row], self.sampling[row])
 
     def take(self, calls: RowCalls, answered: Sequence[Answered], progress: JobProgress) -> list[OutputLine]:
         """Make the lines of the engines' answers, each line once. Raises RewardError."""
@@ -203,12 +235,7 @@ class PendingRows:
                 lines += self._failed(calls, news, news.error)
             elif self.queue.finish(news.engine, news.row, now):
                 found += [one for one in news.found if (one.prompt, one.sample) not in self.written]
-        lines += self._lines(found)
-        self.written.update((line.row, line.sample) for line in lines)
-        for row in {line.row for line in lines}:
-            if not self._missing(row):
-                self.prompts.pop(row, None)
-        return lines
+        return lines + self._lines(found)
 
     def _failed(self, calls: RowCalls, news: Answered, error: BaseException) -> list[OutputLine]:
         """Let other engines try a row, or give it up; give up an engine that was silent for too long."""
@@ -224,25 +251,22 @@ class PendingRows:
     def _lines(self, found: list[Trajectory]) -> list[OutputLine]:
         found.sort(key=lambda trajectory: (trajectory.prompt, trajectory.sample))
         prompts = [self.prompts[trajectory.prompt] for trajectory in found]
-        scores = self.scores(prompts, found)
+        logprobs = self.config.generate.logprobs
         return [
-            self._line(prompt, trajectory, *score)
-            for prompt, trajectory, score in zip(prompts, found, scores, strict=True)
+            OutputLine(
+                row=prompt.index,
+                sample=trajectory.sample,
+                prompt=prompt.text,
+                response=trajectory.text,
+                finish_reason=trajectory.finish_reason,
+                prompt_tokens=len(trajectory.prompt_ids),
+                tokens=len(trajectory.response_ids),
+                score=score,
+                seed=request_seed(self.config.train.seed, prompt.index, trajectory.sample, VERSION),
+                engine=trajectory.engine,
+                error=error,
+                token_ids=trajectory.response_ids.tolist() if logprobs else None,
+                logprobs=trajectory.rollout_logprobs.tolist() if logprobs else None,
+            )
+            for prompt, trajectory, (score, error) in zip(prompts, found, self.scores(prompts, found), strict=True)
         ]
-
-    def _line(self, prompt: Prompt, trajectory: Trajectory, score: float | None, error: str) -> OutputLine:
-        return OutputLine(
-            row=prompt.index,
-            sample=trajectory.sample,
-            prompt=prompt.text,
-            response=trajectory.text,
-            finish_reason=trajectory.finish_reason,
-            prompt_tokens=len(trajectory.prompt_ids),
-            tokens=len(trajectory.response_ids),
-            score=score,
-            seed=request_seed(self.seed, prompt.index, trajectory.sample, VERSION),
-            engine=trajectory.engine,
-            error=error,
-            token_ids=trajectory.response_ids.tolist() if self.logprobs else None,
-            logprobs=trajectory.rollout_logprobs.tolist() if self.logprobs else None,
-        )

@@ -61,66 +61,6 @@ Slot = tuple[str, int]
 """(node, index of the accelerator)."""
 
 
-@dataclass(slots=True)
-class _Busy:
-    open: int = 0  # calls in progress
-    since: float = 0.0  # time up to which `seconds` counts, while a call is in progress
-    seconds: float = 0.0
-
-
-class GpuTime:
-    """Measure how long each accelerator was idle: no rank that uses it had a call in progress.
-
-    A call is in progress from when it is sent until its answer arrives, an engine's `generate` while the engine has
-    requests. If a rank waits inside a call, for a peer or for data, that counts as work. Any thread may call the
-    methods.
-    """
-
-    def __init__(self, slots: Mapping[str, Sequence[Sequence[Slot]]], clock: Callable[[], float] = time.monotonic):
-        """`slots`: role -> rank -> the accelerators that a call keeps busy; all of the engine for its leader."""
-        self._clock = clock
-        self._of = {role: [tuple(of) for of in ranks] for role, ranks in slots.items()}
-        self._lock = threading.Lock()
-        self._busy = {slot: _Busy() for ranks in self._of.values() for of in ranks for slot in of}
-        self._taken = clock()
-
-    def began(self, role: str, rank: int, call: str = "") -> Callable[[], None]:
-        """Note that a call was sent; call the returned function once, when its answer has arrived."""
-        slots = self._of[role][rank]
-        with self._lock:
-            now = self._clock()
-            for slot in slots:
-                busy = self._busy[slot]
-                if busy.open == 0:
-                    busy.since = now
-                busy.open += 1
-
-        def ended() -> None:
-            with self._lock:
-                now = self._clock()
-                for slot in slots:
-                    busy = self._busy[slot]
-                    busy.open -= 1
-                    if busy.open == 0:
-                        busy.seconds += now - busy.since
-
-        return ended
-
-    def take(self) -> tuple[float, dict[Slot, float]]:
-        """Return (seconds since the last `take`, accelerator -> its idle seconds)."""
-        with self._lock:
-            now = self._clock()
-            seconds, self._taken = now - self._taken, now
-            idle = {}
-            for slot, busy in self._busy.items():
-                if busy.open:
-                    busy.seconds += now - busy.since
-                    busy.since = now
-                idle[slot] = max(0.0, seconds - busy.seconds)
-                busy.seconds = 0.0
-        return seconds, idle
-
-
 FACTOR = 10.0
 """A budget is this many times the usual longest wait of the phase."""
 LEARNED = 3
@@ -190,6 +130,49 @@ Span = tuple[float, float]
 """(begin, end) in seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepSpans:
+    """Holds the calls of a step, and the phases of the conductor, in seconds of one clock."""
+
+    began: float
+    ended: float
+    calls: dict[Call, list[Span]]
+    phases: list[tuple[str, float, float]]
+    epoch: float  # Unix time at which the clock was 0
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    def line(self, step: int) -> dict[str, Any]:
+        """Return the line of the timeline: times in seconds since `began`, which is a Unix time there."""
+        began = self.began
+        return {
+            "step": step,
+            "began": round(self.epoch + began, 3),
+            "seconds": round(self.seconds, 4),
+            "phases": [[name, round(start - began, 4), round(end - began, 4)] for name, start, end in self.phases],
+            "calls": [
+                [role, rank, name, round(start - began, 4), round(end - began, 4)]
+                for (role, rank, name), spans in sorted(thinned(self.calls, MOST, self.seconds / 1000).items())
+                for start, end in spans
+            ],
+        }
+
+    def idle(self, slots: Mapping[str, Sequence[Sequence[Slot]]]) -> dict[Slot, float]:
+        """Return for how long no rank that uses an accelerator had a call in progress.
+
+        `slots`: role -> rank -> the accelerators that a call keeps busy; all of the engine for its leader.
+        """
+        of = {(role, rank): used for role, ranks in slots.items() for rank, used in enumerate(ranks)}
+        busy: dict[Slot, list[Span]] = {slot: [] for used in of.values() for slot in used}
+        for (role, rank, _), spans in self.calls.items():
+            for slot in of.get((role, rank), ()):
+                busy[slot] += spans
+        worked = {slot: sum(end - start for start, end in joined(spans, 0.0)) for slot, spans in busy.items()}
+        return {slot: max(0.0, self.seconds - seconds) for slot, seconds in worked.items()}
+
+
 class CallSpans:
     """Collect the calls of a step, and the phases of the conductor. Any thread may call the methods.
 
@@ -232,11 +215,8 @@ class CallSpans:
             self._phases.append((last, start, now))
         self._phase = (name, now)
 
-    def take(self, step: int) -> dict[str, Any]:
-        """Return the line of the step that ends now: times in seconds since `began`, a Unix time.
-
-        A call in progress is cut here, and continues in the next step.
-        """
+    def take(self) -> StepSpans:
+        """Return what was since the last call. A call in progress is cut here, and continues in the next step."""
         with self._lock:
             now, began = self._clock(), self._began
             for number, (call, start) in self._open.items():
@@ -245,18 +225,7 @@ class CallSpans:
             self._next_phase(self._phase[0], now)
             done, phases = self._done, self._phases
             self._done, self._phases, self._began = defaultdict(list), [], now
-        calls = [
-            [role, rank, name, round(start - began, 4), round(end - began, 4)]
-            for (role, rank, name), spans in sorted(thinned(done, MOST, (now - began) / 1000).items())
-            for start, end in spans
-        ]
-        return {
-            "step": step,
-            "began": round(self._epoch + began, 3),
-            "seconds": round(now - began, 4),
-            "phases": [[name, round(start - began, 4), round(end - began, 4)] for name, start, end in phases],
-            "calls": calls,
-        }
+        return StepSpans(began, now, done, phases, self._epoch)
 
 
 def joined(spans: Sequence[Span], gap: float) -> list[Span]:

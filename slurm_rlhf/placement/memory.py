@@ -14,25 +14,11 @@ from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, has_engines, roles_by_slots, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
+from slurm_rlhf.placement import rank_memory
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
-from slurm_rlhf.placement.rank_memory import (
-    GIB,
-    EngineMemory,
-    engine,
-    forward_terms,
-    half,
-    hf_terms,
-    persistent,
-    reduce_buckets,
-    step_work,
-    tensors,
-    trained,
-    trainer_states,
-    update_terms,
-)
 
 # Estimates, not measured: a context with its libraries, and the buffers of a group's communicators.
-CONTEXT, GROUP, SYNC_GROUP = 3 * GIB // 4, GIB // 2, GIB // 4
+CONTEXT, GROUP, SYNC_GROUP = 3 * rank_memory.GIB // 4, rank_memory.GIB // 2, rank_memory.GIB // 4
 
 Models = Mapping[str, ModelShape]
 """Role -> the shape of its model."""
@@ -98,7 +84,7 @@ class Account:
     """Hold the memory of a run."""
 
     rows: tuple[Row, ...]
-    engine: EngineMemory | None  # None: the actor's ranks sample (rollout.engine = hf)
+    engine: rank_memory.EngineMemory | None  # None: the actor's ranks sample (rollout.engine = hf)
     wanted: int  # sequences that an engine gets at once
 
     def fits(self, role: str = "") -> bool:
@@ -109,15 +95,8 @@ class Account:
 
 
 def read_models(config: Config) -> Models:
-    """Read the config.json of every role that `config` starts, each directory once. Raises ModelError."""
-    shapes: dict[str, ModelShape] = {}
-    found: dict[str, ModelShape] = {}
-    for role in running_roles(config):
-        key, directory = role.model(config)
-        if directory not in shapes:
-            shapes[directory] = read_shape(key, directory)
-        found[role.name] = shapes[directory]
-    return found
+    """Read the config.json of every role that `config` starts. Raises ModelError."""
+    return {role.name: read_shape(*role.model(config)) for role in running_roles(config)}
 
 
 def account(config: Config, models: Models, gpu: int) -> Account:
@@ -133,14 +112,16 @@ def account(config: Config, models: Models, gpu: int) -> Account:
             rows += _together(config, [held[role] for role in group], gpu)
     responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     wanted = min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
-    return Account(tuple(rows), engine(config, models[ROLLOUT], gpu) if has_engines(config) else None, wanted)
+    return Account(
+        tuple(rows), rank_memory.engine(config, models[ROLLOUT], gpu) if has_engines(config) else None, wanted
+    )
 
 
 def rank_memories(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
     """Estimate what a rank of each role that `config` starts holds, on GPUs of `gpu` bytes."""
     found = _alone(config, models, gpu)
     if not has_engines(config):
-        generation = hf_terms(config, models[ACTOR], gathers_once(config, gpu, models))
+        generation = rank_memory.hf_terms(config, models[ACTOR], gathers_once(config, gpu, models))
         actor = found[ACTOR]
         found[ACTOR] = RankMemory(ACTOR, actor.resting, {**actor.phases, "generation": generation}, actor.parked)
     return found
@@ -163,7 +144,7 @@ def gathers_once(config: Config, gpu: int, models: Models | None = None) -> bool
     held = _alone(config, models, gpu)
     slots = next(group for group in roles_by_slots(config, list(held)) if ACTOR in group)
     resting = sum(sum(held[role].resting.values()) for role in slots)
-    return resting + sum(hf_terms(config, models[ACTOR], whole=True).values()) <= gpu
+    return resting + sum(rank_memory.hf_terms(config, models[ACTOR], whole=True).values()) <= gpu
 
 
 def _alone(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
@@ -180,9 +161,9 @@ def _alone(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
 
 def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     ds, ranks = config.ds, role.ranks(config)
-    elements, sizes = trained(config, shape, role.head)
-    held = trainer_states(config, shape, role.name)
-    buckets = reduce_buckets(config, elements) if ranks > 1 or ds.zero_stage else 0
+    elements, sizes = rank_memory.trained(config, shape, role.head)
+    held = rank_memory.trainer_states(config, shape, role.name)
+    buckets = rank_memory.reduce_buckets(config, elements) if ranks > 1 or ds.zero_stage else 0
     resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role.name, ranks)}
     moment = {"gradients": held.gradients, "reduce buckets": buckets}
     if held.resting_gradients:
@@ -192,12 +173,12 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     moved = ("optimizer states", "gradients", "reduce buckets") if ds.enable_sleep and ds.zero_stage >= 2 else ()
     parked = {name: resting[name] for name in moved if name in resting}
     phases = {
-        "update": moment | update_terms(config, shape, role),
-        "forward": forward_terms(config, shape, role.head, ds.zero_stage == 3),
-        "step": moment | {"optimizer's work": step_work(elements, ranks, ds.zero_stage, max(sizes))},
+        "update": moment | rank_memory.update_terms(config, shape, role),
+        "forward": rank_memory.forward_terms(config, shape, role.head, ds.zero_stage == 3),
+        "step": moment | {"optimizer's work": rank_memory.step_work(elements, ranks, ds.zero_stage, max(sizes))},
     }
     if role.name == ACTOR and has_engines(config):
-        bucket = min(config.sync.bucket_size_mb(on_gpus=True) << 20, (2 if half(config) else 4) * elements)
+        bucket = min(config.sync.bucket_size_mb(on_gpus=True) << 20, (2 if rank_memory.half(config) else 4) * elements)
         sent = {"sync buffers": 3 * bucket}
         if config.train.colocate_all:
             resting |= sent  # slots that the engines of the GPU have mapped
@@ -209,16 +190,16 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
 def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     group = role.settings(config)
     ranks, cut = role.ranks(config), group.zero_stage == 3
-    held, sizes = tensors(shape, role.head)
+    held, sizes = rank_memory.tensors(shape, role.head)
     if cut:
-        held = persistent(sizes, held) + (0 if group.offload else -(-held // ranks))
-    resting = {"parameters": (2 if half(config) else 4) * held, **_context(role.name, ranks if cut else 1)}
-    return RankMemory(role.name, resting, {"forward": forward_terms(config, shape, role.head, cut)})
+        held = rank_memory.persistent(sizes, held) + (0 if group.offload else -(-held // ranks))
+    resting = {"parameters": (2 if rank_memory.half(config) else 4) * held, **_context(role.name, ranks if cut else 1)}
+    return RankMemory(role.name, resting, {"forward": rank_memory.forward_terms(config, shape, role.head, cut)})
 
 
 def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
     """Estimate a rank of an engine, which takes its whole share of the GPU, whatever it needs."""
-    rank = engine(config, shape, gpu)
+    rank = rank_memory.engine(config, shape, gpu)
     bucket = config.sync.bucket_size_mb(on_gpus=True) << 20
     module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
@@ -260,7 +241,7 @@ def _row(name: str, terms: dict[str, int], there: int, role: str, ranks: int = 0
 
 def gib(size: float) -> str:
     """Write bytes in GiB: `12.3`."""
-    return f"{size / GIB:.1f}"
+    return f"{size / rank_memory.GIB:.1f}"
 
 
 LOWER, RAISE = "lower", "raise"

@@ -116,9 +116,6 @@ def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[froz
     `roles` does not matter. Raises PlacementError with the reason and the nodes that would do.
     """
     ordered = sorted(roles, key=lambda size: role_order(size.role))
-    names = [size.role for size in ordered]
-    if len(set(names)) < len(names):
-        raise PlacementError(f"a role is listed twice: {', '.join(names)}")
     blocks = make_blocks(ordered, colocate)
     assignments = pack([node.gpus for node in topology.nodes], blocks)
     if assignments is None:

@@ -61,10 +61,7 @@ class Topology:
 
     def node(self, name: str) -> Node:
         """Return the node called `name`; KeyError if there is none."""
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        raise KeyError(name)
+        return {node.name: node for node in self.nodes}[name]
 
 
 def numbered_names(count: int) -> list[str]:

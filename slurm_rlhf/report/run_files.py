@@ -33,7 +33,7 @@ class RunFiles:
     samples: list[Sample]  # chosen by `shown_places`
     samples_of: int  # number of samples in the file
     events: list[RunEvent]
-    timeline: list[dict[str, Any]]  # as `CallSpans.take` returns them
+    timeline: list[dict[str, Any]]  # as `StepSpans.line` returns them
     layout: dict[str, Any]
     summary: dict[str, Any]
     config: dict[str, Any]  # dotted key -> value

@@ -16,7 +16,7 @@ MOST_EVENTS_ROWS = 128
 """Most ranks on the page; the trace has all of them."""
 
 Line = dict[str, Any]
-"""Line of timeline.jsonl, as `CallSpans.take` returns it."""
+"""Line of timeline.jsonl, as `StepSpans.line` returns it."""
 
 
 def timeline(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:

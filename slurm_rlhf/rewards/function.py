@@ -37,21 +37,14 @@ class Rewards:
     extra_logs: dict[str, F32] = field(default_factory=dict)  # name -> values to average and log, [N] or [1]
     components: dict[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward
 
-    def permuted(self, order: NDArray[np.int64]) -> Rewards:
-        """Give response i what response order[i] has, but for what is only logged."""
-        scores = None if self.scores is None else self.scores[order]
-        components = {name: values[order] for name, values in self.components.items()}
-        return Rewards(self.rewards[order], scores, self.extra_logs, components)
+    def select(self, rows: slice | NDArray[np.int64]) -> Rewards:
+        """Return the entries of the responses `rows`, in that order; a value for all of them is that of each."""
 
-    def part(self, start: int, end: int) -> Rewards:
-        """Return the entries of the responses [start, end); a value for all of them is that of each."""
-        logs = {
-            name: values[start:end] if len(values) == len(self.rewards) else values
-            for name, values in self.extra_logs.items()
-        }
-        scores = None if self.scores is None else self.scores[start:end]
-        components = {name: values[start:end] for name, values in self.components.items()}
-        return Rewards(self.rewards[start:end], scores, logs, components)
+        def chosen(named: dict[str, F32]) -> dict[str, F32]:
+            return {name: found[rows] if len(found) == len(self.rewards) else found for name, found in named.items()}
+
+        scores = None if self.scores is None else self.scores[rows]
+        return Rewards(self.rewards[rows], scores, chosen(self.extra_logs), chosen(self.components))
 
 
 def joined(parts: Sequence[Rewards]) -> Rewards:
@@ -154,8 +147,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+    return f"{cut(repr(value), 80)} ({type(value).__name__})"
 
 
 Argument = Callable[[list[Prompt], list[Trajectory], int], Any]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,8 +25,10 @@ from slurm_rlhf.rewards.function import RewardFunction, Rewards, parse_answer
 from slurm_rlhf.wire.calls import ForwardBatch, RewardCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
+RewardSource = Callable[[list[Prompt], list[Trajectory], int], Rewards]
+"""Computes the rewards of responses, each with its prompt; the number is that of the training step."""
+
 _LOCK = threading.Lock()
-_STREAMS = ("stdout", "stderr")
 
 
 class _Divided:
@@ -51,15 +54,12 @@ def printed_to(path: Path) -> Iterator[None]:
     Threads and processes that the block starts print as before, too.
     """
     with path.open("a", encoding="utf-8", errors="replace", buffering=1) as file:
-        divided = [_enter(name, file) for name in _STREAMS]
-        try:
+        with _written_to("stdout", file), _written_to("stderr", file):
             yield
-        finally:
-            for name, stream in zip(_STREAMS, divided, strict=True):
-                _leave(name, stream)
 
 
-def _enter(name: str, file: TextIO) -> _Divided:
+@contextmanager
+def _written_to(name: str, file: TextIO) -> Iterator[None]:
     with _LOCK:
         stream = getattr(sys, name)
         if not isinstance(stream, _Divided):
@@ -67,24 +67,22 @@ def _enter(name: str, file: TextIO) -> _Divided:
             setattr(sys, name, stream)
         stream.users += 1
     stream.mine.file = file
-    return stream
+    try:
+        yield
+    finally:
+        stream.mine.file = None
+        with _LOCK:
+            stream.users -= 1
+            if not stream.users and getattr(sys, name) is stream:
+                setattr(sys, name, stream.rest)
 
 
-def _leave(name: str, stream: _Divided) -> None:
-    stream.mine.file = None
-    with _LOCK:
-        stream.users -= 1
-        if not stream.users and getattr(sys, name) is stream:
-            setattr(sys, name, stream.rest)
-
-
+@dataclass(frozen=True, slots=True)
 class ModelRewards:
     """Spread responses over the ranks of the reward role."""
 
-    def __init__(self, role: RoleHandle[RewardCalls], max_tokens: int) -> None:
-        """Take the role to call; `max_tokens`: of a micro-batch."""
-        self._role = role
-        self._max_tokens = max_tokens
+    role: RoleHandle[RewardCalls]
+    max_tokens: int  # of a micro-batch
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
         """Compute the rewards of `trajectories`, [N], from any thread; a model knows no step.
@@ -94,21 +92,18 @@ class ModelRewards:
         experience = pack(trajectories, [0.0] * len(trajectories))
         # An evaluation may have any number of responses, and ranks need equally many: the last fills up.
         count = len(experience)
-        filled = [*range(count), *[count - 1] * (-count % self._role.world)]
+        filled = [*range(count), *[count - 1] * (-count % self.role.world)]
         whole = experience.select(filled)
-        parts, calls = send_shards(self._role, RewardCalls.score, ForwardBatch, whole, self._max_tokens)
+        parts, calls = send_shards(self.role, RewardCalls.score, ForwardBatch, whole, self.max_tokens)
         scores = np.full(len(filled), np.nan, dtype=np.float32)
         for part, answer in zip(parts, gather(calls), strict=True):
             scores[part.indices] = answer
         return parse_answer(scores[:count], count, "the reward model")
 
 
-class EpisodeRewards:
-    """Take the rewards that environments have given."""
-
-    def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-        """Return the rewards of `trajectories`, [N]."""
-        return Rewards(np.array([trajectory.reward for trajectory in trajectories], dtype=np.float32))
+def episode_rewards(prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
+    """Return the rewards that environments have given `trajectories`, [N]."""
+    return Rewards(np.array([trajectory.reward for trajectory in trajectories], dtype=np.float32))
 
 
 def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
@@ -129,9 +124,7 @@ class Scoring:
     So a signal interrupts the main thread while it waits, whatever the user's function does.
     """
 
-    def __init__(
-        self, source: RewardFunction | ModelRewards | EpisodeRewards, timeout_s: float, printed: Path | None = None
-    ) -> None:
+    def __init__(self, source: RewardSource, timeout_s: float, printed: Path | None = None) -> None:
         """Take the source of rewards.
 
         `timeout_s`: how long a reward function may take; calls to a reward model have deadlines of their own.

@@ -69,11 +69,6 @@ class Conductor:
     state: RunState = field(init=False)
     started: float = field(default_factory=time.monotonic)
 
-    def work(self, stop: Stop) -> None:
-        """Train to the end, or until `stop` is asked for."""
-        self.stop = stop
-        self.run()
-
     def stopped(self, request: StopRequested) -> bool:
         """Tell that the run stops; answer whether it did a step."""
         newest = None if request.saved else CheckpointDir(self.directory.root).resolve("auto")
@@ -93,11 +88,16 @@ class Conductor:
         """Tell the user something."""
         self.reporting.note(line)
 
-    def run(self) -> None:
-        """Train to the end. All that a user may have got wrong is checked before the first process starts."""
+    def work(self, stop: Stop) -> None:
+        """Train to the end, or until `stop` is asked for.
+
+        All that a user may have got wrong is checked before the first process starts.
+        """
+        self.stop = stop
         inputs = Inputs.read(self.config, self.reporting.note)
         self.state, checkpoint, complete = self._resume(inputs)
-        changed = changed_keys(_config_of(checkpoint), self.config) if checkpoint else []
+        # The run that wrote the checkpoint keeps its keys in its own directory.
+        changed = changed_keys(RunDirectory(checkpoint.parents[1]).config, self.config) if checkpoint else []
         if checkpoint and complete and self.state.step >= inputs.total_steps and self._exported():
             ignored = f"; these keys were changed and are not used: {', '.join(changed)}" if changed else ""
             self.reporting.note(
@@ -112,19 +112,9 @@ class Conductor:
         self.reporting.place(self.ranks)
         self.reporting.recorder.pieces = inputs.tokenizer.pieces
         supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
-        tell = (self.reporting.note, self.reporting.hung)
+        tell = (self.reporting.note, partial(self.reporting.note, kind=run_log.HANG))
         watchdog = Watchdog(self.config, self.directory, supervisor, self.stop, *tell, lambda: self.state.step + 1)
-        startup = Startup(
-            self.config,
-            self.directory,
-            self.ranks,
-            supervisor,
-            inputs,
-            self.reporting,
-            self.stop,
-            self.started,
-            watchdog,
-        )
+        startup = Startup(self, supervisor, inputs, watchdog)
         allocation = partial(current_topology, self.config, colocations(self.config))
         recovery = TrainerRecovery(
             self.config,
@@ -138,7 +128,7 @@ class Conductor:
             fits_gpus,
         )
         back = WayBack.of(CheckpointDir(self.directory.root), checkpoint)
-        start: Callable[[], TrainingLoop] = partial(startup.run, self.state, checkpoint)
+        start: Callable[[], TrainingLoop] = partial(startup.begin, checkpoint)
         watchdog.start()
         try:
             while (plan := self._train(start, recovery)) is not None:
@@ -161,7 +151,7 @@ class Conductor:
 
     def _restart(self, plan: Plan, startup: Startup, back: WayBack) -> Callable[[], TrainingLoop]:
         """End the roles that start again, go back to the newest checkpoint, and return what starts them."""
-        supervisor, roles, spent_s = startup.supervisor, plan.roles, startup.spent_s(self.state)
+        supervisor, roles, spent_s = startup.supervisor, plan.roles, startup.spent_s()
         self.reporting.restarting(plan.why, plan.words(self.config.train.max_restarts))
         supervisor.end(roles, plan.ranks)
         if plan.keeps_engines and not startup.engines_are_idle():
@@ -176,6 +166,7 @@ class Conductor:
             self.state = RunState.from_json(back.directory.load_state(checkpoint)["run"])
         else:
             self.reporting.note("there is no checkpoint yet: the run begins anew, with the initial weights")
+        self.state.wall_s, self.started = spent_s, time.monotonic()
         startup.watchdog.begin_again()
         self.reporting.begin(self.state, startup.inputs.total_steps, checkpoint)
         if plan.ranks is not self.ranks:
@@ -184,7 +175,7 @@ class Conductor:
         if plan.config is not self.config:
             self.config = plan.config
             self._write_config()
-        return partial(startup.again, self.state, checkpoint, spent_s, roles, plan)
+        return partial(startup.again, checkpoint, roles)
 
     def _write_config(self) -> None:
         """Write the configuration that the ranks read when they start."""
@@ -224,8 +215,3 @@ def way_on(root: Path, resume: str) -> str:
     if newest is None:
         return f"there is no checkpoint yet: {command} begins anew"
     return f"{command} goes on from the newest checkpoint, {newest}"
-
-
-def _config_of(checkpoint: Path) -> Path:
-    """Return the file in which the run that wrote `checkpoint` keeps its keys."""
-    return RunDirectory(checkpoint.parents[1]).config

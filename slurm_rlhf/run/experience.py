@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import reduce
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from slurm_rlhf.algorithms import reward_shaping
 from slurm_rlhf.algorithms.advantages import estimate
 from slurm_rlhf.algorithms.batching import Shard, assemble
 from slurm_rlhf.algorithms.correction import COLUMN, CorrectionInputs, correct
@@ -21,15 +23,6 @@ from slurm_rlhf.algorithms.packed import find_actions, response_sums
 from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.algorithms.policy_losses import aggregation_of
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
-from slurm_rlhf.algorithms.reward_shaping import (
-    Groups,
-    Responses,
-    RewardScale,
-    Shaping,
-    clipped_share,
-    normalized,
-    shape,
-)
 from slurm_rlhf.config.correction import before_update, correction_of
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, actor_is_reference
 from slurm_rlhf.config.schema import Config
@@ -78,7 +71,7 @@ def counting(config: Config, rewards: Rewards, step: int) -> Rewards:
     """Return the rewards that are used: with reward.shuffle in an order drawn for the step, otherwise as they are."""
     if not config.reward.shuffle:
         return rewards
-    return rewards.permuted(np.random.default_rng([config.train.seed, step]).permutation(len(rewards.rewards)))
+    return rewards.select(np.random.default_rng([config.train.seed, step]).permutation(len(rewards.rewards)))
 
 
 def fill_advantages(
@@ -87,7 +80,7 @@ def fill_advantages(
     experience: Experience,
     judged: Rewards,
     kl_coef: float,
-    scale: RewardScale | None,
+    scale: reward_shaping.RewardScale | None,
 ) -> dict[str, float]:
     """Fill the columns of advantages and, for a critic, returns; return their metrics.
 
@@ -102,7 +95,7 @@ def fill_advantages(
         measured = {"kl": float(response_sums(kl, whole, offsets).mean()), "kl_coef": kl_coef}
     rewards = judged.rewards
     if scale is not None:
-        rewards = normalized(rewards, scale.with_batch(rewards))
+        rewards = reward_shaping.normalized(rewards, scale.with_batch(rewards))
     rewards, shaping = shaped_rewards(config, experience, judged, rewards)
     inputs = AdvantageInputs(
         rewards=rewards,
@@ -124,7 +117,7 @@ def fill_advantages(
     columns |= estimate(algorithm, inputs, no_whitening=advantage.no_whitening)
     metrics = {
         **measured,
-        "reward_clipped": clipped_share(_compared(algorithm, inputs), config.reward.clip_range),
+        "reward_clipped": reward_shaping.clipped_share(_compared(algorithm, inputs), config.reward.clip_range),
     }
     for name, column in (("value", "values"), ("return", "returns")):
         if column in columns:
@@ -169,7 +162,7 @@ def fill_correction(config: Config, experience: Experience, age: I32) -> dict[st
     return metrics
 
 
-def groups_of(config: Config, experience: Experience) -> Groups:
+def groups_of(config: Config, experience: Experience) -> reward_shaping.Groups:
     """Number the prompt of each response, [N]: 0, 0, 1, 1, ..."""
     return np.arange(len(experience)) // config.rollout.n_samples_per_prompt
 
@@ -183,7 +176,7 @@ def shaped_rewards(
     whether a response is correct.
     """
     group = config.reward
-    how = Shaping(
+    how = reward_shaping.Shaping(
         longest=config.rollout.max_new_tokens,
         overlong_buffer_len=group.overlong_buffer_len,
         overlong_penalty_factor=group.overlong_penalty_factor,
@@ -191,14 +184,14 @@ def shaped_rewards(
         length_penalty_coef=group.length_penalty_coef,
     )
     reasons = np.array(experience.finish_reasons or [STOP] * len(experience))
-    responses = Responses(
+    responses = reward_shaping.Responses(
         lengths=find_actions(experience.action_mask, experience.action_offsets).counts,
         ended=reasons == STOP,
         repeated=reasons == REPETITION,
         correct=(judged.rewards if judged.scores is None else judged.scores) > 0,
         groups=groups_of(config, experience),
     )
-    shaped, metrics = shape(rewards, responses, how)
+    shaped, metrics = reward_shaping.shape(rewards, responses, how)
     return shaped.astype(np.float32), metrics
 
 
@@ -234,11 +227,7 @@ def fill_loss_weights(config: Config, algorithm: Algorithm, batch: Experience, k
         batch.columns["kl_weights"] = (ones if weights is None else weights) * np.float32(kl_coef)
     if config.actor.nll_coef:
         batch.columns["nll_weights"] = positive_weights(batch.rewards, batch.action_mask, batch.action_offsets)
-    correction = batch.columns.pop(COLUMN, None)
-    if weights is not None and correction is not None:
-        weights = weights * correction
-    elif correction is not None:
-        weights = correction
-    if weights is not None:
-        batch.columns["loss_weights"] = weights
+    factors = [each for each in (weights, batch.columns.pop(COLUMN, None)) if each is not None]
+    if factors:
+        batch.columns["loss_weights"] = reduce(np.multiply, factors)
     return denominator

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.config.correction import before_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, has_reference
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
-from slurm_rlhf.observe.timing import GpuTime, Slot
+from slurm_rlhf.observe.timing import Slot, StepSpans
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.memory import Models, read_models
 from slurm_rlhf.placement.model_shape import batch_flops, mfu
@@ -70,48 +69,33 @@ class StepFlops:
         return batch_flops(self.models[role], [int(length) for length in lengths], backward, head_tokens)
 
 
+@dataclass(slots=True, eq=False)
 class GpuAccount:
     """Measures each step of a run on accelerators.
 
-    Metrics: perf/gpu_idle, the share of accelerator-seconds of a step without a call in progress (`GpuTime`);
+    Metrics: perf/gpu_idle, the share of accelerator-seconds of a step without a call in progress (`StepSpans.idle`);
     perf/gpu_idle_<role>, of that role's accelerators; perf/gpu_hours, of all that the roles hold, over all sessions;
     perf/mfu, model FLOPs of the whole step over the bf16 peak of all accelerators for all of its time; perf/mfu_update,
     those of actor's and critic's training over the peak of their accelerators for time/update. The two last are absent
     where the card or the model is not in the tables of `placement`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        ranks: RankMap,
-        began: float,
-        transfer: Callable[[], SyncConnection | None],
-        note: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`began`: time from which GPU-hours count, by `clock`. `transfer` returns the way of weights to engines.
+    config: Config
+    ranks: RankMap
+    handles: Mapping[str, RoleHandle[Any]]
+    began: float  # time from which GPU-hours count, by `clock`
+    way: Callable[[], SyncConnection | None]  # returns the connection by which weights go to the engines
+    note: Callable[[str], None]  # informs the user
+    clock: Callable[[], float] = time.monotonic
+    _slots: dict[str, list[list[Slot]]] = field(init=False)
+    _flops: StepFlops | None = field(init=False)
+    _reports: dict[str, list[DeviceReport]] = field(default_factory=dict, init=False)
+    _steps: int = field(default=0, init=False)
+    _sums: dict[str, float] = field(init=False)  # over all sessions, as far as checkpoints know them
 
-        `note` informs the user.
-        """
-        self._config = config
-        self._began = began
-        self._slots: dict[str, list[list[Slot]]] = slots_of(ranks)
-        self._clock = clock
-        self._time = GpuTime(self._slots, clock)
-        self._flops = StepFlops.of(config)
-        self._handles: Mapping[str, RoleHandle[Any]] = {}
-        self._reports: dict[str, list[DeviceReport]] = {}
-        self._transfer = transfer
-        self._note = note
-        self._steps = 0
-        # Sums over all sessions, as far as checkpoints know them.
+    def __post_init__(self) -> None:
+        self._slots, self._flops = slots_of(self.ranks), StepFlops.of(self.config)
         self._sums = dict.fromkeys(("gpu_s", "idle_s", "step_gpu_s", "flops", "peak_flops"), 0.0)
-
-    def watch(self, handles: Mapping[str, RoleHandle[Any]]) -> None:
-        """Count the calls of `handles` from here on."""
-        self._handles = handles
-        for role, handle in handles.items():
-            handle.watchers.append(partial(self._time.began, role))
 
     def started(self) -> None:
         """Ask the ranks about their GPUs, and note them; all roles have started."""
@@ -120,18 +104,16 @@ class GpuAccount:
             memory = ", ".join(f"{role} {gib:.1f}" for role, gib in self._memory().items())
             held = max(report.total for reports in self._reports.values() for report in reports) / GIB
             count = len(_distinct(self._slots))
-            self._note(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
+            self.note(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
             for card in cards:
                 if not _peak(card):
-                    self._note(f"no peak rate is known for {card}: no MFU")
+                    self.note(f"no peak rate is known for {card}: no MFU")
 
-    def begin(self) -> None:
-        """Start measuring: the first step begins."""
-        self._time.take()
-
-    def step(self, number: int, experience: Experience, timings: Mapping[str, float]) -> dict[str, float]:
+    def step(
+        self, number: int, experience: Experience, spans: StepSpans, timings: Mapping[str, float]
+    ) -> dict[str, float]:
         """Return metrics of a step, and note the speed now and then; `timings` holds time/step and time/update."""
-        seconds, idle = self._time.take()
+        seconds, idle = spans.seconds, spans.idle(self._slots)
         self._sums["idle_s"] += sum(idle.values())
         self._sums["step_gpu_s"] += seconds * len(idle)
         metrics = {"perf/gpu_idle": _share(sum(idle.values()), seconds * len(idle)), "perf/gpu_hours": self.hours()}
@@ -141,11 +123,11 @@ class GpuAccount:
         metrics |= self._speeds(number, experience, timings)
         if self._steps == 0:
             self._ask()  # ranks know their attention kernel after its first use
-            self._note("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
+            self.note("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
             if way := self.transfer():
-                self._note("weight transfer: " + " over ".join(way.values()))
+                self.note("weight transfer: " + " over ".join(way.values()))
         if self._steps % EVERY == 0:
-            self._note(self.line(metrics))
+            self.note(self.line(metrics))
         self._steps += 1
         return metrics
 
@@ -159,7 +141,7 @@ class GpuAccount:
 
     def transfer(self) -> dict[str, str]:
         """Name the backend and the interface of the weight transfer, as its leader has them."""
-        way = self._transfer()
+        way = self.way()
         return {name: value for name in ("backend", "interface") if (value := getattr(way, name, ""))}
 
     def hours(self) -> float:
@@ -169,7 +151,7 @@ class GpuAccount:
     def attention(self) -> dict[str, str]:
         """Name the attention kernel that the first rank of each role uses; if not known yet, the configured one."""
         found = {role: reports[0].attention for role, reports in self._reports.items() if reports}
-        return {role: name or self._config.ds.attn_implementation for role, name in found.items()}
+        return {role: name or self.config.ds.attn_implementation for role, name in found.items()}
 
     def summary(self) -> dict[str, Any]:
         """Return the part of summary.json about the GPUs."""
@@ -194,12 +176,12 @@ class GpuAccount:
         self._sums |= {name: float(value) for name, value in state.items() if name in self._sums}
 
     def _gpu_s(self) -> float:
-        return self._sums["gpu_s"] + len(_distinct(self._slots)) * (self._clock() - self._began)
+        return self._sums["gpu_s"] + len(_distinct(self._slots)) * (self.clock() - self.began)
 
     def _ask(self) -> None:
         """Ask every rank that takes calls, and engines that have started. A missing answer does not end the run."""
         try:
-            for role, handle in self._handles.items():
+            for role, handle in self.handles.items():
                 # Engines that take turns have all started before the first one is ready.
                 ready = handle.ready if isinstance(handle, EngineHandle) else []
                 ranks = ready or range(handle.world)
@@ -222,7 +204,7 @@ class GpuAccount:
         peaks = {role: self._peak_of(role) for role in self._slots}
         if self._flops is None or not all(peaks.values()):
             return {}
-        update = self._flops.update(experience, number > self._config.critic.freezing_steps)
+        update = self._flops.update(experience, number > self.config.critic.freezing_steps)
         whole = update + self._flops.others(experience)
         cards = {slot: peaks[role] for role, ranks in self._slots.items() for of in ranks for slot in of}
         training = _distinct({role: of for role, of in self._slots.items() if ROLES[role].kind == "trained"})

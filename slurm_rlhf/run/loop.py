@@ -39,17 +39,13 @@ class TrainingLoop:
             if not self._overlaps():
                 self._evaluate_left_over()
             self._do_steps()
-        except (StopRequested, FilteredAway):
-            self.step.batches.close()
-            self.checkpoints.save_once()
-            raise
         except BaseException as error:
-            if not _of_reward(error):
+            if not isinstance(error, StopRequested | FilteredAway) and not _of_reward(error):
                 self.checkpoints.abandon(self.step.config.timeout.hang_grace)
                 raise
             self.step.batches.close()
             self.checkpoints.save_once()
-            if self.state.step:
+            if self.state.step and _of_reward(error):
                 self.reporting.note(f"the steps up to {self.state.step} are saved: the same command goes on from there")
             raise
         finally:
@@ -63,9 +59,8 @@ class TrainingLoop:
     def _begin(self) -> None:
         """Give the engines their first weights; inflight and colocated, evaluate before training."""
         self.step.sync(self.state.policy_version)
-        gpus = self.reporting.gpus
-        if gpus is not None:
-            gpus.started()
+        if self.reporting.gpus is not None:
+            self.reporting.gpus.started()
         self.reporting.best = self.checkpoints.best
         if self.step.config.vllm.sync_mode == "inflight" or self.step.colocation is not None:
             # Later, inflight, the evaluation would wait for all groups that are sampled ahead, and the engines would be
@@ -75,8 +70,6 @@ class TrainingLoop:
         self.step.phases.take()  # the time of start-up belongs to no step
         self.reporting.stepping()
         self.checkpoints.cadence.begin()
-        if gpus is not None:
-            gpus.begin()
 
     def _do_steps(self) -> None:
         try:
@@ -103,7 +96,8 @@ class TrainingLoop:
             measured = {f"perf/{name}": speed for name, speed in speeds.items()}
             whole = metrics | self.step.phases.take() | measured | {"time/step": seconds}
             gpus = self.reporting.gpus
-            return whole | (gpus.step(number, experience, whole) if gpus is not None else {})
+            spans = self.reporting.recorder.take()
+            return whole | (gpus.step(number, experience, spans, whole) if gpus is not None else {})
 
         if self.evaluation and self._due(self.step.config.eval.steps):
             if self._overlaps():
@@ -181,8 +175,8 @@ class TrainingLoop:
         """Put what an evaluation has found into the step's `metrics`, and see whether it is the best."""
         self.state.eval_after = found.mean
         metrics |= found.metrics
-        if self.checkpoints.judge(found.metrics):
-            self.reporting.best = self.checkpoints.best
+        self.checkpoints.judge(found.metrics)
+        self.reporting.best = self.checkpoints.best
 
     def _overlaps(self) -> bool:
         """Tell whether the evaluation of the last step goes on during the next step's training."""

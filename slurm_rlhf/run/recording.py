@@ -20,9 +20,9 @@ import numpy as np
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.metrics import finite
 from slurm_rlhf.observe.run_log import START, EventLog, Sample, SampleLog, WarningEvents, choose, truncate_after
-from slurm_rlhf.observe.timing import CallSpans, TimelineLog
+from slurm_rlhf.observe.timing import CallSpans, StepSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.records import Experience, SyncConnection, Trajectory
+from slurm_rlhf.records import Experience, SyncConnection
 from slurm_rlhf.report.page import write_report
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 from slurm_rlhf.sampling.batches import Batch
@@ -54,9 +54,6 @@ def spared(method: Method) -> Method:
     return guarded  # type: ignore[return-value]
 
 
-def _nothing() -> None: ...
-
-
 class Recorder:
     """Keeps the records of one run directory up to date. `begin` comes first, `end` last."""
 
@@ -71,6 +68,7 @@ class Recorder:
         self._samples = SampleLog(directory.samples)
         self._timeline = TimelineLog(directory.timeline)
         self._spans = CallSpans()
+        self._taken: StepSpans | None = None  # calls of the step that `done` writes next
         self._layout: dict[str, Any] = {}
         self._handles: Mapping[str, RoleHandle[Any]] = {}
         self._memory: dict[str, dict[str, dict[str, int]]] = {}  # role -> rank -> bytes
@@ -125,7 +123,7 @@ class Recorder:
 
     def _began(self, role: str, rank: int, name: str) -> Callable[[], None]:
         """Note a call, except this recorder's own."""
-        return self._spans.began(role, rank, name) if name != MEMORY else _nothing
+        return self._spans.began(role, rank, name) if name != MEMORY else lambda: None
 
     def _ask_memory(self) -> None:
         """Ask all ranks that take calls how much memory they use; the answers come when the ranks have the time."""
@@ -142,6 +140,11 @@ class Recorder:
             found = answer.result()
             self._memory.setdefault(role, {})[str(rank)] = {"used": found.used, "total": found.total}
 
+    def take(self) -> StepSpans:
+        """Return the calls of the step that ends now, which `done` is going to record."""
+        self._taken = self._spans.take()
+        return self._taken
+
     @spared
     def phase(self, name: str) -> None:
         """Note that a phase of the conductor begins; empty: none."""
@@ -150,7 +153,8 @@ class Recorder:
     def stepping(self) -> None:
         """Note that the first step begins."""
         self.phase("")
-        self._spans.take(0)
+        self._spans.take()
+        self._taken = None
 
     @spared
     def samples(self, batch: Batch, experience: Experience) -> list[Sample]:
@@ -168,7 +172,8 @@ class Recorder:
     def done(self, step: int) -> None:
         """Record the calls of a step that is done; write the report if it is due."""
         first, self.step = self.step == 0 or not self._reported, step
-        self._timeline.append(self._spans.take(step))
+        spans, self._taken = self._taken or self._spans.take(), None
+        self._timeline.append(spans.line(step))
         if way := self.transfer():
             self._put(weight_transfer={"backend": way.backend, "interface": way.interface})
         every = self._settings.report_steps
@@ -227,15 +232,11 @@ def sample_of(
         advantage=finite(float(np.mean(advantages[start:end]))) if advantages is not None and end > start else None,
         finish_reason=trajectory.finish_reason,
         engine=trajectory.engine,
-        version=_version(trajectory),
+        version=trajectory.versions[0].version if trajectory.versions else 0,
         tokens=pieces(trajectory.response_ids.tolist()) if pieces else [],
         logprobs=numbers("rollout_logprobs"),
         actor_logprobs=numbers("logprobs"),
     )
-
-
-def _version(trajectory: Trajectory) -> int:
-    return trajectory.versions[0].version if trajectory.versions else 0
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,11 @@ class Reporting:
         self._metrics = MetricsLog(directory.metrics)
         self._config = config
         self._trackers = Trackers(config, directory, self.note)
-        self._print_samples = config.logger.print_samples
         rollout, filtered = config.rollout, config.algo.dynamic_filtering_enable
         known = config.vllm.sync_mode != "inflight" and not filtered
         self._batch = rollout.batch_size * rollout.n_samples_per_prompt if known else 0
         self._state: RunState | None = None
         self._total = 0
-        self._lead_s = config.slurm.signal_lead_s
         self._warned = False
         self._starting = False
         self.self_check: dict[str, float] = {}
@@ -71,10 +70,6 @@ class Reporting:
             self._write("running", starting=text)  # `slurm-rlhf status` shows it
         if kind := kind or run_log.kind_of_note(text):
             self.recorder.event(kind, text, engine)
-
-    def hung(self, text: str) -> None:
-        """Note that nothing moves."""
-        self.note(text, run_log.HANG)
 
     def place(self, ranks: RankMap) -> None:
         """Note where the ranks are, and how many each role has."""
@@ -158,7 +153,7 @@ class Reporting:
         """Keep a few responses of a step, and show them where they are wanted."""
         found = self.recorder.samples(batch, experience) or []
         for sample in found:
-            if self._print_samples:
+            if self._config.logger.print_samples:
                 self._progress.note(console_text(sample))
         if found:
             self._trackers.samples(batch.step, found)
@@ -177,14 +172,9 @@ class Reporting:
 
     def finished(self) -> None:
         """Report that all steps are done and everything is written."""
-        self._starting = False
-        self._progress.end()
-        self._write("finished")
-        self._trackers.close(failed=False)
         state = self._state
         assert state is not None
-        self.recorder.event(run_log.FINISH, f"{state.step} steps in {state.wall_s:.0f} s")
-        self.recorder.end()
+        self._end("finished", (run_log.FINISH, f"{state.step} steps in {state.wall_s:.0f} s"))
         if state.eval_before is not None and state.eval_after is not None:
             self.note(f"evaluation, mean score: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
         if (best := self.best) is not None:
@@ -209,7 +199,7 @@ class Reporting:
         rest = f", {seconds - waited_s:.1f} s of it during the steps" if waited_s < seconds else ""
         log.info("checkpoint of step %d saved in %.1f s%s", step, seconds, rest)
         self.recorder.event(run_log.CHECKPOINT, f"saved in {seconds:.1f} s" + (f", of step {step}{rest}" * bool(rest)))
-        lead = self._lead_s
+        lead = self._config.slurm.signal_lead_s
         if seconds > lead / 2 and not self._warned:
             self._warned = True
             self.note(
@@ -223,44 +213,47 @@ class Reporting:
         `newest`: the checkpoint to go on from, if the last step is not saved. `goes_on`: the run asks for another
         allocation.
         """
-        self._starting = False
-        self._progress.end()
+        step = self._state.step if self._state else 0
+        if not saved:
+            kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+        elif step:
+            kept = f"saved at step {step}/{self._total}"
+        else:
+            kept = "no step was done, so there is nothing to save"
+        told = f"stopped by {why}; {kept}"
+        # Before the request for another allocation: Slurm may end this process by it.
+        asked = [(run_log.REQUEUE, f"asks to go on later, because {why}")] if goes_on else []
+        self._end("stopped", (run_log.STOP, told), *asked)
         if self._state is not None:
-            self._write("stopped")
-            step = self._state.step
-            if not saved:
-                kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
-            elif step:
-                kept = f"saved at step {step}/{self._total}"
-            else:
-                kept = "no step was done, so there is nothing to save"
-            self.note(f"stopped by {why}; {kept}")
-            self.recorder.event(run_log.STOP, f"stopped by {why}; {kept}")
-            self._trackers.close(failed=False)
-            if goes_on:
-                # Before the request: Slurm may end this process by it.
-                self.recorder.event(run_log.REQUEUE, f"asks to go on later, because {why}")
-            self.recorder.end()
+            self.note(told)
 
     def failed(self, error: BaseException) -> None:
         """Report that `error` ends the run; the function that catches it prints the message."""
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        kind, status = run_log.kind_of_failure(error), "failed"
+        if stopped:
+            kind, status = run_log.STOP, "interrupted"
+        self._end(status, (kind, str(error) or type(error).__name__), error=str(error), failed=not stopped)
+
+    def _end(self, status: str, *events: tuple[str, str], error: str = "", failed: bool = False) -> None:
+        """Write how the run has ended, if it has begun."""
         self._starting = False
         self._progress.end()
-        if self._state is not None:
-            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-            try:
-                self._write("interrupted" if stopped else "failed", str(error))
-            finally:
-                self._trackers.close(failed=not stopped)
-            kind = run_log.STOP if stopped else run_log.kind_of_failure(error)
-            self.recorder.event(kind, str(error) or type(error).__name__)
-            self.recorder.end()
+        if self._state is None:
+            return
+        try:
+            self._write(status, error)
+        finally:
+            self._trackers.close(failed=failed)
+        for kind, text in events:
+            self.recorder.event(kind, text)
+        self.recorder.end()
 
     def _best_checkpoint(self) -> dict[str, Any] | None:
         if self.best is None:
             return None
         place = CheckpointDir(self._directory.root).of(self.best.step)
-        return {**self.best.to_json(), "checkpoint": str(place.relative_to(self._directory.root))}
+        return {**asdict(self.best), "checkpoint": str(place.relative_to(self._directory.root))}
 
     def _write(self, status: str, error: str = "", starting: str = "") -> None:
         state = self._state

@@ -21,7 +21,7 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
 from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
-from slurm_rlhf.rewards.model import EpisodeRewards
+from slurm_rlhf.rewards.model import RewardSource, episode_rewards
 from slurm_rlhf.run.self_check import PromptFindings
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.environment import Environments
@@ -44,7 +44,7 @@ class Inputs:
     prompts: PromptSet
     evaluation: list[EvalSet]  # empty: nothing is evaluated
     order: PromptOrder
-    reward: RewardFunction | EpisodeRewards | None  # None: a reward model scores
+    reward: RewardSource | None  # None: a reward model scores
     environments: Environments | None  # None: each prompt has one turn
     total_steps: int
     findings: PromptFindings  # facts about the prompts, for the self-check
@@ -77,11 +77,11 @@ class Inputs:
             prompts.fingerprint(),
         )
         total = config.train.max_steps or order.total
-        reward: RewardFunction | EpisodeRewards | None = None
+        reward: RewardSource | None = None
         environments = None
         if config.env.path:
             printed = RunDirectory(Path(config.run_dir)).reward_log if config.run_dir else None
-            environments, reward = Environments(config, tokenizer, printed), EpisodeRewards()
+            environments, reward = Environments(config, tokenizer, printed), episode_rewards
         elif not config.reward.model_name_or_path:
             reward = RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data)

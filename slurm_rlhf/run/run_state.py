@@ -24,7 +24,7 @@ from slurm_rlhf.polling import in_thread
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.wire.calls import SaveRequest, TrainerCalls
-from slurm_rlhf.wire.handles import RoleHandle, gather
+from slurm_rlhf.wire.handles import gather
 
 FIRST = 2
 """Step after which `auto` saves first, to measure a save; the first step is longer by its warm-up."""
@@ -114,9 +114,6 @@ class Best:
     value: float
     step: int
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def better(best: Best | None, metric: str, metrics: Mapping[str, float], step: int) -> Best | None:
     """Return the best step once `step` was evaluated with `metrics`; None if `metric` is empty."""
@@ -172,12 +169,9 @@ class RunState:
     reward_first: float | None = None
     reward_last: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunState:
-        """Read what `to_json` wrote. Raises CheckpointError when another version of this class did."""
+        """Read it from a checkpoint. Raises CheckpointError when another version of this class did."""
         known = {field.name for field in fields(cls)}
         if set(data) != known:
             raise CheckpointError(
@@ -192,8 +186,6 @@ class RunCheckpoints:
     """Saves the run with all of its roles, and takes it back to a checkpoint."""
 
     directory: CheckpointDir
-    keep: int  # number of newest checkpoints that are kept
-    roles: Mapping[str, RoleHandle[Any]]
     state: RunState
     step: TrainingStep
     saved: Callable[[int, float, float], None]
@@ -222,16 +214,16 @@ class RunCheckpoints:
         with self.directory.explained(number):
             for role in self._saving():
                 (path / role).mkdir()
-                saves += self.roles[role].start_all(TrainerCalls.save, SaveRequest(str(path / role), behind))
+                saves += self.step.roles[role].start_all(TrainerCalls.save, SaveRequest(str(path / role), behind))
             gather(saves)
         state, kept = self._state_dict(), () if self.best is None else (self.best.step,)
-        writers = [self.roles[role] for role in self._saving()] if behind else []
+        writers = [self.step.roles[role] for role in self._saving()] if behind else []
 
         def complete() -> float:
             with self.directory.explained(number):
                 gather([role.written(rank) for role in writers for rank in range(role.world)])
             self.directory.commit(number, state)
-            self.directory.prune(self.keep, kept)
+            self.directory.prune(self.step.config.ckpt.max_num, kept)
             return time.monotonic() - started
 
         self._saved_step = number
@@ -255,7 +247,7 @@ class RunCheckpoints:
             with self.step.phases("checkpoint_wait"):
                 # The error of a trainer that dies comes first; `PendingSave` has the error of one that cannot write.
                 for role in self._saving():
-                    self.roles[role].call_all(TrainerCalls.finish_save)
+                    self.step.roles[role].call_all(TrainerCalls.finish_save)
                 wait([self._pending.seconds])
         self._finished()
 
@@ -280,11 +272,9 @@ class RunCheckpoints:
         if self._saved_step != self.state.step:
             self.save()
 
-    def judge(self, metrics: Mapping[str, float]) -> bool:
-        """Compare the evaluation of the last step that was done; return True if it is the best so far."""
-        before, metric = self.best, self.step.config.ckpt.best_metric
-        self.best = better(before, metric, metrics, self.state.step)
-        return self.best is not before
+    def judge(self, metrics: Mapping[str, float]) -> None:
+        """Compare the evaluation of the last step that was done with the best one."""
+        self.best = better(self.best, self.step.config.ckpt.best_metric, metrics, self.state.step)
 
     @property
     def candidate(self) -> bool:
@@ -319,7 +309,7 @@ class RunCheckpoints:
         self.cadence.load_state_dict(state.get(CADENCE, {}), self.state.step)
         loads: list[Future[None]] = []
         for role in self._saving():
-            loads += self.roles[role].start_all(TrainerCalls.load, str(path / role))
+            loads += self.step.roles[role].start_all(TrainerCalls.load, str(path / role))
         gather(loads)
         self._saved_step = self.state.step
 
@@ -334,16 +324,16 @@ class RunCheckpoints:
         self.clock = now
 
     def _saving(self) -> list[str]:
-        return [role for role in self.roles if ROLES[role].kind == "trained"]
+        return [role for role in self.step.roles if ROLES[role].kind == "trained"]
 
     def _state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"run": self.state.to_json(), "order": self.order, "kl": self.step.kl.state_dict()}
+        state: dict[str, Any] = {"run": asdict(self.state), "order": self.order, "kl": self.step.kl.state_dict()}
         if self.step.scale is not None:
-            state[REWARD_SCALE] = self.step.scale.state_dict()
+            state[REWARD_SCALE] = asdict(self.step.scale)
         if self.unevaluated is not None:
             state[UNEVALUATED] = {name: finite(value) for name, value in self.unevaluated.items()}
         if self.best is not None:
-            state[BEST] = self.best.to_json()
+            state[BEST] = asdict(self.best)
         if self.gpus is not None:
             state[GPUS] = self.gpus.state_dict()
         if self.cadence.every == "auto":

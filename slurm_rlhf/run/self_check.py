@@ -21,22 +21,7 @@ from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, missing_eos
 from slurm_rlhf.errors import ModelError, SelfCheckError
-from slurm_rlhf.eval.verdicts import (
-    ALL_THE_SAME,
-    FEW_NOT_FINITE,
-    PROMPT_SHARES,
-    REWARD_SHARES,
-    CheckResult,
-    agreement_line,
-    compare,
-    drift,
-    engine_not_finite,
-    first_ratio,
-    not_finite,
-    ratio_line,
-    shares_line,
-    warnings,
-)
+from slurm_rlhf.eval import verdicts
 from slurm_rlhf.records import F32, Bool, Experience, Trajectory
 from slurm_rlhf.run.update import skip_warning
 from slurm_rlhf.wire.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
@@ -99,14 +84,14 @@ class SelfCheck:
         self._engine_finite(step, metrics.get("correction/not_finite", 0.0), exp)
         if self._begun:
             if (mean := metrics.get("rollout_logprob_diff")) is not None:
-                self._watch(step, drift(mean, self.config.ds.param_dtype))
+                self._watch(step, verdicts.drift(mean, self.config.ds.param_dtype))
             return
         self._begun = True
-        self._shares("prompts", self.prompts.shares, PROMPT_SHARES)
+        self._shares("prompts", self.prompts.shares, verdicts.PROMPT_SHARES)
         if self.prompts.template:
             self.note(f"warning: {self.prompts.template}")
-        self._shares("rewards", metrics, REWARD_SHARES)
-        if wrong := not_finite(exp.rewards):
+        self._shares("rewards", metrics, verdicts.REWARD_SHARES)
+        if wrong := verdicts.not_finite(exp.rewards):
             raise SelfCheckError(wrong)
         if garbled := other_text(trajectories, self.tokenizer, bool(self.config.rollout.stop)):
             raise SelfCheckError(garbled)
@@ -131,15 +116,15 @@ class SelfCheck:
             # With bypass the first ratio is actor to engine, which may be any number for an older policy's tokens;
             # otherwise it is 1. So the engine is compared, which was not done before the update.
             if (mean := metrics.get("rollout_logprob_diff")) is not None:
-                self._watch(step, drift(mean, self.config.ds.param_dtype))
+                self._watch(step, verdicts.drift(mean, self.config.ds.param_dtype))
             return
-        verdict = first_ratio(*self._first_ratio(exp, metrics), self.config.ds.param_dtype)
+        verdict = verdicts.first_ratio(*self._first_ratio(exp, metrics), self.config.ds.param_dtype)
         if self._updated:
             self._watch(step, verdict)
             return
         self._updated = True
         self.figures["ratio"] = metrics["first_ratio"]
-        self.note(ratio_line(verdict))
+        self.note(verdicts.ratio_line(verdict))
         self._insist(verdict)
 
     def _first_ratio(self, exp: Experience, metrics: dict[str, float]) -> tuple[float, float]:
@@ -165,10 +150,10 @@ class SelfCheck:
         tokens = int(lost) + int(exp.action_mask.sum())
         if not lost:
             return
-        message = engine_not_finite(lost, tokens)
+        message = verdicts.engine_not_finite(lost, tokens)
         stop = 1.0 if not self._begun else self.config.train.self_check_stop
-        if stop and lost > stop * FEW_NOT_FINITE * tokens:
-            raise SelfCheckError(f"self-check failed (engine): step {step}: {message}. {ALL_THE_SAME}.")
+        if stop and lost > stop * verdicts.FEW_NOT_FINITE * tokens:
+            raise SelfCheckError(f"self-check failed (engine): step {step}: {message}. {verdicts.ALL_THE_SAME}.")
         self._warn(step, "not_finite", lost / tokens, message)
 
     def _with_pass(self, exp: Experience) -> Experience:
@@ -178,19 +163,19 @@ class SelfCheck:
 
     def _shares(self, title: str, shares: dict[str, float], names: tuple[str, ...]) -> None:
         self.figures |= {name: shares[name] for name in names if name in shares}
-        self.note(shares_line(title, shares, names))
-        for warning in warnings(shares, names):
+        self.note(verdicts.shares_line(title, shares, names))
+        for warning in verdicts.warnings(shares, names):
             self.note(warning)
 
-    def _line(self, title: str, verdicts: list[CheckResult], names: dict[str, str]) -> None:
-        self.figures |= {verdict.check: verdict.figure for verdict in verdicts}
-        self.note(agreement_line(title, verdicts, names))
+    def _line(self, title: str, results: list[verdicts.CheckResult], names: dict[str, str]) -> None:
+        self.figures |= {verdict.check: verdict.figure for verdict in results}
+        self.note(verdicts.agreement_line(title, results, names))
 
-    def _insist(self, verdict: CheckResult) -> None:
+    def _insist(self, verdict: verdicts.CheckResult) -> None:
         if not verdict.passed:
             raise SelfCheckError(verdict.error())
 
-    def _watch(self, step: int, verdict: CheckResult) -> None:
+    def _watch(self, step: int, verdict: verdicts.CheckResult) -> None:
         """Warn of a figure beyond its bound, again when it has doubled; end the run at a multiple of it."""
         if verdict.passed:
             return
@@ -208,15 +193,15 @@ class SelfCheck:
             self._warned[check] = figure
             self.note(f"warning: step {step}: {message}")
 
-    def _with_cause(self, verdict: CheckResult, exp: Experience, fresh: Bool) -> CheckResult:
+    def _with_cause(self, verdict: verdicts.CheckResult, exp: Experience, fresh: Bool) -> verdicts.CheckResult:
         """Have the actor compute the whole batch again, so that the error says which of the two is off."""
         dtype, engine = self.config.ds.param_dtype, exp.columns["rollout_logprobs"]
         first, again = exp.columns["logprobs"], self._with_pass(exp).columns["logprobs"]
-        own, to_engine = (compare("engine", again, other, fresh, dtype).figure for other in (first, engine))
+        own, to_engine = (verdicts.compare("engine", again, other, fresh, dtype).figure for other in (first, engine))
         message = f"; computed again, the actor's are {own:.3g} from its first and {to_engine:.3g} from the engine's"
         return replace(verdict, detail=verdict.detail + message)
 
-    def _repeated(self, exp: Experience) -> list[CheckResult]:
+    def _repeated(self, exp: Experience) -> list[verdicts.CheckResult]:
         """Have the actor compute some sequences of the batch twice, in eval mode, and alone."""
         chosen = few(exp, self.actor.world)
         budget = self.config.train.max_tokens_per_gpu
@@ -227,24 +212,26 @@ class SelfCheck:
             for name in SelfCheckAnswer.__struct_fields__
         }
         dtype, mask = self.config.ds.param_dtype, chosen.action_mask
-        verdicts = [compare(name, found[name], found["first"], mask, dtype) for name in ("again", "eval")]
+        results = [verdicts.compare(name, found[name], found["first"], mask, dtype) for name in ("again", "eval")]
         # In the step's micro-batches they were among other sequences, and sequences that are cut here were whole.
         among = [
-            compare("alone", found["alone"], others, mask, dtype)
+            verdicts.compare("alone", found["alone"], others, mask, dtype)
             for others in (found["first"], chosen.columns["logprobs"])
         ]
-        return [*verdicts, max(among, key=lambda verdict: (not verdict.passed, verdict.figure))]
+        return [*results, max(among, key=lambda verdict: (not verdict.passed, verdict.figure))]
 
-    def _agreement(self, trajectories: list[Trajectory], exp: Experience, version: int) -> list[CheckResult]:
+    def _agreement(self, trajectories: list[Trajectory], exp: Experience, version: int) -> list[verdicts.CheckResult]:
         """Compare engines and actor on tokens of the actor's version, and, before the first update, the reference."""
         columns, dtype = exp.columns, self.config.ds.param_dtype
         fresh = exp.action_mask & (ages(trajectories, version) == 0)
         engines = np.repeat([t.engine for t in trajectories], exp.response_lens).astype(np.int32)
-        verdict = compare("engine", columns["rollout_logprobs"], columns["logprobs"], fresh, dtype, engines)
-        verdicts = [verdict if verdict.passed else self._with_cause(verdict, exp, fresh)]
+        verdict = verdicts.compare("engine", columns["rollout_logprobs"], columns["logprobs"], fresh, dtype, engines)
+        results = [verdict if verdict.passed else self._with_cause(verdict, exp, fresh)]
         if version == 0 and "ref_logprobs" in columns:
-            verdicts.append(compare("reference", columns["ref_logprobs"], columns["logprobs"], exp.action_mask, dtype))
-        return verdicts
+            results.append(
+                verdicts.compare("reference", columns["ref_logprobs"], columns["logprobs"], exp.action_mask, dtype)
+            )
+        return results
 
 
 def other_text(trajectories: list[Trajectory], tokenizer: Tokenizer, cut: bool) -> str:
@@ -255,7 +242,7 @@ def other_text(trajectories: list[Trajectory], tokenizer: Tokenizer, cut: bool) 
             return (
                 f"self-check failed (text): the reward got {found.text[:80]!r}, and the tokens of that response are "
                 f"{text[:80]!r}: engine {found.engine} reads another tokenizer than {tokenizer.directory}. "
-                f"{ALL_THE_SAME}."
+                f"{verdicts.ALL_THE_SAME}."
             )
     return ""
 

@@ -10,11 +10,11 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.checkpoint.interval import failures
-from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.eval.sets import Evaluation
@@ -22,7 +22,6 @@ from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.supervisor import Supervisor
-from slurm_rlhf.groups.trainer_recovery import Plan
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.observe.run_log import read_events
 from slurm_rlhf.observe.timing import Phases
@@ -32,19 +31,20 @@ from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
-from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.run_inputs import Inputs
-from slurm_rlhf.run.run_state import RunCheckpoints, RunState, SaveCadence
+from slurm_rlhf.run.run_state import RunCheckpoints, SaveCadence
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
-from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.scheduler import Scheduler
 from slurm_rlhf.sampling.waves import ActorWaves, Waves
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.wire.calls import EngineCalls, StartAnswer, StartCalls
 from slurm_rlhf.wire.handles import EngineHandle, gather
+
+if TYPE_CHECKING:
+    from slurm_rlhf.run.conductor import Conductor
 
 log = logging.getLogger(__name__)
 
@@ -53,24 +53,19 @@ log = logging.getLogger(__name__)
 class Startup:
     """Starts processes, models, engines and the sync group, each as soon as its inputs are there."""
 
-    config: Config
-    directory: RunDirectory
-    ranks: RankMap
+    run: Conductor  # has configuration and rank map, which a restart may change
     supervisor: Supervisor
     inputs: Inputs
-    reporting: Reporting
-    stop: Stop
-    clock: float  # time.monotonic() when the run began
     watchdog: Watchdog
     _sync: WeightSync | None = field(default=None, init=False)
     _checkpoints: RunCheckpoints | None = field(default=None, init=False)
     _gpu_sums: dict[str, float] = field(default_factory=dict, init=False)  # sums of before a restart
 
-    def run(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
-        """Start everything, and take it back to `checkpoint`, whose `state` is loaded already."""
-        self.supervisor.start(role_environment(self.config, self.ranks, len(os.sched_getaffinity(0))))
-        self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
-        return self._lead(state, checkpoint)
+    def begin(self, checkpoint: Path | None) -> TrainingLoop:
+        """Start everything, and take it back to `checkpoint`, whose state the run has already."""
+        self.supervisor.start(role_environment(self.run.config, self.run.ranks, len(os.sched_getaffinity(0))))
+        self.run.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.run.ranks.worlds.items()))
+        return self._lead(checkpoint)
 
     def engines_are_idle(self) -> bool:
         """Let the engines drop their work, because the trainers have ended; engines that cannot do so are lost.
@@ -83,105 +78,93 @@ class Startup:
         for engine in engines.asked:
             engines.lost(engine, "its start was cut off by that of the trainers")
         calls = {engine: handle.call(engine, EngineCalls.drop) for engine in engines.up}
-        done, _ = wait(calls.values(), 2 * self.config.timeout.sync_silence)
+        done, _ = wait(calls.values(), 2 * self.run.config.timeout.sync_silence)
         for engine, call in calls.items():
             if call not in done or call.exception() is not None:
                 why = call.exception() if call in done else "it does not answer"
                 engines.lost(engine, f"{why}, after its trainers have ended", silent=True)
         return True
 
-    def again(
-        self, state: RunState, checkpoint: Path | None, spent_s: float, roles: Collection[str], plan: Plan
-    ) -> TrainingLoop:
-        """Start `roles` again as `run` does, with the ranks and the configuration of `plan`; the others go on.
-
-        `spent_s`: how long the run has taken before. The inputs that were read from the user's files stay.
-        """
-        self.config, self.ranks = config, ranks = plan.config, plan.ranks
-        state.wall_s, self.clock, self._checkpoints = spent_s, time.monotonic(), None
-        if self.reporting.gpus is not None:
-            self._gpu_sums = self.reporting.gpus.state_dict()
+    def again(self, checkpoint: Path | None, roles: Collection[str]) -> TrainingLoop:
+        """Start `roles` again as `begin` does; the others go on. The inputs from the user's files stay."""
+        self._checkpoints = None
+        if self.run.reporting.gpus is not None:
+            self._gpu_sums = self.run.reporting.gpus.state_dict()
         self.inputs.order.rewind()
-        self.supervisor.start_again(roles, ranks, role_environment(config, ranks, len(os.sched_getaffinity(0))))
-        return self._lead(state, checkpoint)
+        environment = role_environment(self.run.config, self.run.ranks, len(os.sched_getaffinity(0)))
+        self.supervisor.start_again(roles, self.run.ranks, environment)
+        return self._lead(checkpoint)
 
-    def spent_s(self, state: RunState) -> float:
-        """Return how long the run has taken up to now, over all sessions; `state`: state of this start."""
-        return state.wall_s + time.monotonic() - (self._checkpoints or self).clock
+    def spent_s(self) -> float:
+        """Return how long the run has taken up to now, over all sessions."""
+        since = self._checkpoints.clock if self._checkpoints else self.run.started
+        return self.run.state.wall_s + time.monotonic() - since
 
-    def _lead(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
+    def _lead(self, checkpoint: Path | None) -> TrainingLoop:
         """Load models, engines and `checkpoint`, now that the processes are there."""
-        config = self.config
-        roles = self.supervisor.roles
-        self.reporting.recorder.watch(roles)
+        config, state, roles = self.run.config, self.run.state, self.supervisor.roles
+        self.run.reporting.recorder.watch(roles)
         engines, units = roles.get(ROLLOUT), self.supervisor.engines
+        pool = colocation = None
         if isinstance(engines, EngineHandle) and units is not None:
-            units.tell = self.reporting.note
+            units.tell = self.run.reporting.note
             weight_sync = self._weight_sync(engines)
-            self.reporting.recorder.transfer = lambda: weight_sync.connection
-            gpus = self._gpus()
+            self.run.reporting.recorder.transfer = lambda: weight_sync.connection
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
             pool = self._start_engines(units, engines, weight_sync, colocation)
-            self._start_trainers(pool)
-            step = self._step(self._episodes(engines, pool), pool, colocation)
-        else:
-            gpus = self._gpus()
-            self._start_trainers(None)
-            at_once = config.rollout.hf_at_once(on_gpus=self.ranks.topology.accelerator == GPU)
-            waves = ActorWaves(roles[ACTOR], config.train.seed, at_once, self.reporting.answered)
-            step = self._step(Episodes(waves, environments=self.inputs.environments), None, None)
-        directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
-        checkpoints = RunCheckpoints(
-            directory, config.ckpt.max_num, roles, state, step, saved, cadence, self.clock, gpus, self.inputs.model
-        )
+        gpus = self._gpus()
+        self._start_trainers(pool)
+        step = self._step(self._episodes(pool), pool, colocation)
+        directory, saved = CheckpointDir(self.run.directory.root), self.run.reporting.saved
+        cadence = self._cadence(state.step)
+        checkpoints = RunCheckpoints(directory, state, step, saved, cadence, self.run.started, gpus, self.inputs.model)
         self._checkpoints = checkpoints
         if checkpoint is not None:
-            checkpoints.load(checkpoint, self.reporting.note)
+            checkpoints.load(checkpoint, self.run.reporting.note)
         if gpus is not None and self._gpu_sums:
             gpus.load_state_dict(self._gpu_sums)
-        final = self.directory.final
-        return TrainingLoop(step, self._evaluation(step), state, checkpoints, self.reporting, final)
+        final = self.run.directory.final
+        return TrainingLoop(step, self._evaluation(step), state, checkpoints, self.run.reporting, final)
 
     def _weight_sync(self, engines: EngineHandle) -> WeightSync:
         actor, host, before = self.supervisor.roles[ACTOR], self.supervisor.sync_host, self._sync
-        fresh = WeightSync(self.config, actor, engines, host)
+        fresh = WeightSync(self.run.config, actor, engines, host)
         self._sync = before.renewed(actor, engines, host) if before else fresh
         return self._sync
 
     def _cadence(self, step: int) -> SaveCadence:
-        ckpt = self.config.ckpt
-        known = failures(read_events(self.directory.events), len(self.ranks.topology.nodes), ckpt.mtbf_hours)
-        return SaveCadence(ckpt.save_steps, known, self.reporting.note, last=step)
+        ckpt = self.run.config.ckpt
+        known = failures(read_events(self.run.directory.events), len(self.run.ranks.topology.nodes), ckpt.mtbf_hours)
+        return SaveCadence(ckpt.save_steps, known, self.run.reporting.note, last=step)
 
     def _evaluation(self, step: TrainingStep) -> Evaluation | None:
-        config, sets = self.config, self.inputs.evaluation
+        config, sets = self.run.config, self.inputs.evaluation
         if not sets:
             return None
         overlapping = None
         if config.eval.overlap and ROLLOUT in self.supervisor.roles:
             # While the actor trains it cannot give its weights to engines that start late.
             overlapping = partial(step.episodes.sample, admits=False)
-        return Evaluation(config, sets, self.directory.evaluations, step.generate, step.reward, overlapping)
+        return Evaluation(config, sets, self.run.directory.evaluations, step.generate, step.reward, overlapping)
 
     def _phase(self, name: str) -> None:
-        self.reporting.phase(name)
+        self.run.reporting.phase(name)
         self.watchdog.phase(name)
 
     def _gpus(self) -> GpuAccount | None:
-        if self.ranks.topology.accelerator == CPU:
+        if self.run.ranks.topology.accelerator == CPU:
             return None
-        report = self.reporting
-        account = report.gpus = GpuAccount(self.config, self.ranks, self.clock, report.recorder.transfer, report.note)
-        account.watch(self.supervisor.roles)
-        return account
+        run, report, roles = self.run, self.run.reporting, self.supervisor.roles
+        report.gpus = GpuAccount(run.config, run.ranks, roles, run.started, report.recorder.transfer, report.note)
+        return report.gpus
 
     def _start_engines(
         self, engines: Engines, handle: EngineHandle, weight_sync: WeightSync, colocation: Colocation | None
     ) -> EnginePool:
         """Begin to start the engines; colocated ones before the trainers, which find them asleep."""
-        all_at_once = self.config.train.full_determinism or self.config.train.colocate_all
+        all_at_once = self.run.config.train.full_determinism or self.run.config.train.colocate_all
         pool = EnginePool(self.supervisor, engines, handle, weight_sync, all_at_once)
-        engines.begin(all_at_once, self.reporting.note)
+        engines.begin(all_at_once, self.run.reporting.note)
         if colocation is not None:
             log.info("engines %s have started, before any trainer", pool.wait([]))
             colocation.put_engines_to_sleep()
@@ -189,12 +172,12 @@ class Startup:
 
     def _start_trainers(self, pool: EnginePool | None) -> None:
         """Start the trainers, while the engines of `pool` start, and wait for them and the first engine."""
-        config = self.config
+        config = self.run.config
         trainers = {
             role: handle for role, handle in self.supervisor.roles.items() if not isinstance(handle, EngineHandle)
         }
         engines = f"; starting {self.supervisor.roles[ROLLOUT].world} engines" if pool else ""
-        self.reporting.note(f"loading {', '.join(trainers)}{engines}")
+        self.run.reporting.note(f"loading {', '.join(trainers)}{engines}")
         starts: dict[str, list[Future[StartAnswer]]] = {
             role: handle.start_all(StartCalls.start, optimizer_steps(config, role, self.inputs.total_steps))
             for role, handle in trainers.items()
@@ -204,13 +187,13 @@ class Startup:
         gather([future for futures in starts.values() for future in futures])
         for role in (ACTOR, CRITIC, REWARD):
             if role in starts and (note := starts[role][0].result().note):
-                self.reporting.note(note)
+                self.run.reporting.note(note)
         if pool is None:
             return
         first = pool.wait(starts[ACTOR][0].result().parameters or [])
         count = self.supervisor.roles[ROLLOUT].world
         if len(first) < count:
-            self.reporting.note(f"{len(first)} of {count} engines are ready; the others join when they are")
+            self.run.reporting.note(f"{len(first)} of {count} engines are ready; the others join when they are")
 
     def _tell_when_ready(self, role: str, futures: list[Future[StartAnswer]]) -> None:
         """Note when all ranks of `role` have loaded their model; called back by the thread that gets the answers."""
@@ -219,15 +202,22 @@ class Startup:
         def answered(future: Future[StartAnswer]) -> None:
             waiting.discard(future)
             if not waiting and all(each.exception() is None for each in futures):
-                self.reporting.note(f"{role} is ready after {time.monotonic() - self.clock:.0f} s")
+                self.run.reporting.note(f"{role} is ready after {time.monotonic() - self.run.started:.0f} s")
 
         for future in futures:
             future.add_done_callback(answered)
 
-    def _episodes(self, engines: EngineHandle, pool: EnginePool) -> Episodes:
-        config = self.config
+    def _episodes(self, pool: EnginePool | None) -> Episodes:
+        config, environments = self.run.config, self.inputs.environments
+        seed, answered = config.train.seed, self.run.reporting.answered
+        if pool is None:
+            actor: Any = self.supervisor.roles[ACTOR]  # in the place of engines
+            at_once = config.rollout.hf_at_once(on_gpus=self.run.ranks.topology.accelerator == GPU)
+            return Episodes(ActorWaves(actor, seed, at_once, answered), environments=environments)
+        engines = self.supervisor.roles[ROLLOUT]
+        assert isinstance(engines, EngineHandle)
         fixed, drain = config.train.full_determinism, config.vllm.sync_mode == "drain"
-        common = engines, config.train.seed, config.vllm.max_num_seqs, self.reporting.answered
+        common = engines, seed, config.vllm.max_num_seqs, answered
         urgent = not drain or config.algo.dynamic_filtering_enable
 
         def admit(version: int) -> list[int]:
@@ -237,16 +227,16 @@ class Startup:
             return pool.rescue()
 
         scheduler = Waves(*common) if fixed else Scheduler(*common, urgent=urgent)
-        return Episodes(scheduler, admit, self.inputs.environments)
+        return Episodes(scheduler, admit, environments)
 
     def _step(self, episodes: Episodes, pool: EnginePool | None, colocation: Colocation | None) -> TrainingStep:
-        config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
+        config, inputs, roles, note = self.run.config, self.inputs, self.supervisor.roles, self.run.reporting.note
         scale, message = reward_scale(config)
         if message:
             note(message)
         source = inputs.reward or ModelRewards(roles[REWARD], config.train.forward_tokens)
         engines = self.supervisor.engines  # one that died may start again on another node
-        node = sampling_nodes(self.ranks).__getitem__ if engines is None else engines.node
+        node = sampling_nodes(self.run.ranks).__getitem__ if engines is None else engines.node
         return TrainingStep(
             config=config,
             algorithm=algorithm_of(config),
@@ -257,15 +247,15 @@ class Startup:
             prompts=inputs.prompts,
             order=inputs.order,
             total_steps=inputs.total_steps,
-            reward=Scoring(source, config.timeout.reward, self.directory.reward_log),
+            reward=Scoring(source, config.timeout.reward, self.run.directory.reward_log),
             kl=KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon),
             scale=scale,
             self_check=SelfCheck(
-                config, roles[ACTOR], note, inputs.findings, self.reporting.self_check, inputs.tokenizer
+                config, roles[ACTOR], note, inputs.findings, self.run.reporting.self_check, inputs.tokenizer
             ),
             engine_metrics=EngineMetrics(node, note),
             phases=Phases(self._phase, self.watchdog.ended),
-            stop=self.stop,
+            stop=self.run.stop,
         )
 
 

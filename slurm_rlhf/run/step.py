@@ -17,7 +17,6 @@ Proximal Policy Optimization (2017); Ouyang et al., Training language models to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,9 +52,9 @@ from slurm_rlhf.run.experience import (
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step_metrics import EngineMetrics, agreement_metrics, sample_metrics
 from slurm_rlhf.run.update import Trained, first_pass, train, update_metrics
-from slurm_rlhf.sampling.batches import Batch, EpisodesOver, Parts
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_stream import GroupStream, make_batches
+from slurm_rlhf.sampling.group_stream import GroupStream
 from slurm_rlhf.wire.handles import RoleHandle
 
 Metrics = dict[str, float]
@@ -89,8 +88,7 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         last, awake = self.total_steps, self.awake
-        parts = Parts(self.config, self.prompts, self.order, last, self.episodes, self.reward, awake)
-        self.batches = make_batches(parts)
+        self.batches = GroupStream(self.config, self.prompts, self.order, last, self.episodes, self.reward, awake)
 
     def run(
         self, number: int, version: int, checked: Callable[[], None], overlap: Overlap | None = None
@@ -205,21 +203,13 @@ class TrainingStep:
         """Get the rewards of the user's function or of a model, while other roles compute log-probs and values."""
         owners = [prompt for prompt in batch.prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
-            scored = self._begin_rewards(owners, batch)
+            # Dynamic sampling has asked for them already.
+            asked = [] if batch.rewards else [self.reward.begin(owners, batch.trajectories, batch.step)]
             if REWARD in self.roles:
-                one_at_a_time(self.config, [scored])
+                one_at_a_time(self.config, asked)
             fill_passes(self.config, self.roles, experience)
         with self.phases("reward"):
-            rewards = self.reward.wait(scored, len(batch.trajectories))
-        return rewards
-
-    def _begin_rewards(self, owners: list[Prompt], batch: Batch) -> Future[Rewards]:
-        """Start computing the rewards of a batch, unless dynamic sampling has asked for them."""
-        if batch.rewards is None:
-            return self.reward.begin(owners, batch.trajectories, batch.step)
-        known: Future[Rewards] = Future()
-        known.set_result(batch.rewards)
-        return known
+            return batch.rewards or self.reward.wait(asked[0], len(batch.trajectories))
 
     def update(
         self, number: int, trajectories: list[Trajectory], experience: Experience, metrics: Metrics, version: int

@@ -5,8 +5,7 @@ A group is a prompt with its n responses; `group_stream` decides which begin, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +13,23 @@ import numpy as np
 
 from slurm_rlhf.algorithms.reward_shaping import passes
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import Rewards, joined
-from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.sampling.group_rules import GroupState
 
 if TYPE_CHECKING:
-    from slurm_rlhf.sampling.episodes import Episodes
     from slurm_rlhf.sampling.scheduler import EngineWork
 
 
 class EpisodesOver(Exception):
     """Says that the prompts of all episodes are used up before a batch was full; the run ends, as planned."""
+
+    def __init__(self, step: int, kept: int, batch: int) -> None:
+        super().__init__(
+            f"the prompts of all episodes are used up: {kept} of the groups for step {step} are there, which needs "
+            f"rollout.batch_size = {batch}, so the run ends after step {step - 1}; raise train.num_episodes to go on"
+        )
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class FilterCounts:
     def judge(self, groups: Sequence[PromptGroup], rewards: Rewards, samples: int) -> None:
         """Give each group its rewards, `samples` each, and its verdict."""
         for index, group in enumerate(groups):
-            group.rewards = rewards.part(index * samples, (index + 1) * samples)
+            group.rewards = rewards.select(slice(index * samples, (index + 1) * samples))
             values = group.rewards.rewards if group.rewards.scores is None else group.rewards.scores
             group.verdict = passes(values, self.bounds)
             self.judged += 1
@@ -134,19 +135,6 @@ def sampling_of(config: Config) -> Sampling:
     )
 
 
-def prompts_at_once(config: Config) -> int:
-    """Count the prompts that are sampled at a time: rollout.vllm_generate_batch_size, or its default."""
-    return config.rollout.vllm_generate_batch_size or config.rollout.batch_size
-
-
-def episodes_over(step: int, kept: int, batch: int) -> EpisodesOver:
-    """Say why the run ends before `step`."""
-    return EpisodesOver(
-        f"the prompts of all episodes are used up: {kept} of the groups for step {step} are there, which needs "
-        f"rollout.batch_size = {batch}, so the run ends after step {step - 1}; raise train.num_episodes to go on"
-    )
-
-
 def assemble_batch(
     step: int,
     groups: Sequence[PromptGroup],
@@ -168,17 +156,3 @@ def assemble_batch(
         metrics=metrics,
         judged=judged,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Holds the parts that make batches."""
-
-    config: Config
-    prompts: PromptSet
-    order: PromptOrder
-    last: int  # last step of the run
-    episodes: Episodes
-    reward: Scoring
-    awake: Callable[[int], AbstractContextManager[None]]
-    """Lets engines sample with a policy version: colocated ones are awake meanwhile."""

@@ -44,30 +44,20 @@ class Environment(Protocol):
         """Take the messages so far, the policy's answer last; return observation, reward, and whether it is over."""
 
 
-class Episode(Protocol):
-    """Holds what the next turn of one episode needs."""
+class Episode:
+    """Plays a prompt without an environment: one turn is the whole episode."""
 
-    token_ids: I32
-    """Tokens that the turn goes on behind, [P]."""
-    limit: int
-    """Most tokens that the turn may sample."""
+    def __init__(self, prompt: Prompt, sampling: Sampling) -> None:
+        self.token_ids: I32 = prompt.token_ids
+        """Tokens that the turn goes on behind, [P]."""
+        self.limit = sampling.max_new_tokens
+        """Most tokens that the turn may sample."""
 
     async def start(self) -> None:
         """Prepare the first turn."""
 
     async def take(self, found: Trajectory) -> Trajectory | None:
         """Take the response of a turn; return the whole episode if it is over."""
-
-
-class Plain:
-    """Implements `Episode` for a prompt without an environment."""
-
-    def __init__(self, prompt: Prompt, sampling: Sampling) -> None:
-        self.token_ids, self.limit = prompt.token_ids, sampling.max_new_tokens
-
-    async def start(self) -> None: ...
-
-    async def take(self, found: Trajectory) -> Trajectory | None:
         return found
 
 
@@ -79,15 +69,9 @@ class Environments:
 
         Raises EpisodeError for a file without a usable class, ModelError for a chat template without room for turns.
         """
-        self.file = Path(config.env.path)
-        self.max_turns = config.env.max_turns
-        self.tokenizer = tokenizer
-        self._data = config.data
+        self.file, self.config, self.tokenizer = Path(config.env.path), config, tokenizer
+        self._data, self._printed = config.data, printed
         self.templated = config.data.apply_chat_template
-        self.max_len = config.data.max_len
-        self._longest = config.data.max_len - config.rollout.max_new_tokens
-        self._timeout_s = config.timeout.reward
-        self._printed = printed
         self.made = self._class()
         if self.templated:
             observation_text([{"role": "user", "content": "?"}], tokenizer)
@@ -99,10 +83,13 @@ class Environments:
     async def call(self, name: str, work: Callable[[], Any]) -> Any:
         """Run `work`, which calls the user's `name`, in a thread. Raises EpisodeError."""
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(in_thread(work, "environment")), self._timeout_s)
+            return await asyncio.wait_for(
+                asyncio.wrap_future(in_thread(work, "environment")), self.config.timeout.reward
+            )
         except TimeoutError:
+            seconds = self.config.timeout.reward
             raise EpisodeError(
-                f"{self.file}: {CLASS}.{name} did not return within {self._timeout_s:g} s; make it faster or raise "
+                f"{self.file}: {CLASS}.{name} did not return within {seconds:g} s; make it faster or raise "
                 "timeout.reward"
             ) from None
 
@@ -123,9 +110,10 @@ class Environments:
         messages = self._messages(given, "reset")
         text = self.tokenizer.chat(messages, str(self.file)) if self.templated else messages[0]["content"]
         (ids,) = encode_prompts([text], self.tokenizer, self.templated)
-        if not 0 < len(ids) <= self._longest:
+        longest = self._data.max_len - self.config.rollout.max_new_tokens
+        if not 0 < len(ids) <= longest:
             raise EpisodeError(
-                f"{self.file}: {CLASS}.reset returned a prompt of {len(ids)} tokens, and 1 to {self._longest} fit "
+                f"{self.file}: {CLASS}.reset returned a prompt of {len(ids)} tokens, and 1 to {longest} fit "
                 f"(data.max_len - rollout.max_new_tokens): {cut(text, 80)!r}"
             )
         return messages, np.array(ids, dtype=np.int32)
@@ -169,11 +157,11 @@ class Environments:
 _ANSWER = "expected (observation, reward, done) with a finite number as reward"
 
 
-class Turns:
-    """Implements `Episode` with an instance of the user's class."""
+class Turns(Episode):
+    """Plays an episode with an instance of the user's class."""
 
     def __init__(self, environments: Environments, prompt: Prompt, sampling: Sampling) -> None:
-        self.token_ids, self.limit = prompt.token_ids, sampling.max_new_tokens
+        super().__init__(prompt, sampling)
         self._environments, self._prompt, self._most = environments, prompt, sampling.max_new_tokens
         self._environment: Environment
         self._messages: Messages = []
@@ -206,11 +194,11 @@ class Turns:
         observation, reward, done = environments.observed(answer)
         self._reward += reward
         self._turns += 1
-        if done or found.finish_reason == REPETITION or self._turns == environments.max_turns:
+        if done or found.finish_reason == REPETITION or self._turns == environments.config.env.max_turns:
             return self._whole(found, found.finish_reason)
         self._go_on()
         ids = environments.tokens_of(observation, self.token_ids)
-        if len(self.token_ids) + len(ids) >= environments.max_len:
+        if len(self.token_ids) + len(ids) >= environments.config.data.max_len:
             return self._whole(found, LENGTH)
         self._append(ids, [0.0] * len(ids), False)
         if self._versions:
@@ -226,7 +214,7 @@ class Turns:
 
     def _go_on(self) -> None:
         self.token_ids = np.concatenate([self._prompt_ids, np.array(self._ids, dtype=np.int32)])
-        self.limit = min(self._most, self._environments.max_len - len(self.token_ids))
+        self.limit = min(self._most, self._environments.config.data.max_len - len(self.token_ids))
 
     def _whole(self, last: Trajectory, reason: str) -> Trajectory:
         ids: I32 = np.array(self._ids, dtype=np.int32)

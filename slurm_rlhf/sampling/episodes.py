@@ -20,7 +20,7 @@ from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.batches import PromptGroup, responses_of
-from slurm_rlhf.sampling.environment import Environments, Episode, Plain
+from slurm_rlhf.sampling.environment import Environments, Episode
 from slurm_rlhf.sampling.group_rules import GroupState
 from slurm_rlhf.sampling.scheduler import Scheduler
 
@@ -56,7 +56,7 @@ class Episodes:
         `environments`: what answers the policy between its turns; None: each episode is a prompt and a response.
         """
         self.scheduler = scheduler
-        self._play: Callable[[Prompt, Sampling], Episode] = Plain if environments is None else environments.begin
+        self._play: Callable[[Prompt, Sampling], Episode] = Episode if environments is None else environments.begin
         self._admit = admit
         self._sources: list[GroupSource] = []
         self._failure: BaseException | None = None

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -17,45 +17,29 @@ from queue import SimpleQueue
 from slurm_rlhf.algorithms.reward_shaping import refill
 from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import Sampling
 from slurm_rlhf.rewards.function import Rewards
+from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.sampling.batches import (
     Batch,
+    EpisodesOver,
     FilterCounts,
-    Parts,
     PromptGroup,
     assemble_batch,
-    episodes_over,
     owners_of,
-    prompts_at_once,
     responses_of,
     sampling_of,
 )
+from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState, choose, first_passing, on_policy_room, room
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Limits the number of groups."""
-
-    batch: int  # groups of a step
-    last: int  # last step of the run
-    size: int | None  # train.async_queue_size; None: a batch is sampled when its step asks, under one policy
-    at_once: int = 0  # groups in flight for a batch under one policy: rollout.vllm_generate_batch_size, or the batch
-    tries: int = 0  # algo.dynamic_filtering_max_tries
-    ahead: int = 0  # groups of a batch that may be begun by older policies: train.staleness_threshold of the batch
-    rounds: bool = False  # groups begin together when all of before are judged
-
-    @property
-    def most(self) -> int:
-        """Count the groups that may be sampled for a batch that is filtered."""
-        return self.tries * self.at_once
 
 
 @dataclass(slots=True, eq=False)
 class GroupStream:
-    """Gives each step its batch: of groups of any age within the bound, or of fresh ones, if `rule.size` is None.
+    """Gives each step its batch: of groups of any age within the bound, or of fresh ones, if `size` is None.
 
     With groups of any age, those that are in flight or left over stay for the next batch. With fresh ones nothing
     begins unless a step waits, and a batch has the first passing groups in the order of the prompts. Further groups
@@ -67,9 +51,22 @@ class GroupStream:
     price: engines wait for the last response of a round.
     """
 
-    parts: Parts
-    rule: Rule
-    counts: FilterCounts | None  # counts of dynamic sampling; None: every group is trained on
+    config: Config
+    prompts: PromptSet
+    order: PromptOrder
+    last: int  # last step of the run
+    episodes: Episodes
+    reward: Scoring
+    awake: Callable[[int], AbstractContextManager[None]]
+    """Lets engines sample with a policy version: colocated ones are awake meanwhile."""
+    size: int | None = field(init=False)  # train.async_queue_size; None: a step samples its batch, under one policy
+    rounds: bool = field(init=False)  # groups begin together when all of before are judged
+    counts: FilterCounts | None = field(init=False)  # counts of dynamic sampling; None: every group is trained on
+    _batch: int = field(init=False)  # groups of a step
+    _at_once: int = field(init=False)  # groups in flight for a batch under one policy
+    _most: int = field(init=False)  # groups that may be sampled for a batch that is filtered
+    _ahead: int = field(init=False)  # groups of a batch that may be begun by older policies
+    _sampling: Sampling = field(init=False)
     _groups: list[PromptGroup] = field(default_factory=list, init=False)  # groups begun since the last batch, in order
     _coming: deque[PromptGroup] = field(default_factory=deque, init=False)  # groups that begin next
     _open: dict[PromptGroup, list[asyncio.Task[None]]] = field(default_factory=dict, init=False)  # episodes in flight
@@ -86,49 +83,57 @@ class GroupStream:
     _ready: SimpleQueue[Batch | BaseException] = field(default_factory=SimpleQueue, init=False)
     _quiet: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue, init=False)
 
-    _sampling: Sampling = field(init=False)
-
     def __post_init__(self) -> None:
-        self._sampling = sampling_of(self.parts.config)
+        config, train, algo = self.config, self.config.train, self.config.algo
+        filtered, inflight = algo.dynamic_filtering_enable, config.vllm.sync_mode == "inflight"
+        self.size = train.async_queue_size if inflight else None
+        self.rounds = not inflight and not (filtered and has_engines(config) and not train.full_determinism)
+        self.counts = FilterCounts(algo.dynamic_filtering_range) if filtered else None
+        self._batch = self._at_once = config.rollout.batch_size
+        if filtered:
+            self._at_once = config.rollout.vllm_generate_batch_size or self._batch
+        self._most = algo.dynamic_filtering_max_tries * self._at_once
+        self._ahead = int(train.staleness_threshold * self._batch)
+        self._sampling = sampling_of(config)
 
     def take(self, step: int) -> Batch:
         """Wait for the batch of `step`; the engines' calls have the time-outs.
 
         Raises what sampling raised, FilteredAway, and EpisodesOver where prompts run out before it is full.
         """
-        with self.parts.awake(step - 1):
-            self.parts.episodes.post(self._want, step)
-            return self.parts.episodes.wait(self._ready, step - 1)
+        with self.awake(step - 1):
+            self.episodes.post(self._want, step)
+            return self.episodes.wait(self._ready, step - 1)
 
     def updated(self, version: int) -> None:
         """Note that all engines have policy `version`; return at once."""
-        self.parts.episodes.post(self._update, version)
+        self.episodes.post(self._update, version)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Begin no groups meanwhile, so that the engines can do other work."""
-        self.parts.episodes.post(self._pause, True)
+        self.episodes.post(self._pause, True)
         try:
-            self.parts.episodes.wait(self._quiet, self._version)
+            self.episodes.wait(self._quiet, self._version)
             yield
         finally:
-            self.parts.episodes.post(self._pause, False)
+            self.episodes.post(self._pause, False)
 
     def close(self) -> None:
         """Begin no further group. Groups in flight are dropped with the engines; they can be sampled again."""
-        self.parts.episodes.close()
+        self.episodes.close()
 
     # On the loop.
 
     def _want(self, step: int) -> None:
-        self.parts.episodes.attach(self)
+        self.episodes.attach(self)
         self._step, self._version, self._wanted, self._changed = step, max(self._version, step - 1), True, True
 
     def _update(self, version: int) -> None:
         self._version = version
 
     def _pause(self, paused: bool) -> None:
-        self.parts.episodes.attach(self)
+        self.episodes.attach(self)
         self._paused, self._quiet_noted = paused, False
 
     def failed(self, error: BaseException) -> None:
@@ -162,53 +167,53 @@ class GroupStream:
         return bool(self._open or self._finished or self._judging)
 
     def _room(self) -> int:
-        rule, filtered = self.rule, self.counts is not None
+        filtered = self.counts is not None
         dropped = sum(group.verdict is False for group in self._groups)
-        if rule.size is None:
+        if self.size is None:
             passed = sum(group.verdict is True for group in self._groups)
             begun = len(self._groups)
             unfinished = begun - passed - dropped
-            fresh = on_policy_room(passed, unfinished, begun, rule.batch, rule.at_once, rule.most)
+            fresh = on_policy_room(passed, unfinished, begun, self._batch, self._at_once, self._most)
             return fresh if self._wanted else 0
-        if (filtered and dropped >= rule.most) or self._choose() is not None:
+        if (filtered and dropped >= self._most) or self._choose() is not None:
             return 0  # the next batch is ready: a group that begins now would only be older
         waiting = len(self._groups) - dropped
-        return room(waiting, self._version, self._step, rule.size, rule.batch, rule.last, rule.ahead)
+        return room(waiting, self._version, self._step, self.size, self._batch, self.last, self._ahead)
 
     def _admits(self) -> bool:
         """Tell whether a group may begin, the first of `_coming`."""
-        order = self.parts.order
+        order = self.order
         if not self._step:
             return False
-        if self.rule.rounds:
+        if self.rounds:
             if self._wanted and not self._busy() and not self._coming:
                 self._coming.extend(self._round())
         elif self._room() <= 0:
             return False
         elif not self._coming and order.left:
             (place,) = order.take(1)
-            self._coming.append(self._group(place, place // self.rule.batch))
+            self._coming.append(self._group(place, place // self._batch))
         return bool(self._coming)
 
     def _round(self) -> list[PromptGroup]:
         """Make the groups of the next round; fewer at an episode's end: no prompt comes twice."""
-        rule, order, judged = self.rule, self.parts.order, len(self._groups)
+        order, judged = self.order, len(self._groups)
         passed = sum(group.verdict is True for group in self._groups)
-        count = refill(rule.batch - passed, passed, judged, rule.at_once) if judged else rule.at_once
-        places = order.take(min(count, rule.most - judged))
+        count = refill(self._batch - passed, passed, judged, self._at_once) if judged else self._at_once
+        places = order.take(min(count, self._most - judged))
         behind = [place for place in places if order.episode_of(place) != order.episode_of(places[0])]
         order.give_back(behind)
         # The batch that the first place is in seeds them: a prompt that comes again has other responses.
-        return [self._group(place, places[0] // rule.batch) for place in places if place not in behind]
+        return [self._group(place, places[0] // self._batch) for place in places if place not in behind]
 
     def _group(self, place: int, round: int) -> PromptGroup:
-        prompt = self.parts.prompts[self.parts.order.position(place)]
+        prompt = self.prompts[self.order.position(place)]
         return PromptGroup(place, prompt, GroupState(self._version), self._sampling, round)
 
     def _begin(self) -> bool:
         """Begin the next group; return False if no engine has room for it."""
-        group, episodes = self._coming[0], self.parts.episodes
-        left = len(self._coming) * group.sampling.n if self.rule.rounds else None
+        group, episodes = self._coming[0], self.episodes
+        left = len(self._coming) * group.sampling.n if self.rounds else None
         if not episodes.scheduler.place(group, left):
             return False
         self._groups.append(self._coming.popleft())
@@ -225,12 +230,12 @@ class GroupStream:
 
     def _judge(self) -> None:
         """Let the reward function judge what has finished since its last call: one call at a time, of whole rounds."""
-        if not self._finished or self._judging or (self.rule.rounds and (self._open or self._coming)):
+        if not self._finished or self._judging or (self.rounds and (self._open or self._coming)):
             return
         groups, self._finished = sorted(self._finished, key=lambda group: group.place), []
         self._judging = groups
-        call = in_thread(partial(self.parts.reward, owners_of(groups), responses_of(groups), self._step), "reward")
-        call.add_done_callback(lambda call: self.parts.episodes.post(self._judged, groups, call))
+        call = in_thread(partial(self.reward, owners_of(groups), responses_of(groups), self._step), "reward")
+        call.add_done_callback(lambda call: self.episodes.post(self._judged, groups, call))
 
     def _judged(self, groups: list[PromptGroup], call: Future[Rewards]) -> None:
         self._judging, self._changed = [], True
@@ -249,58 +254,38 @@ class GroupStream:
         return self._next
 
     def _look(self) -> list[PromptGroup] | None:
-        if self.rule.size is None:
+        if self.size is None:
             # Wait for the user's function: otherwise an evaluation might call it at the same time.
-            chosen = None if self._judging else first_passing([g.verdict for g in self._groups], self.rule.batch)
+            chosen = None if self._judging else first_passing([g.verdict for g in self._groups], self._batch)
             return None if chosen is None else [self._groups[index] for index in chosen]
         alive = [group for group in self._groups if group.verdict is not False]
-        chosen = choose([group.state for group in alive], self._step, self.rule.size, self.rule.batch)
+        chosen = choose([group.state for group in alive], self._step, self.size, self._batch)
         return None if chosen is None else [alive[index] for index in chosen]
 
     def _deliver(self, chosen: list[PromptGroup]) -> None:
         """Give the batch to the step that waits, and go over to the next step."""
         owed: list[int] = []
-        if self.rule.size is None:
+        if self.size is None:
             behind = self._groups[self._groups.index(chosen[-1]) + 1 :]
-            self.parts.order.give_back(group.place for group in [*self._coming, *behind])
+            self.order.give_back(group.place for group in [*self._coming, *behind])
             for task in (task for tasks in self._open.values() for task in tasks):
                 task.cancel()
             self._open.clear()
             self._coming.clear()
             self._groups, self._finished = [], []
-            self.parts.episodes.scheduler.forget()
+            self.episodes.scheduler.forget()
         else:
             self._groups = [g for g in self._groups if g.verdict is not False and g not in chosen]
             owed = [group.place for group in [*self._coming, *self._groups]]
-        state, loads = self.parts.order.state_dict(owed), self.parts.episodes.scheduler.take_loads()
+        state, loads = self.order.state_dict(owed), self.episodes.scheduler.take_loads()
         self._ready.put(assemble_batch(self._step, chosen, loads, state, self.counts))
         self._step, self._wanted, self._changed = self._step + 1, False, True
 
     def _end(self) -> BaseException:
         """Return the error for a batch that cannot become full."""
-        rule, kept = self.rule, sum(group.verdict is True for group in self._groups)
-        if self.counts is not None and len(self._groups) - kept * (rule.size is not None) >= rule.most:
-            return self.counts.filtered_away(self._step, kept, rule.batch, rule.tries)
-        return episodes_over(self._step, kept, rule.batch)
-
-
-def rule_of(config: Config, last: int) -> Rule:
-    """Return the limits on groups in a run of `last` steps."""
-    batch, train, filtered = config.rollout.batch_size, config.train, config.algo.dynamic_filtering_enable
-    ahead = config.vllm.sync_mode == "inflight"
-    return Rule(
-        batch=batch,
-        last=last,
-        size=train.async_queue_size if ahead else None,
-        at_once=prompts_at_once(config) if filtered else batch,
-        tries=config.algo.dynamic_filtering_max_tries,
-        ahead=int(train.staleness_threshold * batch),
-        rounds=not ahead and not (filtered and has_engines(config) and not train.full_determinism),
-    )
-
-
-def make_batches(parts: Parts) -> GroupStream:
-    """Make the stream of a run."""
-    config = parts.config
-    counts = FilterCounts(config.algo.dynamic_filtering_range) if config.algo.dynamic_filtering_enable else None
-    return GroupStream(parts, rule_of(config, parts.last), counts)
+        kept = sum(group.verdict is True for group in self._groups)
+        if self.counts is not None and len(self._groups) - kept * (self.size is not None) >= self._most:
+            return self.counts.filtered_away(
+                self._step, kept, self._batch, self.config.algo.dynamic_filtering_max_tries
+            )
+        return EpisodesOver(self._step, kept, self._batch)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 SLOW_FACTOR = 3.0
@@ -31,10 +30,6 @@ class RowQueue:
     _failures: dict[int, int] = field(default_factory=dict)  # row -> failures, alone on an engine
     _engine_failures: dict[int, int] = field(default_factory=dict)  # engine -> failures since its last answer
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-
-    @classmethod
-    def of(cls, rows: Iterable[int]) -> RowQueue:
-        return cls(deque(rows))
 
     @property
     def waiting(self) -> int:
@@ -71,10 +66,7 @@ class RowQueue:
         if not self._durations:
             return None
         limit = max(LEAST_SLOW_S, SLOW_FACTOR * statistics.median(self._durations))
-        owners: dict[int, int] = {}
-        for rows in self._held.values():
-            for row in rows:
-                owners[row] = owners.get(row, 0) + 1
+        owners = Counter(row for rows in self._held.values() for row in rows)
         late = [
             (since, row)
             for other, rows in self._held.items()

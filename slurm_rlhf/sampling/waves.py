@@ -85,11 +85,7 @@ class ActorWaves(Waves):
     """
 
     rollout: RoleHandle[ActorCalls]  # type: ignore[assignment]
-
-    def __init__(self, actor: RoleHandle[ActorCalls], run_seed: int, width: int, answered: Answered = nobody) -> None:
-        """`width`: number of responses that a rank works on at once."""
-        super().__init__(actor, run_seed, width, answered)  # type: ignore[arg-type]
-        self._calls: list[Future[GenerateAnswer]] = []
+    _calls: list[Future[GenerateAnswer]]  # of the wave
 
     @property
     def ready(self) -> Sequence[int]:

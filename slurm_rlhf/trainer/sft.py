@@ -26,7 +26,7 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet, cell, read_jsonl
+from slurm_rlhf.data.prompts import PromptSet, Row, cell, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer, continuations
 from slurm_rlhf.errors import CheckpointError, ConfigError, DataError, printable
 from slurm_rlhf.observe.metrics import MetricsLog
@@ -55,7 +55,7 @@ def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
 
     Raises DataError with file and line for a row that is not an example, and when none is left.
     """
-    answers = [_answer(row, f"{path}:{line}", data) for line, row in read_jsonl(path, data.max_samples)]
+    answers = [_answer(row, where, data) for where, row in read_rows(path, data.max_samples)]
     prompts = PromptSet.load(path, tokenizer, data, data.max_len - 1, data.max_samples)
     texts = [answers[prompt.index] for prompt in prompts]
     continued = continuations(list(prompts), texts, tokenizer, data.apply_chat_template)
@@ -77,7 +77,7 @@ def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
     return Examples(experience, len(answers) - len(kept))
 
 
-def _answer(row: dict[str, Any], where: str, data: Data) -> str:
+def _answer(row: Row, where: str, data: Data) -> str:
     value = cell(row, data.output_key, "data.output_key", where)
     if not isinstance(value, str):
         raise DataError(f"{where}: {data.output_key!r} must be a string, got {type(value).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def test_running_statistics_are_those_of_all_rewards_together() -> None:
 def test_a_checkpoint_of_it_goes_on_bit_for_bit() -> None:
     rng = np.random.default_rng(1)
     scale = RunningScale().with_batch(rng.normal(size=33)).with_batch(rng.normal(size=5))
-    again = RunningScale(**json.loads(json.dumps(scale.state_dict())))
+    again = RunningScale(**json.loads(json.dumps(asdict(scale))))
     later = rng.normal(size=20)
     assert again == scale
     assert normalized(later, again.with_batch(later)).tobytes() == normalized(later, scale.with_batch(later)).tobytes()

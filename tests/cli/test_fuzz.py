@@ -24,8 +24,8 @@ from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.data.prompts import read_jsonl
-from slurm_rlhf.errors import SlurmRlhfError
+from slurm_rlhf.data.prompts import read_rows
+from slurm_rlhf.errors import DataError, SlurmRlhfError
 from slurm_rlhf.wire.codec import decode, encode
 from slurm_rlhf.wire.messages import CallFailure, Envelope, unpack
 
@@ -146,8 +146,8 @@ def test_lines_of_any_kind(folder: Path, lines: list[bytes], end: bytes) -> None
     file = folder / "rows.jsonl"
     file.write_bytes(end.join(lines))
     with ours():
-        for _, row in read_jsonl(file):
-            assert isinstance(row, dict)
+        for _, row in read_rows(file):
+            assert isinstance(row, dict | DataError)
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from random_models import tiny_tokenizer
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.order import KEYS, PromptOrder
-from slurm_rlhf.data.prompts import CHUNK, PromptSet, read_jsonl
+from slurm_rlhf.data.prompts import CHUNK, PromptSet, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import CheckpointError, DataError, ModelError
 
@@ -172,8 +172,8 @@ def test_bad_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_windows_file(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes('\ufeff{"input": "ü"}\r\n\r\n{"input": "b"}'.encode())
-    assert list(read_jsonl(file)) == [(1, {"input": "ü"}), (3, {"input": "b"})]
-    assert list(read_jsonl(file, 1)) == [(1, {"input": "ü"})]
+    assert list(read_rows(file)) == [(f"{file}:1", {"input": "ü"}), (f"{file}:3", {"input": "b"})]
+    assert list(read_rows(file, 1)) == [(f"{file}:1", {"input": "ü"})]
 
 
 def test_one_message_without_a_role_makes_it_no_chat(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_every_episode_is_a_permutation_and_resumes_anywhere(
     for _ in range(stop):
         first.next()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.episode == stop // order.batches_per_episode
+    assert second.episode_of(second.place) == stop // order.batches_per_episode
     assert rest(second) == whole[stop:]
 
 

@@ -23,7 +23,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError, FilteredAway, RemoteError, RewardError
-from slurm_rlhf.eval.responses import ScoredResponse
+from slurm_rlhf.eval.report import ScoredResponse
 from slurm_rlhf.eval.sets import Evaluation, read_eval_sets
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction, Rewards
@@ -169,7 +169,7 @@ def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
 
     def take(number: int) -> Batch:
         if number == 2:
-            raise EpisodesOver("the prompts of all episodes are used up")
+            raise EpisodesOver(2, 1, 4)
         return sample(number)
 
     run.step.batches = OnDemand(take)

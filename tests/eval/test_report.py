@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.config.evaluation import EvalSettings
-from slurm_rlhf.eval.report import LOOKED_AT, one_line, overall, report_of, report_text, spread
-from slurm_rlhf.eval.responses import ScoredResponse, answer_of, write_responses
+from slurm_rlhf.eval.report import LOOKED_AT, ScoredResponse, one_line, overall, report_of, report_text, spread
+from slurm_rlhf.eval.sets import answer_of, write_responses
 
 SETTINGS = EvalSettings("sums", "/d/sums.jsonl", 4, 0.7, 0, (1, 2, 4), 1.0, "", "source", "input", "label", True)
 
@@ -104,10 +104,10 @@ def test_failures_are_spread_over_the_data_set() -> None:
     wrong = [response(index, sample, 0.0) for index in range(100) for sample in range(4)]
     found = report_of(SETTINGS, wrong, 1)
     assert found.failed == 100
-    assert [failure.index for failure in found.failures] == list(range(0, 100, 5))
+    assert [failure["index"] for failure in found.failures] == list(range(0, 100, 5))
     assert spread(list(range(7)), LOOKED_AT) == list(range(7))
     long = report_of(SETTINGS, [replace(one, response="x" * 9000) for one in wrong], 1).failures[0]
-    assert long.response.endswith(" ... (9000 characters)")
+    assert long["response"].endswith(" ... (9000 characters)")
 
 
 def test_a_prompt_without_a_response_is_wrong_and_counted() -> None:

@@ -56,9 +56,8 @@ def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> Non
 
     config = load_config(file)
     rows = EvalRows(read_eval_sets(config, Tokenizer.load(file.parent / "model")))
-    own = rows.sampling(config)
-    settings = {"seed": 1, "width": 1000, "scores": Scores(None), "logprobs": False, "written": {(0, 0), (24, 0)}}
-    pending = PendingRows.of(rows.prompts(), sampling=own[0], own=own, **settings)
+    config.vllm.max_num_seqs = 1000
+    pending = PendingRows(config, rows.prompts(), rows.sampling(config), Scores(None), {(0, 0), (24, 0)})
     pending.feed(ask, 0, 1, 0.0)
     assert asked == [(row, 1 if row < 24 else 2, 0.0 if row < 24 else 1.0) for row in range(48)]
     assert pending._missing(0) == []

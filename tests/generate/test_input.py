@@ -19,12 +19,12 @@ from tiny_models import make_tiny
 from slurm_rlhf.cli.generate import refuse_many_processes
 from slurm_rlhf.config.check import check_generate
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.prompts import read_rows, require_column
+from slurm_rlhf.data.prompts import BadRow, read_rows, require_column
 from slurm_rlhf.errors import ConfigError, DataError, ModelError, PlacementError, RewardError
 from slurm_rlhf.generate import model_source
 from slurm_rlhf.generate.job import engines_everywhere
 from slurm_rlhf.generate.model_source import Source, find_source
-from slurm_rlhf.generate.rows import BadRow, PromptRows, Scores
+from slurm_rlhf.generate.rows import Scores, read_dataset
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 from slurm_rlhf.records import Prompt, Trajectory
 
@@ -47,17 +47,17 @@ def test_each_bad_row_says_what_is_wrong_and_good_ones_are_tokenized(tmp_path: P
     good = json.dumps({"input": "1+1=", "label": "2"})
     lines = [good, "{torn", '{"other": 1}', '{"input": ""}', json.dumps({"input": "9" * 25}), '{"input": 3}', good]
     config = config_of(tmp_path, model, lines)
-    rows = PromptRows.read(config, model)
-    found = list(rows.prompts(range(len(rows))))
-    assert [each.index for each in found] == list(range(7))
-    why = {each.index: each.why for each in found if isinstance(each, BadRow)}
+    count, prompts = read_dataset(config, model)
+    found = list(prompts(range(count)))
+    assert sorted(each.index for each in found) == list(range(7))
+    why = {each.index: str(each.error) for each in found if isinstance(each, BadRow)}
     assert sorted(why) == [1, 2, 3, 4, 5]
     assert "rows.jsonl:2: not valid JSON" in why[1]
-    assert "row 2: no column 'input' (columns: other)" in why[2]
-    assert why[3] == "row 3: the prompt is empty: give 'input' some text"
-    assert "row 4: the prompt is longer than 24 tokens" in why[4]
+    assert "rows.jsonl:3: no column 'input' (columns: other)" in why[2]
+    assert why[3].endswith("rows.jsonl:4: the prompt is empty: give 'input' some text")
+    assert "rows.jsonl:5: the prompt is longer than 24 tokens" in why[4]
     assert "data.max_len = 32" in why[4]
-    assert "row 5: 'input' must be a string, got int" in why[5]
+    assert "rows.jsonl:6: 'input' must be a string, got int" in why[5]
     assert [each.label for each in found if isinstance(each, Prompt)] == ["2", "2"]
 
 
@@ -68,13 +68,13 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_one_bad_row(tmp_path: Path, 
     words.save(str(other / "tokenizer.json"))
     texts = ("1+1", "${x}", "1+1 " * 200 + "${x}", " ", "1+1")
     config = config_of(tmp_path, other, [json.dumps({"input": text}) for text in texts])
-    found = list(PromptRows.read(config, other).prompts(range(5)))
-    assert [isinstance(each, BadRow) for each in found] == [False, True, True, True, False]
-    why = [each.why for each in found if isinstance(each, BadRow)]
-    assert "row 1: the tokenizer of" in why[0]
-    assert "cannot encode '${x}'" in why[0]
-    assert "row 2: the prompt is longer than 24 tokens" in why[1]
-    assert why[2] == "row 3: the prompt is empty: give 'input' some text"
+    found = list(read_dataset(config, other)[1](range(5)))
+    why = {each.index: str(each.error) for each in found if isinstance(each, BadRow)}
+    assert (len(found), sorted(why)) == (5, [1, 2, 3])
+    assert "rows.jsonl:2: the tokenizer of" in why[1]
+    assert "cannot encode '${x}'" in why[1]
+    assert "rows.jsonl:3: the prompt is longer than 24 tokens" in why[2]
+    assert why[3].endswith("rows.jsonl:4: the prompt is empty: give 'input' some text")
 
 
 def test_a_job_of_several_mpi_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,22 +88,23 @@ def test_a_column_that_no_row_has_is_an_error_of_the_job(tmp_path: Path) -> None
     file = tmp_path / "rows.jsonl"
     file.write_text('{"question": "1+1=", "id": 1}\nnothing\n')
     with pytest.raises(DataError, match=r"no row has a column 'input' \(columns: question, id\): set data.input_key"):
-        require_column(read_rows(file), "input", file)
+        require_column(list(read_rows(file)), "input", file)
     file.write_text("nothing\n")
     with pytest.raises(DataError, match=r"no row can be read; the first: .*rows\.jsonl:1: not valid JSON"):
-        require_column(read_rows(file), "input", file)
+        require_column(list(read_rows(file)), "input", file)
     file.write_text("\n")
     with pytest.raises(DataError, match="the file holds no rows"):
-        read_rows(file)
+        require_column(list(read_rows(file)), "input", file)
 
 
 def test_parquet_is_read_as_its_rows_are(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table({"input": ["1+1=", "2+2="], "label": [2, 4]}), file)
-    assert read_rows(file) == [{"input": "1+1=", "label": 2}, {"input": "2+2=", "label": 4}]
+    rows = [{"input": "1+1=", "label": 2}, {"input": "2+2=", "label": 4}]
+    assert list(read_rows(file)) == [(f"{file}: row {number}", row) for number, row in enumerate(rows)]
     file.write_bytes(b"torn")
     with pytest.raises(DataError, match="not a Parquet file that can be read"):
-        read_rows(file)
+        list(read_rows(file))
 
 
 def test_pyarrow_is_asked_for_where_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def test_pyarrow_is_asked_for_where_it_is_not(tmp_path: Path, monkeypatch: pytes
     file.write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match="reading Parquet needs pyarrow, which is not installed: pip install"):
-        read_rows(file)
+        list(read_rows(file))
 
 
 def test_keys_that_make_no_job_are_named_together(tmp_path: Path, model: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from waiting import HANG_S, until
 
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.generate.row_calls import RowCalls
+from slurm_rlhf.generate.rows import RowCalls
 from slurm_rlhf.records import Prompt, Sampling
 
 

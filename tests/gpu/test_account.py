@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.timing import GpuTime
+from slurm_rlhf.observe.timing import CallSpans
 from slurm_rlhf.placement.model_shape import forward_flops, read_shape
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
@@ -124,6 +125,13 @@ FOUR = experience([10, 10, 20, 20], [30, 40, 50, 60])
 FORWARD, GENERATE = ForwardBatch(FOUR, []), GenerateBatch(PackedPrompts.pack([]), Sampling(), 0)
 
 
+def watched(roles: dict[str, RoleHandle[Any]], clock: Clock) -> CallSpans:
+    spans = CallSpans(clock)
+    for role, handle in roles.items():
+        handle.watchers.append(partial(spans.began, role))
+    return spans
+
+
 @pytest.fixture
 def server() -> Server:
     made = Server()
@@ -144,41 +152,41 @@ def test_an_engine_works_on_all_of_its_gpus() -> None:
 def test_idle_is_what_no_call_is_in_progress_for() -> None:
     """Calls that overlap count once, those of two roles on one GPU too; one that goes on is cut at the step's end."""
     clock = Clock()
-    measured = GpuTime(slots_of(RANKS), clock)
-    first, second = measured.began("actor", 0), measured.began("actor", 0)
-    leader = measured.began("rollout", 0)
+    spans, slots = CallSpans(clock), slots_of(RANKS)
+    first, second = spans.began("actor", 0, "values"), spans.began("actor", 0, "values")
+    leader = spans.began("rollout", 0, "generate")
     clock.now += 2
     first()
-    shared = measured.began("reference", 0)
+    shared = spans.began("reference", 0, "logprobs")
     clock.now += 1
     second()
     leader()
     clock.now += 3
     shared()
     clock.now += 4
-    begun = measured.began("critic", 0)
-    seconds, idle = measured.take()
-    assert seconds == 10
-    node = {gpu: idle["n1", gpu] for gpu in range(5)}
-    assert node == {0: 4, 1: 10, 2: 10, 3: 7, 4: 7}
+    begun = spans.began("critic", 0, "values")
+    spans.began("reward", 7, "score")  # a rank of an earlier start
+    found = spans.take()
+    assert found.seconds == 10
+    assert {gpu: found.idle(slots)["n1", gpu] for gpu in range(5)} == {0: 4, 1: 10, 2: 10, 3: 7, 4: 7}
     clock.now += 5
-    assert measured.take()[1]["n1", 2] == 0
+    assert spans.take().idle(slots)["n1", 2] == 0
     clock.now += 1
     begun()
     clock.now += 1
-    assert measured.take()[1]["n1", 2] == 1
+    assert spans.take().idle(slots)["n1", 2] == 1
 
 
 def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
     clock, roles = Clock(), handles(server)
     told: list[str] = []
-    account = GpuAccount(config(tmp_path), RANKS, 40.0, lambda: WAY, told.append, clock)
-    account.watch(roles)
+    account = GpuAccount(config(tmp_path), RANKS, roles, 40.0, lambda: WAY, told.append, clock)
+    spans = watched(roles, clock)
     account.started()
     assert told == ["GPUs: 5 x NVIDIA H100 80GB HBM3; GiB in use after start, of 80.0: actor 31.0, "
                                  "critic 30.0, reference 31.0, rollout 30.0"]  # fmt: skip
     clock.now += 50
-    account.begin()
+    spans.take()
     calls = [
         *roles["actor"].start_all(ActorCalls.logprobs, FORWARD),
         roles["rollout"].call(0, EngineCalls.generate, GENERATE),
@@ -190,7 +198,7 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
     gather(calls)
     clock.now += 4
     told.clear()
-    metrics = account.step(1, FOUR, {"time/step": 10.0, "time/update": 5.0})
+    metrics = account.step(1, FOUR, spans.take(), {"time/step": 10.0, "time/update": 5.0})
     # GPUs 0, 1, 3 and 4 worked 6 of 10 s, the critic's none, and no role has the sixth of the node.
     assert metrics["perf/gpu_idle"] == pytest.approx((4 * 4 + 10) / 50)
     by_role = {role: metrics[f"perf/gpu_idle_{role}"] for role in RANKS.roles}
@@ -212,17 +220,17 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
     assert told[2].startswith("GPUs: MFU in updates 0.0 %, over the step 0.0 %, idle 52 % (actor 40, critic 100, ")
     noted = [len(told)]
     for number in range(2, 43):
-        account.step(number, FOUR, {"time/step": 10.0, "time/update": 5.0})
+        account.step(number, FOUR, spans.take(), {"time/step": 10.0, "time/update": 5.0})
         noted.append(len(told))
     assert np.diff(noted).tolist() == [0] * 19 + [1] + [0] * 19 + [1, 0]
 
 
 def test_hours_go_on_over_sessions(tmp_path: Path, server: Server) -> None:
     clock = Clock()
-    first = GpuAccount(config(tmp_path), RANKS, 100.0, lambda: None, print, clock)
+    first = GpuAccount(config(tmp_path), RANKS, {}, 100.0, lambda: None, print, clock)
     clock.now += 720
     assert first.hours() == 1.0
-    second = GpuAccount(config(tmp_path), RANKS, clock.now, lambda: None, print, clock)
+    second = GpuAccount(config(tmp_path), RANKS, {}, clock.now, lambda: None, print, clock)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     clock.now += 720
     assert second.hours() == 2.0
@@ -240,12 +248,12 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str
         server.answers["memory"] = RunError("no")
     clock = Clock()
     told: list[str] = []
-    account = GpuAccount(made, RANKS, 40.0, lambda: None, told.append, clock)
-    account.watch(handles(server))
+    account = GpuAccount(made, RANKS, handles(server), 40.0, lambda: None, told.append, clock)
+    spans = CallSpans(clock)
     account.started()
     assert told[1:] == (["no peak rate is known for Novel 9000: no MFU"] if kind == "card" else [])
     clock.now += 1
-    metrics = account.step(1, FOUR, {"time/step": 1.0, "time/update": 0.5})
+    metrics = account.step(1, FOUR, spans.take(), {"time/step": 1.0, "time/update": 0.5})
     assert not [name for name in metrics if "mfu" in name]
     assert metrics["perf/gpu_idle"] == pytest.approx(1.0)
     assert account.summary()["mfu"] is None
@@ -318,8 +326,7 @@ def run(
     reporting = Reporting(made, directory, RANKS.worlds)
     account = None
     if on_gpus:
-        account = reporting.gpus = GpuAccount(made, RANKS, time.monotonic(), lambda: WAY, reporting.note)
-        account.watch(roles)
+        account = reporting.gpus = GpuAccount(made, RANKS, roles, time.monotonic(), lambda: WAY, reporting.note)
     order = PromptOrder(4, 1, 2, 0)
     step = make_step(
         made,

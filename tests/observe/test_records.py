@@ -184,7 +184,7 @@ def test_calls_that_overlap_or_follow_at_once_are_one_span() -> None:
     long = spans.began("actor", 1, "train_step")
     clock.now += 2
     second()
-    row = spans.take(1)
+    row = spans.take().line(1)
     assert row["seconds"] == 4.0
     assert row["calls"] == [["actor", 1, "train_step", 2.0, 4.0], ["rollout", 0, "generate", 0.0, 4.0]]
     assert row["phases"] == [["update", 2.0, 4.0]]
@@ -192,10 +192,10 @@ def test_calls_that_overlap_or_follow_at_once_are_one_span() -> None:
     long()
     spans.phase("")
     clock.now += 1
-    row = spans.take(2)  # what was in progress goes on
+    row = spans.take().line(2)  # what was in progress goes on
     assert row["calls"] == [["actor", 1, "train_step", 0.0, 1.0]]
     assert row["phases"] == [["update", 0.0, 1.0]]
-    assert spans.take(3)["calls"] == []
+    assert spans.take().calls == {}
 
 
 def test_spans_are_joined_until_they_are_few() -> None:

@@ -117,13 +117,11 @@ def test_uneven_nodes() -> None:
     assert where(rank_map, "rollout") == {"small": (2, 3)}
 
 
-def test_a_node_or_a_role_listed_twice_and_no_node() -> None:
+def test_a_node_listed_twice_and_no_node() -> None:
     with pytest.raises(PlacementError, match="at least one node"):
         Topology(())
     with pytest.raises(PlacementError, match="gpu1 is listed twice"):
         Topology.uniform(["gpu1", "gpu2", "gpu1"], 8)
-    with pytest.raises(PlacementError, match="role is listed twice"):
-        place(nodes(1, 8), [RoleSize("actor", 1, 1), RoleSize("actor", 1, 2)])
 
 
 @pytest.mark.parametrize(

@@ -214,19 +214,14 @@ ONE = place(Topology.uniform(["n1"], 1), [RoleSize("actor", 1, 1)])
 def test_a_checkpoint_that_takes_too_long_for_the_signals_lead_is_warned_of_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = Config()
-    config.logger.progress, config.logger.tensorboard = "plain", False
-    config.slurm.signal_lead_s = 600
-    directory = RunDirectory(tmp_path)
-    directory.make()
-    reporting = Reporting(config, directory, {"actor": 1})
-    reporting.saved(1, 290, 290)
+    run = reporting(tmp_path, tensorboard=False)  # slurm.signal_lead_s = 600
+    run.saved(1, 290, 290)
     assert "warning" not in capsys.readouterr().out
-    reporting.saved(2, 310, 310)  # a step may be under way when the signal comes
+    run.saved(2, 310, 310)  # a step may be under way when the signal comes
     said = capsys.readouterr().out
     assert "warning: saving took 310 s" in said
     assert "leaves 600 s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to 930 or more" in said
-    reporting.saved(3, 700, 700)
+    run.saved(3, 700, 700)
     assert "warning" not in capsys.readouterr().out
 
 
@@ -250,25 +245,17 @@ def test_an_allocation_that_is_all_kept_for_saving_is_refused() -> None:
         refuse_short_time(time.time() + 300.3, 600)
 
 
-def plain_reporting(root: Path) -> Reporting:
-    config = Config()
-    config.logger.progress, config.logger.tensorboard = "plain", False
-    directory = RunDirectory(root)
-    directory.make()
-    return Reporting(config, directory, {"actor": 1})
-
-
 def test_without_a_checkpoint_earlier_metrics_are_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for start in range(3):
-        reporting = plain_reporting(tmp_path)
-        reporting.begin(RunState(seed=0), 9, None)
+        run = reporting(tmp_path, tensorboard=False)
+        run.begin(RunState(seed=0), 9, None)
         (tmp_path / "tensorboard").mkdir()
         said = capsys.readouterr().out
         assert ("there is no checkpoint to go on from" in said) is (start > 0)
-        reporting.step(1, 9, {"reward": float(start)})
+        run.step(1, 9, {"reward": float(start)})
         assert (f"kept as metrics.{start}.jsonl" in said) is (start > 0)
         if not start:
-            reporting.step(2, 9, {"reward": 0.5})
+            run.step(2, 9, {"reward": 0.5})
     kept = [len((tmp_path / name).read_text().splitlines()) for name in ("metrics.1.jsonl", "metrics.2.jsonl")]
     assert kept == [2, 1]
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward"] == 2.0
@@ -278,13 +265,13 @@ def test_without_a_checkpoint_earlier_metrics_are_put_aside(tmp_path: Path, caps
 def test_a_resume_says_from_where_and_how_many_steps_are_done_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = plain_reporting(tmp_path)
+    first = reporting(tmp_path, tensorboard=False)
     first.begin(RunState(seed=0), 9, None)
     assert "resuming" not in capsys.readouterr().out
     for step in (1, 2, 3):
         first.step(step, 9, {"reward": 1.0})
     for step, again in ((1, ", 2 later steps are done again"), (1, "")):
-        plain_reporting(tmp_path).begin(RunState(seed=0, step=step), 9, tmp_path / "step_000001")
+        reporting(tmp_path, tensorboard=False).begin(RunState(seed=0, step=step), 9, tmp_path / "step_000001")
         assert f"resuming from {tmp_path / 'step_000001'} at step 1/9{again}\n" in capsys.readouterr().out
 
 
@@ -292,38 +279,38 @@ def test_a_stop_before_the_first_step_says_that_nothing_is_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step, told in ((0, "no step was done, so there is nothing to save"), (2, "saved at step 2/9")):
-        reporting = plain_reporting(tmp_path / str(step))
-        reporting.begin(RunState(seed=0, step=step), 9, None)
-        reporting.stopped("Ctrl-C")
+        run = reporting(tmp_path / str(step), tensorboard=False)
+        run.begin(RunState(seed=0, step=step), 9, None)
+        run.stopped("Ctrl-C")
         assert f"stopped by Ctrl-C; {told}" in capsys.readouterr().out
 
 
 def test_the_summary_says_how_far_a_start_is_until_the_steps_begin(tmp_path: Path) -> None:
     summary = tmp_path / "summary.json"
-    reporting = plain_reporting(tmp_path)
-    reporting.note("before there is a run")
+    run = reporting(tmp_path, tensorboard=False)
+    run.note("before there is a run")
     assert not summary.exists()
-    reporting.begin(RunState(seed=0), 9, None)
+    run.begin(RunState(seed=0), 9, None)
     assert json.loads(summary.read_text())["starting"] == f"run directory {tmp_path}, 9 steps"
-    reporting.note("loading actor; starting 2 engines")
+    run.note("loading actor; starting 2 engines")
     found = read_run_status(tmp_path / "metrics.jsonl", summary)
     assert (found.status, found.total, found.starting) == ("running", 9, "loading actor; starting 2 engines")
     assert 0 <= found.starting_s < 300
-    reporting.stepping()
-    reporting.note("warning: something")
+    run.stepping()
+    run.note("warning: something")
     assert "starting" not in json.loads(summary.read_text())
     assert read_run_status(tmp_path / "metrics.jsonl", summary).starting == ""
 
 
 @pytest.mark.parametrize("end", ["stopped", "failed"])
 def test_a_start_that_ends_is_no_start_any_more(tmp_path: Path, end: str) -> None:
-    reporting = plain_reporting(tmp_path)
-    reporting.begin(RunState(seed=0), 9, None)
+    run = reporting(tmp_path, tensorboard=False)
+    run.begin(RunState(seed=0), 9, None)
     if end == "stopped":
-        reporting.stopped("Ctrl-C")
+        run.stopped("Ctrl-C")
     else:
-        reporting.failed(ConfigError("x"))
-        reporting.note("said later")
+        run.failed(ConfigError("x"))
+        run.note("said later")
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written["status"] == end
     assert "starting" not in written
@@ -337,14 +324,14 @@ HANG = Reason("a hang in phase update of step 6: hang-6", True, 1)
 def test_a_run_that_broke_says_last_from_where_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: bool, resume: str
 ) -> None:
-    def work(self: Conductor) -> None:
+    def work(self: Conductor, stop: object) -> None:
         self.reporting.begin(RunState(seed=0, step=5), 9, None)
         if saved:
             CheckpointDir(tmp_path).begin(5)
             CheckpointDir(tmp_path).commit(5, {})
         raise RoleDied("role actor died")
 
-    monkeypatch.setattr(Conductor, "run", work)
+    monkeypatch.setattr(Conductor, "work", work)
     config = Config(run_dir=str(tmp_path), resume=resume)
     config.logger.progress, config.logger.tensorboard = "plain", False
     with pytest.raises(RoleDied, match=r"role actor died$"):
@@ -369,11 +356,11 @@ def test_what_the_scheduler_arranged_is_said_last_and_the_exit_code_tells_whethe
         def go_on(self) -> Arrangement:
             return Arrangement("job 7 is requeued", holds)
 
-    def hang(self: Conductor) -> None:
+    def hang(self: Conductor, stop: object) -> None:
         self.reporting.begin(RunState(seed=0, step=5), 9, None)
         raise StopRequested(reason, saved=False)
 
-    monkeypatch.setattr(Conductor, "run", hang)
+    monkeypatch.setattr(Conductor, "work", hang)
     config = Config(run_dir=str(tmp_path))
     config.logger.progress, config.logger.tensorboard = "plain", False
     launcher = LocalLauncher(tmp_path, ONE)

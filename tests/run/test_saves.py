@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,9 @@ def told() -> list[tuple[int, float, float]]:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path, actor: Trainer, told: list[tuple[int, float, float]]) -> RunCheckpoints:
-    step = make_step(Config(run_dir=str(tmp_path)), {"actor": actor}, kl=KLController(0.0))
+    config = Config(run_dir=str(tmp_path))
+    config.ckpt.max_num = 2
+    step = make_step(config, {"actor": actor}, kl=KLController(0.0))
     cadence = SaveCadence(1, failures([], 1, 1.0), lambda text: None)
 
     def saved(*found: Any) -> None:
@@ -90,8 +93,6 @@ def checkpoints(tmp_path: Path, actor: Trainer, told: list[tuple[int, float, flo
 
     return RunCheckpoints(
         CheckpointDir(tmp_path),
-        2,
-        step.roles,
         RunState(seed=0),
         step,
         saved,
@@ -307,7 +308,7 @@ def test_more_is_better_and_the_first_of_equal_ones() -> None:
 
 
 def test_a_best_of_another_metric_or_without_a_checkpoint_is_told_and_dropped() -> None:
-    state = Best("eval", 0.5, 10).to_json()
+    state = asdict(Best("eval", 0.5, 10))
     assert resumed(state, "eval", True) == (Best("eval", 0.5, 10), "")
     assert resumed(None, "eval", False) == (None, "")
     assert resumed(state, "", True) == (None, "")

@@ -36,10 +36,9 @@ def test_engines_learn_what_the_first_rank_of_the_actor_is_going_to_send() -> No
         return [1]
 
     startup: Any = SimpleNamespace(
-        config=Config(),
+        run=SimpleNamespace(config=Config(), reporting=SimpleNamespace(note=notes.append)),
         supervisor=SimpleNamespace(roles=roles),
         inputs=SimpleNamespace(total_steps=3),
-        reporting=SimpleNamespace(note=notes.append),
         _tell_when_ready=lambda role, futures: None,
     )
     Startup._start_trainers(startup, cast(Any, SimpleNamespace(wait=wait)))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
-from group_engines import BATCH, SAMPLING, Engines, Judge, Streamed, order_of, places, prompt_set
+from group_engines import BATCH, SAMPLING, Engines, Judge, Streamed, limits, order_of, places, prompt_set
 from waiting import until
 
 from slurm_rlhf.config.schema import Config
@@ -19,22 +17,18 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import FilteredAway, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import Rewards, joined
-from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, Parts, PromptGroup
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, PromptGroup
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState
-from slurm_rlhf.sampling.group_stream import GroupStream, Rule, make_batches
+from slurm_rlhf.sampling.group_stream import GroupStream
 from slurm_rlhf.sampling.waves import Waves
 from slurm_rlhf.wire.calls import GenerateAnswer, GenerateBatch
 
 EVEN = set(range(0, 40, 2))
 
 
-def fresh(at_once: int = BATCH, tries: int = 10) -> Rule:
-    return Rule(BATCH, 10, None, at_once, tries)
-
-
-def test_a_dropped_group_is_replaced_before_the_last_response_is_there(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, fresh(), judge=Judge(EVEN))
+def test_a_dropped_group_is_replaced_before_the_last_response_is_there() -> None:
+    run = Streamed(limits(), judge=Judge(EVEN))
     with run.taking(1) as found:
         until(lambda: run.engines.places() == [0, 1, 2, 3])
         run.engines.finish(1)
@@ -54,8 +48,8 @@ def test_a_dropped_group_is_replaced_before_the_last_response_is_there(tmp_path:
     assert (batch.order["place"], batch.order["again"]) == (7, [])
 
 
-def test_short_responses_are_not_favoured_and_what_is_left_over_comes_first_in_the_next_step(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, fresh(at_once=8), judge=Judge(set(range(40))))
+def test_short_responses_are_not_favoured_and_what_is_left_over_comes_first_in_the_next_step() -> None:
+    run = Streamed(limits(at_once=8), judge=Judge(set(range(40))))
     with run.taking(1) as found:
         until(lambda: run.engines.places() == list(range(8)))
         run.engines.finish(2, 3, 4, 5, 6)  # a batch and more, but the first two are long
@@ -73,8 +67,8 @@ def test_short_responses_are_not_favoured_and_what_is_left_over_comes_first_in_t
     assert places(second[0]) == [4, 5, 6, 7]
 
 
-def test_nothing_is_begun_while_the_actor_trains(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, fresh(), judge=Judge(set(range(40))))
+def test_nothing_is_begun_while_the_actor_trains() -> None:
+    run = Streamed(limits(), judge=Judge(set(range(40))))
     with run.taking(1):
         run.begun(4)
         run.engines.finish(0, 1, 2, 3)
@@ -83,8 +77,8 @@ def test_nothing_is_begun_while_the_actor_trains(tmp_path: Path) -> None:
     assert run.engines.open == []
 
 
-def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH), judge=Judge(EVEN))
+def test_with_older_groups_allowed_what_is_left_over_stays() -> None:
+    run = Streamed(limits(1, ahead=1.0), judge=Judge(EVEN))
     with run.taking(1) as found:
         run.begun(8)
         run.engines.finish(1, 3, 5)
@@ -106,8 +100,8 @@ def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", [None, 1])
-def test_all_groups_filtered_away_end_in_a_clear_stop(tmp_path: Path, size: int | None) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 10, size, BATCH, 3, BATCH), judge=Judge({2}))
+def test_all_groups_filtered_away_end_in_a_clear_stop(size: int | None) -> None:
+    run = Streamed(limits(size, tries=3, ahead=1.0), judge=Judge({2}))
     with run.taking(1) as found:
         while not found:
             run.engines.finish(*run.engines.places())
@@ -122,8 +116,8 @@ def test_all_groups_filtered_away_end_in_a_clear_stop(tmp_path: Path, size: int 
 
 
 @pytest.mark.parametrize("size", [None, 1])
-def test_prompts_that_run_out_end_the_run(tmp_path: Path, size: int | None) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 2, size, BATCH, 10, BATCH), prompts=8, judge=Judge({0, 2, 3, 5, 6}))
+def test_prompts_that_run_out_end_the_run(size: int | None) -> None:
+    run = Streamed(limits(size, ahead=1.0), 8, judge=Judge({0, 2, 3, 5, 6}), last=2)
     for step in (1, 2):
         with run.taking(step) as found:
             while not found:
@@ -135,10 +129,10 @@ def test_prompts_that_run_out_end_the_run(tmp_path: Path, size: int | None) -> N
     assert "1 of the groups for step 2 are there, which needs rollout.batch_size = 4, so the run ends after" in told
 
 
-def test_what_the_reward_function_raises_comes_out_of_take(tmp_path: Path) -> None:
+def test_what_the_reward_function_raises_comes_out_of_take() -> None:
     judge = Judge(EVEN)
     judge.error = RewardError("reward.py:3: no")
-    run = Streamed(tmp_path, fresh(), judge=judge)
+    run = Streamed(limits(), judge=judge)
     with run.taking(1) as found:
         run.begun(4)
         run.engines.finish(0)
@@ -170,7 +164,7 @@ class Graded:
 
 
 def rounds(
-    path: Path, order: PromptOrder, good: set[int] | Graded, at_once: int = 0, prompts: int = 40, **algo: object
+    order: PromptOrder, good: set[int] | Graded, at_once: int = 0, prompts: int = 40, **algo: object
 ) -> tuple[GroupStream, Fixed]:
     config, fixed = Config(), Fixed()
     for name, value in algo.items():
@@ -180,13 +174,13 @@ def rounds(
     config.algo.dynamic_filtering_enable = config.train.full_determinism = True
     judge = good if isinstance(good, Graded) else Judge(good)
     episodes = Episodes(Waves(cast("Any", fixed), 1, 64))
-    parts = Parts(config, prompt_set(path, prompts), order, 10, episodes, cast("Any", judge), lambda _: nullcontext())
-    return make_batches(parts), fixed
+    rows, scoring = prompt_set(prompts), cast("Any", judge)
+    return GroupStream(config, rows, order, 10, episodes, scoring, lambda _: nullcontext()), fixed
 
 
-def test_rounds_have_sizes_of_what_passed_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:
+def test_rounds_have_sizes_of_what_passed_and_a_resumed_run_has_the_same() -> None:
     order = order_of(40, BATCH)
-    batches, fixed = rounds(tmp_path, order, EVEN)
+    batches, fixed = rounds(order, EVEN)
     whole = [batches.take(step) for step in (1, 2, 3)]
     assert [places(batch) for batch in whole] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
     # Two of four pass, so the next round has 2 * 5 / 3; the place behind the last that is used comes next.
@@ -194,14 +188,14 @@ def test_rounds_have_sizes_of_what_passed_and_a_resumed_run_has_the_same(tmp_pat
     assert whole[0].metrics == {"dynamic_filtering/prompts": 8, "dynamic_filtering/pass_rate": 0.5}
     again = order_of(40, BATCH)
     again.load_state_dict(whole[0].order)
-    resumed, refixed = rounds(tmp_path, again, EVEN)
+    resumed, refixed = rounds(again, EVEN)
     assert [places(resumed.take(step)) for step in (2, 3)] == [places(batch) for batch in whole[1:]]
     assert refixed.rounds == fixed.rounds[2:]
 
 
-def test_a_round_ends_with_its_episode_and_other_seeds_follow(tmp_path: Path) -> None:
+def test_a_round_ends_with_its_episode_and_other_seeds_follow() -> None:
     order = order_of(8, BATCH, episodes=2)
-    batches, fixed = rounds(tmp_path, order, {1, 6}, prompts=8)
+    batches, fixed = rounds(order, {1, 6}, prompts=8)
     assert places(batches.take(1)) == [1, 6, 1, 6]
     first, second = ([r for r in fixed.rounds if 1 in r[0]][k] for k in (0, 1))
     assert first[1] != second[1]
@@ -210,22 +204,22 @@ def test_a_round_ends_with_its_episode_and_other_seeds_follow(tmp_path: Path) ->
         batches.take(2)
 
 
-def test_rounds_have_an_end(tmp_path: Path) -> None:
-    batches, fixed = rounds(tmp_path, order_of(40, BATCH, 20), {0}, at_once=6)
+def test_rounds_have_an_end() -> None:
+    batches, fixed = rounds(order_of(40, BATCH, 20), {0}, at_once=6)
     with pytest.raises(FilteredAway, match=r"kept 2 of 60 groups \(3\.3%\)"):
         batches.take(1)
     assert sum(len(asked) for asked, _ in fixed.rounds) == 60  # 10 times 6
 
 
-def test_groups_are_kept_by_their_mean_score_within_the_range_of_the_configuration(tmp_path: Path) -> None:
+def test_groups_are_kept_by_their_mean_score_within_the_range_of_the_configuration() -> None:
     """Of five groups with means from 0 to 0.8, and spread, two lie within."""
-    batches, _ = rounds(tmp_path, order_of(40, BATCH), Graded(), dynamic_filtering_range=[0.3, 0.7])
+    batches, _ = rounds(order_of(40, BATCH), Graded(), dynamic_filtering_range=[0.3, 0.7])
     batch = batches.take(1)
     assert places(batch) == [2, 3, 7, 8]
     passed = sum(i % 5 in (2, 3) for i in range(batch.judged))
     assert batch.metrics["dynamic_filtering/pass_rate"] == passed / batch.judged
-    assert places(rounds(tmp_path, order_of(40, BATCH), Graded())[0].take(1)) == [0, 1, 2, 3]
-    narrow, _ = rounds(tmp_path, order_of(40, BATCH), Graded(), dynamic_filtering_range=[0.85, 1.0])
+    assert places(rounds(order_of(40, BATCH), Graded())[0].take(1)) == [0, 1, 2, 3]
+    narrow, _ = rounds(order_of(40, BATCH), Graded(), dynamic_filtering_range=[0.85, 1.0])
     with pytest.raises(FilteredAway, match=r"kept 0 of 40 groups .* strictly between 0\.85 and 1:"):
         narrow.take(1)
 
@@ -238,9 +232,9 @@ def test_groups_are_kept_by_their_mean_score_within_the_range_of_the_configurati
     ],
 )
 def test_a_group_is_judged_by_its_scores_and_without_them_by_its_rewards(
-    tmp_path: Path, rewards: list[float], scores: list[float] | None, verdicts: list[bool]
+    rewards: list[float], scores: list[float] | None, verdicts: list[bool]
 ) -> None:
-    rows = enumerate(prompt_set(tmp_path, 2).prompts)
+    rows = enumerate(prompt_set(2).prompts)
     groups = [PromptGroup(place, prompt, GroupState(0), SAMPLING, 0) for place, prompt in rows]
     counts, found = FilterCounts([]), None if scores is None else np.array(scores, dtype=np.float32)
     counts.judge(groups, Rewards(np.array(rewards, dtype=np.float32), found), 2)
@@ -265,15 +259,15 @@ def test_streams_and_rounds_are_chosen_by_the_configuration(
     config = Config()
     config.rollout.engine, config.algo.dynamic_filtering_enable = engine, filtered
     config.vllm.sync_mode, config.train.full_determinism = mode, fixed
-    made = make_batches(cast("Any", SimpleNamespace(config=config, last=1)))
-    assert (made.rule.rounds, made.rule.size, made.counts is not None) == expected
+    made = GroupStream(config, *(None,) * 6)  # type: ignore[arg-type]
+    assert (made.rounds, made.size, made.counts is not None) == expected
 
 
 def test_rewards_of_several_calls_are_joined() -> None:
     f = lambda *values: np.array(values, dtype=np.float32)  # noqa: E731
     first = Rewards(f(1, 2, 3, 4), f(0, 1, 0, 1), {"each": f(5, 6, 7, 8), "all": f(9)}, {"form": f(1, 0, 2, 0)})
     second = Rewards(f(7, 8), f(1, 1), {"all": f(3)}, {"form": f(3, 4)})
-    whole = joined([first.part(2, 4), second.part(0, 2)])
+    whole = joined([first.select(slice(2, 4)), second])
     assert whole.rewards.tolist() == [3, 4, 7, 8]
     assert whole.scores is not None
     assert whole.scores.tolist() == [0, 1, 1, 1]

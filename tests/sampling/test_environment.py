@@ -14,7 +14,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import EpisodeError, ModelError, RewardError
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, Prompt, Sampling, Trajectory, VersionSpan
-from slurm_rlhf.sampling.environment import Environments, Plain
+from slurm_rlhf.sampling.environment import Environments, Episode
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}={{ m.content }}*{% endfor %}{% if add_generation_prompt %}a={% endif %}"
 """A turn ends with `*`."""
@@ -90,7 +90,7 @@ def play(made: Environments, row: dict[str, Any], texts: list[Trajectory]) -> tu
 
 def test_a_plain_prompt_is_an_episode_of_one_turn(plain: Tokenizer) -> None:
     found = sampled(plain, "4")
-    episode = Plain(Prompt(0, "2+2=", found.response_ids), Sampling(max_new_tokens=5))
+    episode = Episode(Prompt(0, "2+2=", found.response_ids), Sampling(max_new_tokens=5))
     asyncio.run(episode.start())
     assert (episode.token_ids is found.response_ids, episode.limit) == (True, 5)
     assert asyncio.run(episode.take(found)) is found

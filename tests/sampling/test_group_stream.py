@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from pathlib import Path
 from typing import cast
 
 import pytest
-from group_engines import BATCH, Streamed, order_of, places
+from group_engines import BATCH, Streamed, limits, order_of, places
 from waiting import until
 
 from slurm_rlhf.config.load import load_config
@@ -17,16 +16,12 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.sampling import episodes
 from slurm_rlhf.sampling.batches import Batch
-from slurm_rlhf.sampling.group_stream import Rule, rule_of
-
-
-def ahead(size: int, last: int = 10, stale: int = 8 * BATCH) -> Rule:
-    return Rule(BATCH, last, size, BATCH, 10, stale)
+from slurm_rlhf.sampling.group_stream import GroupStream
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_no_group_is_begun_further_ahead_than_the_bound(tmp_path: Path, size: int) -> None:
-    run = Streamed(tmp_path, ahead(size))
+def test_no_group_is_begun_further_ahead_than_the_bound(size: int) -> None:
+    run = Streamed(limits(size))
     for step in range(1, 11):
         with run.taking(step) as found:
             begun = min((step + size) * BATCH, 40)
@@ -41,8 +36,8 @@ def test_no_group_is_begun_further_ahead_than_the_bound(tmp_path: Path, size: in
     assert run.engines.seeds == {place: place // BATCH for place in range(40)}  # as where batches are sampled whole
 
 
-def test_a_share_of_a_batch_is_begun_while_the_actor_trains_and_the_rest_by_its_new_policy(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, ahead(3, stale=1))
+def test_a_share_of_a_batch_is_begun_while_the_actor_trains_and_the_rest_by_its_new_policy() -> None:
+    run = Streamed(limits(3, ahead=0.25))
     with run.taking(1):
         run.begun(BATCH + 1)
         run.engines.finish(*range(BATCH))
@@ -67,12 +62,13 @@ def test_a_share_of_a_batch_is_begun_while_the_actor_trains_and_the_rest_by_its_
     ],
 )
 def test_the_keys_that_the_rule_is_of(words: list[str], size: int | None, stale: int) -> None:
-    rule = rule_of(load_config(None, [*words, "--rollout.batch_size=9"]), 20)
-    assert (rule.batch, rule.last, rule.size, rule.ahead) == (9, 20, size, stale)
+    config, parts = load_config(None, [*words, "--rollout.batch_size=9"]), (None,) * 6
+    made = GroupStream(config, *parts)  # type: ignore[arg-type]
+    assert (made._batch, made.size, made._ahead) == (9, size, stale)
 
 
-def test_a_batch_is_made_of_what_is_finished_and_a_straggler_comes_later(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, ahead(1))
+def test_a_batch_is_made_of_what_is_finished_and_a_straggler_comes_later() -> None:
+    run = Streamed(limits(1))
     with run.taking(1) as found:
         until(lambda: run.engines.places() == list(range(8)))
         run.engines.finish(1, 2, 4, 7)
@@ -91,9 +87,9 @@ def test_a_batch_is_made_of_what_is_finished_and_a_straggler_comes_later(tmp_pat
     assert cast(Batch, second[0]).order == order_of(40, BATCH).state_dict() | {"taken": 2}  # 8 to 11 come again
 
 
-def test_nothing_is_begun_while_the_next_batch_is_ready(tmp_path: Path) -> None:
+def test_nothing_is_begun_while_the_next_batch_is_ready() -> None:
     """The trainer is the slower side then: what was begun would only be older when its turn comes."""
-    run = Streamed(tmp_path, ahead(3))
+    run = Streamed(limits(3))
     with run.taking(1):
         run.begun(16)
         run.engines.finish(*range(4))
@@ -108,10 +104,10 @@ def test_nothing_is_begun_while_the_next_batch_is_ready(tmp_path: Path) -> None:
     run.begun(20)  # three batches behind the one in training
 
 
-def test_a_resumed_run_begins_with_the_groups_that_were_in_flight(tmp_path: Path) -> None:
+def test_a_resumed_run_begins_with_the_groups_that_were_in_flight() -> None:
     order = order_of(40, BATCH)
     order.load_state_dict({**order.state_dict(), "taken": 1, "place": 8, "again": [0, 3, 5, 6]})
-    run = Streamed(tmp_path, ahead(1), order=order)
+    run = Streamed(limits(1), order=order)
     with run.taking(2) as found:
         until(lambda: run.engines.places() == [0, 3, 5, 6, 8, 9, 10, 11])
         run.engines.finish(0, 3, 5, 6)
@@ -119,8 +115,8 @@ def test_a_resumed_run_begins_with_the_groups_that_were_in_flight(tmp_path: Path
     assert {run.engines.seeds[place] for place in (0, 3)} == {0}  # as the first time
 
 
-def test_the_engines_are_free_for_an_evaluation(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, ahead(1))
+def test_the_engines_are_free_for_an_evaluation() -> None:
+    run = Streamed(limits(1))
     with run.stream.alone():  # before the first batch
         pass
     with run.taking(1):
@@ -140,8 +136,8 @@ def test_the_engines_are_free_for_an_evaluation(tmp_path: Path) -> None:
     assert places(found[0]) == [4, 5, 6, 7]
 
 
-def test_what_an_engine_raises_comes_out_of_take_and_keeps_nobody_waiting(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, ahead(1))
+def test_what_an_engine_raises_comes_out_of_take_and_keeps_nobody_waiting() -> None:
+    run = Streamed(limits(1))
     with run.taking(1) as found:
         run.begun(8)
         run.engines.fail(RoleDied("engine 0 is gone"))
@@ -152,8 +148,8 @@ def test_what_an_engine_raises_comes_out_of_take_and_keeps_nobody_waiting(tmp_pa
         run.stream.take(1)
 
 
-def test_after_close_nothing_is_begun(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, ahead(2))
+def test_after_close_nothing_is_begun() -> None:
+    run = Streamed(limits(2))
     with run.taking(1):
         run.begun(12)
         run.engines.finish(0, 1, 2, 3)
@@ -164,8 +160,8 @@ def test_after_close_nothing_is_begun(tmp_path: Path) -> None:
     assert run.order.place == 12
 
 
-def test_an_engine_that_starts_late_gets_groups(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, ahead(1))
+def test_an_engine_that_starts_late_gets_groups() -> None:
+    run = Streamed(limits(1))
     run.engines.ready = [0]
     with run.taking(1):
         run.begun(8)
@@ -176,10 +172,10 @@ def test_an_engine_that_starts_late_gets_groups(tmp_path: Path) -> None:
     assert {row[0] for row in run.engines.rows() if row[1] >= 8} == {1}  # it has the least in hand
 
 
-def test_rows_of_a_small_data_set_may_be_in_flight_twice(tmp_path: Path) -> None:
+def test_rows_of_a_small_data_set_may_be_in_flight_twice() -> None:
     """Engines know a request by its number: five rows, four of them a batch, and four episodes."""
     order = PromptOrder(5, BATCH, 4, 3)
-    run = Streamed(tmp_path, ahead(1, last=4), prompts=5, order=order)
+    run = Streamed(limits(1), prompts=5, order=order, last=4)
     seen: list[int] = []
     for step in range(1, 5):
         with run.taking(step) as found:
@@ -191,8 +187,8 @@ def test_rows_of_a_small_data_set_may_be_in_flight_twice(tmp_path: Path) -> None
     assert sorted(seen) == sorted(order.position(place) for place in range(16))
 
 
-def test_a_run_with_random_lengths_keeps_the_bound(tmp_path: Path) -> None:
-    run, dice = Streamed(tmp_path, ahead(2)), random.Random(0)
+def test_a_run_with_random_lengths_keeps_the_bound() -> None:
+    run, dice = Streamed(limits(2)), random.Random(0)
     trained: list[int] = []
     for step in range(1, 11):
         with run.taking(step) as found:
@@ -207,11 +203,9 @@ def test_a_run_with_random_lengths_keeps_the_bound(tmp_path: Path) -> None:
     assert sorted(trained) == list(range(40))
 
 
-def test_a_stream_without_news_looks_for_late_engines_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_without_news_looks_for_late_engines_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episodes, "LATE_S", 0.01)
-    run, looks = Streamed(tmp_path, ahead(1)), []
+    run, looks = Streamed(limits(1)), []
     run.episodes._admit = looks.append
     with run.taking(1) as found:
         until(lambda: len(looks) > 3, "looks for engines")

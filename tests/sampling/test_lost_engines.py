@@ -6,17 +6,15 @@ import random
 import threading
 from collections import Counter
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from group_engines import BATCH, IDS, SAMPLING, Engines, Streamed, places
+from group_engines import IDS, SAMPLING, Engines, Streamed, limits, places
 from waiting import HANG_S, until
 
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_stream import Rule
 from slurm_rlhf.sampling.scheduler import Scheduler
 from slurm_rlhf.sampling.waves import Waves
 
@@ -149,8 +147,8 @@ def test_without_a_way_to_give_it_weights_the_loss_of_the_last_engine_is_an_erro
         batch.result()
 
 
-def test_groups_of_a_lost_engine_are_sampled_by_the_others_once_and_whole(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH))
+def test_groups_of_a_lost_engine_are_sampled_by_the_others_once_and_whole() -> None:
+    run = Streamed(limits(1, ahead=1.0))
     with run.taking(1) as found:
         run.begun(8)
         mine, others = owners(run.engines, 1), owners(run.engines, 0)
@@ -163,8 +161,8 @@ def test_groups_of_a_lost_engine_are_sampled_by_the_others_once_and_whole(tmp_pa
     assert {t.engine for t in found[0].trajectories} == {0}  # type: ignore[union-attr]
 
 
-def test_a_stream_whose_last_engine_died_takes_the_one_that_comes_back(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH))
+def test_a_stream_whose_last_engine_died_takes_the_one_that_comes_back() -> None:
+    run = Streamed(limits(1, ahead=1.0))
     back = threading.Event()
 
     def rescue(version: int) -> bool:

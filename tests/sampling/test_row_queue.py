@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 from slurm_rlhf.sampling.row_queue import ENGINE_FAILURES, FAILURES, LEAST_SLOW_S, SLOW_FACTOR, RowQueue
 
 
 def test_rows_go_out_in_order_and_come_back_from_an_engine_that_is_gone() -> None:
-    queue = RowQueue.of(range(5))
+    queue = RowQueue(deque(range(5)))
     assert [queue.take(0, 0.0), queue.take(1, 0.0), queue.take(0, 0.0)] == [0, 1, 2]
     assert queue.finish(0, 0, 1.0)
     assert queue.lose(0) == [2]
@@ -18,7 +19,7 @@ def test_rows_go_out_in_order_and_come_back_from_an_engine_that_is_gone() -> Non
 
 
 def test_an_idle_engine_takes_the_row_that_another_has_had_for_long_and_the_first_answer_counts() -> None:
-    queue = RowQueue.of(range(4))
+    queue = RowQueue(deque(range(4)))
     for row in range(3):
         queue.take(0, float(row))
     assert queue.take(1, 2.0) == 3
@@ -34,7 +35,7 @@ def test_an_idle_engine_takes_the_row_that_another_has_had_for_long_and_the_firs
 
 def test_a_row_that_an_engine_refuses_costs_no_other_row() -> None:
     """An engine drops all that it has when a request fails; row 3 fails wherever it is."""
-    queue = RowQueue.of(range(8))
+    queue = RowQueue(deque(range(8)))
     answered, errors, broken = set(), set(), False
     while queue.unfinished:
         held = []
@@ -53,7 +54,7 @@ def test_a_row_that_an_engine_refuses_costs_no_other_row() -> None:
 
 
 def test_an_engine_that_fails_everything_makes_no_row_an_error() -> None:
-    queue = RowQueue.of(range(6))
+    queue = RowQueue(deque(range(6)))
     for count in range(1, ENGINE_FAILURES + 1):
         held = []
         while (row := queue.take(0, 0.0)) is not None:
@@ -74,7 +75,7 @@ def test_an_engine_that_fails_everything_makes_no_row_an_error() -> None:
 def test_whatever_happens_every_row_is_answered_once() -> None:
     for seed in range(200):
         rng = random.Random(seed)
-        queue, engines, now = RowQueue.of(range(30)), {0, 1, 2, 3}, 0.0
+        queue, engines, now = RowQueue(deque(range(30))), {0, 1, 2, 3}, 0.0
         held: dict[int, list[int]] = {engine: [] for engine in engines}
         finished: list[int] = []
         while queue.unfinished:
@@ -95,7 +96,7 @@ def test_whatever_happens_every_row_is_answered_once() -> None:
 
 def test_a_row_is_no_error_where_its_engine_turns_out_to_be_broken() -> None:
     """The row fails alone as often as makes it an error, but the last time is what shows that the engine is broken."""
-    queue = RowQueue.of(range(1))
+    queue = RowQueue(deque(range(1)))
     told = []
     for _ in range(ENGINE_FAILURES):
         assert queue.take(0, 0.0) == 0

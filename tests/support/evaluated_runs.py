@@ -96,7 +96,7 @@ def make(
     directory.make()
     engines, roles = Engines(), {"actor": Role(), "critic": Role()}
     config.train.self_check = False  # it has a test of its own, with roles that compute
-    prompts, reporting = PromptSet(tmp_path, PROMPTS, 0), Reporting(config, directory, {"actor": 1})
+    prompts, reporting = PromptSet(PROMPTS, 0), Reporting(config, directory, {"actor": 1})
     step = make_step(
         config,
         roles,

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,9 +18,9 @@ from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.sampling.batches import Batch, FilterCounts, Parts
+from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_stream import GroupStream, Rule
+from slurm_rlhf.sampling.group_stream import GroupStream
 from slurm_rlhf.sampling.scheduler import Scheduler
 from slurm_rlhf.wire.calls import EngineCalls, GenerateAnswer, GenerateBatch
 
@@ -117,9 +116,9 @@ class Engines:
         self._calls[0].pop(0)[0].set_exception(error)
 
 
-def prompt_set(path: Path, count: int) -> PromptSet:
+def prompt_set(count: int) -> PromptSet:
     """So many prompts, each with its number as its text."""
-    return PromptSet(path, [Prompt(i, f"{i}", IDS, label=i) for i in range(count)], 0)
+    return PromptSet([Prompt(i, f"{i}", IDS, label=i) for i in range(count)], 0)
 
 
 def order_of(count: int, batch: int, episodes: int = 1) -> PromptOrder:
@@ -156,20 +155,34 @@ class Judge:
         return Rewards(values, values, {"calls": np.array([1.0], dtype=np.float32)})
 
 
+def limits(size: int | None = None, at_once: int = BATCH, tries: int = 10, ahead: float = 8.0) -> Config:
+    """The keys that limit the groups; `ahead`: share of a batch that older policies may begin."""
+    config = Config()
+    config.rollout.batch_size, config.rollout.n_samples_per_prompt = BATCH, SAMPLING.n
+    config.rollout.vllm_generate_batch_size, config.algo.dynamic_filtering_max_tries = at_once, tries
+    config.vllm.sync_mode = "inflight" if size else "drain"
+    config.train.async_queue_size, config.train.staleness_threshold = size or 1, ahead
+    return config
+
+
 class Streamed:
     """A stream over engines of the test."""
 
     def __init__(
-        self, path: Path, rule: Rule, prompts: int = 40, order: PromptOrder | None = None, judge: Judge | None = None
+        self,
+        config: Config,
+        prompts: int = 40,
+        order: PromptOrder | None = None,
+        judge: Judge | None = None,
+        last: int = 10,
     ) -> None:
         """`prompts`: rows of the data set; `judge`: with dynamic sampling."""
+        config.algo.dynamic_filtering_enable = judge is not None
         self.engines = Engines()
         self.order = order or order_of(prompts, BATCH)
         self.episodes = Episodes(Scheduler(cast("Any", self.engines), 1, 64, urgent=True))
-        rows, scoring, config = prompt_set(path, prompts), cast("Scoring", judge), Config()
-        config.rollout.n_samples_per_prompt = SAMPLING.n
-        parts = Parts(config, rows, self.order, rule.last, self.episodes, scoring, lambda _: nullcontext())
-        self.stream = GroupStream(parts, rule, FilterCounts([]) if judge else None)
+        rows, scoring = prompt_set(prompts), cast("Scoring", judge)
+        self.stream = GroupStream(config, rows, self.order, last, self.episodes, scoring, lambda _: nullcontext())
 
     def begun(self, place: int) -> None:
         """Wait until the engines were asked for all places before this one."""

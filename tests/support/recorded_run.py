@@ -11,8 +11,7 @@ from typing import Any
 from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.eval.report import report_of
-from slurm_rlhf.eval.responses import ScoredResponse
+from slurm_rlhf.eval.report import ScoredResponse, report_of
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.run_log import EventLog, Sample, SampleLog
 from slurm_rlhf.observe.run_status import Summary
@@ -63,7 +62,7 @@ def write_run(root: Path, steps: int = 30, seed: int = 1, **keys: Any) -> RunDir
     events.append("start", 0, f"step 0 of {steps}")
     for step in range(1, steps + 1):
         _calls(spans, clock, draw)
-        timeline.append(spans.take(step))
+        timeline.append(spans.take().line(step))
         metrics.append(step, _metrics(step, steps, draw))
         for place in range(2):
             samples.append(sample(step, place, draw))

@@ -58,9 +58,8 @@ def make_loop(
     checkpoints = CheckpointDir(directory.root)
     checkpoint = checkpoints.latest() if resume else None
     state = RunState(**(checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}))
-    keep = step.config.ckpt.max_num
     cadence = SaveCadence(step.config.ckpt.save_steps, failures([], 1, 1.0), reporting.note)
-    saves = RunCheckpoints(checkpoints, keep, step.roles, state, step, reporting.saved, cadence, time.monotonic(), gpus)
+    saves = RunCheckpoints(checkpoints, state, step, reporting.saved, cadence, time.monotonic(), gpus)
     evaluation = _evaluation(step, directory, eval_prompts, beside)
     loop = TrainingLoop(step, evaluation, state, saves, reporting, directory.final)
     reporting.begin(state, step.total_steps, checkpoint)
