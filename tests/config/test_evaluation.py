@@ -87,48 +87,11 @@ def test_an_entry_that_cannot_be_read(tmp_path: Path, entry: str, told: str) -> 
         config_of(tmp_path, "[eval]\ndatasets = [3]\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["eval.dataset=a.jsonl", "eval.datasets=b.jsonl"], "eval.dataset and eval.datasets are both set"),
-        (["eval.steps=2"], "eval.steps = 2 evaluates nothing without eval.dataset: name a JSONL file"),
-        (["ckpt.best_metric=eval"], "ckpt.best_metric = 'eval' is of an evaluation, and there is none"),
-        (
-            ["eval.dataset=a.jsonl", "eval.n_samples_per_prompt=4"],
-            "eval.n_samples_per_prompt = 4 with temperature 0: greedy responses to a prompt are all the same",
-        ),
-        (
-            ["eval.dataset=a.jsonl", "eval.pass_k=1,8", "eval.n_samples_per_prompt=4", "eval.temperature=1"],
-            "eval.pass_k has 8, and pass@8 needs k from 1 to n_samples_per_prompt = 4: ask for more samples",
-        ),
-        (
-            ['eval.datasets=[{path="a.jsonl", n_samples_per_prompt=2}]'],
-            "eval.datasets, a: n_samples_per_prompt = 2 with temperature 0",
-        ),
-        (
-            ['eval.datasets=[{path="a.jsonl", n_samples_per_prompt=0, temperature=3, max_samples=-1}]'],
-            "eval.datasets, a: temperature must be at least 0 and at most 2, got 3",
-        ),
-        (["eval.datasets", "x/a.jsonl", "y/a.jsonl"], "two data sets are called 'a': give each its own name"),
-        (['eval.datasets=[{path="a.jsonl", name="a/b"}]'], "name is part of metric names: use letters, digits"),
-        (["eval.dataset=a.jsonl", "eval.answer_pattern=("], "eval.answer_pattern is not a regular expression: missing"),
-        (["eval.dataset=a.jsonl", "eval.answer_pattern=(a)(b)"], "answer_pattern has 2 groups, and one is the answer"),
-        (
-            ["eval.dataset=a.jsonl", "ckpt.best_metric=eval/a/pass@2"],
-            "ckpt.best_metric = 'eval/a/pass@2' is no metric of this evaluation; did you mean eval/a/pass@1? "
-            "(valid: eval, eval/a/mean, eval/a/pass@1",
-        ),
-        (["eval.dataset=a.jsonl", "eval.overlap", "train.colocate_all"], "eval.overlap and train.colocate_all exclude"),
-        (["eval.dataset=a.jsonl", "eval.overlap", "vllm.sync_mode=inflight"], "eval.overlap needs vllm.sync_mode"),
-    ],
-)
-def test_one_sentence_says_what_is_wrong(words: list[str], told: str) -> None:
-    problems = list(eval_problems(load_config(None, [f"--{words[0]}", *(_dashed(word) for word in words[1:])])))
-    assert any(told in problem for problem in problems), problems
-
-
-def _dashed(word: str) -> str:
-    return word if word.endswith(".jsonl") and "=" not in word else f"--{word}"
+def test_all_that_is_wrong_with_a_data_set_is_told() -> None:
+    entry = '{path="a.jsonl", n_samples_per_prompt=0, temperature=3, max_samples=-1, input_key=""}'
+    problems = list(eval_problems(load_config(None, [f"--eval.datasets=[{entry}]"])))
+    assert len(problems) == 5
+    assert "eval.datasets, a: temperature must be at least 0 and at most 2, got 3" in problems
 
 
 def test_what_is_right_is_left_alone(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from ranks import RolloutFleet, config
 from tiny_models import make_tiny
 from waiting import HANG_S, scaled
-from zygote import Zygote
 
 from slurm_rlhf.cluster import local_directory
 from slurm_rlhf.engine.tp_engine import SHARED_MEMORY, EnginePlace
@@ -52,18 +51,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.end()
-
-
-@pytest.fixture(scope="module")
-def launched(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+def launched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
     """Processes of `single`, which come up while those of `pair` do."""
     made = config(model, tmp_path_factory.mktemp("single"), engines=2)
     made.train.kernel_cache = str(tmp_path_factory.mktemp("kernels"))
-    fleet = RolloutFleet(zygote, made)
+    fleet = RolloutFleet(made)
     fleet.launch()
     fleet.engines.ready = [0]
     yield fleet
@@ -78,13 +70,11 @@ def single(launched: RolloutFleet) -> RolloutFleet:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    zygote: Zygote, launched: RolloutFleet, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RolloutFleet]:
+def pair(launched: RolloutFleet, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
     """Two engines of two ranks each."""
     made = config(model, tmp_path_factory.mktemp("pair"), engines=2, tp=2)
     made.vllm.enable_prefix_caching = False  # a cached prompt has other last bits
-    fleet = RolloutFleet(zygote, made)
+    fleet = RolloutFleet(made)
     try:
         fleet.start()
         yield fleet
@@ -125,9 +115,9 @@ def test_same_tokens_for_any_number_of_engines_and_ranks(pair: RolloutFleet, sin
     assert [t.response_ids.tolist() for t in generate(pair, 10, 2)] != [t.response_ids.tolist() for t in wide]
 
 
-def test_four_ranks_give_the_same_tokens(zygote: Zygote, single: RolloutFleet, model: Path, tmp_path: Path) -> None:
+def test_four_ranks_give_the_same_tokens(single: RolloutFleet, model: Path, tmp_path: Path) -> None:
     """More ranks than key-value heads, and several followers to keep together."""
-    fleet = RolloutFleet(zygote, config(model, tmp_path / "four", tp=4))
+    fleet = RolloutFleet(config(model, tmp_path / "four", tp=4))
     try:
         fleet.start()
         wide, narrow = generate(fleet, 4, 1), generate(single, 4, 1)
@@ -165,10 +155,10 @@ def test_a_response_that_repeats_itself_ends_on_all_ranks(pair: RolloutFleet, si
     assert pair.events == []
 
 
-def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: RolloutFleet, model: Path) -> None:
+def test_two_batches_in_flight_keep_the_ranks_in_step(single: RolloutFleet, model: Path) -> None:
     """Asynchronous scheduling on each of two ranks: with stop strings, calls that overlap, and sleep in between."""
     directory = Path(single.config.run_dir).with_name("async")
-    fleet = RolloutFleet(zygote, config(model, directory, tp=2), str(SUPPORT / "rollout_async.py"))
+    fleet = RolloutFleet(config(model, directory, tp=2), str(SUPPORT / "rollout_async.py"))
     try:
         fleet.start()
         plain = generate(single, 10, 1)
@@ -239,16 +229,16 @@ def test_followers_leave_with_their_leader(pair: RolloutFleet) -> None:
     assert "its leader, rank 2, is gone" in pair.log(3)
 
 
-def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path, tmp_path: Path) -> None:
+def test_what_keeps_an_engine_from_starting_is_told(model: Path, tmp_path: Path) -> None:
     """A model that no rank can load is the user's to mend; a rank that does not come is named."""
     bad = tmp_path / "bad"
     shutil.copytree(model, bad)
     settings = json.loads((bad / "config.json").read_text())
     (bad / "config.json").write_text(json.dumps(settings | {"architectures": ["NoSuchLM"]}))
-    wrong = RolloutFleet(zygote, config(bad, tmp_path / "wrong", tp=2))
+    wrong = RolloutFleet(config(bad, tmp_path / "wrong", tp=2))
     made = config(model, tmp_path / "alone", tp=2)
     made.timeout.connect = scaled(5.0)
-    alone = RolloutFleet(zygote, made)
+    alone = RolloutFleet(made)
     try:
         wrong.launch()
         alone.launch([0])
@@ -264,15 +254,13 @@ def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path,
         alone.close()
 
 
-def test_an_engine_starts_again_where_a_killed_one_was(
-    zygote: Zygote, pair: RolloutFleet, single: RolloutFleet
-) -> None:
+def test_an_engine_starts_again_where_a_killed_one_was(pair: RolloutFleet, single: RolloutFleet) -> None:
     """Even where that one left its shared memory behind; and it ends as it should when it is told to."""
     single_tokens = [t.response_ids.tolist() for t in generate(single, 4, 1)]
     pair.close()
     left = SHARED_MEMORY / f"{segment_prefix(pair.config, EnginePlace(0, 0, 2, ''))}0123-tp:0-[0-1]-cpushm_0"
     left.write_bytes(b"of an engine that was killed while it started")
-    fleet = RolloutFleet(zygote, pair.config)
+    fleet = RolloutFleet(pair.config)
     try:
         fleet.launch([0, 1])
         fleet.server.wait_for("rollout", 2, HANG_S)
@@ -305,10 +293,10 @@ def assert_sleeps_as_one(fleet: RolloutFleet) -> None:
 
 
 @pytest.fixture(scope="module")
-def misfits(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+def misfits(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
     """One engine of two ranks for each kind of misbehaviour of a follower."""
     settings = config(model, tmp_path_factory.mktemp("misfits"), engines=len(KINDS), tp=2)
-    made = RolloutFleet(zygote, settings, str(SUPPORT / "rollout_misfits.py"))
+    made = RolloutFleet(settings, str(SUPPORT / "rollout_misfits.py"))
     try:
         made.launch(MISFIT=",".join(KINDS))
         made.start()

@@ -35,8 +35,11 @@ def conform(fleet: Fleet, tmp_path: Path, backend: str) -> None:
     dying.tell("update", version=4)
     fine.tell("update", version=4)
     threading.Timer(0.5, dying.process.kill).start()
-    with pytest.raises(SyncBroken, match=rf"rollout 0 on n \(pid {dying.pid}\) died"):
+    with pytest.raises(SyncBroken, match=rf"rollout 0 on n \(pid {dying.pid}\) died") as caught:
         sender.push(hold(make_weights(4), 0, 2), 4)
+    assert "rollout 1" not in str(caught.value)
+    with pytest.raises(SyncError, match="has ended"):
+        sender.push(hold(make_weights(4), 0, 2), 5)
     for peer in (slow, fine):
         answer = peer.answer()
         assert (answer["error"], f"pid {dying.pid}" in answer["message"]) == ("SyncBroken", True)

@@ -129,6 +129,19 @@ class WarmRun(Forked):
         return self.printed(), None
 
 
+class WarmRank(Forked):
+    """A rank of a run, started as torchrun would; what it prints is the test's."""
+
+    def __init__(self, arguments: Sequence[str], torchrun: dict[str, str], script: str = "") -> None:
+        """`script`: what it runs in place of the ranks' module."""
+        program = ["-u", script] if script else ["-m", MODULES[1]]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        environment |= {"VLLM_HOST_IP": "127.0.0.1", REGISTRY: _zygote().registry, **torchrun}
+        with open(os.devnull) as nothing:
+            files = (nothing.fileno(), 2, 2)
+            super().__init__(_zygote().forker, [sys.executable, *program, *arguments], environment, files, True)
+
+
 class WarmProgram(Forked):
     """A file of the tests, run as a program that reads lines and answers them; what it says else is dropped."""
 
