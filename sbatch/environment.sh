@@ -2,7 +2,7 @@
 # Makes the environment `.venv` at the top of the checkout from a list of locked packages, or reuses it when it is current.
 #
 #   bash sbatch/environment.sh           the one that is there; the CPU environment where there is none
-#   bash sbatch/environment.sh --gpu     the GPU environment: CUDA builds, sbatch/gpu.lock
+#   bash sbatch/environment.sh --gpu     the GPU environment: CUDA builds, sbatch/gpu.lock; on aarch64 (GH200) too
 #   bash sbatch/environment.sh --cpu     the CPU environment, sbatch/cpu.lock
 #
 # A checkout has one of the two; the other one's option replaces it. Run it where there is a network: a login node will do.
@@ -160,8 +160,10 @@ main() {
     say "$venv is current ($kind)"
     return
   fi
-  [[ $(uname -sm) == "Linux x86_64" ]] ||
-    fail "sbatch/$kind.lock is for Linux on x86-64, this is $(uname -sm). Install by hand: pip install .[gpu,test]"
+  case "$kind $(uname -sm)" in
+    *" Linux x86_64" | "gpu Linux aarch64") ;;
+    *) fail "sbatch/$kind.lock is not for $(uname -sm). Install by hand: pip install .[gpu,test]" ;;
+  esac
   command -v flock >/dev/null || fail "the command flock is missing: install util-linux."
   exec 9>"$root/.venv.lock" || fail "$root is not writable."
   flock --nonblock 9 || {

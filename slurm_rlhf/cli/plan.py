@@ -110,6 +110,8 @@ def draw_memory(config: Config, memory: Memory) -> str:
         head = f"{name:{width}}  {needed:>6}  {there:>6}  "
         lines.append(textwrap.fill(what, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
     notes = [_kv_line(config, memory.account), *(f"{note}." for note in memory.size.notes)]
+    if pinned := memory.account.pinned:
+        notes.append(f"Host memory: {gib(pinned)} GiB for each GPU are pinned for optimizer states (ds.enable_sleep).")
     return "\n".join([*lines, *(textwrap.fill(note, _WIDTH) for note in notes)])
 
 
@@ -138,6 +140,7 @@ def memory_json(memory: Memory) -> dict[str, Any]:
         "gpu_bytes": memory.size.memory,
         "notes": list(memory.size.notes),
         "fits": found.fits(),
+        "pinned_host_bytes": found.pinned,
         "rows": [
             {
                 "name": row.name.strip(),

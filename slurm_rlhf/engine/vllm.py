@@ -118,6 +118,8 @@ def engine_config(config: Config) -> Any:
         scheduling_policy="fcfs",
         # vLLM sets a seeded request's generator back after a part of a prompt; torch's for CPUs cannot do that.
         enable_chunked_prefill=False if on_cpu else None,
+        # Each TP rank would compile FlashInfer's kernels for it when it starts, which takes nvcc and minutes.
+        compilation_config={"pass_config": {"fuse_allreduce_rms": False}},
         # Of the distribution that was sampled from: after temperature, top-k and top-p.
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,

@@ -52,6 +52,7 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
         most_files=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         infiniband=_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()),
         compiler=no_compiler(environ),
+        locks=left_locks(environ),
         addresses=tuple(str(each) for _, each in addresses()),
         interface=interface,
         address=address,
@@ -68,6 +69,20 @@ def no_compiler(environ: Mapping[str, str]) -> str:
         return "no C compiler: neither gcc nor clang is on PATH, and CC is not set"
     header = Path(sysconfig.get_path("include"), "Python.h")
     return "" if header.is_file() else f"no headers of Python: {header} is missing"
+
+
+def left_locks(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """List the locks of torch extensions that no process here has open, as whoever builds one has it until the end.
+
+    A builder that was killed leaves its lock, and all who want the extension wait until it is gone.
+    """
+    chosen, cache = environ.get("TORCH_EXTENSIONS_DIR"), environ.get("XDG_CACHE_HOME")
+    usual = Path(cache or f"{environ.get('HOME', '')}/.cache", "torch_extensions")
+    locks = {str(lock.resolve()) for lock in (Path(chosen).glob("*/lock") if chosen else usual.glob("*/*/lock"))}
+    for link in Path("/proc").glob("[0-9]*/fd/*") if locks else ():
+        with contextlib.suppress(OSError):
+            locks.discard(os.readlink(link))
+    return tuple(sorted(locks))
 
 
 def _towards(conductor: str) -> tuple[str, str, str]:

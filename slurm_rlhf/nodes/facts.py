@@ -97,6 +97,7 @@ class NodeFacts:
     most_files: int = UNKNOWN  # files that a process may open; UNKNOWN: no limit
     infiniband: bool = False
     compiler: str = ""  # what is missing to compile for Python; empty: nothing
+    locks: tuple[str, ...] = ()  # locks of torch extensions that nobody builds there
     addresses: tuple[str, ...] = ()
     interface: str = ""  # interface on the way to the conductor
     address: str = ""

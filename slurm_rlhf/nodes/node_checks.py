@@ -82,8 +82,11 @@ def limits(facts: Facts, needs: Needs) -> Check:
 
 
 def compilers(facts: Facts) -> Check:
-    """Name nodes on which nothing can be compiled for Python: on GPUs vLLM's engines need that when they start."""
-    found = tuple(
+    """Name nodes on which nothing can be compiled for Python: on GPUs vLLM's engines need that when they start.
+
+    Name locks, too, for which a rank that compiles an extension of torch would wait.
+    """
+    found = [
         Finding(
             FAILED,
             (node,),
@@ -93,8 +96,13 @@ def compilers(facts: Facts) -> Check:
         )
         for node, each in facts.items()
         if each.compiler
-    )
-    return Check("compiler", "a C compiler, and Python's headers", found)
+    ]
+    for lock in sorted({lock for each in facts.values() for lock in each.locks}):
+        nodes = tuple(node for node, each in facts.items() if lock in each.locks)
+        said = f"{shortened(nodes)}: {lock} was left by a process that compiled an extension of torch and was killed"
+        remedy = f"A rank that needs the extension waits until it is gone: rm {lock}, unless another node compiles now"
+        found.append(Finding(WARNING, nodes, said, remedy))
+    return Check("compiler", "a C compiler, and Python's headers", tuple(found))
 
 
 def gpus(facts: Facts, needs: Needs) -> Check:

@@ -34,6 +34,7 @@ class RankMemory:
     resting: Bytes  # bytes held as long as the rank lives
     phases: Mapping[str, Bytes]  # phase -> bytes beyond `resting`, released afterwards
     parked: Bytes = field(default_factory=dict)  # the part of `resting` that is moved away while the engines work
+    pinned: int = 0  # bytes of host memory that it takes then
 
     def at(self, phase: str) -> dict[str, int]:
         """Return all terms in `phase`; "" is rest, "parked" is while the engines work."""
@@ -86,6 +87,7 @@ class Account:
     rows: tuple[Row, ...]
     engine: rank_memory.EngineMemory | None  # None: the actor's ranks sample (rollout.engine = hf)
     wanted: int  # sequences that an engine gets at once
+    pinned: int  # bytes of host memory for each GPU while the engines work
 
     def fits(self, role: str = "") -> bool:
         """Tell whether `role` always fits, or every role; an engine's KV cache must hold a whole sequence, too."""
@@ -112,9 +114,9 @@ def account(config: Config, models: Models, gpu: int) -> Account:
             rows += _together(config, [held[role] for role in group], gpu)
     responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     wanted = min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
-    return Account(
-        tuple(rows), rank_memory.engine(config, models[ROLLOUT], gpu) if has_engines(config) else None, wanted
-    )
+    pinned = max(sum(held[role].pinned for role in group) for group in roles_by_slots(config, list(held)))
+    memory = rank_memory.engine(config, models[ROLLOUT], gpu) if has_engines(config) else None
+    return Account(tuple(rows), memory, wanted, pinned)
 
 
 def rank_memories(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
@@ -184,7 +186,9 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
             resting |= sent  # slots that the engines of the GPU have mapped
         else:
             phases["sync"] = sent
-    return RankMemory(role.name, resting, phases, parked)
+    # torch pins powers of two: masters, and AdamW's two moments, are three tensors of the same size.
+    tensor = held.optimizer // 3
+    return RankMemory(role.name, resting, phases, parked, 3 << (tensor - 1).bit_length() if parked else 0)
 
 
 def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:

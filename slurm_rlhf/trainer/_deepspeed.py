@@ -53,9 +53,10 @@ def import_deepspeed(device: torch.device) -> Any:
     import deepspeed
     import deepspeed.ops
 
-    # On CPUs DeepSpeed compiles this extension (half a minute of g++) where a compiler is found. It all-reduces
-    # through shared memory under names of its own, which runs on one host would share; gloo does without it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # made by _probe_compatible_ops
+    # No extension is wanted, so that none is looked for: _probe_compatible_ops would run compilers and ask the GPUs. On
+    # CPUs DeepSpeed would compile deepspeed_shm_comm then (half a minute of g++), which all-reduces through shared
+    # memory under names of its own, which runs on one host would share; gloo does without it.
+    deepspeed.ops.__compatible_ops__ = {}
     if device.type == "cpu":
         # It asks for a CPU with fp16 instructions; torch computes fp16 on every CPU, slowly where there are none.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True

@@ -69,6 +69,15 @@ def test_plan_has_a_row_for_every_role(capsys: pytest.CaptureFixture[str], seven
     assert max(len(line) for line in out.splitlines()) <= 100
 
 
+def test_plan_names_the_host_memory_of_parked_states(capsys: pytest.CaptureFixture[str], seven: str) -> None:
+    words = (str(SBATCH / "ppo_7b_1node.toml"), seven, "--nodes=1", "--gpus_per_node=8", "--gpu=h100")
+    code, out, _ = plan(capsys, *words)
+    said = "Host memory: 24.0 GiB for each GPU are pinned for optimizer states (ds.enable_sleep)."
+    assert (code, said in out.splitlines()) == (0, True)
+    code, out, _ = plan(capsys, *words, "--json")
+    assert json.loads(out)["memory"]["pinned_host_bytes"] == 24 << 30
+
+
 def test_plan_in_json(capsys: pytest.CaptureFixture[str], seven: str) -> None:
     words = (str(SBATCH / "ppo_7b.toml"), seven, *LARGE, "--json")
     code, out, _ = plan(capsys, *words, "--gpu_memory_gb=80")

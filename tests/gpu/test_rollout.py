@@ -283,6 +283,7 @@ def test_engine_arguments_on_a_gpu(engine_process: EngineProcess, path: Path) ->
         "kv_cache_memory_bytes": None,
         "enable_chunked_prefill": None,
         "gpu_memory_utilization": 0.9,
+        "fuse_allreduce_rms": False,  # vLLM's rules: where TP ranks have Hopper and FlashInfer
     }
     assert arguments() == usual
     assert arguments(vllm__sync_mode="inflight") == usual | {"async_scheduling": False}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
 import torch
+from gpu_ipc import Ledger
 from gpu_signatures import Mismatch, of_binding
 from gpu_standins import FakeCuda, NoStandIn, check_signature, fake_cuda
 from torch.distributed import HashStore
@@ -84,6 +86,57 @@ def test_streams_have_to_wait(cuda: FakeCuda):
         data.clone()
     torch.cuda.current_stream().wait_event(side.record_event())
     assert data.clone().is_cuda
+
+
+def test_memory_that_is_freed_is_not_handed_out_under_a_stream_that_uses_it(cuda: FakeCuda):
+    from gpu_streams import StreamRace
+
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+
+    def use(recorded: bool) -> None:
+        with torch.cuda.stream(side):
+            data = torch.zeros(4, device="cuda")
+        here.wait_stream(side)
+        data.clone()
+        if recorded:
+            data.record_stream(here)
+
+    use(recorded=False)
+    with torch.cuda.stream(side), pytest.raises(StreamRace, match="freed without record_stream"):
+        torch.zeros(4, device="cuda")
+    side.wait_stream(here)
+    use(recorded=True)
+    use(recorded=False)
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        torch.zeros(4, device="cuda")
+
+
+def test_an_event_that_was_never_recorded_says_nothing(cuda: FakeCuda):
+    from gpu_streams import StreamRace
+
+    for ask in ("query", "synchronize", "wait"):
+        with pytest.raises(StreamRace, match="never recorded"):
+            getattr(torch.cuda.Event(), ask)()
+    assert torch.cuda.current_stream().record_event().query()
+
+
+def test_what_the_host_of_a_process_does_not_know_to_be_over_is_not_for_others():
+    descriptor = os.memfd_create("ledger")
+    mine, theirs = Ledger(descriptor, 1), Ledger(os.dup(descriptor), 2)
+    assert mine.enter(0, 8, "writes", (0, 1)) == ""
+    assert theirs.enter(0, 4, "reads", (0, 1)) == "process 1 still writes"
+    assert theirs.enter(8, 12, "reads", (0, 1)) == ""
+    mine.strike({0: 0})
+    assert theirs.enter(4, 8, "reads", (0, 2)) == "process 1 still writes"
+    mine.strike({0: 1})
+    assert theirs.enter(4, 8, "reads", (0, 2)) == ""
+    assert mine.enter(6, 7, "writes", (0, 2)) == "process 2 still reads"
+    assert mine.enter(6, 7, "reads", (0, 2)) == ""
+    theirs.strike({0: 2})
+    assert mine.enter(6, 7, "writes", (0, 3)) == ""
+    for ledger in (mine, theirs):
+        ledger.close()
 
 
 # What check_signature compares: a library's class and stand-ins for it.
@@ -179,6 +232,8 @@ def test_a_bare_nccl_group_takes_what_its_bindings_take(cuda: FakeCuda):
         group.allreduce([torch.zeros(1)])
     assert not group._is_initialized()
     ones = torch.ones(2, device="cuda")
+    with torch.cuda.device(1), pytest.raises(AssertionError, match="GPU is 1, and the tensor is on cuda:0"):
+        group.allreduce([ones])
     work = group.allreduce([ones])
     assert work.wait()
     assert ones.tolist() == [1.0, 1.0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpu_nccl import held_back
 from gpu_standins import FakeCuda, fake_cuda
-from sync_fleet import BUCKET, Fleet, PeerRanks, configure, sent
+from sync_fleet import BUCKET, Fleet, PeerRanks, configure, one_of, sent
 from sync_peer import describe, hold, make_weights
 from torch.distributed import HashStore
 from waiting import HANG_S
@@ -48,7 +48,10 @@ def all_peers():
 
 @pytest.fixture
 def cuda():
-    with fake_cuda(["GPU-a"]) as fake:
+    """Its GPU is not the first, and an engine rank has another number for it: a wrong number is noticed."""
+    seen = one_of("a")
+    with fake_cuda(seen["gpus"]) as fake:
+        torch.cuda.set_device(seen["current"])
         yield fake
 
 
@@ -223,6 +226,16 @@ def test_a_death_between_roles_that_share_gpus(fleet: Fleet):
     fleet.update(fleet.sender(1, actors=2, zero=3, gpus="aba", colocated=True), 2)
 
 
+def test_a_bucket_that_is_announced_before_it_is_filled(fleet: Fleet, monkeypatch):
+    """The stand-ins see across processes what one GPU would do: an engine reads where the actor still writes."""
+    sender = fleet.sender(1, gpus="aa", colocated=True, whole=True)
+    monkeypatch.setattr(DeviceIpc, "_until", lambda self, event: None)
+    fleet.peers[0].tell("update", version=1)
+    with pytest.raises(SyncError, match=rf"reads memory of a GPU where process {os.getpid()} still writes"):
+        sender.push(hold(make_weights(1)), 1)
+    assert fleet.peers[0].answer()["error"] == "StreamRace"
+
+
 def conducted(fleet: Fleet, **settings: Any) -> WeightSync:
     """Two actor ranks with shards and an engine, as the conductor has them."""
     fleet.hire(3)
@@ -230,7 +243,7 @@ def conducted(fleet: Fleet, **settings: Any) -> WeightSync:
     actors, engines = PeerRanks(fleet.peers[:2]), PeerRanks(fleet.peers[2:3])
     for role, ranks, gpus in (("actor", actors, "ab"), ("rollout", engines, "c")):
         for rank, gpu in enumerate(gpus):
-            ranks.tell(rank, "see", gpus=[f"GPU-{gpu}"])
+            ranks.tell(rank, "see", **one_of(gpu))
             ranks.tell(rank, "become", role=role, rank=rank, settings=settings)
     weights = WeightSync(configure(settings), actors, engines, "127.0.0.1")
     weights.connect(describe(make_weights(0)), [0])
@@ -356,7 +369,7 @@ def test_an_address_is_no_interface(monkeypatch, cuda: FakeCuda):
     assert "NCCL_SOCKET_IFNAME" not in os.environ
     name_interface("lo")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
-    group_of_one().meet(torch.device("cuda", 0))
+    group_of_one().meet(torch.device("cuda", torch.cuda.current_device()))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     name_interface("lo")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0", "the user's word counts"
@@ -377,7 +390,7 @@ def test_the_benchmark_of_training_names_the_gpu(cuda: FakeCuda):
 
 
 def test_the_gpu_of_a_rank(cuda: FakeCuda):
-    assert (device_name(), device_address()) == ("GPU-a", "0000:00:00.0")
+    assert (device_name(), device_address()) == ("GPU-a", "0000:01:00.0")
     assert ordinal_of("GPU-b", ["GPU-a", "GPU-b"], "actor 0") == 1
     assert interface_near(["lo"], device_address(), 3) == "lo"
 

@@ -12,12 +12,18 @@ from typing import Any
 
 import kit
 import kit_report
+import kit_train
 import pytest
 from gpu_smi import card, write_smi
-from kit import CHECKS, FAILED, PASSED, SKIPPED, Check, Outcome, Place, perform, unfit
+from kit import CHECKS, FAILED, PASSED, SKIPPED, Check, Finding, Outcome, Place, perform, unfit
 from kit_machine import interfaces, machine
 from kit_train import judged
+from training_runs import workspace
 from waiting import HANG_S
+
+from slurm_rlhf.cli.plan import layout_on
+from slurm_rlhf.config.check import check_colocation
+from slurm_rlhf.config.load import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +155,25 @@ def test_a_run_is_judged_by_its_metrics_and_by_how_weights_went(
         judged(rows, log, "bf16", "nccl")
     with pytest.raises(AssertionError, match="2 steps of 3"):
         judged(rows[:2], log, "bf16", "nccl")
+
+
+@pytest.mark.parametrize(("there", "used"), [(1, 1), (3, 1), (4, 2), (8, 2)])
+def test_roles_that_share_gpus_share_two_where_there_are_four(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int, used: int
+) -> None:
+    asked: list[str] = []
+
+    def ppo(place: Place, dtype: str, backend: str, *words: str) -> tuple[Finding, list[dict[str, float]]]:
+        asked.extend(words)
+        return Finding(backend), [{"perf/sleep_freed_bytes": 2.0**31}]
+
+    monkeypatch.setattr(kit_train, "_ppo", ppo)
+    assert "2.0 GiB freed by sleep" in kit_train.ppo_colocated(Place(tuple(map(str, range(there))))).figure
+    config = load_config(workspace(tmp_path), asked)
+    check_colocation(config)
+    roles = layout_on(config, ["here"], [there]).roles
+    assert {name: len(share.ranks) for name, (share,) in roles.items()} == dict.fromkeys(roles, used)
+    assert {"actor", "critic", "rollout"} < set(roles)
 
 
 @pytest.mark.parametrize("words", [("-m", "gpu"), ("-mgpu",), ("-m=gpu",)])

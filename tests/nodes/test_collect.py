@@ -12,7 +12,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.gpu_query import ask_health, parse_health
-from slurm_rlhf.nodes.collect import collect, no_compiler
+from slurm_rlhf.nodes.collect import collect, left_locks, no_compiler
 from slurm_rlhf.nodes.facts import UNKNOWN, Orders
 from slurm_rlhf.nodes.node_look import MISSING, versions
 
@@ -60,6 +60,27 @@ def test_what_is_missing_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert no_compiler(compiler) == f"no headers of Python: {tmp_path}/Python.h is missing"
     (tmp_path / "Python.h").touch()
     assert no_compiler(compiler) == ""
+
+
+def test_locks_of_torch_extensions_that_nobody_builds(tmp_path: Path) -> None:
+    """Made as torch makes them; where torch has them."""
+    from torch.utils.cpp_extension import _get_build_directory
+    from torch.utils.file_baton import FileBaton
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        usual = Path(_get_build_directory("usual", verbose=False), "lock")
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "chosen"))
+        chosen = Path(_get_build_directory("chosen", verbose=False), "lock")
+    told = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for lock, environ in ((usual, told), (chosen, told | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "chosen")})):
+        assert left_locks(environ) == ()
+        baton = FileBaton(str(lock))
+        assert baton.try_acquire()
+        assert left_locks(environ) == (), "its builder lives"
+        os.close(baton.fd)
+        assert left_locks(environ) == (str(lock),)
 
 
 def test_a_file_system_without_locks(tmp_path: Path) -> None:

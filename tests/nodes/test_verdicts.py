@@ -140,6 +140,17 @@ def test_a_node_without_a_compiler_is_named_where_the_run_wants_gpus() -> None:
     assert "module load gcc" in finding.remedy
 
 
+def test_a_lock_that_nobody_holds_is_named_once_for_all_nodes() -> None:
+    lock = "/home/me/.cache/torch_extensions/py311_cu130/fused_adam/lock"
+    nodes = {node: replace(facts(node), locks=(lock,)) for node in NODES}
+    report = examined(nodes=nodes, needs=replace(NEEDS, wanted=Wanted(dict.fromkeys(NODES, 2))))
+    (check,) = [check for check in report.checks if check.name == "compiler"]
+    (finding,) = check.findings
+    assert (finding.verdict, finding.nodes) == (WARNING, NODES)
+    assert f"{lock} was left by a process" in finding.said
+    assert f"rm {lock}" in finding.remedy
+
+
 @pytest.mark.parametrize(
     ("reach", "said"),
     [

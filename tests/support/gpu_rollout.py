@@ -158,7 +158,8 @@ def arguments(path: Path, sleeps: bool = True, **changes: Any) -> dict[str, Any]
             engine_config(made)
         except ConfigError as error:
             return str(error)
-    return {name: getattr(seen[0], name) for name in WANTED}
+    passes = seen[0].compilation_config.pass_config
+    return {name: getattr(seen[0], name) for name in WANTED} | {"fuse_allreduce_rms": passes.fuse_allreduce_rms}
 
 
 def unpacked_on_a_gpu() -> int:

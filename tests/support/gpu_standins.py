@@ -14,9 +14,11 @@ A test that starts ranks calls `FakeCuda(...).install()` first thing in each chi
 - Tensors made on or moved to "cuda" lie in CPU memory and say that they are on cuda: `.device`, `.is_cuda`. Mixing
   devices, `.numpy()` of cuda tensors, a device number that is not there raise what torch raises. What makes the host
   wait is counted in `cuda.syncs`; bytes by `torch.cuda.memory_allocated` and `mem_get_info`.
-- Streams: what one stream writes and another touches without an event or a wait between them raises StreamRace.
-- `torch.distributed.ProcessGroupNCCL` is `gpu_nccl.py`'s, over gloo; memory is shared between processes by
-  `_share_cuda_` and `_new_shared_cuda`.
+- Streams: what one stream writes and another touches without an event or a wait between them raises StreamRace; so does
+  memory that is freed while a stream still uses it, when it is handed out again, and an event that was never recorded.
+- `torch.distributed.ProcessGroupNCCL` is `gpu_nccl.py`'s, over gloo; a thread has to have the GPU of its tensors as the
+  current one. Memory is shared between processes by `_share_cuda_` and `_new_shared_cuda`: what a process does there
+  while the GPU of another is at work, as far as that one's host knows, raises StreamRace.
 
 The bare modes of a library (vLLM's platform, DeepSpeed's accelerator) are not faked here: patch what your code asks.
 """
@@ -55,6 +57,7 @@ class FakeCuda:
         """How often the host waited for a GPU, by what made it."""
         self.streams = Streams(self.syncs)
         self.memory = Memory(len(self.gpus), memory)
+        self.memory.freed = self.streams.freed
         self.mapped: list[tuple[str, str]] = []
         """Memory of other processes that was opened: on which GPU, and whose."""
         self.broken_links: list[str] = []
@@ -95,6 +98,7 @@ class FakeCuda:
             assert hasattr(torch.UntypedStorage, name), f"torch.UntypedStorage has no {name}"
             put(mock.patch.object(torch.UntypedStorage, name, fake))
         put(mock.patch.object(torch.UntypedStorage, "device", property(self.memory.device_of)))
+        put(mock.patch.object(torch.Tensor, "record_stream", self.streams.record_stream))
         put(self._mode)
         put(mock.patch.object(threading.Thread, "_bootstrap_inner", self._in_threads()))
 

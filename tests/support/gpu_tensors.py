@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -55,13 +55,15 @@ class Memory:
         self.total = total
         self.peak = [0] * gpus
         self.taken = [0] * gpus
+        self.freed: Callable[[int], None] = lambda key: None
+        """Called for a storage that nobody has any more."""
         self._lock = threading.RLock()
         self._known = _KNOWN
 
     def add(self, storage: Any, index: int) -> bool:
         """`storage` is on GPU `index`; whether it is new there. Raises OutOfMemoryError."""
+        self._forget()
         with self._lock:
-            self._forget()
             if storage._cdata in self._known:
                 return False
             if self.taken[index] + storage.nbytes() > self.total:
@@ -78,15 +80,17 @@ class Memory:
 
     def held(self, index: int) -> int:
         """Bytes that live tensors take of a GPU."""
-        with self._lock:
-            self._forget()
-            return self.taken[index]
+        self._forget()
+        return self.taken[index]
 
     def _forget(self) -> None:
-        for key, (ref, index, nbytes, owner) in list(self._known.items()):
-            if ref.expired():
+        with self._lock:
+            dead = {key: known for key, known in self._known.items() if known[0].expired()}
+            for key, (_, index, nbytes, owner) in dead.items():
                 owner.taken[index] -= nbytes
                 del self._known[key]
+        for key, (*_, owner) in dead.items():
+            owner.freed(key)
 
 
 class DeviceMode(TorchFunctionMode):
@@ -181,7 +185,7 @@ class DeviceMode(TorchFunctionMode):
 
     def _place(self, tensor: torch.Tensor, device: torch.device) -> None:
         if device.type == "cuda" and self._memory.add(tensor.untyped_storage(), device.index):
-            self._streams.forget(tensor.untyped_storage())
+            self._streams.allocated(tensor.untyped_storage())
 
     def _moved(self, source: torch.Tensor, result: torch.Tensor, target: torch.device, quick: bool) -> torch.Tensor:
         came = self.where(source)
@@ -249,10 +253,6 @@ class DeviceMode(TorchFunctionMode):
     def _do_is_pinned(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         found = self._pinned.get(args[0].untyped_storage()._cdata)
         return found is not None and not found.expired()
-
-    def _do_record_stream(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if self.where(args[0]) == CPU:
-            raise RuntimeError("record_stream is for tensors on a GPU")
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:

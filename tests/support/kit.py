@@ -95,7 +95,7 @@ CHECKS = (
     Check("sleep", "an engine gives up its memory and comes back", "kit_engine:sleep", 90),
     Check("zero 2", "two ranks of ZeRO-2 against one rank", "kit_train:zero2", 90),
     Check("zero 3", "two ranks of ZeRO-3 against one rank", "kit_train:zero3", 90),
-    Check("ppo colocated", "PPO, TP 1, all roles on one GPU with sleep", "kit_train:ppo_colocated", 150),
+    Check("ppo colocated", "PPO, TP 1, all roles share GPUs, with sleep", "kit_train:ppo_colocated", 150),
     Check(
         "ppo tp 1",
         "PPO, every role on a GPU of its own",

@@ -33,10 +33,12 @@ def zero3(place: Place) -> Finding:
 
 
 def ppo_colocated(place: Place) -> Finding:
-    """Engine, actor, critic and reference in turns on one GPU; with CUDA graphs, which sleep has to keep."""
-    eager = f"--vllm.enforce_eager={str(place.rehearse).lower()}"
-    words = ("--train.colocate_all=true", "--vllm.gpu_memory_utilization=0.3", "--ds.enable_sleep=true", eager)
-    finding, rows = _ppo(place, "fp32", "ipc", *words)
+    """Engine, actor, critic and reference in turns on one GPU; with CUDA graphs, which sleep has to keep.
+
+    On two of four or more: then each role has ranks on both, and an engine on each takes the weights of its GPU.
+    """
+    words = [f"--vllm.enforce_eager={str(place.rehearse).lower()}", "--ds.enable_sleep=true"]
+    finding, rows = _ppo(place, "fp32", "ipc", *words, *colocated(2 if len(place.gpus) >= 4 else 1))
     freed = min(row["perf/sleep_freed_bytes"] for row in rows) / 2**30
     assert place.rehearse or freed > 0.5, f"the sleeping engine freed {freed:.2f} GiB only"
     told = "sleep frees nothing on CPUs" if place.rehearse else f"{freed:.1f} GiB freed by sleep"
@@ -53,9 +55,13 @@ def ppo_tp2(place: Place) -> Finding:
     words = ["--vllm.tensor_parallel_size=2", "--vllm.enforce_eager=true"]
     if len(place.gpus) >= 4:
         return _ppo(place, "bf16", place.backend("nccl"), "--algo.kl.init_coef=0", *words)[0]
-    words += ["--train.colocate_all=true", "--vllm.gpu_memory_utilization=0.3"]
-    words += [f"--{role}.num_gpus_per_node=2" for role in ("actor", "critic", "ref")]
-    return _ppo(place, "bf16", "ipc", *words)[0]
+    return _ppo(place, "bf16", "ipc", *words, *colocated(2, engines=1))[0]
+
+
+def colocated(gpus: int, engines: int = 0) -> list[str]:
+    """All roles on the same GPUs; `engines`: 0 for one on each."""
+    words = ["--train.colocate_all=true", "--vllm.gpu_memory_utilization=0.3", f"--vllm.num_engines={engines or gpus}"]
+    return words + [f"--{role}.num_gpus_per_node={gpus}" for role in ("actor", "critic", "ref")]
 
 
 def _ppo(place: Place, dtype: str, backend: str, *words: str) -> tuple[Finding, list[dict[str, Any]]]:

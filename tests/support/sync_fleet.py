@@ -25,6 +25,13 @@ from slurm_rlhf.wire.codec import spec_of
 BUCKET = 1 << 20
 
 
+def one_of(gpu: str, place: int = 1) -> dict[str, Any]:
+    """What a rank sees that has the GPU of this letter, and whose number of it is `place`: others' are there, too."""
+    gpus = ["GPU-other0", "GPU-other1", "GPU-other2"]
+    gpus[place] = f"GPU-{gpu}"
+    return {"gpus": gpus, "current": place}
+
+
 class Fleet:
     """The sender's side, receivers that come and go, and one store for all groups that follow each other.
 
@@ -67,7 +74,7 @@ class Fleet:
         at = nodes or "n" * (actors + receivers)
         for rank, peer in enumerate(self.peers, 1):
             if gpus:
-                peer.tell("see", gpus=[f"GPU-{gpus[rank]}"])
+                peer.tell("see", **one_of(gpus[rank], 1 if rank < actors else 2))
                 assert peer.answer() is None
             label = f"actor {rank}" if rank < actors else f"rollout {rank - actors}"
             peer.tell("join", rank=rank, label=label, node=at[rank], **where)

@@ -187,8 +187,10 @@ class _Engine:
             module.fill = fill
 
     def update(self, version: int, at: int = -1, act: str = "", seconds: float = 0.0, path: str = "") -> dict[str, str]:
-        """Load an update. After `at` parameters: raise, die, freeze, leave, abort or tell (by making a file). Sleeps
-        `seconds` per parameter, or at the one of `at`, if it is to be slow."""
+        """Load an update: keep the tensors that come, as vLLM's layerwise reload does, of an even version copies.
+
+        After `at` parameters: raise, die, freeze, leave, abort or tell (by making a file). Sleeps `seconds` per
+        parameter, or at the one of `at`, if it is to be slow."""
         kept = {}
         with self.receiver.update(version) as weights:
             for number, (name, tensor) in enumerate(weights):
@@ -204,7 +206,7 @@ class _Engine:
                     break
                 if number == at and act == "abort":
                     threading.Timer(0.2, lambda: self.group.abort("told by the conductor")).start()
-                kept[name] = tensor  # as vLLM's layerwise reload does
+                kept[name] = tensor if version % 2 else tensor.clone()
                 if act != "slow" or number == at:
                     time.sleep(seconds)
         return {name: digest(tensor) for name, tensor in kept.items()}
@@ -218,13 +220,15 @@ class _Engine:
     def leave(self) -> None:
         self.group.close()
 
-    def see(self, gpus: list[str]) -> None:
+    def see(self, gpus: list[str], current: int) -> None:
         """Be a rank with stand-ins for GPUs, see gpu_standins.py."""
+        import torch
         from gpu_standins import FakeCuda
 
         if self.cuda is None:
             self.cuda = FakeCuda(gpus).install()
         self.cuda.see(gpus)
+        torch.cuda.set_device(current)
         self._forget()
 
     def _forget(self) -> None:

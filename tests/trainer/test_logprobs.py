@@ -269,6 +269,18 @@ def test_what_is_not_finite_in_a_skipped_step_is_left_out_and_told() -> None:
 
 
 @pytest.mark.slow
+def test_no_compiler_is_asked_what_deepspeed_could_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed.ops
+    from deepspeed.comm.torch import build_shm_op
+
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.delitem(vars(deepspeed.ops), "__compatible_ops__", raising=False)
+    monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", lambda: pytest.fail("it was probed"))
+    import_deepspeed(torch.device("cpu"))
+    assert build_shm_op() is None
+
+
+@pytest.mark.slow
 def test_a_device_without_fp16_is_told_before_a_model_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     deepspeed = import_deepspeed(torch.device("cpu"))
