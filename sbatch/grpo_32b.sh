@@ -26,7 +26,7 @@
 set -euo pipefail
 
 # ---- Your site: modules, environment, network. ---------------------------------------------------------------------
-# A site with modules:   module load python/3.11 cuda/12.8
+# A site with modules:   module load python/3.11 cuda/13.0
 # A venv, or conda:      source ~/rlhf/bin/activate, or: set +u; source ~/miniconda3/bin/activate rlhf; set -u
 # A container:           this script stays outside; options=(--slurm.container=/images/rlhf.sif)
 #                        with pyxis also --slurm.container_runtime=pyxis (all: slurm-rlhf train --help slurm)
