@@ -49,9 +49,8 @@ def all_peers():
 @pytest.fixture
 def cuda():
     """Its GPU is not the first, and an engine rank has another number for it: a wrong number is noticed."""
-    seen = one_of("a")
-    with fake_cuda(seen["gpus"]) as fake:
-        torch.cuda.set_device(seen["current"])
+    with fake_cuda(one_of("a", 1)["gpus"]) as fake:
+        torch.cuda.set_device(1)
         yield fake
 
 
