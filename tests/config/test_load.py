@@ -76,6 +76,7 @@ def test_file_then_command_line(tmp_path: Path) -> None:
         (["--rollout.stop=[]"], "rollout.stop", []),
         (["--data.input_template=a=b {}"], "data.input_template", "a=b {}"),
         (["--data.input_key="], "data.input_key", ""),
+        (["--actor.loss_agg_mode="], "actor.loss_agg_mode", ""),
         (["--train.seed=1", "--train.seed=2"], "train.seed", 2),
     ],
 )
@@ -137,6 +138,8 @@ def test_bad_file(tmp_path: Path, text: str, named: list[str]) -> None:
         (["--actor.adam_betas=[0.9"], "--actor.adam_betas takes a list of numbers, got '[0.9'"),
         (["--actor.learning_rate=inf"], "takes a number, got inf"),
         (["--actor=1"], "--actor is a group of keys"),
+        (["--actor.policy_loss_type=grpo"], "policy_loss_type takes one of ppo, gspo, cispo, sapo, dppo_tv"),
+        (["--actor.loss_agg_mode=mean"], 'loss_agg_mode takes one of "", token-mean, seq-mean-token-mean, '),
         (["train.seed=1"], "'train.seed=1' belongs to no key: overrides look like --train.seed=1"),
         (["--"], "'--' belongs to no key"),
         (["--data.input_key=\udcff"], "--data.input_key takes a string, got '\\udcff'"),

@@ -253,6 +253,7 @@ def test_the_critic_starts_from_the_reward_model() -> None:
     config = Config()
     assert ROLES[CRITIC].model(config) == ("critic.model_name_or_path", "")
     config.actor.model_name_or_path = "/a"
+    assert ROLES[CRITIC].model(config)[1] == "/a"
     config.reward.model_name_or_path = "/r"
     assert ROLES[CRITIC].model(config) == ("reward.model_name_or_path", "/r")
     config.critic.model_name_or_path = "/c"

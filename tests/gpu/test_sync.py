@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpu_nccl import held_back
 from gpu_standins import FakeCuda, fake_cuda
-from sync_fleet import BUCKET, Fleet, PeerRanks, configure, one_of, sent
+from sync_fleet import BUCKET, Fleet, PeerRanks, conducted, loaded, one_of, sent
 from sync_peer import describe, hold, make_weights
 from torch.distributed import HashStore
 from waiting import HANG_S
@@ -26,11 +26,11 @@ from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import OWN_ERRORS
 from slurm_rlhf.weights.backends import TransportFailure
-from slurm_rlhf.weights.backends.device_ipc import DeviceIpc, ordinal_of
+from slurm_rlhf.weights.backends.device_ipc import DeviceIpc
 from slurm_rlhf.weights.backends.nccl import Nccl, NcclCommunicator, in_time, name_interface
 from slurm_rlhf.weights.group import SyncGroup
 from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.weights.rendezvous import Membership, choose, device_address, device_name, interface_near, share_gpus
+from slurm_rlhf.weights.rendezvous import Membership, device_address, device_name, interface_near
 from slurm_rlhf.weights.transfer_plan import DEPTH
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_environment")]
@@ -235,59 +235,36 @@ def test_a_bucket_that_is_announced_before_it_is_filled(fleet: Fleet, monkeypatc
     assert fleet.peers[0].answer()["error"] == "StreamRace"
 
 
-def conducted(fleet: Fleet, **settings: Any) -> WeightSync:
-    """Two actor ranks with shards and an engine, as the conductor has them."""
+def connected(fleet: Fleet, **settings: Any) -> WeightSync:
+    """Two actor ranks and an engine, with a GPU each."""
     fleet.hire(3)
-    settings = {"timeout.sync": 40.0, "sync.bucket_mb": 1, "ds.zero_stage": 3} | settings
-    actors, engines = PeerRanks(fleet.peers[:2]), PeerRanks(fleet.peers[2:3])
-    for role, ranks, gpus in (("actor", actors, "ab"), ("rollout", engines, "c")):
-        for rank, gpu in enumerate(gpus):
-            ranks.tell(rank, "see", **one_of(gpu))
-            ranks.tell(rank, "become", role=role, rank=rank, settings=settings)
-    weights = WeightSync(configure(settings), actors, engines, "127.0.0.1")
+    for peer, gpu in zip(fleet.peers, "abc", strict=True):
+        peer.tell("see", **one_of(gpu))
+        assert peer.answer() is None
+    weights = conducted((PeerRanks(fleet.peers[:2]), PeerRanks(fleet.peers[2:])), **({"timeout.sync": 40.0} | settings))
     weights.connect(describe(make_weights(0)), [0])
     return weights
 
 
-def arrived(weights: WeightSync) -> dict[str, str]:
-    return weights.rollout.tell(0, "weights_loaded")
-
-
 def test_the_conductor_repeats_an_update_whose_link_broke(fleet: Fleet):
-    weights = conducted(fleet)
+    weights = connected(fleet)
     assert weights.update(1)["perf/sync_group"] == 1
     weights.rollout.tell(0, "break_link", times=1)
     assert weights.update(2)["perf/sync_group"] == 2, "once more over a new group, of NCCL again"
-    assert arrived(weights) == sent(2)
+    assert loaded(weights, 0) == sent(2)
     assert all(peer.process.poll() is None for peer in fleet.peers)
 
 
 def test_the_conductor_goes_over_to_the_fallback(fleet: Fleet):
     """Where NCCL keeps failing, whatever it says: defect 1 would have run on over gloo."""
-    weights = conducted(fleet, **{"sync.fallback": "gloo"})
+    weights = connected(fleet, **{"sync.fallback": "gloo"})
     weights.rollout.tell(0, "break_link", times=9)
     weights.update(1)
     assert weights.connection.backend == "gloo"
-    assert arrived(weights) == sent(1)
+    assert loaded(weights, 0) == sent(1)
 
 
 # What no transfer is needed for.
-
-
-def test_the_choice_between_gpus():
-    assert share_gpus(["g", "h", "g", "h"], 2)
-    assert not share_gpus(["g", "h", "k"], 2)
-    assert not share_gpus(["g", ""], 1)
-    shared = choose(["auto"] * 4, list("nmnm"), list("ghgh"), colocated=True, shared_gpus=True)
-    assert shared == ("ipc", "each engine rank shares its GPU with an actor rank")
-    assert choose(["ipc"] * 4, list("nmnm"), list("ghgh"), shared_gpus=True)[0] == "ipc"
-    assert choose(["auto"] * 2, list("nm"), list("gh"))[0] == "nccl"
-    backend, why = choose(["auto"] * 3, list("nnm"), list("ggh"))
-    assert (backend, "whose GPU has no actor rank" in why) == ("gloo", True)
-    with pytest.raises(ConfigError, match="engine ranks whose GPU has no actor rank"):
-        choose(["ipc"] * 2, list("nn"), list("gh"))
-    with pytest.raises(ConfigError, match="nccl needs a GPU"):
-        choose(["nccl"] * 2, list("nn"), ["g", ""])
 
 
 def test_buckets_are_larger_between_gpus():
@@ -323,8 +300,6 @@ def test_defect_1_put_back_fails_here(cuda: FakeCuda):
     """A ProcessGroup's coalescing takes the device, a bare ProcessGroupNCCL's does not."""
     made = group_of_one()
     group = made._group
-    with pytest.raises(TypeError, match=r"_start_coalescing\(\): incompatible function arguments"):
-        group._start_coalescing(torch.device("cuda", 0))
     made._group = type("Old", (), {"_start_coalescing": lambda self: group._start_coalescing("cuda")})()
     with pytest.raises(TransportFailure, match="NCCL: _start_coalescing"):
         made.exchange([], [])

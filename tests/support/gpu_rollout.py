@@ -70,14 +70,14 @@ def signatures() -> list[str]:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as First
     from vllm.v1.worker.gpu_worker import Worker
 
-    def model() -> Any: ...
+    def model(self: Any) -> Any: ...
 
-    def sleep(level: int = 1) -> None: ...
+    def sleep(self: Any, level: int = 1) -> None: ...
 
-    def wake_up(tags: list[str] | None = None) -> None: ...
+    def wake_up(self: Any, tags: list[str] | None = None) -> None: ...
 
-    check_signature(LLMEngine.sleep, _unbound(Llm.sleep), "LLMEngine.sleep")
-    check_signature(LLMEngine.wake_up, _unbound(Llm.wake_up), "LLMEngine.wake_up")
+    check_signature(LLMEngine.sleep, Llm.sleep, "LLMEngine.sleep")
+    check_signature(LLMEngine.wake_up, Llm.wake_up, "LLMEngine.wake_up")
     for name in ("is_cpu", "is_cuda", "is_sleep_mode_available"):
         assert callable(getattr(Real, name)), name
     assert "device_name" in Real.__annotations__
@@ -88,7 +88,7 @@ def signatures() -> list[str]:
         (Worker, "sleep", sleep),
         (Worker, "wake_up", wake_up),
     ):
-        check_signature(getattr(owner, name), _unbound(ours), f"{owner.__name__}.{name}")
+        check_signature(getattr(owner, name), ours, f"{owner.__name__}.{name}")
         checked.append(f"{owner.__name__}.{name}")
     return checked
 
@@ -100,21 +100,6 @@ def asynchronous() -> list[bool]:
     from slurm_rlhf.engine._vllm import tp_executor
 
     return [made.supports_async_scheduling() for made in (UniProcExecutor, tp_executor("x", int))]
-
-
-def _unbound(function: Any) -> Any:
-    """With a `self`, where it has none."""
-    import inspect
-
-    signature = inspect.signature(function)
-    if "self" not in signature.parameters:
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-        def method() -> None: ...
-
-        method.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
-        return method
-    return function
 
 
 def sampling_limits() -> tuple[float, str]:

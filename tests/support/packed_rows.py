@@ -18,6 +18,7 @@ def make_experience(lens: list[tuple[int, int]]) -> Experience:
     return Experience(prompts, responses, tokens, np.ones(actions, np.bool_), np.zeros(len(lens), np.float32))
 
 
-def edit_config(path: Path, **changes: object) -> None:
+def edit_config(path: Path, **changes: object) -> Path:
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return path

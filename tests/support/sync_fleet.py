@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from msgspec.structs import asdict
+from shaped_links import Links
 from sync_peer import Peer, describe, digest, hold, make_weights
 from waiting import HANG_S
 
@@ -164,6 +166,30 @@ class PeerRanks:
         if result is None:
             return answer
         return result(**{name: answer[name] for name in result.__struct_fields__ if name in answer})
+
+
+@contextmanager
+def peers_in_roles(
+    actors: int, engines: int, links: Links | None = None, nodes: Sequence[str] = ()
+) -> Iterator[tuple[PeerRanks, PeerRanks]]:
+    """So many actor and engine ranks; `nodes`: of `links`, the node of each."""
+    made = [Peer(links.inside(node), node) for node in nodes] if links else [Peer() for _ in range(actors + engines)]
+    try:
+        for peer in made:
+            peer.wait_warm()
+        yield PeerRanks(made[:actors]), PeerRanks(made[actors:])
+    finally:
+        for peer in made:
+            peer.end()
+
+
+def conducted(roles: tuple[PeerRanks, PeerRanks], host: str = "127.0.0.1", **settings: Any) -> WeightSync:
+    """As a run's conductor has them; the actor's ranks hold shards."""
+    settings = {"timeout.sync": HANG_S, "sync.bucket_mb": 1, "ds.zero_stage": 3} | settings
+    for role, ranks in zip(("actor", "rollout"), roles, strict=True):
+        for rank in range(ranks.world):
+            ranks.tell(rank, "become", role=role, rank=rank, settings=settings)
+    return WeightSync(configure(settings), *roles, host)  # type: ignore[arg-type]
 
 
 def _plain(argument: Any) -> dict[str, Any]:

@@ -270,6 +270,19 @@ class _Engine:
         self.rank = rank
         self.refusals = 0
 
+    def found_world(self, path: str, rank: int) -> None:
+        """Have the two ranks of a role in torch's own group, as a trainer has."""
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+
+    def sum_in_world(self, value: int) -> list[int]:
+        import torch
+
+        ours = torch.tensor([value])
+        torch.distributed.all_reduce(ours)
+        return [torch.distributed.get_world_size(), int(ours)]
+
     def sync_listen(self, host: str) -> dict[str, Any]:
         return asdict(self.end.listen(host))
 

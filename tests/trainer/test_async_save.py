@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the steps; that they are those of a save that waits is in training_ranks.py."""
+"""Checkpoints that are written beside the steps; that they are those of a save that waits is in test_trainers.py."""
 
 from __future__ import annotations
 

@@ -150,15 +150,6 @@ def test_collate_points_at_the_token_before_each_action() -> None:
         collate(make_experience([(2, 3), (0, 1)]), CPU)
 
 
-def test_dropout_of_the_model_is_off(models: Path, tmp_path: Path) -> None:
-    make_tiny(tmp_path / "m")
-    edit_config(tmp_path / "m", attention_dropout=0.5)
-    policy = load_policy(tmp_path / "m", FP32, 100)
-    batch = collate(EXPERIENCE, CPU)
-    first, again = (policy(batch.input_ids, batch.action_index, batch.targets)[0] for _ in range(2))
-    assert torch.equal(first, again)
-
-
 class Operators(TorchDispatchMode):
     """Counts what is computed."""
 
@@ -237,13 +228,6 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path: Path) -> None:
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_policy(path, FP32, 100)
-
-
-def test_a_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
-    path = make_tiny(tmp_path / "m")
-    edit_config(path, final_logit_softcapping=30.0)
-    with pytest.raises(ModelError, match="final_logit_softcapping"):
         load_policy(path, FP32, 100)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from packed_rows import edit_config, make_experience
 from random_models import make_model
 from tiny_models import make_reward, make_tiny
 
@@ -14,7 +14,6 @@ from slurm_rlhf.config.architectures import PACKED
 from slurm_rlhf.config.model_directory import layout_of
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.records import Experience
 from slurm_rlhf.trainer import packing
 from slurm_rlhf.trainer.batch import collate
 from slurm_rlhf.trainer.models import load_critic, load_policy, load_reward
@@ -25,22 +24,13 @@ CPU = torch.device("cpu")
 LENGTHS = [(3, 9), (12, 1), (1, 30), (7, 0), (5, 44)]
 
 
-def experience(lengths: list[tuple[int, int]] = LENGTHS) -> Experience:
-    import numpy as np
-
-    prompts, responses = (np.array(column, dtype=np.int32) for column in zip(*lengths, strict=True))
-    tokens = np.random.default_rng(0).integers(3, 60, int((prompts + responses).sum())).astype(np.int32)
-    mask = np.ones(int(responses.sum()), dtype=np.bool_)
-    return Experience(prompts, responses, tokens, mask, np.zeros(len(prompts), np.float32))
-
-
 @pytest.mark.parametrize(
     "arch",
     [pytest.param(name, marks=() if name in NAMED else pytest.mark.full) for name in sorted(PACKED | {"qwen2"})],
 )
 def test_log_probs_and_gradients_are_those_of_each_sequence_alone(tmp_path: Path, arch: str) -> None:
     policy = load_policy(make_model(tmp_path / "model", arch), FP32, 7, max_len=64)
-    exp = experience()
+    exp = make_experience(LENGTHS)
     found, grads = [], []
     for packed in (False, True):
         parts = [exp] if packed else [exp.select([row]) for row in range(len(exp))]
@@ -58,7 +48,7 @@ def test_log_probs_and_gradients_are_those_of_each_sequence_alone(tmp_path: Path
 
 def test_values_and_scores_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
     path = make_reward(tmp_path / "rm")
-    exp = experience()
+    exp = make_experience(LENGTHS)
     for model in (load_critic(path, FP32, 0), load_reward(path, FP32)):
         with torch.no_grad():
             rows, row = (collate(exp, CPU, packed=packed) for packed in (False, True))
@@ -104,8 +94,7 @@ def test_who_packs(tmp_path: Path) -> None:
     ):
         assert not layout_of(Ds(**other), path).packed
     assert layout_of(Ds(attn_implementation="flash_attention_2"), path).packed
-    file = Path(path, "config.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "unheard_of"}))
+    edit_config(Path(path), model_type="unheard_of")
     assert not layout_of(FP32, path).packed
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_reward, make_tiny
 from training_ranks import make_config, make_experience, parameters, share, torchrun
 
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.trainer.forward_fixes import FIXED, has_fixed_frequencies
 
 pytestmark = pytest.mark.slow
@@ -83,50 +84,20 @@ def value_head(model: Path, world: Any, stage: int, out: Path) -> dict[str, torc
     return {f"value{stage}.{name}": torch.as_tensor(numbers) for name, numbers in answers.items()}
 
 
-def actor_and_reference(model: Path, world: Any) -> dict[str, torch.Tensor]:
-    """Log-probs of the actor and of whole and cut references, at ZeRO stage 0 in bf16."""
+def references(config: Config, world: Any, prefix: str, actor: bool = True) -> dict[str, torch.Tensor]:
+    """Log-probs of an actor, and of references that are whole and cut over the ranks; of fp16 those of others, too."""
     from slurm_rlhf.trainer.frozen import FrozenPolicy
     from slurm_rlhf.trainer.trainers import PolicyTrainer
 
-    config = make_config(model, zero_stage=0, param_dtype="bf16")
     part, micro = share(make_experience(0), world.rank, world.size, 40)
-    answers = {"actor": PolicyTrainer(config, 1).logprobs(part, micro)["logprobs"]}
-    for stage in (0, 3):
+    answers = {"actor": PolicyTrainer(config, 1).logprobs(part, micro)["logprobs"]} if actor else {}
+    for stage in (3, 0):
         config.ref.zero_stage = stage
         answers[f"ref{stage}"] = FrozenPolicy(config).logprobs(part, micro)["logprobs"]
-    return {name: torch.as_tensor(numbers) for name, numbers in answers.items()}
-
-
-def fp16_models(model: Path, world: Any) -> dict[str, torch.Tensor]:
-    """Log-probs of an actor at ZeRO stage 3 in fp16 with an fp32 head, and of whole and cut references."""
-    from slurm_rlhf.trainer.frozen import FrozenPolicy
-    from slurm_rlhf.trainer.trainers import PolicyTrainer
-
-    config = make_config(model, zero_stage=3, param_dtype="fp16", fp32_lm_head=True)
-    part, micro = share(make_experience(0), world.rank, world.size, 40)
-    answers = {"fp16.actor": PolicyTrainer(config, 1).logprobs(part, micro)["logprobs"]}
-    for stage in (0, 3):
-        config.ref.zero_stage = stage
-        answers[f"fp16.ref{stage}"] = FrozenPolicy(config).logprobs(part, micro)["logprobs"]
-    config.ref.zero_stage = 0
-    for dtype in ("fp32", "bf16"):
+    for dtype in ("fp32", "bf16") if config.ds.param_dtype == "fp16" else ():
         config.ds.param_dtype = dtype
-        answers[f"fp16.{dtype}"] = FrozenPolicy(config).logprobs(part, micro)["logprobs"]
-    return {name: torch.as_tensor(numbers) for name, numbers in answers.items()}
-
-
-def cut_models(models: Path, world: Any) -> dict[str, torch.Tensor]:
-    """Log-probs of references that are whole and cut over the ranks, of models with more than linear layers."""
-    from slurm_rlhf.trainer.frozen import FrozenPolicy
-
-    answers = {}
-    part, micro = share(make_experience(0), world.rank, world.size, 40)
-    for arch in CUT:
-        config = make_config(models / arch, param_dtype="bf16", zero_stage=2)
-        for stage in (0, 3):
-            config.ref.zero_stage = stage
-            answers[f"{arch}.{stage}"] = torch.as_tensor(FrozenPolicy(config).logprobs(part, micro)["logprobs"])
-    return answers
+        answers[dtype] = FrozenPolicy(config).logprobs(part, micro)["logprobs"]
+    return {prefix + name: torch.as_tensor(numbers) for name, numbers in answers.items()}
 
 
 def main() -> None:
@@ -135,11 +106,16 @@ def main() -> None:
     from slurm_rlhf.trainer.distributed import join_world
 
     world = join_world(60.0, 60.0)
-    answers = first_step(models / "opt", world) | cut_models(models, world) | fp16_models(models / "qwen2", world)
+    answers = first_step(models / "opt", world)
+    for arch in CUT:
+        bf16 = make_config(models / arch, param_dtype="bf16", zero_stage=2)
+        answers |= references(bf16, world, f"{arch}.", actor=False)
+    fp16 = make_config(models / "qwen2", zero_stage=3, param_dtype="fp16", fp32_lm_head=True)
+    answers |= references(fp16, world, "fp16.")
     # Stage 0 last: DeepSpeed's autocast, once it was in use, changes how later engines add up gradients.
     for stage in reversed(STAGES):
         answers |= value_head(models / "qwen2", world, stage, out)
-    answers |= actor_and_reference(models / "qwen2", world)
+    answers |= references(make_config(models / "qwen2", zero_stage=0, param_dtype="bf16"), world, "")
     save_file(answers, out / f"rank{world.rank}.safetensors")
 
 
@@ -186,7 +162,7 @@ def test_models_that_are_cut_by_zero3_give_what_whole_ones_give(
     ranks: list[dict[str, torch.Tensor]], arch: str
 ) -> None:
     for answers in ranks:
-        torch.testing.assert_close(answers[f"{arch}.3"], answers[f"{arch}.0"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(answers[f"{arch}.ref3"], answers[f"{arch}.ref0"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES)

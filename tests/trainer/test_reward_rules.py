@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from packed_rows import edit_config
 from tiny_models import make_reward, make_tiny
 
 from slurm_rlhf.algorithms.reward_shaping import normalized
@@ -32,19 +32,13 @@ def experience() -> Experience:
     return Experience(ones, lengths - ones, tokens, np.ones(actions, np.bool_), np.zeros(len(SEQUENCES), np.float32))
 
 
-def edit(path: Path, **changes: object) -> Path:
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    return path
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Reward models whose padding token is the end-of-sequence token, by three trainers; and a policy."""
     root = tmp_path_factory.mktemp("models")
     for head in ("score", "value_head", "v_head.summary"):
-        edit(make_reward(root / head, head), pad_token_id=EOS)
-    edit(make_reward(root / "openrlhf"), pad_token_id=EOS, value_head_prefix="score", mean=0.5, std=2.0)
+        edit_config(make_reward(root / head, head), pad_token_id=EOS)
+    edit_config(make_reward(root / "openrlhf"), pad_token_id=EOS, value_head_prefix="score", mean=0.5, std=2.0)
     make_tiny(root / "policy")
     return root
 
@@ -127,17 +121,6 @@ def test_a_critic_from_any_other_directory_has_a_new_head(models: Path) -> None:
     assert critic.value_head.bias is None
 
 
-def test_which_directory_the_critic_starts_from(models: Path) -> None:
-    from slurm_rlhf.config.roles import CRITIC, ROLES
-
-    config = config_of(models, "score")
-    assert ROLES[CRITIC].model(config)[1] == str(models / "score")
-    config.critic.model_name_or_path = "/elsewhere"
-    assert ROLES[CRITIC].model(config)[1] == "/elsewhere"
-    config.critic.model_name_or_path = config.reward.model_name_or_path = ""
-    assert ROLES[CRITIC].model(config)[1] == str(models / "policy")
-
-
 def test_statistics_of_a_reward_model(models: Path, tmp_path: Path) -> None:
     from slurm_rlhf.config.check import reward_statistics
     from slurm_rlhf.rewards.model import reward_scale
@@ -151,7 +134,7 @@ def test_statistics_of_a_reward_model(models: Path, tmp_path: Path) -> None:
     assert "all rewards of the run so far" in reward_scale(config_of(models, "score", normalize_enable=True))[1]
     assert reward_scale(config_of(models, "openrlhf")) == (None, "")
     config = config_of(models, "score", normalize_enable=True)
-    config.reward.model_name_or_path = str(edit(make_reward(tmp_path / "rm"), mean=1.0, std=0))
+    config.reward.model_name_or_path = str(edit_config(make_reward(tmp_path / "rm"), mean=1.0, std=0))
     config.run_dir, config.data.prompt_dataset = str(tmp_path / "run"), __file__
     config.data.max_len, config.rollout.max_new_tokens = 64, 8
     with pytest.raises(ModelError, match=r"mean = 1\.0 and std = 0; two numbers are needed, std above 0"):

@@ -45,6 +45,7 @@ def test_the_choice(wanted, nodes, devices, backend):
     chosen, why = choose([wanted] * len(nodes), list(nodes), devices, shared_gpus=share_gpus(devices, 1))
     assert chosen == backend
     assert why
+    assert ("whose GPU has no actor rank" in why) is (len(nodes) == 3)
 
 
 def test_colocated_roles_choose_shared_memory_without_gpus_too():
@@ -53,7 +54,13 @@ def test_colocated_roles_choose_shared_memory_without_gpus_too():
     assert (chosen, why) == ("ipc", "actor and engines share their slots (train.colocate_all)")
     assert choose(["auto"] * 4, list("nmnm"), [""] * 4, colocated=True)[0] == "gloo"
     assert choose(["auto"] * 4, list("nmnm"), [""] * 4, colocated=True, inside=True)[0] == "ipc"
-    assert choose(["auto"] * 4, list("nmnm"), list("ghgh"), colocated=True, shared_gpus=True)[0] == "ipc"
+    assert choose(["auto"] * 4, list("nmnm"), list("ghgh"), colocated=True, shared_gpus=True) == (
+        "ipc",
+        "each engine rank shares its GPU with an actor rank",
+    )
+    assert choose(["ipc"] * 4, list("nmnm"), list("ghgh"), shared_gpus=True)[0] == "ipc"
+    assert [share_gpus(list(gpus), actors) for gpus, actors in (("ghgh", 2), ("ghk", 2))] == [True, False]
+    assert not share_gpus(["g", ""], 1)
     assert choose(["gloo"] * 2, ["n", "n"], ["", ""], colocated=True)[0] == "gloo"
 
 
@@ -79,5 +86,7 @@ def test_what_cannot_be_chosen():
         choose(["gloo", "nccl"], ["a", "b"], ["", ""])
     with pytest.raises(ConfigError, match="ipc joins roles of one node, and these are on a, b"):
         choose(["ipc", "ipc"], ["a", "b"], ["", ""])
+    with pytest.raises(ConfigError, match="engine ranks whose GPU has no actor rank"):
+        choose(["ipc"] * 2, list("nn"), list("gh"))
     with pytest.raises(ConfigError, match="nccl needs a GPU"):
         choose(["nccl", "nccl"], ["a", "b"], ["g", ""])

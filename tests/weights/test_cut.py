@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 from shaped_links import Links, available, shaped
-from sync_fleet import PeerRanks, loaded, sent
-from sync_peer import Peer, describe, make_weights
+from sync_fleet import conducted, loaded, peers_in_roles, sent
+from sync_peer import describe, make_weights
 from tiny_models import make_tiny
-from waiting import HANG_S, scaled, until
+from waiting import scaled, until
 
 from slurm_rlhf.bench.sync import Spec, measure, parameters_of
 from slurm_rlhf.cli.bench import BENCHES
 from slurm_rlhf.config.model_directory import stored_parameters
-from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.weights.diagnosis import Heartbeat, cut, partners, silent
 from slurm_rlhf.weights.lead import WeightSync
@@ -38,28 +37,11 @@ NODES = ["near", "mid", "far"]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[Links, WeightSync]]:
     """Two actor ranks, ZeRO-3, on nodes of their own, and an engine on a third."""
-    with shaped(NODES, "100mbit") as links:
-        peers = [Peer(links.inside(node), node) for node in NODES]
-        try:
-            for peer in peers:
-                peer.wait_warm()
-            settings = {
-                "timeout.sync": HANG_S,
-                "timeout.sync_silence": SILENCE,
-                "sync.bucket_mb": 1,
-                "ds.zero_stage": 3,
-            }
-            actor, rollout = PeerRanks(peers[:2]), PeerRanks(peers[2:])
-            for name, ranks in (("actor", actor), ("rollout", rollout)):
-                for rank in range(ranks.world):
-                    ranks.tell(rank, "become", role=name, rank=rank, settings=settings)
-            weights = WeightSync(Config(), actor, rollout, links.address("near"))  # type: ignore[arg-type]
-            weights.connect(describe(make_weights(0)), [0])
-            weights.update(1)
-            yield links, weights
-        finally:
-            for peer in peers:
-                peer.end()
+    with shaped(NODES, "100mbit") as links, peers_in_roles(2, 1, links, NODES) as roles:
+        weights = conducted(roles, links.address("near"), **{"timeout.sync_silence": SILENCE})
+        weights.connect(describe(make_weights(0)), [0])
+        weights.update(1)
+        yield links, weights
 
 
 class Told(logging.Handler):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,13 +11,12 @@ from typing import Any
 
 import pytest
 from shaped_links import available, shaped
-from sync_fleet import Fleet, PeerRanks, configure, loaded, sent
-from sync_peer import Peer, describe, make_weights
+from sync_fleet import Fleet, conducted, loaded, peers_in_roles, sent
+from sync_peer import describe, make_weights
 from waiting import HANG_S, scaled
 
 from slurm_rlhf.errors import RemoteError, SyncError
 from slurm_rlhf.weights.group import abort_newest, join
-from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.weights.rendezvous import Membership
 from slurm_rlhf.wire import timeouts
 
@@ -31,26 +27,14 @@ ACTORS, ENGINES = 2, 2
 @pytest.fixture(scope="module")
 def roles():
     """The same for all tests: calls that one leaves behind have to end before those of the next."""
-    made = [Peer() for _ in range(ACTORS + ENGINES)]
-    for peer in made:
-        peer.wait_warm()
-    yield PeerRanks(made[:ACTORS]), PeerRanks(made[ACTORS:])
-    for peer in made:
-        peer.end()
+    with peers_in_roles(ACTORS, ENGINES) as made:
+        yield made
 
 
 @pytest.fixture
 def sync(roles):
-    """A WeightSync over ZeRO-3 actor ranks; `timeout.sync` is short; half of it is for an operation."""
-
-    def build(**settings: Any) -> WeightSync:
-        settings = {"timeout.sync": scaled(6.0), "sync.bucket_mb": 1, "ds.zero_stage": 3} | settings
-        for role, ranks in zip(("actor", "rollout"), roles, strict=True):
-            for rank in range(ranks.world):
-                ranks.tell(rank, "become", role=role, rank=rank, settings=settings)
-        return WeightSync(configure(settings), *roles, "127.0.0.1")
-
-    return build
+    """A WeightSync whose `timeout.sync` is short; half of it is for an operation."""
+    return lambda **settings: conducted(roles, **({"timeout.sync": scaled(6.0)} | settings))
 
 
 def _wake_after(pid: int, seconds: float) -> None:
@@ -129,31 +113,17 @@ def test_a_backend_that_cannot_connect_ends_the_run_or_falls_back(sync, fallback
 @pytest.mark.skipif(not available(), reason="network namespaces need root")
 def test_an_engine_in_a_subnet_out_of_reach_is_named_with_both_interfaces_or_reached_otherwise():
     """Both nodes have an ib0, in networks that nothing joins, as in the complaint this project began with."""
-    with shaped(["near", "far"], "1gbit") as links:
+    with shaped(["near", "far"], "1gbit") as links, peers_in_roles(1, 1, links, ["near", "far"]) as roles:
         one, other = links.second("near", 1), links.second("far", 2)
-        peers = [Peer(links.inside("near"), "near"), Peer(links.inside("far"), "far")]
-        try:
-            for peer in peers:
-                peer.wait_warm()
-            actor, rollout = PeerRanks(peers[:1]), PeerRanks(peers[1:])
-            for fallback in ("none", "gloo"):
-                settings = {"timeout.sync": HANG_S, "sync.interface": "ib0", "sync.fallback": fallback}
-                config = configure(settings)
-                actor.tell(0, "become", role="actor", rank=0, settings=settings)
-                rollout.tell(0, "become", role="rollout", rank=0, settings=settings)
-                weights = WeightSync(config, actor, rollout, links.address("near"))  # type: ignore[arg-type]
-                if fallback == "none":
-                    with pytest.raises(RemoteError) as caught:
-                        weights.connect(PARAMETERS, [0])
-                    for words in (f"near (ib0, {one})", f"far (ib0, {other})", "Set sync.interface to a network"):
-                        assert words in str(caught.value)
-                    continue
-                weights.connect(PARAMETERS, [0])
-                weights.update(1)
-                assert loaded(weights, 0) == sent(1)
-        finally:
-            for peer in peers:
-                peer.end()
+        settings = {"sync.interface": "ib0", "sync.fallback": "none"}
+        with pytest.raises(RemoteError) as caught:
+            conducted(roles, links.address("near"), **settings).connect(PARAMETERS, [0])
+        for words in (f"near (ib0, {one})", f"far (ib0, {other})", "Set sync.interface to a network"):
+            assert words in str(caught.value)
+        weights = conducted(roles, links.address("near"), **(settings | {"sync.fallback": "gloo"}))
+        weights.connect(PARAMETERS, [0])
+        weights.update(1)
+        assert loaded(weights, 0) == sent(1)
 
 
 @pytest.mark.skipif(not available(), reason="network namespaces need root")
@@ -161,30 +131,16 @@ def test_both_interfaces_of_a_node_carry_their_share():
     """ZeRO-3 shards of two ranks of a node leave over two interfaces, and the other node takes each byte once."""
     with shaped(["near", "far"], "1gbit") as links:
         links.rail("1gbit")
-        peers = [Peer(links.inside(node), node) for node in ("near", "near", "far", "far")]
-        try:
-            for peer in peers:
-                peer.wait_warm()
-            settings = {"timeout.sync": HANG_S, "sync.interface": "eth0,ib0", "ds.zero_stage": 3}
-            actor, rollout = PeerRanks(peers[:2]), PeerRanks(peers[2:])
-            for role, ranks in (("actor", actor), ("rollout", rollout)):
-                for rank in range(ranks.world):
-                    ranks.tell(rank, "become", role=role, rank=rank, settings=settings)
-            weights = WeightSync(configure(settings), actor, rollout, links.address("near"))  # type: ignore[arg-type]
+        with peers_in_roles(2, 2, links, ["near", "near", "far", "far"]) as roles:
+            weights = conducted(roles, links.address("near"), **{"sync.interface": "eth0,ib0"})
             weights.connect(PARAMETERS, [0, 1])
             before = {rail: links.sent("near", rail) for rail in ("eth0", "ib0")}
             nbytes = sum(weights.update(version)["perf/sync_bytes"] for version in (1, 2))
             carried = [links.sent("near", rail) - before[rail] for rail in before]
-        finally:
-            for peer in peers:
-                peer.end()
     assert carried == pytest.approx([nbytes / 2] * 2, rel=0.1)
 
 
 # --- forming ----------------------------------------------------------------------------------------------------------
-
-
-"""Time-out of the group: without a word from the conductor it would be waited for."""
 
 
 def test_members_do_not_wait_for_one_that_died_while_they_connect(fleet: Fleet) -> None:
@@ -217,92 +173,22 @@ def test_members_do_not_wait_for_one_that_died_while_they_connect(fleet: Fleet) 
 # --- worlds -----------------------------------------------------------------------------------------------------------
 
 
-ROOT = Path(__file__).parents[2]
-PROGRAM = '''
-import sys, time
-from pathlib import Path
-import torch, torch.distributed as dist
-from sync_peer import describe, hold
-from waiting import HANG_S
-from slurm_rlhf.weights.group import join
-from slurm_rlhf.weights.rendezvous import Membership
-from slurm_rlhf.weights.transfer_plan import make_plan
-from slurm_rlhf.weights.ends import Sender
-from slurm_rlhf.weights.ends import Receiver
-from slurm_rlhf.weights.rendezvous import SyncStore
+def test_two_worlds_keep_their_own_groups_while_weights_go_across(sync, roles, tmp_path):
+    """A sum over a role's ranks is over nobody else's."""
+    ranks = [(role, rank, peer) for role, of_role in enumerate(roles, 1) for rank, peer in enumerate(of_role.peers)]
 
-role, rank, place = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-dist.init_process_group("gloo", init_method=f"file://{place}/{role}", rank=rank, world_size=2)
+    def sums() -> list[list[int]]:
+        for role, rank, peer in ranks:
+            peer.tell("sum_in_world", value=10 * role + rank)
+        return [peer.answer() for *_, peer in ranks]
 
-
-def world_works():
-    """A sum over this role's ranks, and over nobody else's."""
-    ours = torch.tensor([rank + (10 if role == "actor" else 20)])
-    dist.all_reduce(ours)
-    return dist.get_world_size(), ours.item()
-
-
-def weights(version):
-    torch.manual_seed(version)
-    return [(f"p{i}", torch.randn(300, 301)) for i in range(20)]
-
-
-def sender():
-    store = SyncStore.listen("localhost", timeout_s=HANG_S)
-    (place / "port.new").write_text(str(store.port))
-    (place / "port.new").rename(place / "port")
-    group = join(Membership("weights", 0, 3, 1, "localhost", store.port, timeout_s=HANG_S, label="actor 0"))
-    sender = Sender(group, make_plan(describe(weights(0)), 1 << 20, group.layout(0)))
+    for role, rank, peer in ranks:
+        peer.tell("found_world", path=str(tmp_path / f"{role}"), rank=rank)
+    assert [peer.answer() for *_, peer in ranks] == [None] * 4
+    weights = sync()
+    weights.connect(PARAMETERS, [0, 1])
     for version in (1, 2):
-        sender.push(hold(weights(version)), version)
-        print(*world_works())
-    group.close()
-
-
-def receiver():
-    while not (place / "port").exists():
-        time.sleep(0.05)
-    port = int((place / "port").read_text())
-    group = join(Membership("weights", 1 + rank, 3, 1, "localhost", port, timeout_s=HANG_S, label=f"rollout {rank}"))
-    receiver = Receiver(group, make_plan(describe(weights(0)), 1 << 20, group.layout(0)))
-    for version in (1, 2):
-        with receiver.update(version) as arriving:
-            loaded = dict(arriving)
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in weights(version)), version
-        print(*world_works())
-    group.close()
-
-
-print(*world_works())
-if role == "rollout":
-    receiver()
-elif rank == 0:
-    sender()
-else:
-    for _ in range(2):
-        print(*world_works())
-dist.destroy_process_group()
-'''
-
-
-def test_two_worlds_keep_their_own_groups_while_weights_go_across(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, role, str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for role in ("actor", "rollout")
-        for rank in (0, 1)
-    ]
-    try:
-        said = [process.communicate(timeout=HANG_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * 4, json.dumps(said, indent=1)
-    assert [out.split("\n")[:-1] for out, _ in said] == [["2 21"] * 3, ["2 21"] * 3, ["2 41"] * 3, ["2 41"] * 3]
+        assert sums() == [[2, 21]] * 2 + [[2, 41]] * 2
+        weights.update(version)
+        assert [loaded(weights, engine) for engine in range(ENGINES)] == [sent(version)] * 2
+    assert sums() == [[2, 21]] * 2 + [[2, 41]] * 2
