@@ -365,7 +365,6 @@ def test_the_benchmark_of_training_names_the_gpu(cuda: FakeCuda):
 
 def test_the_gpu_of_a_rank(cuda: FakeCuda):
     assert (device_name(), device_address()) == ("GPU-a", "0000:01:00.0")
-    assert ordinal_of("GPU-b", ["GPU-a", "GPU-b"], "actor 0") == 1
     assert interface_near(["lo"], device_address(), 3) == "lo"
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 from training_ranks import make_config, make_experience, parameters, share, torchrun
-
-from slurm_rlhf.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
 
