@@ -233,8 +233,6 @@ def test_it_sleeps_and_comes_back_part_by_part(fresh: EngineProcess) -> None:
     ("change", "error", "told"),
     [
         ("missing", SyncError, r"1 of \d+ parameters were not sent: model.layers.1.self_attn.k_proj.weight"),
-        ("extra", SyncError, r"no parameter 'model.layers.2.self_attn.k_proj.weight'"),
-        ("twice", SyncError, r"'model.layers.1.self_attn.k_proj.weight' was sent twice"),
         (
             "shape",
             SyncError,

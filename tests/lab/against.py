@@ -30,7 +30,6 @@ CLOCKS = ("time/", "perf/")
 COUNTS = ("perf/sync_bytes", "perf/sync_group", "perf/engine/*/responses")
 """Metrics that begin like those of a clock and are counts."""
 RESPONSE = ("prompt", "response", "finish_reason", "reward", "score", "advantage", "engine", "version", "logprobs")
-PADDED = "--ds.packing_samples=never"
 Numbers = dict[str, str]
 """Key -> value as JSON, in which equal floats are equal text."""
 
@@ -128,13 +127,13 @@ def compare(base: Path, names: Sequence[str], directory: Path) -> dict[str, tupl
     theirs, ours = Worker(base), Worker(ROOT)
     try:
         told = {name: theirs.start(configs[name], directory / "base" / name) for name in names}
-        # The base pads, and sums in another order than packed rows.
-        fresh = {name: ours.start(configs[name], directory / "fresh" / name, PADDED) for name in names}
+        fresh = {name: ours.start(configs[name], directory / "fresh" / name) for name in names}
         resumed = {}
         for name in names:
             saved = directory / "base" / name / "checkpoints" / f"step_{fixed_runs.SAVED:06d}"
-            words = (directory / "resumed" / name, f"--resume={saved}", PADDED)
-            resumed[name] = ours.start(configs[name], *words, after=told[name])
+            resumed[name] = ours.start(
+                configs[name], directory / "resumed" / name, f"--resume={saved}", after=told[name]
+            )
         found = {}
         for name in names:
             truth = numbers(told[name].result())

@@ -96,19 +96,19 @@ RUNS: dict[str, dict[str, object]] = {
 
 def write_inputs(path: Path) -> dict[str, Path]:
     """Write models, data and reward functions to `path`; return the file of each run's configuration."""
+    from sums_task import sums, toml
     from tiny_models import make_reward, make_tiny
 
     sizes = {"hidden": 32, "heads": 1, "kv_heads": 1}
     make_tiny(path / "model", tied=True, **sizes)
     make_reward(path / "reward", **sizes)
-    rows = [json.dumps({"input": f"{a}+{b}=", "label": str((a + b) % 10)}) + "\n" for a in range(12) for b in range(12)]
+    rows = sums()
     (path / "prompts.jsonl").write_text("".join(rows[:130]))
     (path / "eval.jsonl").write_text("".join(rows[130:]))
     (path / "reward.py").write_text(REWARD)
     (path / "parity.py").write_text(PARITY)
     for name, keys in RUNS.items():
-        lines = [f"{key} = {json.dumps(value)}\n" for key, value in {**COMMON, **keys}.items()]
-        (path / f"{name}.toml").write_text("".join(lines))
+        (path / f"{name}.toml").write_text(toml({**COMMON, **keys}))
     return {name: path / f"{name}.toml" for name in RUNS}
 
 

@@ -10,25 +10,18 @@ from training_runs import COMMAND
 from warm_runs import WarmRun
 
 
-class WarmCommand:
+class WarmCommand(WarmRun):
     """Implements `campaign.session.Started`."""
 
     def __init__(self, words: Sequence[str], kept: Path) -> None:
         """`kept`: a file for what it printed, once it is over."""
-        self._run = WarmRun([*COMMAND[:-1], *words], {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+        super().__init__([*COMMAND[:-1], *words], {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
         self._kept = kept
-        self.pid = self._run.pid
-
-    def poll(self) -> int | None:
-        return self._run.poll()
 
     def output(self) -> str:
-        text = self._run.printed()
+        text = self.printed()
         self._kept.write_text(text)
         return text
-
-    def kill(self) -> None:
-        self._run.kill()
 
 
 class WarmStart:
