@@ -209,6 +209,11 @@ class TrainingRules(Rules):
         leave one of them out"""
         return self.config.actor.gradient_checkpointing_enable and self.config.checkpointing == "off"
 
+    def selective_gathering(self) -> Broken:
+        """train.gradient_checkpointing = selective excludes ds.zero_stage = 3, where a layer gathers its parameters
+        in other operations when it is computed again: use full, or a lower stage"""
+        return self.config.checkpointing == "selective" and self.config.ds.zero_stage == 3
+
     @unused("lora.alpha", "lora.target_modules")
     def adapters(self) -> Broken:
         """with lora.rank = 0, which trains all parameters: set lora.rank, or leave the key out"""

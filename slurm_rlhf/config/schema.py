@@ -149,7 +149,8 @@ class Train:
     gradient_checkpointing: Literal["auto", "full", "selective", "off"] = "auto"
     """What the backward passes of actor and critic compute again: full (all of a layer but its input), selective
     (norms, rotations and activations; results of matrix products and attention are kept: most of full's memory is
-    saved, most of its time is not spent) or off. auto: full with actor.gradient_checkpointing_enable, else off."""
+    saved, most of its time is not spent; not under ZeRO-3) or off. auto: full with
+    actor.gradient_checkpointing_enable, else off."""
     logprob_chunk_tokens: Annotated[int, COUNT] = 2048
     """Logits over the vocabulary exist for this many tokens at a time."""
     colocate_actor_ref: bool = False

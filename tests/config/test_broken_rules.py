@@ -44,6 +44,15 @@ BROKEN = [
     ("data.input_template={", "exactly one {}"),
     ("ref.zero_stage=2", "ref.zero_stage takes 0 or 3, got 2"),
     ("reward.offload=true", "reward.offload needs reward.zero_stage = 3"),
+    (
+        "train.gradient_checkpointing=off actor.gradient_checkpointing_enable=true",
+        "train.gradient_checkpointing = off and actor.gradient_checkpointing_enable = true contradict each other",
+    ),
+    ("train.gradient_checkpointing=selective ds.zero_stage=3", "selective excludes ds.zero_stage = 3 ... use full"),
+    ("vllm.keep_kv_cache=true", "vllm.keep_kv_cache = true needs vllm.sync_mode = inflight"),
+    ("vllm.keep_kv_cache=true vllm.sync_mode=inflight lora.rank=8", "and excludes lora.rank"),
+    ("lora.alpha=32", "lora.alpha ... with lora.rank = 0, which trains all parameters"),
+    ("lora.rank=513", "lora.rank must be at least 0 and at most 512, got 513"),
     # the distribution that is sampled from
     ("rollout.temperature=2.1", "rollout.temperature must be at least 0 and at most 2, got 2.1"),
     ("rollout.temperature=0.009", "rollout.temperature = 0.009 ... vLLM takes 0.01 ... use 0.01 or more"),

@@ -286,7 +286,6 @@ def test_engine_arguments_on_a_gpu(engine_process: EngineProcess, path: Path) ->
         "fuse_allreduce_rms": False,  # vLLM's rules: where TP ranks have Hopper and FlashInfer
     }
     assert arguments() == usual
-    assert arguments(vllm__sync_mode="inflight") == usual | {"async_scheduling": False}
     assert arguments(vllm__enforce_eager=True) == usual | {"enforce_eager": True}
     shared = {"train__colocate_all": True, "vllm__gpu_memory_utilization": 0.5}
     assert arguments(**shared) == usual | {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5}

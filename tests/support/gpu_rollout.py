@@ -152,7 +152,7 @@ def unpacked_on_a_gpu() -> int:
     # While vLLM imports, its platform is the real one.
     import vllm.model_executor.layers.vocab_parallel_embedding  # noqa: F401
 
-    from slurm_rlhf.engine import _vllm
+    from slurm_rlhf.engine.updates import _vllm
 
     looked = []
     model = SimpleNamespace(modules=lambda: looked.append(1) or [])
