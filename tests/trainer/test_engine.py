@@ -162,7 +162,7 @@ CASES: list[dict[str, Any]] = [
         "zero0": {"zero_stage": 0},
         "zero1": {"zero_stage": 1},
         "zero3": {"zero_stage": 3, "gradient_checkpointing": True, "weight_decay": 0.1},
-        "selective": {"max_tokens": 30, "keys": {"train.gradient_checkpointing": "selective"}},
+        "selective": {"max_tokens": 1, "keys": {"train.gradient_checkpointing": "selective"}},
         "terms": {"max_tokens": 30, "terms": True},
         **{name: {"max_tokens": 30, "keys": {"actor.policy_loss_type": name, **keys}} for name, keys in KEYS.items()},
         "value": {"kind": "value"},
