@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurm_rlhf.cli.main import Command, number, take_options, unknown
+from slurm_rlhf.cli.commands import Arguments, number, unknown
 from slurm_rlhf.cluster.resources import Partition, ask_modules, ask_partitions, best, proposed
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
@@ -145,29 +145,15 @@ _MODULES = """# Modules of this cluster that you may need (`module avail`); whee
 # module load {}"""
 
 
-USAGE = (
-    "usage: slurm-rlhf init NAME [--model=DIR] [--prompts=FILE] [--nodes=N] [--gpus_per_node=N] [--partition=NAME] ..."
-)
-OPTIONS = {
-    "model": "directory of the Hugging Face model to train",
-    "prompts": "JSONL file with the prompts",
-    "partition": "partition of Slurm [the one with the most GPUs per node]",
-    "nodes": "nodes of the job [1]",
-    "gpus_per_node": "GPUs of each node [all]",
-    "tensor_parallel_size": "GPUs of an engine [1]",
-    "time": "time limit of the job",
-    "account": "account of the job",
-    "yes": "ask no questions: options that are not given have their defaults",
-}
 Ask = Callable[[str, str], str]
 """(question, default) -> answer."""
 
 
-def run(words: list[str]) -> int:
+def write_files(arguments: Arguments) -> int:
     """Write NAME.toml, NAME_reward.py and, with Slurm, NAME.sh, unless one of them exists."""
-    given, names = take_options(words, OPTIONS, USAGE, ("yes",))
+    given, names = arguments.options, arguments.words
     if len(names) != 1 or not re.fullmatch(r"[A-Za-z0-9_]+", names[0]):
-        raise ConfigError(f"give the run a name of letters, digits and _\n{USAGE}")
+        raise arguments.error("give the run a name of letters, digits and _")
     asked = "yes" not in given and sys.stdin.isatty()
     try:
         partitions = ask_partitions()
@@ -247,43 +233,24 @@ def _default(question: str, default: str) -> str:
     return default
 
 
-MIGRATE_USAGE = "usage: slurm-rlhf migrate openrlhf 'COMMAND' | FILE.sh | - (standard input)"
-
-
-def run_migrate(words: list[str]) -> int:
+def migrate(arguments: Arguments) -> int:
     """Print TOML on stdout, and on stderr how many flags were translated."""
+    words = arguments.words
     if len(words) < 2 or words[0] != "openrlhf":
-        raise ConfigError(f"migrate takes a command of OpenRLHF\n{MIGRATE_USAGE}")
-    found = translate(_openrlhf_command(words[1:]))
+        raise arguments.error("migrate takes a command of OpenRLHF")
+    found = translate(_openrlhf_command(words[1:], arguments))
     print(found.toml(), end="")
     flags = len(found.values) + len(found.left_out)
     print(f"{len(found.values)} of {flags} flags translated; the others are at the end, with advice", file=sys.stderr)
     return 0
 
 
-def _openrlhf_command(words: list[str]) -> str:
+def _openrlhf_command(words: list[str], arguments: Arguments) -> str:
     if words == ["-"]:
         return sys.stdin.read()
     if len(words) == 1 and " " not in words[0]:
         try:
             return Path(words[0]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{words[0]} cannot be read: {error}\n{MIGRATE_USAGE}") from None
+            raise arguments.error(f"{words[0]} cannot be read: {error}") from None
     return " ".join(words)
-
-
-COMMANDS = {
-    "init": Command(
-        USAGE,
-        "Writes the files of a new run into this directory: NAME.toml with comments, NAME_reward.py, and a batch "
-        "script for this cluster, from the output of sinfo and `module avail`. Asks a few questions on a terminal.",
-        run,
-        OPTIONS,
-    ),
-    "migrate": Command(
-        MIGRATE_USAGE,
-        "Translates a command of OpenRLHF into a TOML file, and prints it. Flags without a counterpart are at the end, "
-        "with advice on what to do instead.",
-        run_migrate,
-    ),
-}
