@@ -15,6 +15,7 @@ from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.correction import bypass_note
 from slurm_rlhf.config.data_files import WHAT, data_files
 from slurm_rlhf.config.evaluation import data_sets, eval_problems
+from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
     check_architecture,
@@ -58,9 +59,10 @@ def check_sft(config: Config) -> None:
     problems += _data("sft.dataset", config.sft.dataset)
     problems += _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
-    _raise(
-        problems, _errors_of(_check_model, key, actor, config.data.max_len, head=True, sampled=False) if actor else ()
-    )
+    of_model: list[UserError] = []
+    if actor:
+        of_model = list(_errors_of(_check_model, key, actor, config.data.max_len, head=True, sampled=False))
+    _raise(problems, of_model or (list(_errors_of(layout_of, config.ds, actor)) if actor else []))
 
 
 def check_generate(config: Config) -> None:
@@ -134,6 +136,7 @@ def _model_problems(config: Config) -> Iterator[UserError]:
         if path:
             how = {"head": head, "sampled": head, "engines": has_engines(config)}
             found = list(_errors_of(_check_model, key, path, config.data.max_len, **how))
+            found = found or list(_errors_of(layout_of, config.ds, path))
             yield from found
             sound = sound and not found
     actor_key, actor = ROLES[ACTOR].model(config)
@@ -144,7 +147,7 @@ def _model_problems(config: Config) -> Iterator[UserError]:
             yield from _errors_of(check_reward_model, config)
 
 
-def _errors_of(rule: Callable[..., None], *arguments: Any, **named: Any) -> Iterator[UserError]:
+def _errors_of(rule: Callable[..., object], *arguments: Any, **named: Any) -> Iterator[UserError]:
     """Yield what `rule` raises for these arguments."""
     try:
         rule(*arguments, **named)

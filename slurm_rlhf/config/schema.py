@@ -143,7 +143,7 @@ class Train:
     """Stop after this many training steps, in a further episode if need be; 0: after train.num_episodes."""
     max_tokens_per_gpu: Annotated[int, COUNT] = 16384
     """Token budget of a micro-batch, with the padding that ds.packing_samples leaves; a longer single sequence is a
-    micro-batch of its own."""
+    micro-batch of its own. Ranks that compute one together (ds.ulysses_size) have so many each."""
     forward_max_tokens_per_gpu: Annotated[int, NOT_NEGATIVE] = 0
     """The same in passes without gradients (old log-probs, reference, values, reward model), which keep no activations;
     0: four times train.max_tokens_per_gpu."""
