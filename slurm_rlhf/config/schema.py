@@ -24,6 +24,11 @@ layer and not of all. Under ZeRO-3 each micro-batch gathers the model again, so 
 class Data:
     prompt_dataset: FilePath = ""
     """JSONL file of training prompts, one object a line. Relative paths start at the TOML file's directory."""
+    reasoning_gym: str = ""
+    """Names of tasks of reasoning-gym, by comma (basic_arithmetic,gcd), in place of data.prompt_dataset: prompts with
+    their answers, made on the spot; data.max_samples of them, 0: 5000. Needs the extra [rewards]."""
+    reasoning_gym_seed: Annotated[int, NOT_NEGATIVE] = 0
+    """Other tasks for each seed, the same for the same seed."""
     input_key: str = "input"
     """Column with the prompt text."""
     output_key: str = "output"

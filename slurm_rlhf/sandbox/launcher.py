@@ -1,8 +1,8 @@
 """Take rights away from this process, then become the program that is not trusted: `launcher.py RULES PROGRAM...`.
 
 Imports the standard library alone, because it runs as a file inside the sandbox. It sets limits, leaves root, and asks
-the kernel for a filter of system calls (seccomp): in every kind of sandbox no sockets, no tracing, no new namespaces, no
-process group of its own, by which all its processes are ended. Without namespaces (`landlock` in the rules) Landlock
+the kernel for a filter of system calls (seccomp): in every kind of sandbox no sockets, no tracing, no new namespaces,
+no process group of its own, by which all its processes are ended. Without namespaces (`landlock` in the rules) Landlock
 closes the file system, and the filter also refuses signals and changes of files' modes and of other processes.
 """
 

@@ -94,7 +94,15 @@ def check(kind: str, count: int, targets: Targets, tmp_path: Path, monkeypatch: 
     assert not list(boxes.iterdir())
 
 
-@pytest.mark.parametrize(("kind", "count"), [("bubblewrap", 240), ("landlock", 240)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("bubblewrap", 600),
+        ("landlock", 400),
+        pytest.param("bubblewrap", 5000, marks=pytest.mark.full),
+        pytest.param("landlock", 5000, marks=pytest.mark.full),
+    ],
+)
 def test_no_hostile_program_escapes(
     kind: str, count: int, targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
