@@ -19,7 +19,7 @@ from slurm_rlhf.cli.preflight import before_run
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_of, memory_on
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.config.check import check, check_sft, warnings
+from slurm_rlhf.config.check import check, check_stage, warnings
 from slurm_rlhf.config.hub import fetch_models
 from slurm_rlhf.config.keys import all_keys, changed_keys, key_of
 from slurm_rlhf.config.load import load_config
@@ -114,24 +114,25 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def sft(arguments: Arguments) -> int:
-    """Train on examples and write the model. Raises SlurmRlhfError."""
+def stage(arguments: Arguments) -> int:
+    """Train on examples or preferences, and write the model. Raises SlurmRlhfError."""
+    name = arguments.command.name
     refuse_unread_keys(arguments)
     config = configured(arguments)
     fetch_models(config, _say)
-    check_sft(config)
-    unread = [name for name in changed_keys(config) if not listed(all_keys()[name], arguments.command.keys)]
-    if unread := [name for name in unread if name != "run_dir"]:
-        _say(f"note: `slurm-rlhf sft` does not read {', '.join(unread)}")
+    check_stage(config, name)
+    unread = [key for key in changed_keys(config) if not listed(all_keys()[key], arguments.command.keys)]
+    if unread := [key for key in unread if key != "run_dir"]:
+        _say(f"note: `slurm-rlhf {name}` does not read {', '.join(unread)}")
     for text in warnings(config):
         _say(f"warning: {text}")
     from slurm_rlhf.groups.role_environment import WAITING_THREADS
 
-    for name, value in WAITING_THREADS.items():
-        os.environ.setdefault(name, value)  # before torch is imported, which starts the threads
-    from slurm_rlhf.trainer.sft import fine_tune
+    for variable, value in WAITING_THREADS.items():
+        os.environ.setdefault(variable, value)  # before torch is imported, which starts the threads
+    from slurm_rlhf.stages.stage import named_stage, train_stage
 
-    return fine_tune(config)
+    return train_stage(config, named_stage(name))
 
 
 def submit(arguments: Arguments) -> int:

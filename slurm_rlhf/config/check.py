@@ -15,6 +15,7 @@ from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.correction import bypass_note
 from slurm_rlhf.config.data_files import WHAT, data_files
 from slurm_rlhf.config.evaluation import data_sets, eval_problems
+from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
@@ -29,7 +30,7 @@ from slurm_rlhf.config.model_directory import (
 )
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
 from slurm_rlhf.config.rules import colocated, key_problems, length_problems, out_of_range, rule_problems, unused_note
-from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema import Config, StageKeys
 from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
 from slurm_rlhf.errors import ConfigError, DataError, ModelError, UserError
@@ -51,18 +52,23 @@ def check_colocation(config: Config) -> None:
     _raise(list(out_of_range(config)) or colocated(config), [])
 
 
-def check_sft(config: Config) -> None:
-    """Check everything that `slurm-rlhf sft` can know beforehand; raises as `check` does."""
+def check_stage(config: Config, stage: str) -> None:
+    """Check everything that `slurm-rlhf sft` or `dpo` can know beforehand; raises as `check` does."""
+    keys: StageKeys = get(config, stage)
     problems = list(key_problems(config))
-    problems += _output("sft.output_dir", config.sft.output_dir, "where to write the trained model")
-    problems += _new("sft.output_dir", config.sft.output_dir)
-    problems += _data("sft.dataset", config.sft.dataset)
+    problems += _output(f"{stage}.output_dir", keys.output_dir, "where to write the trained model")
+    problems += _new(f"{stage}.output_dir", keys.output_dir)
+    problems += _data(f"{stage}.dataset", keys.dataset)
+    if stage == "dpo" and config.dpo.label_smoothing and config.dpo.loss_type not in ("dpo", "simpo"):
+        problems.append(
+            f"dpo.label_smoothing = {config.dpo.label_smoothing:g} has no effect with dpo.loss_type = "
+            f"{config.dpo.loss_type}: leave one of them out"
+        )
     problems += _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
-    of_model: list[UserError] = []
-    if actor:
-        of_model = list(_errors_of(_check_model, key, actor, config.data.max_len, head=True, sampled=False))
-    _raise(problems, of_model or (list(_errors_of(layout_of, config.ds, actor)) if actor else []))
+    _raise(
+        problems, _errors_of(_check_model, key, actor, config.data.max_len, head=True, sampled=False) if actor else ()
+    )
 
 
 def check_generate(config: Config) -> None:

@@ -189,10 +189,11 @@ def documentation() -> dict[str, str]:
     found: dict[str, str] = {}
 
     def visit(group: Any, prefix: str) -> None:
-        node = _class_nodes(type(group).__module__)[type(group).__name__]
+        nodes = [_class_nodes(kind.__module__)[kind.__name__] for kind in type(group).__mro__ if is_dataclass(kind)]
         if prefix:
-            found[prefix[:-1]] = ast.get_docstring(node) or ""
-        for statement, text in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
+            found[prefix[:-1]] = ast.get_docstring(nodes[0]) or ""
+        body = [statement for node in reversed(nodes) for statement in node.body]
+        for statement, text in zip(body, [*body[1:], ast.Pass()], strict=True):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 value = getattr(group, statement.target.id)
                 if is_dataclass(value):

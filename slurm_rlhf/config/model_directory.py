@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from collections.abc import Collection, Mapping
@@ -372,3 +373,23 @@ def _layer_order(name: str) -> tuple[object, ...]:
     number = next((int(word) for word in words if word.isdecimal()), None)
     place = 1 if number is not None else 0 if "embed" in name else 2
     return (place, number or 0, name)
+
+
+_PIECES = 256
+"""Number of pieces of a file of weights that are compared, at even distances: training changes all of them, and to read
+a whole large model takes minutes."""
+_PIECE = 1 << 14
+"""Bytes of a piece."""
+
+
+def model_contents(model: Path) -> str:
+    """Return a hash of config.json and, of each file of weights, its name, its size and `_PIECES` pieces."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted([model / "config.json", *model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(size // _PIECES, _PIECE)):
+                file.seek(place)
+                found.update(file.read(_PIECE))
+    return found.hexdigest()

@@ -32,6 +32,10 @@ class Data:
     """Other tasks for each seed, the same for the same seed."""
     input_key: str = "input"
     """Column with the prompt text."""
+    chosen_key: str = "chosen"
+    """Column with the preferred answer of a pair, for `slurm-rlhf dpo`: a text, or messages that end with it."""
+    rejected_key: str = "rejected"
+    """Column with the other answer."""
     output_key: str = "output"
     """Column with the answer text; `slurm-rlhf sft` trains on it."""
     label_key: str = "label"
@@ -275,11 +279,10 @@ class Logger:
 
 
 @dataclass(slots=True)
-class Sft:
-    """`slurm-rlhf sft` only."""
-
+class StageKeys:
     dataset: FilePath = ""
-    """Examples with the columns data.input_key and data.output_key: a file or directory, as data.prompt_dataset."""
+    """Examples: a file or directory, as data.prompt_dataset. For sft with the columns data.input_key and
+    data.output_key; for dpo with data.input_key, data.chosen_key and data.rejected_key."""
     output_dir: FilePath = ""
     """Where the trained model goes."""
     learning_rate: Annotated[float, POSITIVE] = 1e-5
@@ -291,7 +294,29 @@ class Sft:
     max_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Stop after this many optimizer steps; 0: when the epochs are over."""
     save_steps: Annotated[int, NOT_NEGATIVE] = 100
-    """Steps between two checkpoints in <sft.output_dir>.run, from which resume = auto goes on; 0: none."""
+    """Steps between two checkpoints in <output_dir>.run, from which resume = auto goes on; 0: none."""
+
+
+@dataclass(slots=True)
+class Sft(StageKeys):
+    """`slurm-rlhf sft` only."""
+
+
+@dataclass(slots=True)
+class Dpo(StageKeys):
+    """`slurm-rlhf dpo` only."""
+
+    learning_rate: Annotated[float, POSITIVE] = 5e-7
+    """Peak learning rate of AdamW, cosine schedule."""
+    loss_type: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
+    """dpo and ipo compare with the model as it starts; simpo and orpo need no reference."""
+    beta: Annotated[float, POSITIVE] = 0.1
+    """How strongly dpo holds to the reference; ipo's regularisation; simpo's scale (2 is usual); orpo's weight of the
+    odds ratio."""
+    label_smoothing: Annotated[float, Range(0, 0.5)] = 0.0
+    """dpo and simpo: the share of pairs whose preference is wrong (conservative DPO)."""
+    simpo_gamma: Annotated[float, NOT_NEGATIVE] = 0.5
+    """The margin that simpo asks for."""
 
 
 @dataclass(slots=True)
@@ -324,6 +349,7 @@ class Config:
     slurm: Slurm = field(default_factory=Slurm)
     cluster: Cluster = field(default_factory=Cluster)
     sft: Sft = field(default_factory=Sft)
+    dpo: Dpo = field(default_factory=Dpo)
     generate: Generate = field(default_factory=Generate)
 
     @property

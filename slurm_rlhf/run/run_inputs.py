@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import textwrap
 import tomllib
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 from slurm_rlhf.algorithms.registry import KEY as ESTIMATOR
 from slurm_rlhf.config.check import warnings
 from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.model_directory import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml, toml_value
 from slurm_rlhf.data.order import PromptOrder
@@ -31,11 +31,6 @@ from slurm_rlhf.user_files import is_of_script
 _MODEL = "actor.model_name_or_path"
 _OF_A_START = ("run_dir", "resume")
 """Keys that say where a run is, and do not change its results."""
-_PIECES = 256
-"""Number of pieces of a file of weights that are compared, at even distances: training changes all of them, and to read
-a whole large model takes minutes."""
-_PIECE = 1 << 14
-"""Bytes of a piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +124,6 @@ def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str]) -> Non
             "its checkpoint would be trained against another reference. Give the model that it started from, or "
             "another --run_dir for a new run"
         )
-
-
-def model_contents(model: Path) -> str:
-    """Return a hash of config.json and, of each file of weights, its name, its size and `_PIECES` pieces."""
-    found = hashlib.blake2b(digest_size=16)
-    for path in sorted([model / "config.json", *model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]):
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for place in range(0, size, max(size // _PIECES, _PIECE)):
-                file.seek(place)
-                found.update(file.read(_PIECE))
-    return found.hexdigest()
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -42,7 +42,7 @@ from slurm_rlhf.parity.verdicts import Line
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.trainer.sft import SftRecord
+from slurm_rlhf.stages.record import StageRecord
 
 TOP = [name for name in commands() if " " not in name]
 WITHOUT_FILE = {"status", "cancel", "docs", "migrate", "completion", "init", "report"}
@@ -334,7 +334,7 @@ def failing(error: BaseException) -> Callable[[], int]:
         lambda root: show_examination(EXAMINED, as_json=False),
         lambda root: tell(EXAMINED),
         lambda root: GenerateJob.tell(SimpleNamespace(config=Config()), WILD),  # type: ignore[arg-type]
-        lambda root: SftRecord.say(
+        lambda root: StageRecord.say(
             SimpleNamespace(_world=SimpleNamespace(rank=0), _paths=SimpleNamespace(root=root / "none")),  # type: ignore[arg-type]
             WILD,
         ),

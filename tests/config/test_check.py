@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from model_configs import NO_WEIGHTS, tensors
 from waiting import HANG_S
 
-from slurm_rlhf.config.check import check, check_sft, warnings
+from slurm_rlhf.config.check import check, check_stage, warnings
 from slurm_rlhf.config.keys import all_keys, put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import from_text
@@ -51,7 +52,7 @@ def change(config: Config, *words: str) -> Config:
 
 def test_a_good_one(config: Config) -> None:
     check(config)
-    check_sft(config)
+    check_stage(config, "sft")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_good_variants(config: Config) -> None:
 def test_incomplete_model(config: Config, missing: str, named: str) -> None:
     directory = Path(config.actor.model_name_or_path)
     (directory / missing).unlink()
-    for rules in (check, check_sft):
+    for rules in (check, partial(check_stage, stage="sft")):
         with pytest.raises(ModelError) as caught:
             rules(config)
         assert str(caught.value).startswith(f"actor.model_name_or_path: {directory} ")
@@ -155,7 +156,7 @@ def test_every_directory_of_the_run_is_checked_by_its_architecture(config: Confi
     actor = Path(config.actor.model_name_or_path) / "config.json"
     actor.write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
     with pytest.raises(ModelError, match="is a BertForMaskedLM, which is no causal language model"):
-        check_sft(config)
+        check_stage(config, "sft")
 
 
 def test_a_model_that_was_never_compared_is_a_warning_for_whoever_tells_the_user(config: Config) -> None:
@@ -205,7 +206,7 @@ def test_weights_that_are_not_whole_are_told_before_anything_starts(
     check(config)
     (directory / "model.safetensors").unlink()
     (directory / name).write_bytes(content)
-    for rules in (check, check_sft):
+    for rules in (check, partial(check_stage, stage="sft")):
         with pytest.raises(ModelError) as caught:
             rules(config)
         assert str(caught.value).startswith(f"actor.model_name_or_path: {directory / name} ")
@@ -247,7 +248,7 @@ def test_a_model_without_an_output_head(config: Config) -> None:
     (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | shape))
     stored = {"model.embed_tokens.weight": [9, 4], "model.norm.weight": [4]}
     (model / "model.safetensors").write_bytes(tensors(stored))
-    for rules in (check, check_sft):
+    for rules in (check, partial(check_stage, stage="sft")):
         with pytest.raises(ModelError, match=rf"actor\.model_name_or_path: {model} has no output head: .*vocab_size"):
             rules(config)
     (model / "model.safetensors").write_bytes(tensors(stored | {"lm_head.weight": [9, 4]}))
@@ -256,18 +257,18 @@ def test_a_model_without_an_output_head(config: Config) -> None:
 
 def test_sft_writes_into_a_new_directory(config: Config) -> None:
     Path(config.sft.output_dir).mkdir()
-    check_sft(config)
+    check_stage(config, "sft")
     (Path(config.sft.output_dir) / "config.json").touch()
     with pytest.raises(ConfigError, match=r"sft\.output_dir: .* is there already and is not empty: remove it or name"):
-        check_sft(config)
+        check_stage(config, "sft")
 
 
 def test_sft_needs_its_own_keys_only(config: Config) -> None:
     config.data.prompt_dataset = config.reward.remote_url = ""
-    check_sft(config)
+    check_stage(config, "sft")
     config.sft.dataset = config.sft.output_dir = ""
     with pytest.raises(ConfigError) as caught:
-        check_sft(config)
+        check_stage(config, "sft")
     assert "sft.dataset is not set" in str(caught.value)
     assert "sft.output_dir is not set" in str(caught.value)
 
@@ -275,7 +276,7 @@ def test_sft_needs_its_own_keys_only(config: Config) -> None:
 def test_a_place_that_cannot_be_written(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Root may write anywhere, so the system's answer is replaced.
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
-    for rules, key in ((check, "run_dir"), (check_sft, "sft.output_dir")):
+    for rules, key in ((check, "run_dir"), (check_stage, "sft.output_dir")):
         with pytest.raises(ConfigError, match=rf"{key}: you may not write to {tmp_path}: name another place"):
             rules(config)
 

@@ -16,7 +16,7 @@ from slurm_rlhf.data import chat_template
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, ids_behind, missing_eos
 from slurm_rlhf.errors import DataError, ModelError
-from slurm_rlhf.trainer.sft import load_examples
+from slurm_rlhf.stages.examples import load_examples
 
 TEXTS = ["1+1=2", "a b  c", CHARACTERS, f"ab{EOS}{PAD}c", "ü?", ""]
 

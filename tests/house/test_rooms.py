@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("sandbox", "workers"),
     ("nodes", "rewards"),
     ("engine", "trainer", "weights"),
-    ("groups", "ranks"),
+    ("groups", "ranks", "stages"),
     ("sampling",),
     ("eval",),
     ("generate", "run"),
@@ -55,7 +55,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "trackio": ("observe/sinks.py",),
     "mlflow": ("observe/sinks.py",),
     "torch": (
-        *("trainer/", "engine/", "weights/", "process_groups/"),
+        *("trainer/", "engine/", "weights/", "process_groups/", "stages/"),
         *("ranks/", "parity/", "bench/", "nodes/group_rank.py"),
     ),
 }

@@ -28,12 +28,12 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.engine._transformers import as_saved, skeleton
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
+from slurm_rlhf.stages.sft import SftTrainer
 from slurm_rlhf.trainer.batch import collate, per_action
 from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.forward_fixes import RANDOM
 from slurm_rlhf.trainer.frozen import FrozenPolicy
 from slurm_rlhf.trainer.models import PolicyModule, _compare_logits, load_critic, load_policy
-from slurm_rlhf.trainer.sft import SftTrainer
 from slurm_rlhf.trainer.trainers import PolicyTrainer
 
 FP32 = Ds(param_dtype="fp32")
@@ -87,7 +87,7 @@ import sys
 from pathlib import Path
 from training_ranks import make_config
 from waiting import HANG_S
-from slurm_rlhf.trainer.sft import SftTrainer
+from slurm_rlhf.stages.sft import SftTrainer
 
 SftTrainer(make_config(Path(sys.argv[1]), zero_stage=3), 10)
 """

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from stage_runs import run
 from tiny_models import make_tiny
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CheckpointError
+from slurm_rlhf.stages.record import StageRecord
 from slurm_rlhf.trainer.distributed import World
-from slurm_rlhf.trainer.sft import SftRecord
 
 pytestmark = pytest.mark.slow
 
@@ -42,26 +43,6 @@ print("ANSWERS " + json.dumps(told))
 
 def run_sft(words: list[str], launcher: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return run([sys.executable, *launcher, str(cwd / "slurm-rlhf"), "sft", *words], cwd, {})
-
-
-def run(command: list[str], cwd: Path, extra: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=HANG_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.fixture
@@ -103,7 +84,7 @@ def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path) -
     config, world = Config(), World(0, 1, torch.device("cpu"))
     config.sft.output_dir = str(tmp_path / "out")
     for start in range(3):
-        record = SftRecord(config, world)
+        record = StageRecord("sft", config, world)
         assert record.begin(9) == (None, {})
         record.step(1, {"loss": float(start)})
     names = ["config.toml", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
@@ -114,21 +95,21 @@ def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path) -
 def test_a_checkpoint_is_of_one_number_of_steps(tmp_path: Path) -> None:
     config, world = Config(), World(0, 1, torch.device("cpu"))
     config.sft.output_dir = str(tmp_path / "out")
-    record = SftRecord(config, world)
+    record = StageRecord("sft", config, world)
     record.begin(9)
     for step in (1, 2, 3, 4):
         record.step(step, {"loss": 0.5})
         if step < 4:
             record.save(step, 9, {"taken": step}, lambda directory: (directory / "weights").write_bytes(b"w") and None)
-    checkpoint, state = SftRecord(config, world).begin(9)
+    checkpoint, state = StageRecord("sft", config, world).begin(9)
     assert checkpoint is not None
     assert (checkpoint.name, state["step"], state["order"]) == ("step_000003", 3, {"taken": 3})
     assert [path.name for path in checkpoint.parent.iterdir()] == ["step_000003"]
     assert len(metrics(tmp_path / "out.run")) == 3, "the step behind the checkpoint is done again"
     with pytest.raises(CheckpointError, match=r"of a training of 9 steps, and this one has 8.*--resume=never"):
-        SftRecord(config, world).begin(8)
+        StageRecord("sft", config, world).begin(8)
     config.resume = "never"
-    assert SftRecord(config, world).begin(8) == (None, {})
+    assert StageRecord("sft", config, world).begin(8) == (None, {})
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +212,9 @@ def test_examples_in_process(job: Path) -> None:
     from slurm_rlhf.config.schema import Config, Data
     from slurm_rlhf.data.tokenizer import Tokenizer
     from slurm_rlhf.errors import ConfigError, DataError
-    from slurm_rlhf.trainer import sft
-    from slurm_rlhf.trainer.sft import load_examples
+    from slurm_rlhf.stages.examples import load_examples
+    from slurm_rlhf.stages.sft import SftStage
+    from slurm_rlhf.stages.stage import train_stage
 
     tokenizer = Tokenizer.load(job / "model")
     data = Data(max_len=32)
@@ -249,4 +231,4 @@ def test_examples_in_process(job: Path) -> None:
     config = Config()
     config.sft.output_dir = str(job / "model")
     with pytest.raises(ConfigError, match="is there already"):
-        sft.fine_tune(config)
+        train_stage(config, SftStage())

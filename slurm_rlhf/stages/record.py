@@ -1,0 +1,144 @@
+"""What a stage leaves behind while it trains: metrics, a log, a checkpoint; and the signals that stop it."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
+from slurm_rlhf.errors import CheckpointError, printable
+from slurm_rlhf.observe.metrics import MetricsLog
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.trainer.distributed import World
+
+
+class StageRecord:
+    """Writes metrics, a log and, until the model is written, checkpoints to `<output_dir>.run`.
+
+    Rank 0 writes; `save` is collective.
+    """
+
+    def __init__(self, name: str, config: Config, world: World) -> None:
+        """`name`: of the stage."""
+        self._name = name
+        self._config = config
+        self._world = world
+        out = Path(get(config, f"{name}.output_dir"))
+        self._paths = RunDirectory(out.with_name(f"{out.name}.run"))
+        self._checkpoints = CheckpointDir(self._paths.root)
+        self._metrics = MetricsLog(self._paths.metrics)
+        self.root = self._paths.root
+        """Directory of all that it writes."""
+
+    def begin(self, steps: int) -> tuple[Path | None, dict[str, Any]]:
+        """Return the checkpoint to go on from, by the key `resume`, and its state; (None, {}) at the beginning.
+
+        Metrics of an earlier start that has left no checkpoint are put aside. Raises CheckpointError.
+        """
+        checkpoint = self._checkpoints.resolve(self._config.resume)
+        state = self._checkpoints.load_state(checkpoint, [self._name]) if checkpoint else {}
+        if state and state["steps"] != steps:
+            raise CheckpointError(
+                f"{checkpoint} is of a training of {state['steps']} steps, and this one has {steps}: the learning rate "
+                f"follows their number. Restore {self._name}.max_steps, {self._name}.max_epochs and the examples, or "
+                "add --resume=never"
+            )
+        self._together()  # all have read before anything is written
+        if self._world.rank == 0:
+            self._paths.root.mkdir(parents=True, exist_ok=True)
+            self._paths.config.write_text(dump_toml(self._config), encoding="utf-8")
+            if checkpoint is None:
+                self._put_aside()
+            self._metrics.truncate_after(state.get("step", 0))
+        return checkpoint, state
+
+    def _together(self) -> None:
+        if self._world.size > 1:
+            dist.barrier()
+
+    def _put_aside(self) -> None:
+        paths, metrics = self._paths, self._paths.metrics
+        if metrics.exists():
+            metrics.rename(next(free for n in itertools.count(1) if not (free := paths.aside(metrics, n)).exists()))
+
+    def say(self, text: str) -> None:
+        """Print a line, and append it to the log. Rank 0 only; elsewhere nothing happens."""
+        if self._world.rank:
+            return
+        print(f"{self._name}: {printable(text)}", flush=True)
+        if self._paths.root.is_dir():
+            with (self._paths.root / f"{self._name}.log").open("a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of a step."""
+        if self._world.rank == 0:
+            self._metrics.append(step, metrics)
+
+    def save(self, step: int, steps: int, order: dict[str, Any], write: Callable[[Path], object]) -> None:
+        """Save a checkpoint, in place of the one before; `write` is called on each rank with the same directory."""
+        if self._world.rank == 0:
+            (self._checkpoints.begin(step) / self._name).mkdir()
+        self._together()
+        write(self._checkpoints.of(step).with_suffix(".tmp") / self._name)
+        if self._world.rank == 0:
+            self._checkpoints.commit(step, {"step": step, "steps": steps, "order": order})
+            self._checkpoints.prune(1)
+
+    def finished(self) -> None:
+        """Remove the checkpoints: the model is written."""
+        if self._world.rank == 0:
+            shutil.rmtree(self._paths.checkpoints, ignore_errors=True)
+
+
+WORDS = {
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGUSR1: "SIGUSR1: the end of the allocation is near",
+}
+
+
+class StopSignals:
+    """Remembers the first signal, inside a `with` block; a second one has its usual effect."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Number of the signal that has come; 0: none."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._came) for number in WORDS}
+        return self
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._restore()
+
+
+def words_of(number: int) -> str:
+    """Say which signal it was; another rank may have had it."""
+    return WORDS.get(signal.Signals(number), "a signal") if number else "a signal to another rank"
+
+
+def exit_code(number: int) -> int:
+    """Return the exit code of a training that was stopped: that of `slurm-rlhf train`, 0 where the allocation ends."""
+    return 0 if number == signal.SIGUSR1 else 128 + (number or signal.SIGTERM)

@@ -1,0 +1,181 @@
+"""A stage of training on a data set: `slurm-rlhf sft` and `dpo`, with the trainer that PPO uses."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from slurm_rlhf.algorithms.batching import cut_batch
+from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.schema import Config, StageKeys
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ConfigError, DataError
+from slurm_rlhf.records import Experience
+from slurm_rlhf.stages.examples import Examples
+from slurm_rlhf.stages.record import StageRecord, StopSignals, exit_code, words_of
+from slurm_rlhf.trainer.distributed import World, join_world
+from slurm_rlhf.trainer.train_settings import Schedule
+from slurm_rlhf.trainer.trainers import LanguageModelTrainer
+
+PROGRESS_LINES = 40  # about so many
+
+
+class StageTrainer(LanguageModelTrainer):
+    """Trains the model of a stage on one rank."""
+
+    def __init__(self, config: Config, learning_rate: float, total_steps: int) -> None:
+        super().__init__(config, Schedule.of(config, learning_rate, total_steps, kind="cosine"))
+
+    def micro_batches(self, batch: Experience, examples: Examples) -> list[list[int]]:
+        """Return this rank's micro-batches, as rows of `batch`; the rows of an example stay together."""
+        layout, lengths = self.layout, examples.lengths(batch, self.layout.packed)
+        _, micros = cut_batch(lengths, self.world.size, self.config.train.max_tokens_per_gpu, layout)
+        return [examples.rows(micro) for micro in micros[self.world.rank // layout.ranks]]
+
+
+class Stage(ABC):
+    """Declares what one kind of training on a data set has of its own."""
+
+    name: ClassVar[str]
+    """Name of its command, of its group of keys, and of the model's state in a checkpoint."""
+
+    @abstractmethod
+    def load(self, path: Path, tokenizer: Tokenizer, config: Config) -> Examples:
+        """Read the examples. Raises DataError."""
+
+    @abstractmethod
+    def trainer(self, config: Config, total_steps: int) -> StageTrainer:
+        """Load the model. Raises ModelError, ConfigError."""
+
+    @abstractmethod
+    def denominator(self, batch: Experience) -> float:
+        """Return what the sums of an optimizer step are divided by, for its loss and its metrics."""
+
+    def prepare(self, trainer: Any, examples: Examples, record: StageRecord) -> None:
+        """Compute what the loss needs of the model before it is trained. Collective."""
+
+
+def train_stage(config: Config, stage: Stage) -> int:
+    """Train actor.model_name_or_path on the stage's data set and write the result to its output_dir.
+
+    One process, or as many ranks as torchrun started. Betas, clipping, weight decay and warm-up are the actor's.
+    Metrics, a log, and while it trains the checkpoint to go on from are in <output_dir>.run. SIGTERM, SIGUSR1 or Ctrl-C
+    end it after the step in progress, with a checkpoint. Returns the exit code.
+    Raises ConfigError, DataError, ModelError, CheckpointError, RunError; output_dir exists only after success.
+    """
+    keys: StageKeys = get(config, stage.name)
+    out = Path(keys.output_dir)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(
+            f"{stage.name}.output_dir: {out} is there already and is not empty. Remove it or name another directory."
+        )
+    if config.train.threads_per_rank:
+        torch.set_num_threads(config.train.threads_per_rank)
+    examples = stage.load(Path(keys.dataset), Tokenizer.load(config.actor.model_name_or_path), config)
+    world = join_world(config.timeout.collective, config.timeout.connect)
+    order = _order(config, stage.name, examples, world)
+    steps = min(order.total, keys.max_steps or order.total)
+    record = StageRecord(stage.name, config, world)
+    checkpoint, state = record.begin(steps)
+    if checkpoint:
+        order.load_state_dict(state["order"])
+    record.say(f"{len(examples)} examples, {examples.dropped} dropped as too long, {steps} steps")
+    trainer = stage.trainer(config, steps)
+    stage.prepare(trainer, examples, record)
+    if checkpoint:
+        trainer.load(checkpoint / stage.name)
+        record.say(f"resuming from {checkpoint} at step {state['step']}/{steps}")
+    with StopSignals() as signals:
+        done = _train(stage, trainer, examples, order, record, signals, state.get("step", 0), steps)
+    if done < steps:
+        record.say(
+            f"stopped by {words_of(signals.number)}; saved at step {done}/{steps}; the same command goes on from here"
+        )
+        return exit_code(signals.number)
+    trainer.export_hf(out)
+    record.finished()
+    record.say(f"wrote {out}")
+    return 0
+
+
+def _order(config: Config, name: str, examples: Examples, world: World) -> PromptOrder:
+    keys: StageKeys = get(config, name)
+    batch, groups = keys.batch_size, world.size // config.ds.ulysses_size
+    if groups and batch % groups:
+        shared = f" in groups of ds.ulysses_size = {config.ds.ulysses_size}" if groups < world.size else ""
+        raise ConfigError(
+            f"{name}.batch_size = {batch} does not divide over {world.size} ranks{shared}: use a multiple of {groups}"
+        )
+    if len(examples) < batch:
+        raise DataError(
+            f"{keys.dataset}: {len(examples)} usable examples, fewer than {name}.batch_size = {batch}: lower it"
+        )
+    shuffle, seed = config.data.shuffle, config.train.seed
+    return PromptOrder(len(examples), batch, keys.max_epochs, seed, shuffle, fingerprint(examples))
+
+
+def fingerprint(examples: Examples) -> str:
+    """Return a hash of the examples' tokens, and of where answers begin and end."""
+    experience = examples.experience
+    return hashlib.sha256(experience.token_ids.tobytes() + experience.response_lens.tobytes()).hexdigest()
+
+
+def _train(
+    stage: Stage,
+    trainer: StageTrainer,
+    examples: Examples,
+    order: PromptOrder,
+    record: StageRecord,
+    signals: StopSignals,
+    done: int,
+    steps: int,
+) -> int:
+    """Train the steps behind `done`; return the last one, which is saved if it is not the end."""
+    start = time.monotonic()
+    keys: StageKeys = get(trainer.config, stage.name)
+    for step in range(done + 1, steps + 1):
+        began = time.monotonic()
+        batch = examples.experience.select(examples.rows(order.next() or []))
+        denominator = stage.denominator(batch)
+        metrics = trainer.train_step(batch, trainer.micro_batches(batch, examples), denominator)
+        of_step = {name: metrics.pop(name) for name in ("lr", "grad_norm") if name in metrics}
+        # Which rank has a signal first is chance: all of them stop behind the same step.
+        *sums, stopped = _sum_over_ranks([*metrics.values(), float(signals.number > 0)], trainer)
+        means = {name: value / denominator for name, value in zip(metrics, sums, strict=True)}
+        seconds, tokens = time.monotonic() - began, float(batch.response_lens.sum())
+        row = means | {"lr": of_step["lr"], "grad_norm": of_step.get("grad_norm", math.nan), "tokens": tokens}
+        record.step(step, {**row, "time/step": seconds, "perf/tokens_per_s": float(batch.lengths.sum()) / seconds})
+        if step % math.ceil(steps / PROGRESS_LINES) == 0 or step in (1, steps):
+            shown = " ".join(f"{name} {value:.4f}" for name, value in means.items())
+            record.say(
+                f"step {step}/{steps} {shown} lr {row['lr']:.2e} grad_norm {row['grad_norm']:.3f} "
+                f"{time.monotonic() - start:.1f} s"
+            )
+        due = keys.save_steps and step % keys.save_steps == 0
+        if (due or stopped) and step < steps:
+            record.save(step, steps, order.state_dict(), trainer.save)
+            if stopped:
+                return step
+    return steps
+
+
+def _sum_over_ranks(values: list[float], trainer: StageTrainer) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float32, device=trainer.world.device)
+    dist.all_reduce(total)
+    return [float(value) for value in total]
+
+
+def named_stage(name: str) -> Stage:
+    """Return the stage of a command."""
+    from slurm_rlhf.stages.dpo import DpoStage
+    from slurm_rlhf.stages.sft import SftStage
+
+    return {"sft": SftStage, "dpo": DpoStage}[name]()

@@ -1,0 +1,158 @@
+"""`slurm-rlhf dpo`: pairs that are read, and a model that learns to prefer, also from a checkpoint and on two ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from random_models import tiny_tokenizer
+from stage_runs import run
+from tiny_models import make_tiny
+
+from slurm_rlhf.config.schema import Data
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import DataError
+from slurm_rlhf.stages.examples import load_pairs
+
+PAIR = {"input": "1+1=", "chosen": "2", "rejected": "13"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    made = tiny_tokenizer()
+    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    made.save_pretrained(directory)
+    return Tokenizer.load(directory)
+
+
+def pairs_of(directory: Path, tokenizer: Tokenizer, *rows: Any, **data: Any) -> Any:
+    file = directory / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_pairs(file, tokenizer, Data(**{"max_len": 16, **data}))
+
+
+def test_a_pair_is_two_rows_and_a_long_one_is_dropped_whole(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    found = pairs_of(tmp_path, tokenizer, PAIR, PAIR | {"rejected": "1" * 40}, PAIR | {"chosen": "9"})
+    texts = []
+    for row in range(len(found.experience)):
+        one = found.experience.select([row])
+        texts.append(tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=False))
+    assert texts == ["1+1=2<eos>", "1+1=13<eos>", "1+1=9<eos>", "1+1=13<eos>"]
+    assert (len(found), found.dropped, found.rows([1])) == (2, 1, [2, 3])
+    assert found.experience.response_lens.tolist() == [2, 3, 2, 3]
+    assert found.lengths(found.experience, packed=True) == [13, 13]
+    assert found.lengths(found.experience, packed=False) == [14, 14]
+
+
+def test_messages_hold_the_prompt_or_stand_behind_it(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    said = (("user", "1?"), ("assistant", "2"), ("assistant", "3"))
+    asked, yes, no = ({"role": role, "content": text} for role, text in said)
+    whole = {"chosen": [asked, yes], "rejected": [asked, no]}
+    behind = {"input": [asked], "chosen": [yes], "rejected": [no]}
+    tokens = [
+        pairs_of(tmp_path, tokenizer, row, apply_chat_template=True).experience.token_ids.tolist()
+        for row in (whole, behind)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"input": "1", "chosen": "2"}, r"pairs\.jsonl:1: no column 'rejected' .*data.rejected_key"),
+        (PAIR | {"rejected": "2"}, "the chosen answer equals the rejected one"),
+        (PAIR | {"chosen": 2}, "'chosen' must be a text, or a list of messages"),
+        (PAIR | {"chosen": []}, "'chosen' must be a text, or a list of messages"),
+        ({"chosen": "2", "rejected": "3"}, r"no column 'input' .*not the same prompt"),
+    ],
+)
+def test_what_is_no_pair_is_named(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        pairs_of(tmp_path, tokenizer, row)
+
+
+def make_job(directory: Path) -> None:
+    (directory / "slurm-rlhf").write_text("import sys\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n")
+    make_tiny(directory / "model")
+    rows = [{"input": f"{a}+{b}=", "chosen": "12", "rejected": "345"} for a in range(8) for b in range(4)]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "job.toml").write_text(
+        '[actor]\nmodel_name_or_path = "model"\n[data]\nmax_len = 16\n[ds]\nparam_dtype = "fp32"\n'
+        '[train]\nmax_tokens_per_gpu = 64\n[dpo]\ndataset = "pairs.jsonl"\noutput_dir = "out"\nbatch_size = 8\n'
+        "max_epochs = 3\nlearning_rate = 1e-3\nsave_steps = 7\n"
+    )
+
+
+def dpo(directory: Path, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, *launcher, str(directory / "slurm-rlhf"), "dpo", "job.toml", *words], directory, {})
+
+
+def metrics(directory: Path) -> list[dict[str, float]]:
+    lines = (directory / "out.run" / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dpo")
+    make_job(directory)
+    done = dpo(directory)
+    assert done.returncode == 0, done.stderr
+    assert "dpo: computing the reference's log-probs of 32 pairs, once" in done.stdout
+    return directory
+
+
+@pytest.mark.slow
+def test_it_learns_to_prefer(trained: Path) -> None:
+    rows = metrics(trained)
+    assert len(rows) == 12
+    assert (rows[0]["margin"], rows[0]["loss"]) == (pytest.approx(0, abs=1e-5), pytest.approx(np.log(2), abs=1e-5))
+    assert rows[-1]["preferred"] == 1.0
+    assert rows[-1]["margin"] > 0.5
+    assert (trained / "out" / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_it_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(trained: Path, tmp_path: Path) -> None:
+    make_job(tmp_path)
+    words = ("--actor.model_name_or_path", str(trained / "model"))
+    stop = (
+        "import os, signal, sys\nfrom slurm_rlhf.stages.stage import StageTrainer\nstep = StageTrainer.train_step\n"
+        "def train_step(self, *given):\n    self.taken = getattr(self, 'taken', 0) + 1\n"
+        "    if self.taken == 5: os.kill(os.getpid(), signal.SIGTERM)\n    return step(self, *given)\n"
+        "StageTrainer.train_step = train_step\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n"
+    )
+    whole = (tmp_path / "slurm-rlhf").read_text()
+    (tmp_path / "slurm-rlhf").write_text(stop)
+    first = dpo(tmp_path, *words)
+    assert first.returncode == 143, first.stderr
+    assert "stopped by SIGTERM; saved at step 5/12" in first.stdout
+    (tmp_path / "slurm-rlhf").write_text(whole)
+    second = dpo(tmp_path, *words)
+    assert second.returncode == 0, second.stderr
+    assert re.search(r"resuming from \S+ at step 5/12", second.stdout)
+    assert "computing the reference" not in second.stdout
+    assert metrics(tmp_path) == metrics(trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--ds.zero_stage=3",), ("--dpo.loss_type=orpo", "--lora.rank=4")])
+def test_two_ranks_do_what_one_does(trained: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    found = []
+    for launcher in ((), ("-m", "torch.distributed.run", "--nproc_per_node=2")):
+        directory = tmp_path / str(len(found))
+        directory.mkdir()
+        make_job(directory)
+        more = (f"--actor.model_name_or_path={trained / 'model'}", "--dpo.max_steps=3")
+        done = dpo(directory, *words, *more, launcher=launcher)
+        assert done.returncode == 0, done.stderr
+        found.append(metrics(directory))
+    for one, two in zip(*found, strict=True):
+        assert one == pytest.approx(two, rel=1e-4, abs=1e-5)
