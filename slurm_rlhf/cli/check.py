@@ -8,7 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.main import Command, parse
-from slurm_rlhf.cli.plan import layout_somewhere, require_fit
+from slurm_rlhf.cli.memory import require_fit
+from slurm_rlhf.cli.plan import layout_somewhere
 from slurm_rlhf.cluster.resources import memory_on
 from slurm_rlhf.config.check import check, warnings
 from slurm_rlhf.config.load import load_config
@@ -31,7 +32,7 @@ def run(words: list[str]) -> int:
     arguments = parse(words, USAGE)
     config = load_config(arguments.files, arguments.overrides)
     check(config)
-    require_fit(config, memory_on(config, layout_somewhere(config)))
+    require_fit(memory_on(config, layout_somewhere(config)))
     print(f"keys, files and model directories are right; reading {config.data.prompt_dataset}", flush=True)
     inputs = read(config)
     for line in chain(look(config, inputs), _rewards(config, inputs)):

@@ -11,27 +11,25 @@ from dataclasses import asdict
 from typing import Any
 
 from slurm_rlhf.cli.main import Command, number, parse, take_options
+from slurm_rlhf.cli.memory import WIDTH, draw_memory, memory_json, require_fit
 from slurm_rlhf.cluster.resources import Memory, current_topology, memory_of, memory_on
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.config.check import check_colocation
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import sent_parameters
-from slurm_rlhf.config.roles import ROLES, ROLLOUT, colocations, has_engines
+from slurm_rlhf.config.roles import ROLES, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
-from slurm_rlhf.placement.memory import Account, Row, gib, help_for, read_models
+from slurm_rlhf.errors import ConfigError, ModelError, shortened
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.replacement import chosen
-from slurm_rlhf.placement.step_time import Links, StepTime, predict
+from slurm_rlhf.placement.step_time import GIGABIT, INSIDE_GBITS, NETWORK_GBITS, Links, StepTime, predict
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 from slurm_rlhf.weights.routes import cost_of
 from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
-_WIDTH = 100
-_LARGEST = 3
 
 
 def layout_here(config: Config, environ: Mapping[str, str] = os.environ, nodes: Sequence[str] = ()) -> RankMap:
@@ -76,124 +74,12 @@ def _example_nodes(config: Config, environ: Mapping[str, str]) -> int:
     return nodes if nodes > 1 and read_slurm(environ) is None else 0
 
 
-def check_memory(config: Config, ranks: RankMap) -> None:
-    """Raise PlacementError if the run does not fit its GPUs; print a note if that cannot be estimated."""
-    if ranks.topology.accelerator != GPU:
-        return
-    memory = memory_on(config, ranks)
-    require_fit(config, memory)
-    if memory.account is None:
-        print(f"memory cannot be estimated: {memory.unknown}", flush=True)
-
-
 def print_resolved(config: Config, layout: str, memory: Memory, more: Iterable[str] = ()) -> None:
     """Print what --dry_run shows: the configuration, and as comments the drawn `layout`, the memory, and `more`."""
-    text = "\n".join([layout, "", draw_memory(config, memory), "", *more])
+    text = "\n".join([layout, "", draw_memory(memory), "", *more])
     print(f"{dump_toml(config)}\n{textwrap.indent(text, '# ', lambda line: True)}", flush=True)
 
 
-def draw_memory(config: Config, memory: Memory) -> str:
-    """Draw a row per role, at most 100 columns wide."""
-    if memory.account is None:
-        return textwrap.fill(f"memory: unknown: {memory.unknown}", _WIDTH, subsequent_indent="  ")
-    title = f"Memory of a GPU in GiB ({memory.size.name}: {memory.size.gib:.1f})"
-    rows = [("", "needed", "there", title)]
-    for row in memory.account.rows:
-        there = gib(row.there) if row.there else ""
-        mark = "" if row.fits else "DOES NOT FIT: "
-        parts = list(row.by_role.items()) if row.together else row.terms[:_LARGEST]
-        largest = ", ".join(f"{what} {gib(size)}" for what, size in parts if gib(size) != "0.0")
-        rows.append((row.name, gib(row.needed), there, mark + largest))
-    width = max(len(row[0]) for row in rows)
-    lines = []
-    for name, needed, there, what in rows:
-        head = f"{name:{width}}  {needed:>6}  {there:>6}  "
-        lines.append(textwrap.fill(what, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
-    notes = [_kv_line(config, memory.account), *(f"{note}." for note in memory.size.notes)]
-    if pinned := memory.account.pinned:
-        notes.append(f"Host memory: {gib(pinned)} GiB for each GPU are pinned for optimizer states (ds.enable_sleep).")
-    return "\n".join([*lines, *(textwrap.fill(note, _WIDTH) for note in notes)])
-
-
-def _kv_line(config: Config, found: Account) -> str:
-    engine, wanted = found.engine, found.wanted
-    if engine is None:
-        return (
-            f"A rank of the actor samples {config.rollout.hf_at_once(on_gpus=True)} responses at a time, of up to "
-            f"data.max_len = {config.data.max_len} tokens (rollout.engine = hf)."
-        )
-    fewer = " (not all fit at once: sampling takes longer)" if engine.sequences < wanted else ""
-    return (
-        f"KV cache of an engine: {engine.blocks} blocks, {int(engine.sequences)} sequences of data.max_len = "
-        f"{config.data.max_len}; {wanted} are requested at once{fewer}."
-    )
-
-
-def memory_json(memory: Memory) -> dict[str, Any]:
-    """Return the estimate in bytes, ready for JSON."""
-    found = memory.account
-    if found is None:
-        return {"known": False, "why": memory.unknown}
-    return {
-        "known": True,
-        "gpu": memory.size.name,
-        "gpu_bytes": memory.size.memory,
-        "notes": list(memory.size.notes),
-        "fits": found.fits(),
-        "pinned_host_bytes": found.pinned,
-        "rows": [
-            {
-                "name": row.name.strip(),
-                "role": row.role,
-                "ranks": row.ranks,
-                "needed": row.needed,
-                "there": row.there or None,
-                "fits": row.fits,
-                "terms": dict(row.terms),
-            }
-            for row in found.rows
-        ],
-        "kv_cache": found.engine
-        and {
-            "block_bytes": found.engine.block,
-            "blocks": found.engine.blocks,
-            "sequences": found.engine.sequences,
-            "wanted": found.wanted,
-        },
-    }
-
-
-def require_fit(config: Config, memory: Memory) -> None:
-    """Raise PlacementError if the run does not fit: with the largest parts of each role, and keys that help."""
-    found = memory.account
-    if found is None or found.fits():
-        return
-    lines = [f"this run does not fit its GPUs, {memory.size.name} with {memory.size.gib:.1f} GiB:"]
-    for role in dict.fromkeys(row.role for row in found.rows):
-        if not found.fits(role):
-            worst = max((row for row in found.rows if row.role == role), key=lambda row: (not row.fits, row.needed))
-            keys = " or ".join(help_for(config, worst))
-            more = "use more GPUs, GPUs with more memory, or a smaller model"
-            advice = f"what helps: {keys}; else {more}" if keys else f"no key makes it fit: {more}"
-            lines += [_problem(worst, config, found), textwrap.indent(textwrap.fill(advice, _WIDTH - 4), "    ")]
-    raise PlacementError("\n".join(lines))
-
-
-def _problem(row: Row, config: Config, found: Account) -> str:
-    largest = ", ".join(f"{what} {gib(size)}" for what, size in row.terms[:_LARGEST])
-    if row.role == ROLLOUT and row.fits and found.engine is not None:
-        text = (
-            f"rollout: {gib(max(found.engine.kv, 0))} GiB are left for the KV cache, {found.engine.sequences:.2f} of a "
-            f"sequence of data.max_len = {config.data.max_len}; the rest goes to {largest}"
-        )
-    else:
-        where = row.role if row.name == row.role else f"{row.role}, {row.name.strip()}"
-        text = f"{where}: {gib(row.needed)} GiB are needed, most of them for {largest}"
-    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
-
-
-NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
-_GIGABIT = 125_000_000  # bytes
 USAGE = (
     "usage: slurm-rlhf plan FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]\n"
     "                       [--gpus_per_node=GPUS (--nodes=N | --nodelist=LIST)]\n"
@@ -228,7 +114,8 @@ KEYS += ["algo.advantage.estimator", "train.plugins", "algo.kl.init_coef", "rewa
 KEYS += ["train.colocate_all", *filter(None, (role.colocation_key for role in ROLES.values()))]
 KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
 KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
-KEYS += ["train.logprob_chunk_tokens", "actor.gradient_checkpointing_enable", "data.max_len", "ds.enable_sleep"]
+KEYS += ["train.logprob_chunk_tokens", "train.gradient_checkpointing", "data.max_len", "ds.enable_sleep"]
+KEYS += ["actor.gradient_checkpointing_enable", "ds.ulysses_size"]
 KEYS += ["ref.zero_stage", "ref.offload", "vllm.gpu_memory_utilization", "vllm.max_num_seqs"]
 KEYS += ["rollout.hf_max_num_seqs", "rollout.hf_gather", "rollout.max_new_tokens"]
 
@@ -257,13 +144,13 @@ def run(words: list[str]) -> int:
         print(json.dumps(ranks.to_json() | {"memory": memory_json(memory)} | cost))
     else:
         print(draw(ranks) if wanted else draw_layout(config))
-        print(f"\n{draw_memory(config, memory)}")
+        print(f"\n{draw_memory(memory)}")
         if transfer:
             print(f"\n{draw_transfer(transfer, rates)}")
         if time:
             print(f"\n{draw_step(time, memory.size.name)}")
     sys.stdout.flush()
-    require_fit(config, memory)
+    require_fit(memory)
     return 0
 
 
@@ -312,7 +199,7 @@ def transfer_json(plan: SyncPlan, rates: dict[str, float]) -> dict[str, Any]:
     return {
         "bytes": found.payload,
         "buckets": len(plan.buckets),
-        "seconds": found.seconds(*(rate * _GIGABIT for rate in rates.values())),
+        "seconds": found.seconds(*(rate * GIGABIT for rate in rates.values())),
         **rates,
         "actor_sent": {str(rank): count for rank, count in enumerate(sent[:actors])},
         "engine_sent": {str(rank): count for rank, count in enumerate(sent[actors:])},
@@ -331,7 +218,7 @@ def draw_transfer(plan: SyncPlan, rates: dict[str, float]) -> str:
     engines = range(len(actors), plan.layout.world)
     buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
     network, inside = rates.values()
-    seconds = max(found.seconds(network * _GIGABIT, inside * _GIGABIT), 0.001)
+    seconds = max(found.seconds(network * GIGABIT, inside * GIGABIT), 0.001)
     lines = [
         f"weight transfer: {_size(found.payload)} in {buckets}, about {seconds:.3g} s at {network:g} Gbit/s "
         f"between nodes and {inside:g} Gbit/s inside",
@@ -350,11 +237,11 @@ def step_time(
 ) -> StepTime | None:
     """Predict the seconds of a step; None without a known GPU or a known model."""
     gpu = memory.size.gpu
-    if memory.account is None or gpu is None or not gpu.bf16_tflops or ranks.topology.accelerator != GPU:
+    if memory.models is None or gpu is None or not gpu.bf16_tflops or ranks.topology.accelerator != GPU:
         return None
-    network, inside = (rate * _GIGABIT for rate in rates.values())
+    network, inside = (rate * GIGABIT for rate in rates.values())
     sync = cost_of(transfer).seconds(network, inside) if transfer else 0.0
-    return predict(config, read_models(config), gpu, Links(network, inside), sync, mean)
+    return predict(memory.config, memory.models, gpu, Links(network, inside), sync, mean)
 
 
 def draw_step(time: StepTime, gpu: str) -> str:
@@ -365,7 +252,7 @@ def draw_step(time: StepTime, gpu: str) -> str:
         f"{time.step:.3g} s on {gpu} ({phases}); it waits for {time.binds}. MFU {time.mfu:.0%}, of the update "
         f"{time.mfu_update:.0%}; {time.tokens_per_gpu:.0f} tokens/s/GPU; GPUs idle {time.idle:.0%}."
     )
-    return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ")
 
 
 def _nodes(plan: SyncPlan) -> list[str]:

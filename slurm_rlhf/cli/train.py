@@ -8,14 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from slurm_rlhf.cli.main import Arguments, Command, parse
-from slurm_rlhf.cli.plan import (
-    check_memory,
-    draw_layout,
-    layout_here,
-    layout_somewhere,
-    print_resolved,
-    require_fit,
-)
+from slurm_rlhf.cli.memory import check_memory, require_fit
+from slurm_rlhf.cli.plan import draw_layout, layout_here, layout_somewhere, print_resolved
 from slurm_rlhf.cli.preflight import before_run
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_of, memory_on
@@ -63,7 +57,7 @@ def train(words: list[str]) -> int:
         layout = draw_layout(config)
         memory = memory_on(config, layout_somewhere(config))
         print_resolved(config, layout, memory, look(config, read(config)))
-        require_fit(config, memory)
+        require_fit(memory)
         return 0
     config = configured(arguments)
     fetch_models(config, _say)
@@ -104,7 +98,7 @@ def train_here(config: Config) -> int:
     """Train in the allocation of this process, or on its machine; return the exit code. Raises SlurmRlhfError."""
     check(config)
     ranks = layout_here(config)
-    check_memory(config, ranks)
+    config = check_memory(config, ranks)
     ranks, unfit = before_run(config, ranks)
     from slurm_rlhf.run import conductor
 
@@ -152,7 +146,7 @@ def submit(words: list[str]) -> int:
     refuse_foreign_keys(arguments.overrides)
     config = configured(arguments)
     fetch_models(config, _say)
-    require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
+    require_fit(memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
     from slurm_rlhf.nodes import submit as submit_job
 
     job = submit_job(config, local="local" in arguments.flags)
