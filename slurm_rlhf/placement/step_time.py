@@ -56,6 +56,12 @@ class Links:
     inside: float
 
 
+NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
+GIGABIT = 125_000_000  # bytes
+USUAL_LINKS = Links(NETWORK_GBITS * GIGABIT, INSIDE_GBITS * GIGABIT)
+"""Links where nothing is said about them: a node's of 100 Gbit/s, NVLink inside."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Hold the predicted seconds of a step and what follows from them."""
