@@ -10,26 +10,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from slurm_rlhf.cli.main import Command, number, parse, take_options
-from slurm_rlhf.cli.memory import WIDTH, draw_memory, memory_json, require_fit
+from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cluster.resources import Memory, current_topology, memory_of, memory_on
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.config.check import check_colocation
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import sent_parameters
-from slurm_rlhf.config.roles import ROLES, colocations, has_engines
+from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.errors import ConfigError, ModelError, shortened
+from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
+from slurm_rlhf.placement.memory import Account, Row, gib, help_for
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.replacement import chosen
-from slurm_rlhf.placement.step_time import GIGABIT, INSIDE_GBITS, NETWORK_GBITS, Links, StepTime, predict
+from slurm_rlhf.placement.step_time import GIGABIT, Links, StepTime, predict
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 from slurm_rlhf.weights.routes import cost_of
-from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
+from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
+_WIDTH = 100
+_LARGEST = 3
 
 
 def layout_here(config: Config, environ: Mapping[str, str] = os.environ, nodes: Sequence[str] = ()) -> RankMap:
@@ -74,71 +76,148 @@ def _example_nodes(config: Config, environ: Mapping[str, str]) -> int:
     return nodes if nodes > 1 and read_slurm(environ) is None else 0
 
 
+def check_memory(config: Config, ranks: RankMap) -> Config:
+    """Return the configuration of a run that fits its GPUs, with what their memory decides; print what that is.
+
+    Prints a note if memory cannot be estimated. Raises PlacementError if the run does not fit.
+    """
+    if ranks.topology.accelerator != GPU:
+        return config
+    memory = memory_on(config, ranks)
+    require_fit(memory)
+    said = _chosen_line(memory) if memory.account else f"memory cannot be estimated: {memory.unknown}"
+    if said:
+        print(said, flush=True)
+    return memory.config
+
+
+def _chosen_line(memory: Memory) -> str:
+    """Say what the memory of the GPUs has decided; empty: nothing."""
+    way = memory.config.train.gradient_checkpointing
+    return f"train.gradient_checkpointing is {way} by the memory of the GPUs." if memory.chosen else ""
+
+
 def print_resolved(config: Config, layout: str, memory: Memory, more: Iterable[str] = ()) -> None:
     """Print what --dry_run shows: the configuration, and as comments the drawn `layout`, the memory, and `more`."""
     text = "\n".join([layout, "", draw_memory(memory), "", *more])
     print(f"{dump_toml(config)}\n{textwrap.indent(text, '# ', lambda line: True)}", flush=True)
 
 
-USAGE = (
-    "usage: slurm-rlhf plan FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]\n"
-    "                       [--gpus_per_node=GPUS (--nodes=N | --nodelist=LIST)]\n"
-    "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]\n"
-    "                       [--mean_response=TOKENS]"
-)
-FLAGS = {
-    "json": "print one JSON object: accelerator, nodes, roles (role -> node, gpus, ranks), tp_groups, world, memory, "
-    "transfer, step"
-}
-NODE_OPTIONS = {
-    "nodes": "plan for this many nodes",
-    "nodelist": "plan for these nodes, in Slurm's notation: gpu[001-003,007]; they are sorted as Slurm sorts nodes",
-    "gpus_per_node": "GPUs of every node: 8; or node by node, in Slurm's order: 6,6,4,4,4; or by name: "
-    "fat-[1-2]:6,r01c[01-03]:4",
-}
-GPU_OPTIONS = {
-    "gpu": "kind of the GPUs, the same as train.gpu: h100, a100_40gb, h200, ...",
-    "gpu_memory_gb": "memory of a GPU as it is sold, the same as train.gpu_memory_gb",
-}
-RATES = {
-    "network_gbits": f"Gbit/s of a node's links in each direction, to predict the seconds [{NETWORK_GBITS:g}]",
-    "inside_gbits": f"Gbit/s between the ranks of one node [{INSIDE_GBITS:g}]",
-}
-LENGTHS = {"mean_response": "tokens of a response in the mean, to predict the seconds of a step [0.42 of the longest]"}
+def draw_memory(memory: Memory) -> str:
+    """Draw a row per role, at most 100 columns wide."""
+    if memory.account is None:
+        return textwrap.fill(f"memory: unknown: {memory.unknown}", _WIDTH, subsequent_indent="  ")
+    title = f"Memory of a GPU in GiB ({memory.size.name}: {memory.size.gib:.1f})"
+    rows = [("", "needed", "there", title)]
+    for row in memory.account.rows:
+        there = gib(row.there) if row.there else ""
+        mark = "" if row.fits else "DOES NOT FIT: "
+        parts = list(row.by_role.items()) if row.together else row.terms[:_LARGEST]
+        largest = ", ".join(f"{what} {gib(size)}" for what, size in parts if gib(size) != "0.0")
+        rows.append((row.name, gib(row.needed), there, mark + largest))
+    width = max(len(row[0]) for row in rows)
+    lines = []
+    for name, needed, there, what in rows:
+        head = f"{name:{width}}  {needed:>6}  {there:>6}  "
+        lines.append(textwrap.fill(what, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
+    notes = [_kv_line(memory.config, memory.account), *(f"{note}." for note in memory.size.notes)]
+    notes += filter(None, [_chosen_line(memory)])
+    if pinned := memory.account.pinned:
+        notes.append(f"Host memory: {gib(pinned)} GiB for each GPU are pinned for optimizer states (ds.enable_sleep).")
+    return "\n".join([*lines, *(textwrap.fill(note, _WIDTH) for note in notes)])
 
 
-SIZES = ("num_nodes", "num_gpus_per_node")
-KEYS = [f"{role.group}.{size}" for role in ROLES.values() if role.kind != "engine" for size in SIZES]
-KEYS += ["rollout.engine", "vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
-KEYS += ["algo.advantage.estimator", "train.plugins", "algo.kl.init_coef", "reward.model_name_or_path"]
-KEYS += ["train.colocate_all", *filter(None, (role.colocation_key for role in ROLES.values()))]
-KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
-KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
-KEYS += ["train.logprob_chunk_tokens", "train.gradient_checkpointing", "data.max_len", "ds.enable_sleep"]
-KEYS += ["actor.gradient_checkpointing_enable", "ds.ulysses_size"]
-KEYS += ["ref.zero_stage", "ref.offload", "vllm.gpu_memory_utilization", "vllm.max_num_seqs"]
-KEYS += ["rollout.hf_max_num_seqs", "rollout.hf_gather", "rollout.max_new_tokens"]
+def _kv_line(config: Config, found: Account) -> str:
+    engine, wanted = found.engine, found.wanted
+    if engine is None:
+        return (
+            f"A rank of the actor samples {config.rollout.hf_at_once(on_gpus=True)} responses at a time, of up to "
+            f"data.max_len = {config.data.max_len} tokens (rollout.engine = hf)."
+        )
+    fewer = " (not all fit at once: sampling takes longer)" if engine.sequences < wanted else ""
+    return (
+        f"KV cache of an engine: {engine.blocks} blocks, {int(engine.sequences)} sequences of data.max_len = "
+        f"{config.data.max_len}; {wanted} are requested at once{fewer}."
+    )
 
 
-def run(words: list[str]) -> int:
-    """Print the plan. Raises ConfigError, and PlacementError if the roles or their memory do not fit."""
-    options, rest = take_options(words, NODE_OPTIONS | GPU_OPTIONS | RATES | LENGTHS, USAGE, strict=False)
-    mean = float(number("mean_response", options.pop("mean_response", "0"), float, least=0))
-    rest += [f"--train.{name}={options.pop(name)}" for name in GPU_OPTIONS if name in options]
-    arguments = parse(rest, USAGE, FLAGS)
-    config = load_config(arguments.files, arguments.overrides)
-    check_colocation(config)
-    defaults = dict(zip(RATES, (NETWORK_GBITS, INSIDE_GBITS), strict=True))
-    rates = {
-        name: float(number(name, options.pop(name, str(default)), float, least=1e-3))
-        for name, default in defaults.items()
+def memory_json(memory: Memory) -> dict[str, Any]:
+    """Return the estimate in bytes, ready for JSON."""
+    found = memory.account
+    if found is None:
+        return {"known": False, "why": memory.unknown}
+    return {
+        "known": True,
+        "gpu": memory.size.name,
+        "gpu_bytes": memory.size.memory,
+        "notes": list(memory.size.notes),
+        "fits": found.fits(),
+        "pinned_host_bytes": found.pinned,
+        "rows": [
+            {
+                "name": row.name.strip(),
+                "role": row.role,
+                "ranks": row.ranks,
+                "needed": row.needed,
+                "there": row.there or None,
+                "fits": row.fits,
+                "terms": dict(row.terms),
+            }
+            for row in found.rows
+        ],
+        "kv_cache": found.engine
+        and {
+            "block_bytes": found.engine.block,
+            "blocks": found.engine.blocks,
+            "sequences": found.engine.sequences,
+            "wanted": found.wanted,
+        },
     }
-    wanted = wanted_nodes(options)
+
+
+def require_fit(memory: Memory) -> None:
+    """Raise PlacementError if the run does not fit: with the largest parts of each role, and keys that help."""
+    found, config = memory.account, memory.config
+    if found is None or found.fits():
+        return
+    lines = [f"this run does not fit its GPUs, {memory.size.name} with {memory.size.gib:.1f} GiB:"]
+    for role in dict.fromkeys(row.role for row in found.rows):
+        if not found.fits(role):
+            worst = max((row for row in found.rows if row.role == role), key=lambda row: (not row.fits, row.needed))
+            keys = " or ".join(help_for(config, worst))
+            more = "use more GPUs, GPUs with more memory, or a smaller model"
+            advice = f"what helps: {keys}; else {more}" if keys else f"no key makes it fit: {more}"
+            lines += [_problem(worst, config, found), textwrap.indent(textwrap.fill(advice, _WIDTH - 4), "    ")]
+    raise PlacementError("\n".join(lines))
+
+
+def _problem(row: Row, config: Config, found: Account) -> str:
+    largest = ", ".join(f"{what} {gib(size)}" for what, size in row.terms[:_LARGEST])
+    if row.role == ROLLOUT and row.fits and found.engine is not None:
+        text = (
+            f"rollout: {gib(max(found.engine.kv, 0))} GiB are left for the KV cache, {found.engine.sequences:.2f} of a "
+            f"sequence of data.max_len = {config.data.max_len}; the rest goes to {largest}"
+        )
+    else:
+        where = row.role if row.name == row.role else f"{row.role}, {row.name.strip()}"
+        text = f"{where}: {gib(row.needed)} GiB are needed, most of them for {largest}"
+    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def show_plan(arguments: Arguments) -> int:
+    """Print the plan. Raises ConfigError, and PlacementError if the roles or their memory do not fit."""
+    options = arguments.options
+    gpu = [f"--train.{name}={options[name]}" for name in ("gpu", "gpu_memory_gb") if name in options]
+    config = load_config(arguments.files, [*arguments.overrides, *gpu])
+    check_colocation(config)
+    mean = options.get("mean_response", 0.0)
+    rates = {name: float(options[name]) for name in ("network_gbits", "inside_gbits")}
+    wanted = wanted_nodes(arguments)
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
     memory = memory_of(config, None) if wanted else memory_on(config, ranks)
     transfer = transfer_plan(config, ranks)
     time = step_time(config, ranks, memory, transfer, rates, mean) if has_engines(config) else None
-    if "json" in arguments.flags:
+    if "json" in options:
         cost = {"transfer": transfer_json(transfer, rates)} if transfer else {}
         cost |= {"step": asdict(time)} if time else {}
         print(json.dumps(ranks.to_json() | {"memory": memory_json(memory)} | cost))
@@ -154,14 +233,15 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def wanted_nodes(options: dict[str, str]) -> tuple[list[str], tuple[int, ...]] | None:
+def wanted_nodes(arguments: Arguments) -> tuple[list[str], tuple[int, ...]] | None:
     """Return names and GPUs of the nodes that the options describe; None without options. Raises ConfigError."""
-    if not options:
+    options = arguments.options
+    if not {"gpus_per_node", "nodes", "nodelist"} & set(options):
         return None
     if "gpus_per_node" not in options or ("nodes" in options) == ("nodelist" in options):
-        raise ConfigError(f"--gpus_per_node goes with --nodes or --nodelist: give it and one of these two\n{USAGE}")
+        raise arguments.error("--gpus_per_node goes with --nodes or --nodelist: give it and one of these two")
     listed = slurm_order(dict.fromkeys(expand(options["nodelist"]))) if "nodelist" in options else []
-    names = listed or numbered_names(number("nodes", options["nodes"]))
+    names = listed or numbered_names(options["nodes"])
     text = options["gpus_per_node"]
     try:
         gpus = gpus_of_nodes(text, names)
@@ -185,7 +265,7 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
         return None
     described = [[name, shape, config.ds.param_dtype] for name, shape in sent]
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
-    layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
+    layout = TransferLayout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
     on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
     return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)
 
@@ -252,7 +332,7 @@ def draw_step(time: StepTime, gpu: str) -> str:
         f"{time.step:.3g} s on {gpu} ({phases}); it waits for {time.binds}. MFU {time.mfu:.0%}, of the update "
         f"{time.mfu_update:.0%}; {time.tokens_per_gpu:.0f} tokens/s/GPU; GPUs idle {time.idle:.0%}."
     )
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ")
+    return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
 
 
 def _nodes(plan: SyncPlan) -> list[str]:
@@ -270,18 +350,3 @@ def _size(nbytes: float) -> str:
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.4g} GB"
-
-
-COMMANDS = {
-    "plan": Command(
-        USAGE,
-        "Shows which rank of which role goes on which accelerator slot of which node, and starts nothing. The nodes "
-        "are those of the Slurm allocation it runs in, those that the options describe, or as many as the "
-        "configuration asks for. If the model has a config.json and the kind of GPU is known, it adds the memory that "
-        "each role needs, and fails if it does not fit. If the model has weights, it adds the bytes that a weight "
-        "transfer sends over each link, and how long that takes. It uses the keys below.",
-        run,
-        FLAGS | NODE_OPTIONS | GPU_OPTIONS | RATES | LENGTHS,
-        KEYS,
-    ),
-}

@@ -56,9 +56,8 @@ class Links:
     inside: float
 
 
-NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
 GIGABIT = 125_000_000  # bytes
-USUAL_LINKS = Links(NETWORK_GBITS * GIGABIT, INSIDE_GBITS * GIGABIT)
+USUAL_LINKS = Links(100 * GIGABIT, 800 * GIGABIT)
 """Links where nothing is said about them: a node's of 100 Gbit/s, NVLink inside."""
 
 

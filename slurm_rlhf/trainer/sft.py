@@ -26,7 +26,8 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet, Row, cell, read_rows
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.rows import Row, cell, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer, continuations
 from slurm_rlhf.errors import CheckpointError, ConfigError, DataError, printable
 from slurm_rlhf.observe.metrics import MetricsLog
