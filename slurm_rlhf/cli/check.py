@@ -28,7 +28,7 @@ def check_run(arguments: Arguments) -> int:
     """Print what a run would read and do. Raises UserError if something is wrong."""
     config = load_config(arguments.files, arguments.overrides)
     check(config)
-    require_fit(config, memory_on(config, layout_somewhere(config)))
+    require_fit(memory_on(config, layout_somewhere(config)))
     source = config.data.prompt_dataset or config.data.reasoning_gym
     print(f"keys, files and model directories are right; reading {source}", flush=True)
     inputs = read(config)

@@ -72,7 +72,7 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
         config = load_config(arguments.files, arguments.overrides)
         check(config)
         placed = place_processes(config, processes, start)
-        check_memory(config, placed.ranks)
+        config = check_memory(config, placed.ranks)
         if "dry_run" not in arguments.options and config.preflight != OFF:
             tell(examine_nodes(world, config, placed.ranks, processes))
     except SlurmRlhfError as error:
@@ -115,7 +115,9 @@ def _run(world: Communicator, config: Config, placed: Placed, arguments: Argumen
         print(f"job {slurm.job_id}, run directory {config.run_dir}")
         print(f"to look inside: {attach_line(str(slurm.job_id), own.node)}", flush=True)
     address = address_among([node.name for node in placed.ranks.topology.nodes], own.node)
-    found = [[str(file.absolute()) for file in arguments.files], arguments.overrides, ranks, address]
+    # The conductor reads the configuration anew, and with it what the memory of the GPUs has decided.
+    overrides = [*arguments.overrides, f"--train.gradient_checkpointing={config.train.gradient_checkpointing}"]
+    found = [[str(file.absolute()) for file in arguments.files], overrides, ranks, address]
     conductor = [sys.executable, "-m", "slurm_rlhf.cli.mpi_start", json.dumps(found)]
     from slurm_rlhf.nodes.mpi.rank import lead
 

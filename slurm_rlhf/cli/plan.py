@@ -21,10 +21,10 @@ from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
-from slurm_rlhf.placement.memory import Account, Row, gib, help_for, read_models
+from slurm_rlhf.placement.memory import Account, Row, gib, help_for
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.replacement import chosen
-from slurm_rlhf.placement.step_time import Links, StepTime, predict
+from slurm_rlhf.placement.step_time import GIGABIT, Links, StepTime, predict
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 from slurm_rlhf.weights.routes import cost_of
 from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
@@ -76,23 +76,34 @@ def _example_nodes(config: Config, environ: Mapping[str, str]) -> int:
     return nodes if nodes > 1 and read_slurm(environ) is None else 0
 
 
-def check_memory(config: Config, ranks: RankMap) -> None:
-    """Raise PlacementError if the run does not fit its GPUs; print a note if that cannot be estimated."""
+def check_memory(config: Config, ranks: RankMap) -> Config:
+    """Return the configuration of a run that fits its GPUs, with what their memory decides; print what that is.
+
+    Prints a note if memory cannot be estimated. Raises PlacementError if the run does not fit.
+    """
     if ranks.topology.accelerator != GPU:
-        return
+        return config
     memory = memory_on(config, ranks)
-    require_fit(config, memory)
-    if memory.account is None:
-        print(f"memory cannot be estimated: {memory.unknown}", flush=True)
+    require_fit(memory)
+    said = _chosen_line(memory) if memory.account else f"memory cannot be estimated: {memory.unknown}"
+    if said:
+        print(said, flush=True)
+    return memory.config
+
+
+def _chosen_line(memory: Memory) -> str:
+    """Say what the memory of the GPUs has decided; empty: nothing."""
+    way = memory.config.train.gradient_checkpointing
+    return f"train.gradient_checkpointing is {way} by the memory of the GPUs." if memory.chosen else ""
 
 
 def print_resolved(config: Config, layout: str, memory: Memory, more: Iterable[str] = ()) -> None:
     """Print what --dry_run shows: the configuration, and as comments the drawn `layout`, the memory, and `more`."""
-    text = "\n".join([layout, "", draw_memory(config, memory), "", *more])
+    text = "\n".join([layout, "", draw_memory(memory), "", *more])
     print(f"{dump_toml(config)}\n{textwrap.indent(text, '# ', lambda line: True)}", flush=True)
 
 
-def draw_memory(config: Config, memory: Memory) -> str:
+def draw_memory(memory: Memory) -> str:
     """Draw a row per role, at most 100 columns wide."""
     if memory.account is None:
         return textwrap.fill(f"memory: unknown: {memory.unknown}", _WIDTH, subsequent_indent="  ")
@@ -109,7 +120,8 @@ def draw_memory(config: Config, memory: Memory) -> str:
     for name, needed, there, what in rows:
         head = f"{name:{width}}  {needed:>6}  {there:>6}  "
         lines.append(textwrap.fill(what, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
-    notes = [_kv_line(config, memory.account), *(f"{note}." for note in memory.size.notes)]
+    notes = [_kv_line(memory.config, memory.account), *(f"{note}." for note in memory.size.notes)]
+    notes += filter(None, [_chosen_line(memory)])
     if pinned := memory.account.pinned:
         notes.append(f"Host memory: {gib(pinned)} GiB for each GPU are pinned for optimizer states (ds.enable_sleep).")
     return "\n".join([*lines, *(textwrap.fill(note, _WIDTH) for note in notes)])
@@ -163,9 +175,9 @@ def memory_json(memory: Memory) -> dict[str, Any]:
     }
 
 
-def require_fit(config: Config, memory: Memory) -> None:
+def require_fit(memory: Memory) -> None:
     """Raise PlacementError if the run does not fit: with the largest parts of each role, and keys that help."""
-    found = memory.account
+    found, config = memory.account, memory.config
     if found is None or found.fits():
         return
     lines = [f"this run does not fit its GPUs, {memory.size.name} with {memory.size.gib:.1f} GiB:"]
@@ -192,9 +204,6 @@ def _problem(row: Row, config: Config, found: Account) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-_GIGABIT = 125_000_000  # bytes
-
-
 def show_plan(arguments: Arguments) -> int:
     """Print the plan. Raises ConfigError, and PlacementError if the roles or their memory do not fit."""
     options = arguments.options
@@ -214,13 +223,13 @@ def show_plan(arguments: Arguments) -> int:
         print(json.dumps(ranks.to_json() | {"memory": memory_json(memory)} | cost))
     else:
         print(draw(ranks) if wanted else draw_layout(config))
-        print(f"\n{draw_memory(config, memory)}")
+        print(f"\n{draw_memory(memory)}")
         if transfer:
             print(f"\n{draw_transfer(transfer, rates)}")
         if time:
             print(f"\n{draw_step(time, memory.size.name)}")
     sys.stdout.flush()
-    require_fit(config, memory)
+    require_fit(memory)
     return 0
 
 
@@ -270,7 +279,7 @@ def transfer_json(plan: SyncPlan, rates: dict[str, float]) -> dict[str, Any]:
     return {
         "bytes": found.payload,
         "buckets": len(plan.buckets),
-        "seconds": found.seconds(*(rate * _GIGABIT for rate in rates.values())),
+        "seconds": found.seconds(*(rate * GIGABIT for rate in rates.values())),
         **rates,
         "actor_sent": {str(rank): count for rank, count in enumerate(sent[:actors])},
         "engine_sent": {str(rank): count for rank, count in enumerate(sent[actors:])},
@@ -289,7 +298,7 @@ def draw_transfer(plan: SyncPlan, rates: dict[str, float]) -> str:
     engines = range(len(actors), plan.layout.world)
     buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
     network, inside = rates.values()
-    seconds = max(found.seconds(network * _GIGABIT, inside * _GIGABIT), 0.001)
+    seconds = max(found.seconds(network * GIGABIT, inside * GIGABIT), 0.001)
     lines = [
         f"weight transfer: {_size(found.payload)} in {buckets}, about {seconds:.3g} s at {network:g} Gbit/s "
         f"between nodes and {inside:g} Gbit/s inside",
@@ -308,11 +317,11 @@ def step_time(
 ) -> StepTime | None:
     """Predict the seconds of a step; None without a known GPU or a known model."""
     gpu = memory.size.gpu
-    if memory.account is None or gpu is None or not gpu.bf16_tflops or ranks.topology.accelerator != GPU:
+    if memory.models is None or gpu is None or not gpu.bf16_tflops or ranks.topology.accelerator != GPU:
         return None
-    network, inside = (rate * _GIGABIT for rate in rates.values())
+    network, inside = (rate * GIGABIT for rate in rates.values())
     sync = cost_of(transfer).seconds(network, inside) if transfer else 0.0
-    return predict(config, read_models(config), gpu, Links(network, inside), sync, mean)
+    return predict(memory.config, memory.models, gpu, Links(network, inside), sync, mean)
 
 
 def draw_step(time: StepTime, gpu: str) -> str:

@@ -48,7 +48,7 @@ def train(arguments: Arguments) -> int:
         layout = draw_layout(config)
         memory = memory_on(config, layout_somewhere(config))
         print_resolved(config, layout, memory, look(config, read(config)))
-        require_fit(config, memory)
+        require_fit(memory)
         return 0
     config = configured(arguments)
     fetch_models(config, _say)
@@ -89,7 +89,7 @@ def train_here(config: Config) -> int:
     """Train in the allocation of this process, or on its machine; return the exit code. Raises SlurmRlhfError."""
     check(config)
     ranks = layout_here(config)
-    check_memory(config, ranks)
+    config = check_memory(config, ranks)
     ranks, unfit = before_run(config, ranks)
     from slurm_rlhf.run import conductor
 
@@ -140,7 +140,7 @@ def submit(arguments: Arguments) -> int:
     refuse_unread_keys(arguments)
     config = configured(arguments)
     fetch_models(config, _say)
-    require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
+    require_fit(memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
     from slurm_rlhf.nodes import submit as submit_job
 
     job = submit_job(config, local="local" in arguments.options)

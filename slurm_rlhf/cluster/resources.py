@@ -23,7 +23,7 @@ from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
 from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, size_by_keys
-from slurm_rlhf.placement.memory import Account, Models, account, read_models
+from slurm_rlhf.placement.memory import Account, Models, least_recomputed, read_models
 from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, role_sizes
 
@@ -124,10 +124,12 @@ def _gpus(slurm: SlurmEnvironment) -> tuple[tuple[int, ...], str]:
 class Memory:
     """Hold the memory estimate; if there is none, `unknown` says why."""
 
+    config: Config  # with what memory decides
     size: GpuSize
     unknown: str = ""
     account: Account | None = None
     models: Models | None = None
+    chosen: bool = False  # train.gradient_checkpointing of `config`, which is auto to the user
 
 
 def memory_of(config: Config, found: GpuSize | None) -> Memory:
@@ -137,17 +139,18 @@ def memory_of(config: Config, found: GpuSize | None) -> Memory:
     """
     size = size_by_keys(config.train.gpu, config.train.gpu_memory_gb) or found
     if size is None:
-        return Memory(GpuSize(0), f"there are no GPUs here; to estimate it for a machine with GPUs, add {TELL}")
+        return Memory(config, GpuSize(0), f"there are no GPUs here; to estimate it for a machine with GPUs, add {TELL}")
     if not size.memory:
-        return Memory(size, "; ".join(size.notes))
+        return Memory(config, size, "; ".join(size.notes))
     try:
         models = read_models(config)
     except ModelError as error:
-        return Memory(size, str(error))
+        return Memory(config, size, str(error))
     actor = config.actor.model_name_or_path
     if has_engines(config):
         check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
-    return Memory(size, "", account(config, models, size.memory), models)
+    settled, found_account = least_recomputed(config, models, size.memory)
+    return Memory(settled, size, "", found_account, models, settled is not config)
 
 
 def memory_on(config: Config, ranks: RankMap) -> Memory:

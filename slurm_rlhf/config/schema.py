@@ -160,7 +160,8 @@ class Train:
     """What the backward passes of actor and critic compute again: full (all of a layer but its input), selective
     (norms, rotations and activations; results of matrix products and attention are kept: most of full's memory is
     saved, most of its time is not spent; not under ZeRO-3) or off. auto: full with
-    actor.gradient_checkpointing_enable, else off."""
+    actor.gradient_checkpointing_enable; else on GPUs the one of off, selective and full that computes least again and
+    fits by estimate, which the run prints; on CPUs off."""
     logprob_chunk_tokens: Annotated[int, COUNT] = 2048
     """Logits over the vocabulary exist for this many tokens at a time."""
     colocate_actor_ref: bool = False

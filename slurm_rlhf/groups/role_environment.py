@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.topology import GPU
 
 WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """Variables by which threads that wait do not spin: on shared cores they take the time of whoever has work."""
@@ -28,8 +29,19 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
             samples = ROLES[role].kind == "engine"
             rivals = sum(count for other, count in here.items() if (ROLES[other].kind == "engine") == samples)
             threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
-            environment[role][node] = _variables(threads, alone=len(nodes) == 1)
+            environment[role][node] = _variables(threads, alone=len(nodes) == 1) | _allocator(config, ranks, role)
     return environment
+
+
+def _allocator(config: Config, ranks: RankMap, role: str) -> dict[str, str]:
+    """Let PyTorch grow pieces of GPU memory, so that rows of ever other lengths leave no gaps, where that is safe.
+
+    Such memory cannot be mapped by another process, as weights of the actor are, and engines have it in pools that
+    sleep. Where all roles take turns it would not be given back in time.
+    """
+    if ranks.topology.accelerator != GPU or config.train.colocate_all or role in (ACTOR, ROLLOUT):
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _variables(threads: int, alone: bool) -> dict[str, str]:

@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.keys import changed, get
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, has_engines, roles_by_slots, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
@@ -117,6 +118,26 @@ def account(config: Config, models: Models, gpu: int) -> Account:
     pinned = max(sum(held[role].pinned for role in group) for group in roles_by_slots(config, list(held)))
     memory = rank_memory.engine(config, models[ROLLOUT], gpu) if has_engines(config) else None
     return Account(tuple(rows), memory, wanted, pinned)
+
+
+SAFE = 0.9
+"""Share of a GPU that trainers may need by estimate where train.gradient_checkpointing = auto chooses."""
+
+
+def least_recomputed(config: Config, models: Models, gpu: int) -> tuple[Config, Account]:
+    """Choose train.gradient_checkpointing where it is auto: what computes least again and is safe for all trainers.
+
+    Returns the configuration with it, or `config` itself if there is nothing to choose, and its memory.
+    """
+    if config.train.gradient_checkpointing != "auto" or config.actor.gradient_checkpointing_enable:
+        return config, account(config, models, gpu)
+    for way in ("off", "full") if config.ds.zero_stage == 3 else ("off", "selective", "full"):
+        settled = changed(config, {"train.gradient_checkpointing": way})
+        found = account(settled, models, gpu)
+        trainers = [row for row in found.rows if row.there and ROLES[row.role].kind == "trained"]
+        if all(row.needed <= SAFE * row.there for row in trainers):
+            break
+    return settled, found
 
 
 def rank_memories(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
@@ -289,7 +310,11 @@ def ways_for(role: RoleSpec, term: str) -> list[tuple[str, object]]:
 
 def _said(config: Config, key: str, how: object) -> str:
     """Say what to do with a key; empty where that is done already."""
-    value = config.train.forward_tokens if key == "train.forward_max_tokens_per_gpu" else get(config, key)
+    effective: dict[str, Any] = {
+        "train.forward_max_tokens_per_gpu": config.train.forward_tokens,
+        "train.gradient_checkpointing": config.checkpointing,
+    }
+    value = effective.get(key) or get(config, key)
     if how in (LOWER, RAISE):
         # A sequence that is longer than the budget is a micro-batch by itself.
         used_up = key.endswith("max_tokens_per_gpu") and value <= config.data.max_len

@@ -56,6 +56,11 @@ class Links:
     inside: float
 
 
+GIGABIT = 125_000_000  # bytes
+USUAL_LINKS = Links(100 * GIGABIT, 800 * GIGABIT)
+"""Links where nothing is said about them: a node's of 100 Gbit/s, NVLink inside."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Hold the predicted seconds of a step and what follows from them."""

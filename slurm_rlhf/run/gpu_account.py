@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slurm_rlhf.config.correction import before_update
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, has_reference
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, has_engines, has_reference
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.observe.timing import Slot, StepSpans
@@ -18,6 +18,7 @@ from slurm_rlhf.placement.memory import Models, read_models
 from slurm_rlhf.placement.model_shape import batch_flops, mfu
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import I32, Experience, SyncConnection
+from slurm_rlhf.run.prediction import Compared, Prediction
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 
@@ -91,10 +92,12 @@ class GpuAccount:
     _flops: StepFlops | None = field(init=False)
     _reports: dict[str, list[DeviceReport]] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
+    _prediction: Prediction = field(init=False)
     _sums: dict[str, float] = field(init=False)  # over all sessions, as far as checkpoints know them
 
     def __post_init__(self) -> None:
         self._slots, self._flops = slots_of(self.ranks), StepFlops.of(self.config)
+        self._prediction = Prediction(self.config)
         self._sums = dict.fromkeys(("gpu_s", "idle_s", "step_gpu_s", "flops", "peak_flops"), 0.0)
 
     def started(self) -> None:
@@ -121,6 +124,7 @@ class GpuAccount:
             own = {slot for of in ranks for slot in of}
             metrics[f"perf/gpu_idle_{role}"] = _share(sum(idle[slot] for slot in own), seconds * len(own))
         metrics |= self._speeds(number, experience, timings)
+        self._prediction.step(experience, timings)
         if self._steps == 0:
             self._ask()  # ranks know their attention kernel after its first use
             self.note("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
@@ -144,6 +148,13 @@ class GpuAccount:
         way = self.way()
         return {name: value for name in ("backend", "interface") if (value := getattr(way, name, ""))}
 
+    def compared(self) -> dict[str, Compared]:
+        """Compare seconds of phases with their prediction; empty without engines, or for an unknown card or model."""
+        card = find_gpu(cards[0]) if len(cards := self._cards()) == 1 else None
+        if card is None or not card.bf16_tflops or self._flops is None or not has_engines(self.config):
+            return {}
+        return self._prediction.compared(self._flops.models, card)
+
     def hours(self) -> float:
         """Count the GPU-hours of the run so far."""
         return self._gpu_s() / 3600
@@ -165,6 +176,7 @@ class GpuAccount:
             "attention": self.attention(),
             "weight_transfer": self.transfer(),
             "memory_gib": self._memory(),
+            "phases": {phase: asdict(each) for phase, each in self.compared().items()},
         }
 
     def state_dict(self) -> dict[str, float]:

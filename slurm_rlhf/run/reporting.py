@@ -20,6 +20,7 @@ from slurm_rlhf.observe.trackers import Trackers
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run.gpu_account import GpuAccount
+from slurm_rlhf.run.prediction import words
 from slurm_rlhf.run.recording import Recorder
 from slurm_rlhf.run.run_state import Best, RunState
 from slurm_rlhf.run_directory import RunDirectory
@@ -180,8 +181,9 @@ class Reporting:
         if (best := self.best) is not None:
             place = CheckpointDir(self._directory.root).of(best.step)
             self.note(f"best checkpoint by {best.metric}: {best.value:.4f} at step {best.step}, {place}")
-        if message := self._gpu_words():
-            self.note(message)
+        for message in (self._gpu_words(), words(self.gpus.compared()) if self.gpus else ""):
+            if message:
+                self.note(message)
         self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
 
     def _gpu_words(self) -> str:

@@ -75,7 +75,7 @@ class TrainSettings:
     timeout_s: float  # limit of every collective
     ds: Ds  # has the settings of fp16's loss scale
     most_skipped: int = 0  # steps in a row that are not finite, but in fp16
-    fused: bool = True  # AdamW on CPUs
+    fused: bool = True  # AdamW
 
     @classmethod
     def of(cls, config: Config, schedule: Schedule, ranks: int) -> TrainSettings:
@@ -129,8 +129,7 @@ def adamw(
 ) -> torch.optim.AdamW:
     """Make torch's AdamW for a module on `device`, whose whole parameters have `shapes`.
 
-    With `cfg.fused` it is fused on CPUs, where torch by default takes a parameter after the other through ten kernels.
-    On GPUs it stays as torch has it by default: all parameters together.
+    With `cfg.fused` it is fused: by default torch takes parameters through ten kernels, on CPUs one after the other.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": [p for _, p in named], "weight_decay": 0.0}]
@@ -138,5 +137,4 @@ def adamw(
         matrices = [p for name, p in named if len(shapes[name]) >= 2]
         rest = [p for name, p in named if len(shapes[name]) < 2]
         groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    fused = True if cfg.fused and device.type == "cpu" else None
-    return torch.optim.AdamW(groups, lr=cfg.schedule.peak, betas=cfg.betas, fused=fused)
+    return torch.optim.AdamW(groups, lr=cfg.schedule.peak, betas=cfg.betas, fused=cfg.fused or None)

@@ -27,6 +27,7 @@ from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.records import Experience, Sampling, SyncConnection
 from slurm_rlhf.run.gpu_account import GpuAccount, StepFlops, slots_of
 from slurm_rlhf.run.loop import TrainingLoop
+from slurm_rlhf.run.prediction import words
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.run.step import TrainingStep
@@ -223,6 +224,20 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
         account.step(number, FOUR, spans.take(), {"time/step": 10.0, "time/update": 5.0})
         noted.append(len(told))
     assert np.diff(noted).tolist() == [0] * 19 + [1] + [0] * 19 + [1, 0]
+
+
+def test_seconds_of_phases_stand_beside_their_prediction(tmp_path: Path, server: Server) -> None:
+    account = GpuAccount(config(tmp_path), RANKS, handles(server), 40.0, lambda: None, print, Clock())
+    account.started()
+    assert account.compared() == {}
+    for seconds in (60.0, 5.0, 6.0, 7.0):  # kernels are compiled in the first step
+        times = {"time/step": 2 * seconds, "time/update": seconds, "time/rollout": seconds / 2}
+        account.step(1, FOUR, CallSpans(Clock()).take(), times)
+    found = account.compared()
+    assert {phase: each.measured for phase, each in found.items()} == {"update": 6.0, "sampling": 3.0}
+    assert all(0 < each.predicted < 1 for each in found.values())
+    assert account.summary()["phases"]["update"] == {"predicted": found["update"].predicted, "measured": 6.0}
+    assert words(found).endswith("/6")
 
 
 def test_hours_go_on_over_sessions(tmp_path: Path, server: Server) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from golden_files import LOGS, assert_golden, lines, ranks
 
+from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.groups.role_environment import role_environment
@@ -105,6 +106,10 @@ def test_threads_are_shared_by_what_computes_at_the_same_time_on_the_same_node()
     assert found["rollout"]["gpu1"]["OMP_NUM_THREADS"] == "32"
     assert found["critic"]["gpu3"]["OMP_NUM_THREADS"] == "16"
     assert "GLOO_SOCKET_IFNAME" not in found["actor"]["gpu1"]
+    growing = {
+        role for role, on in found.items() if any("PYTORCH_ALLOC_CONF" in variables for variables in on.values())
+    }
+    assert growing == {"critic"}  # the actor's memory is mapped by engines, which have pools of their own
     for on_nodes in found.values():
         for variables in on_nodes.values():  # nothing of a run calls home, or a hub
             assert (variables["HF_HUB_OFFLINE"], variables["DO_NOT_TRACK"]) == ("1", "1")
@@ -112,3 +117,5 @@ def test_threads_are_shared_by_what_computes_at_the_same_time_on_the_same_node()
     found = role_environment(Config(), alone, cpus=6)
     assert found["actor"]["vm"]["OMP_NUM_THREADS"] == "3"
     assert found["actor"]["vm"]["GLOO_SOCKET_IFNAME"] == "lo"
+    together = changed(Config(), {"train.colocate_all": True})
+    assert "PYTORCH_ALLOC_CONF" not in role_environment(together, ranks(), cpus=1)["critic"]["gpu3"]

@@ -155,7 +155,7 @@ def test_all_on_one_gpu_is_the_sum_of_what_stays() -> None:
             {"actor__gradient_checkpointing_enable": False},
             79.1,
             ACTOR,
-            ["set actor.gradient_checkpointing_enable = true", "set ds.zero_stage = 3"],
+            ["set train.gradient_checkpointing = full", "set ds.zero_stage = 3"],
         ),
         (
             {"train__logprob_chunk_tokens": 32768},
