@@ -276,7 +276,7 @@ def test_sft_needs_its_own_keys_only(config: Config) -> None:
 def test_a_place_that_cannot_be_written(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Root may write anywhere, so the system's answer is replaced.
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
-    for rules, key in ((check, "run_dir"), (check_stage, "sft.output_dir")):
+    for rules, key in ((check, "run_dir"), (partial(check_stage, stage="sft"), "sft.output_dir")):
         with pytest.raises(ConfigError, match=rf"{key}: you may not write to {tmp_path}: name another place"):
             rules(config)
 
