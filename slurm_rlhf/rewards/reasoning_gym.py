@@ -1,6 +1,6 @@
 """Make tasks of reasoning-gym for `data.reasoning_gym`, and score answers to them.
 
-Tasks are made by a process of its own, `python -m slurm_rlhf.data.reasoning_gym NAMES SEED COUNT`: the library is
+Tasks are made by a process of its own, `python -m slurm_rlhf.rewards.reasoning_gym NAMES SEED COUNT`: the library is
 heavy, and some of its tasks depend on the order of sets, which PYTHONHASHSEED fixes there. So the same keys give the
 same rows, and a run that goes on finds those that it began with.
 """
