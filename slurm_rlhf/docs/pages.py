@@ -11,6 +11,7 @@ from slurm_rlhf.errors import ConfigError, meant
 TOPICS: dict[str, str] = {
     "first_run": "see it learn, and what a run leaves behind",
     "data_and_reward": "your model, your prompts, your reward function",
+    "sandbox": "code that a policy wrote: its tests, and what it can do",
     "models": "which models were compared, and the self-check",
     "generate": "answers to a file of prompts",
     "cluster": "Slurm, MPI, containers, networks, does a GPU work",

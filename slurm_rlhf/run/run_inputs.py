@@ -22,6 +22,7 @@ from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
 from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
 from slurm_rlhf.rewards.model import RewardSource, episode_rewards
+from slurm_rlhf.rewards.presets import PresetRewards
 from slurm_rlhf.rewards.reasoning_gym import task_rows
 from slurm_rlhf.run.self_check import PromptFindings
 from slurm_rlhf.run_directory import RunDirectory
@@ -87,6 +88,8 @@ class Inputs:
         if config.env.path:
             printed = RunDirectory(Path(config.run_dir)).reward_log if config.run_dir else None
             environments, reward = Environments(config, tokenizer, printed), episode_rewards
+        elif config.reward.preset:
+            reward = PresetRewards(config)
         elif not config.reward.model_name_or_path:
             reward = RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data)
