@@ -200,8 +200,9 @@ def _prompts(config: Config) -> Iterator[str]:
         yield from _data("data.prompt_dataset", file)
     elif file:
         yield f"data.prompt_dataset and data.reasoning_gym are both set ({file}, {tasks}): leave one out"
-    elif find_spec("reasoning_gym") is None:
-        yield "data.reasoning_gym needs the package reasoning-gym: pip install 'slurm_rlhf[rewards]'"
+    if find_spec("reasoning_gym") is None and (tasks or config.reward.preset == "reasoning_gym"):
+        key = "data.reasoning_gym" if tasks else "reward.preset = reasoning_gym"
+        yield f"{key} needs the package reasoning-gym: pip install 'slurm_rlhf[rewards]'"
 
 
 def _needed(key: str, value: str, what: str) -> Iterator[str]:

@@ -142,6 +142,11 @@ class KeyRules(Rules):
         clip = self.config.reward.clip_range
         return len(clip) != 2 or clip[0] > clip[1]
 
+    @unused("reward.sandbox")
+    def no_programs(self) -> Broken:
+        """without reward.preset = code, whose programs run in it: leave it out"""
+        return self.config.reward.preset != "code"
+
     def empty_stop(self) -> Broken:
         """rollout.stop holds an empty string, which would end every response at once: leave it out"""
         return "" in self.config.rollout.stop

@@ -109,6 +109,12 @@ class Reward:
     """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file."""
     model_name_or_path: FilePath = ""
     """Directory of a reward model, instead of a function: sequence classification with one label, or a value head."""
+    preset: Literal["", "code", "reasoning_gym"] = ""
+    """A ready reward. code: the share of the row's unit tests (column `tests`, else the label) that the last code block
+    of the response passes. reasoning_gym: the scorer of the task that data.reasoning_gym made the row for."""
+    sandbox: Literal["auto", "bubblewrap", "apptainer", "landlock", "none"] = "auto"
+    """How programs run with reward.preset = code. auto: the best that the node has: bubblewrap, apptainer, landlock;
+    `slurm-rlhf docs sandbox` says what each can do. none: unprotected."""
     num_nodes: Annotated[int, COUNT] = 1
     """Nodes of the reward model."""
     num_gpus_per_node: Annotated[int, COUNT] = 1
@@ -145,6 +151,7 @@ REWARD_SOURCES = {
     "remote_url": "a Python file with reward_func",
     "function": "one that a plugin registers",
     "model_name_or_path": "a reward model",
+    "preset": "a ready reward",
 }
 """Keys of `reward` of which exactly one says where rewards come from -> what it names."""
 

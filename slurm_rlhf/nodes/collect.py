@@ -17,12 +17,13 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.gpu_query import ask_health
 from slurm_rlhf.cluster.network import address_towards, addresses, interface_of, link_mbits
-from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.nodes.environment import INTERFACES
 from slurm_rlhf.nodes.facts import UNKNOWN, NodeFacts, Orders, Place
 from slurm_rlhf.nodes.node_look import equipment, versions
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import refusal
+from slurm_rlhf.sandbox.box import chosen
 from slurm_rlhf.wire import timeouts
 
 SHM = Path("/dev/shm")
@@ -36,6 +37,7 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
     run_dir = Path(orders.run_dir)
     free = _free(run_dir)
     address, interface, subnet = _towards(orders.address)
+    sandbox, no_sandbox = _sandbox(orders.sandbox)
     return NodeFacts(
         node=node,
         clock=time.time(),
@@ -59,8 +61,18 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
         subnet=subnet,
         link_mbits=link_mbits(interface),
         exported=tuple(_exported(environ)),
+        sandbox=sandbox,
+        no_sandbox=no_sandbox,
         unhealthy=tuple(ask_health(environ)) if orders.gpus else (),
     )
+
+
+def _sandbox(asked: str) -> tuple[str, str]:
+    """Return the kind of sandbox that `reward.sandbox` means here, and why there is none."""
+    try:
+        return (chosen(asked) if asked else ""), ""
+    except ConfigError as error:
+        return "", str(error)
 
 
 def no_compiler(environ: Mapping[str, str]) -> str:

@@ -149,7 +149,8 @@ def look_here(asked: Question, environ: Mapping[str, str]) -> Report:
     """Examine this machine alone, in this process and without collectives. Blocks for a second or two."""
     begun = time.monotonic()
     with canary_in(Path(asked.needs.run_dir)) as (canary, token):
-        orders = Orders("", asked.address, 0, asked.needs.run_dir, str(canary), asked.needs.places, gpus=True)
+        needs = asked.needs
+        orders = Orders("", asked.address, 0, needs.run_dir, str(canary), needs.places, needs.sandbox, gpus=True)
         facts = collect(orders, asked.here, environ)
     seen = Evidence(
         asked.nodes,
@@ -182,6 +183,7 @@ def _orders(asked: Question, agents: Agents, canary: Path) -> Orders:
         Path(asked.needs.run_dir).absolute(),
         canary=str(canary.absolute()),
         places=asked.needs.places,
+        sandbox=asked.needs.sandbox,
         # Without GPUs the reason is of interest, but nvidia-smi on each node of a run on CPUs is not.
         gpus=bool(asked.needs.wanted.slots),
         groups=asked.measure,
@@ -242,6 +244,7 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
         node_checks.shared_memory(facts, needs),
         node_checks.limits(facts, needs),
         node_checks.gpus(facts, needs),
+        *([node_checks.sandboxes(facts)] if needs.sandbox else []),
         *([node_checks.compilers(facts)] if needs.wanted.slots else []),
     ]
     if seen.unmeasured:

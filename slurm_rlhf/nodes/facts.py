@@ -26,6 +26,7 @@ class Orders:
     run_dir: str
     canary: str = ""
     places: tuple[tuple[str, str], ...] = ()  # (key, path) that must be readable
+    sandbox: str = ""  # reward.sandbox, to be tried; empty: nothing runs in one
     gpus: bool = False  # look at them
     groups: bool = False  # get ready to start processes for the collectives
     connect_s: float = 5.0
@@ -105,6 +106,8 @@ class NodeFacts:
     subnet: str = ""
     exported: tuple[str, ...] = ()  # problems with NCCL_SOCKET_IFNAME and the like
     unhealthy: tuple[str, ...] = ()  # GPUs with errors of memory, or throttled
+    sandbox: str = ""  # kind that programs run in; empty: not asked, or none
+    no_sandbox: str = ""  # why there is none
     conductor: str = ""  # why it does not reach the conductor
     skew_s: float = 0.0  # its clock minus the conductor's, beyond the error of measuring
     reached: tuple[Reach, ...] = ()

@@ -55,6 +55,7 @@ class Needs:
     wanted: Wanted
     ranks_on: Mapping[str, int]  # node -> processes of the run
     places: tuple[tuple[str, str], ...] = ()  # (key, path) that every node reads
+    sandbox: str = ""  # reward.sandbox, where a reward runs programs; empty: none does
     space: Space | None = None  # None: the models' sizes are not known
     granted_by: str = ""
     quota: Quota | None = None  # this user's quota where the run directory is
@@ -75,6 +76,7 @@ def needs_of(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, gra
         wanted=Wanted.by(ranks, config),
         ranks_on=ranks_on,
         places=places_of(config),
+        sandbox=config.reward.sandbox if config.reward.preset == "code" else "",
         space=space_of(config),
         granted_by=granted_by,
         quota=quota_on(run_dir),

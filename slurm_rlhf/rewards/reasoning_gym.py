@@ -1,6 +1,6 @@
 """Make tasks of reasoning-gym for `data.reasoning_gym`, and score answers to them.
 
-Tasks are made by a process of its own, `python -m slurm_rlhf.data.reasoning_gym NAMES SEED COUNT`: the library is
+Tasks are made by a process of its own, `python -m slurm_rlhf.rewards.reasoning_gym NAMES SEED COUNT`: the library is
 heavy, and some of its tasks depend on the order of sets, which PYTHONHASHSEED fixes there. So the same keys give the
 same rows, and a run that goes on finds those that it began with.
 """
@@ -12,17 +12,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from slurm_rlhf.config.schema import Data
-from slurm_rlhf.errors import ConfigError, meant
+from slurm_rlhf.errors import ConfigError, RewardError, meant
+from slurm_rlhf.rewards.items import Item
 from slurm_rlhf.wire import timeouts
 
 KEY = "data.reasoning_gym"
-PRESET = "reasoning_gym"
 TASK, ENTRY = "reasoning_gym_task", "reasoning_gym_entry"
 """Columns of a row: the task's name, and the library's own entry as Python text, which keeps its tuples."""
 ALL = 5000
@@ -64,22 +63,35 @@ def task_rows(data: Data) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{KEY}, {name}, task {number}", row
 
 
+class TaskReward:
+    """Scores responses by the scorers of their tasks, for reward.preset = reasoning_gym."""
+
+    def about(self) -> tuple[str, bool]:
+        """Return its name in messages, and whether a reward may be None."""
+        return "reward.preset = reasoning_gym", False
+
+    def answer(self, items: Sequence[Item], step: int) -> dict[str, list[float]]:
+        """Return rewards and scores. Raises RewardError for a row of no task."""
+        for item in items:
+            if missing := [column for column in (TASK, ENTRY) if column not in item["row"]]:
+                raise RewardError(
+                    f"reward.preset = reasoning_gym: the row has no column {missing[0]!r}, which {KEY} gives it "
+                    f"(columns: {', '.join(item['row'])}): set {KEY}, or choose another reward"
+                )
+        found = [score(item["row"][TASK], item["row"][ENTRY], item["response"]) for item in items]
+        return {"rewards": found, "scores": found}
+
+
 def score(name: str, entry: str, response: str) -> float:
     """Score a response by the scorer of the task `name`, 0 to 1; what stands in <answer> tags counts, else all of it.
 
     `entry`: the column ENTRY of the row. Raises what the library raises.
     """
+    from reasoning_gym import get_score_answer_fn
     from reasoning_gym.utils import extract_answer
 
     found = extract_answer(response)
-    return float(_scorer(name)(response.strip() if found is None else found, ast.literal_eval(entry)))
-
-
-@cache
-def _scorer(name: str) -> Any:
-    from reasoning_gym import get_score_answer_fn
-
-    return get_score_answer_fn(name)
+    return float(get_score_answer_fn(name)(response.strip() if found is None else found, ast.literal_eval(entry)))
 
 
 def main(names: str, seed: int, count: int) -> None:

@@ -1,0 +1,79 @@
+"""Kinds of sandbox: their command lines, which one a node has, and how programs in it end."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from waiting import scaled
+
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.sandbox import box
+from slurm_rlhf.sandbox.commands import COMMANDS, LACKS, Job, Limits, readable, variables
+
+JOB = Job("/opt/tool", "/tmp/job", ("/usr", "/opt/python"), Limits(5), own_user=False)
+
+
+def test_bubblewrap_shares_nothing_and_writes_nowhere() -> None:
+    words = " ".join(COMMANDS["bubblewrap"](JOB, ["python", "x.py"]))
+    assert words.startswith("/opt/tool --die-with-parent --unshare-ipc --unshare-pid --unshare-net --unshare-uts ")
+    assert "--unshare-user" in words
+    assert " --ro-bind /usr /usr " in words
+    assert " --bind " not in words
+    assert "--size 67108864 --tmpfs /tmp --ro-bind /tmp/job /tmp/job --remount-ro /" in words
+    assert words.endswith(" -- python x.py")
+
+
+def test_apptainer_has_the_flags_that_shut_the_host_out() -> None:
+    words = " ".join(COMMANDS["apptainer"](JOB, ["python", "x.py"]))
+    assert "exec --cleanenv --containall --no-mount cwd,hostfs,bind-paths --bind /usr:/usr:ro " in words
+    assert words.endswith("--no-eval --pwd /tmp /tmp/job/image python x.py")
+
+
+def test_every_kind_says_what_it_cannot_do() -> None:
+    assert COMMANDS.keys() == LACKS.keys()
+    assert box.described("bubblewrap") == "bubblewrap"
+    assert "network" in box.described("none")
+
+
+def test_a_program_sees_this_python_and_no_variables_of_the_user() -> None:
+    paths = readable({"LD_LIBRARY_PATH": "/nowhere:/etc"}, "/usr/share")
+    assert "/etc" in paths
+    assert "/nowhere" not in paths
+    assert "/usr/share" not in paths  # in /usr
+    assert any(sys.prefix.startswith(path) for path in paths)
+    assert os.path.expanduser("~") not in paths
+    assert "SECRET" not in variables({"SECRET": "x"}, "/tmp")
+
+
+def test_a_kind_that_the_node_lacks_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    box.chosen.cache_clear()
+    box.problem.cache_clear()
+    with pytest.raises(ConfigError, match=r"reward.sandbox = 'apptainer': .*no command apptainer .*'none'"):
+        box.chosen("apptainer")
+
+
+@pytest.mark.slow
+def test_auto_takes_the_best_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    works = {"bubblewrap": "no user namespaces", "apptainer": "none", "landlock": ""}
+    monkeypatch.setattr(box, "problem", works.__getitem__)
+    box.chosen.cache_clear()
+    assert box.chosen("auto") == "landlock"
+    works["landlock"] = "old kernel"
+    box.chosen.cache_clear()
+    with pytest.raises(ConfigError, match="no user namespaces; apptainer: none; landlock: old kernel"):
+        box.chosen("auto")
+    box.chosen.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in COMMANDS if kind != "apptainer"])
+def test_a_program_gets_its_input_and_files_and_its_end_is_told(kind: str) -> None:
+    code = "import sys; print(sys.stdin.read() + open(sys.argv[1]).read()); open('new', 'w').write('x'); sys.exit(3)"
+    program = [sys.executable, "-IS", "-c", code, "{work}/name"]
+    ended = box.execute(kind, program, {"name": "text"}, b"given ", Limits(scaled(60)))
+    assert (ended.how, ended.code, ended.output) == ("exit", 3, b"given text\n")
+    ended = box.execute(kind, [sys.executable, "-IS", "-c", "import os; os.abort()"], {}, b"", Limits(scaled(60)))
+    assert ended.code in (128 + 6, 128 + 11)  # by a signal
