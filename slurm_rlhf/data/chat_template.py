@@ -52,7 +52,11 @@ class ChatTemplate:
         Raises ModelError, naming `where`, when the template does not compile, refuses the messages, or takes more time
         or memory than a template may.
         """
-        values = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, "tools": list(tools) or None}
+        values = {
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": list(tools) or None,
+        }
         answer = self._ask(values)
         if "text" in answer:
             return str(answer["text"])

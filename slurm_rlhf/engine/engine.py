@@ -28,6 +28,7 @@ from slurm_rlhf.records import (
     Sampling,
     Trajectory,
     VersionSpan,
+    digest,
 )
 from slurm_rlhf.wire.calls import GenerateBatch
 
@@ -75,11 +76,12 @@ class ActiveRequest:
         """Return the finished response. Every token of it was the policy's choice; a stop string ends its text."""
         text = tokenizer.response_text([int(token) for token in self.request.prompt_ids], self.tokens)
         ends = [text.index(stop) + len(stop) for stop in self.request.sampling.stop if stop in text]
+        ids = np.array(self.tokens, dtype=np.int32)
         return Trajectory(
             prompt=self.request.prompt,
             sample=self.request.sample,
             prompt_ids=np.asarray(self.request.prompt_ids, dtype=np.int32),
-            response_ids=np.array(self.tokens, dtype=np.int32),
+            response_ids=ids,
             rollout_logprobs=np.array(self.logprobs, dtype=np.float32),
             action_mask=np.ones(len(self.tokens), dtype=np.bool_),
             finish_reason=finish_reason,
@@ -87,6 +89,7 @@ class ActiveRequest:
             versions=self.spans,
             engine=engine,
             key=self.request.key,
+            digests=[digest(ids)],
         )
 
 

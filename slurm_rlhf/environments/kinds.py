@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+import msgspec
+
 from slurm_rlhf.environments.records import Answer, Begun, Messages, Start, Tools, Turn
 from slurm_rlhf.environments.tools import answer_calls, schemas_of, tools_of
 from slurm_rlhf.errors import EpisodeError, cut, meant
@@ -45,7 +47,7 @@ class Played(Protocol):
 class _Own:
     """Calls the methods of a user's instance, and names file and line of what they raise."""
 
-    def __init__(self, made: type, file: Path) -> None:
+    def __init__(self, made: Any, file: Path) -> None:
         self.made, self.file, self.loop = made, file, asyncio.new_event_loop()
         self.instance: Any = made.__new__(made)
 
@@ -190,7 +192,7 @@ class GymEnvironment(_Own):
     """Plays a class of skyrl-gym: `init(prompt)`, `step(action)`, `close()`."""
 
     def begin(self, start: Start) -> Begun:
-        taken = inspect.signature(self.made.__init__).parameters
+        taken = inspect.signature(self.made).parameters
         given = {"env_config": {}, "extras": {**start.row, "reward_spec": {"ground_truth": start.label}} | start.row}
         self.create(**{name: value for name, value in given.items() if name in taken})
         answer = self.call("init", copy.deepcopy(start.messages))
@@ -244,8 +246,8 @@ def load(file: Path) -> dict[str, type]:
         if not inspect.isclass(made) or not kind_of(made):
             what = f"{SEVERAL}[{name!r}]" if name else f"its class {getattr(made, '__name__', made)}"
             raise EpisodeError(
-                f"{KEY}: {file}: {what} is no environment: it needs reset and public methods, which are tools, or reset "
-                f"and step(messages); {PAGE}"
+                f"{KEY}: {file}: {what} is no environment: it needs reset and public methods, which are tools, or "
+                f"reset and step(messages); {PAGE}"
             )
     return found
 
@@ -259,8 +261,8 @@ def _the_class(module: ModuleType, file: Path) -> Any:
     agents = [one for one in own if kind_of(one) == "agent"]
     if executor is not None and "execute" in vars(executor):
         raise EpisodeError(
-            f"{KEY}: {file}: AgentExecutor.execute samples with an engine of its own, which is not possible here: write "
-            "what it does between turns as reset and step of an AgentInstance"
+            f"{KEY}: {file}: AgentExecutor.execute samples with an engine of its own, which is not possible here: "
+            "write what it does between turns as reset and step of an AgentInstance"
         )
     fit = agents or [one for one in own if kind_of(one)]
     if len(fit) == 1:
@@ -289,12 +291,14 @@ class Instances:
         self.classes = load(self.file)
         self.played: dict[int, Played] = {}
 
-    def describe(self) -> dict[str, Tools]:
-        """Describe each environment. Raises EpisodeError for a tool without type hints, or a class with arguments."""
-        return {name: self._described(made) for name, made in self.classes.items()}
+    def describe(self) -> dict[str, Any]:
+        """Describe each environment, as `Tools`. Raises EpisodeError for a tool without type hints, or a class with
+        arguments."""
+        return {name: msgspec.to_builtins(self._described(made)) for name, made in self.classes.items()}
 
-    def begin(self, number: int, start: Start) -> Begun:
-        """Begin an episode. Raises EpisodeError."""
+    def begin(self, number: int, given: Any) -> Any:
+        """Begin an episode with a `Start`; return a `Begun`. Raises EpisodeError."""
+        start = msgspec.convert(given, Start)
         name = str(start.row.get(COLUMN, "")) if "" not in self.classes else ""
         if name not in self.classes:
             raise EpisodeError(
@@ -305,23 +309,29 @@ class Instances:
         self.played[number] = KINDS[kind_of(made)](made, self.file)
         begun = self.played[number].begin(start)
         begun.name = name
-        return begun
+        return msgspec.to_builtins(begun)
 
-    def turn(self, number: int, turn: Turn) -> Answer:
-        """Answer a turn. Raises EpisodeError."""
-        return self.played[number].turn(turn)
+    def turn(self, number: int, given: Any) -> Any:
+        """Answer a `Turn` by an `Answer`. Raises EpisodeError."""
+        return msgspec.to_builtins(self.played[number].turn(msgspec.convert(given, Turn)))
 
-    def end(self, number: int) -> Answer:
-        """End an episode. Raises EpisodeError."""
-        return self.played.pop(number).end()
+    def end(self, number: int) -> Any:
+        """End an episode; return an `Answer`. Raises EpisodeError."""
+        return msgspec.to_builtins(self.played[number].end())
 
-    def _described(self, made: type) -> Tools:
+    def drop(self, number: int) -> None:
+        """Forget an episode, over or not."""
+        self.played.pop(number, None)
+
+    def _described(self, made: Any) -> Tools:
         kind = kind_of(made)
         where = partial("{}: {}.{}".format, self.file, made.__name__)
         needed = [] if kind == "gym" else _required(made.__init__)
         if needed:
-            raise EpisodeError(f"{where('__init__')} needs {', '.join(needed)}: each episode makes one without arguments")
-        reset = [name for name in _required(made.reset) if name != "row"] if kind in ("tools", "text") else []  # type: ignore[attr-defined]
+            raise EpisodeError(
+                f"{where('__init__')} needs {', '.join(needed)}: each episode makes one without arguments"
+            )
+        reset = [name for name in _required(made.reset) if name != "row"] if kind in ("tools", "text") else []
         return Tools(kind, schemas_of(made, str(self.file)) if kind == "tools" else [], reset)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from slurm_rlhf.records import Record
+from msgspec import Struct
 
 Messages = list[dict[str, Any]]
 
 
-class ToolCall(Record):
+class ToolCall(Struct, forbid_unknown_fields=True):
     """Holds a call of a tool, as the policy wrote it."""
 
     name: str
@@ -17,7 +17,7 @@ class ToolCall(Record):
     error: str = ""  # why its text cannot be read; empty: it can
 
 
-class Start(Record):
+class Start(Struct, forbid_unknown_fields=True):
     """Begins an episode."""
 
     row: dict[str, Any]
@@ -26,7 +26,7 @@ class Start(Record):
     text: str  # the prompt as the data make it, chat template included
 
 
-class Begun(Record):
+class Begun(Struct, forbid_unknown_fields=True):
     """Answers `Start`."""
 
     messages: Messages | None = None  # the whole prompt; None: that of the data
@@ -34,14 +34,14 @@ class Begun(Record):
     name: str = ""  # the environment of the row, in `Described`
 
 
-class Turn(Record):
+class Turn(Struct, forbid_unknown_fields=True):
     """Tells what the policy has sampled."""
 
     text: str
     calls: list[ToolCall] = []
 
 
-class Answer(Record):
+class Answer(Struct, forbid_unknown_fields=True):
     """Answers a turn, or the end of an episode."""
 
     messages: Messages | None = None  # observation; None: there is none
@@ -53,7 +53,7 @@ class Answer(Record):
     counts: dict[str, int] = {}  # `CALLS` and the kinds of errors of tools -> how many
 
 
-class Tools(Record):
+class Tools(Struct, forbid_unknown_fields=True):
     """Describes an environment."""
 
     kind: str  # a key of `kinds.KINDS`

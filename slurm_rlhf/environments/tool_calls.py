@@ -1,14 +1,13 @@
 """Reads the calls of tools in what the policy has sampled, in the format in which its chat template writes them.
 
-A tokenizer that has a `response_template` is read by it. For others the format is the first in `formats.toml` that reads
-back a call which the chat template has written. Where none does, that is an error at the start: a reader that does not
-fit would find no calls, without a word.
+A tokenizer that has a `response_template` is read by it. For others the format is the first in `formats.toml` that
+reads back a call which the chat template has written. Where none does, that is an error at the start: a reader that
+does not fit would find no calls, without a word.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -163,17 +162,24 @@ def tool_reader(tokenizer: Tokenizer) -> ToolReader:
         except ModelError as error:
             why = why or str(error)
             continue
-        written = without_end(whole[len(os.path.commonprefix([whole, asked])) :], tokenizer)
+        written = without_end(_behind(asked, whole), tokenizer)
         for name, read in _readers(tokenizer, asked):
             if (found := read(written, [PROBE_SCHEMA])) == [PROBE]:
                 return ToolReader(name, read, as_text)
             why = why or "".join(call.error for call in found)
         why = why or f"it writes {written!r}, in which none of the known formats finds the call"
     raise ModelError(
-        f"calls of tools cannot be read for the chat template of {where}: {why}. Give the tokenizer a response_template "
-        "(transformers, `tokenizer.parse_response`), or use a model with one of the formats "
+        f"calls of tools cannot be read for the chat template of {where}: {why}. Give the tokenizer a "
+        "response_template (transformers, `tokenizer.parse_response`), or use a model with one of the formats "
         f"{', '.join(one.name for one in formats())}"
     )
+
+
+def _behind(asked: str, whole: str) -> str:
+    """Return what follows the question; its answer may begin otherwise than a prompt for one ends."""
+    return whole[
+        next((at for at, pair in enumerate(zip(asked, whole, strict=False)) if pair[0] != pair[1]), len(asked)) :
+    ]
 
 
 def without_end(text: str, tokenizer: Tokenizer) -> str:
@@ -196,4 +202,3 @@ def _readers(tokenizer: Tokenizer, prompt: str) -> Iterator[tuple[str, Read]]:
         return
     for one in formats():
         yield one.name, one.read
-

@@ -38,8 +38,8 @@ def schemas_of(made: type, file: str) -> list[dict[str, Any]]:
             arguments_of(method)
         except (ValueError, TypeError, NameError) as error:
             raise EpisodeError(
-                f"{where} cannot be described to the policy: {error}. Give each parameter a type hint and a line in the "
-                "docstring (`Args:` and `name: what it is`), or let the name of a method that is no tool begin with _"
+                f"{where} cannot be described to the policy: {error}. Give each parameter a type hint and a line in "
+                "the docstring (`Args:` and `name: what it is`), or begin the name of a method that is no tool with _"
             ) from None
     return found
 

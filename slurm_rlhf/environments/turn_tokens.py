@@ -35,10 +35,12 @@ class TurnTokens:
             raise self._changes()
         if reader is None:
             self.suffix([QUESTION])
-        elif ANSWER not in self.suffix([{"role": "tool", "name": PROBE.name, "content": ANSWER}], [PROBE], [PROBE_SCHEMA]):
+        elif ANSWER not in self.suffix(
+            [{"role": "tool", "name": PROBE.name, "content": ANSWER}], [PROBE], [PROBE_SCHEMA]
+        ):
             raise ModelError(
-                f"the chat template of {tokenizer.directory} does not show the model what tools answer: use a model whose "
-                "template does, or an environment with step(messages)"
+                f"the chat template of {tokenizer.directory} does not show the model what tools answer: use a model "
+                "whose template does, or an environment with step(messages)"
             )
 
     def prompt(self, messages: Messages, tools: Schemas = (), where: str = "") -> list[int]:
@@ -68,8 +70,9 @@ class TurnTokens:
 
         Raises ModelError where it changes what stands before.
         """
-        content = THOUGHT + ANSWER
-        answer = self.reader.message(content, calls) if calls and self.reader else {"role": "assistant", "content": content}
+        answer = {"role": "assistant", "content": THOUGHT + ANSWER}
+        if calls and self.reader:
+            answer = self.reader.message(answer["content"], calls)
         one = self.tokenizer.chat([QUESTION, answer], tools=tools, answer=False)
         more = self.tokenizer.chat([QUESTION, answer, *(answers(messages) if calls else messages)], tools=tools)
         if calls and not one.endswith(self._end):
@@ -82,8 +85,8 @@ class TurnTokens:
 
     def _changes(self) -> ModelError:
         return ModelError(
-            f"the chat template of {self.tokenizer.directory} changes earlier messages when others follow (it strips the "
-            "thinking of earlier turns, say), so that an episode of several turns cannot keep the tokens that were "
+            f"the chat template of {self.tokenizer.directory} changes earlier messages when others follow (it strips "
+            "the thinking of earlier turns, say), so that an episode of several turns cannot keep the tokens that were "
             "sampled: use a model whose template does not, or a copy of its directory with a chat_template.jinja that "
             "writes every message as if it were the last"
         )

@@ -5,10 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from slurm_rlhf.environments.kinds import Instances
-from slurm_rlhf.environments.records import ARGUMENTS, CALLS, RAISED, UNKNOWN, UNREADABLE, Start, ToolCall, Turn
+from slurm_rlhf.environments.records import (
+    ARGUMENTS,
+    CALLS,
+    RAISED,
+    UNKNOWN,
+    UNREADABLE,
+    Answer,
+    Begun,
+    Start,
+    ToolCall,
+    Tools,
+    Turn,
+)
 from slurm_rlhf.errors import EpisodeError
 
 TOOLS = '''
@@ -44,7 +57,7 @@ class Counter:
 
     def _hidden(self): ...
 '''
-TEXT = '''
+TEXT = """
 class Environment:
     def reset(self, row):
         self.row = row
@@ -52,7 +65,7 @@ class Environment:
 
     def step(self, messages):
         return eval(self.row["answer"])
-'''
+"""
 AGENT = '''
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
 
@@ -77,7 +90,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
         super().__init__(AgentInstance)
 '''
-GYM = '''
+GYM = """
 class Gym:
     def __init__(self, env_config, extras={}):
         self.extras = extras
@@ -86,16 +99,38 @@ class Gym:
         return [*prompt, {"role": "user", "content": "and " + self.extras["more"]}], {}
 
     def step(self, action):
-        return {"observations": [{"role": "user", "content": action}], "reward": 1, "done": action == "b", "metadata": {}}
+        said = [{"role": "user", "content": action}]
+        return {"observations": said, "reward": 1, "done": action == "b", "metadata": {}}
 
     def close(self):
         print("closed")
-'''
+"""
 
 
-def instances(tmp_path: Path, code: str) -> Instances:
+class Typed:
+    """Calls `Instances` with records; to and fro they are plain values, as between processes."""
+
+    def __init__(self, file: Path) -> None:
+        self.instances = Instances(str(file))
+
+    def describe(self) -> dict[str, Tools]:
+        return msgspec.convert(self.instances.describe(), dict[str, Tools])
+
+    def begin(self, number: int, start: Start) -> Begun:
+        return msgspec.convert(self.instances.begin(number, msgspec.to_builtins(start)), Begun)
+
+    def turn(self, number: int, turn: Turn) -> Answer:
+        return msgspec.convert(self.instances.turn(number, msgspec.to_builtins(turn)), Answer)
+
+    def end(self, number: int) -> Answer:
+        answer = msgspec.convert(self.instances.end(number), Answer)
+        self.instances.drop(number)
+        return answer
+
+
+def instances(tmp_path: Path, code: str) -> Typed:
     (tmp_path / "game.py").write_text(code)
-    return Instances(str(tmp_path / "game.py"))
+    return Typed(tmp_path / "game.py")
 
 
 def start(**row: Any) -> Start:
@@ -117,7 +152,7 @@ def test_public_methods_are_tools(tmp_path: Path) -> None:
     assert [(one["name"], one["content"]) for one in answer.messages or []] == [("add", "6"), ("wait", '{"count": 6}')]
     assert (answer.counts, answer.done) == ({CALLS: 2}, False)
     assert made.turn(7, Turn("that is all")).done
-    assert (made.end(7).reward, made.end(8).reward, made.played) == (0.6, 0.0, {})
+    assert (made.end(7).reward, made.end(8).reward, made.instances.played) == (0.6, 0.0, {})
 
 
 @pytest.mark.parametrize(
@@ -126,7 +161,11 @@ def test_public_methods_are_tools(tmp_path: Path) -> None:
         (ToolCall("ad"), UNKNOWN, "error: there is no tool 'ad'; did you mean add?; there are add, wait"),
         (ToolCall("_hidden"), UNKNOWN, "there is no tool"),
         (ToolCall("get_reward"), UNKNOWN, "there is no tool"),
-        (ToolCall("add", {"times": "3"}), ARGUMENTS, "error: arguments of add: Expected `int`, got `str` - at `$.times`"),
+        (
+            ToolCall("add", {"times": "3"}),
+            ARGUMENTS,
+            "error: arguments of add: Expected `int`, got `str` - at `$.times`",
+        ),
         (ToolCall("add"), ARGUMENTS, "missing required field `times`"),
         (ToolCall("add", {"times": 1, "name": 2}), ARGUMENTS, "unknown field `name`"),
         (ToolCall("add", {"times": 101}), RAISED, "error: ValueError: too often"),
@@ -144,7 +183,7 @@ def test_a_bad_call_is_answered_and_counted(tmp_path: Path, call: ToolCall, kind
 def test_free_text_is_answered(tmp_path: Path) -> None:
     made = instances(tmp_path, TEXT)
     assert made.describe()[""].kind == "text"
-    assert made.begin(0, start(answer='str(len(messages)), 0.5, False')).messages is None
+    assert made.begin(0, start(answer="str(len(messages)), 0.5, False")).messages is None
     answer = made.turn(0, Turn("a"))
     assert (answer.messages, answer.reward, answer.done) == ([{"role": "user", "content": "2"}], 0.5, False)
     assert (made.turn(0, Turn("b")).messages or [])[0]["content"] == "4"

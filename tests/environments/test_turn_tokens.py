@@ -151,7 +151,9 @@ def test_a_template_that_does_not_show_what_tools_answer_is_refused(tmp_path: Pa
         TurnTokens(tokenizer, True, tool_reader(tokenizer))
 
 
-@pytest.mark.parametrize("stripped", [STRIPS, "{{ m.content if loop.last else m.content[:2] }}", STRIPS.replace("not loop.last", "true")])
+@pytest.mark.parametrize(
+    "stripped", [STRIPS, "{{ m.content if loop.last else m.content[:2] }}", STRIPS.replace("not loop.last", "true")]
+)
 def test_a_template_that_strips_earlier_thoughts_is_refused(tmp_path: Path, stripped: str) -> None:
     template = f"{TOOLS}{{% for m in messages %}}<|{{{{ m.role }}}}|>{stripped}<|end|>{{% endfor %}}"
     with pytest.raises(ModelError, match=r"changes earlier messages when others follow.*chat_template.jinja"):
@@ -160,11 +162,11 @@ def test_a_template_that_strips_earlier_thoughts_is_refused(tmp_path: Path, stri
 
 def test_thoughts_may_be_stripped_before_the_last_question(tmp_path: Path) -> None:
     """As Qwen3 does: nobody asks between calls of tools, so it keeps all of an episode with tools."""
-    last = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    last = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     kept = TEMPLATES["hermes"].replace(
         "{{ m.content or '' }}", "{{ m.content if loop.index0 >= ns.last else m.content.split('</think>')[-1] }}"
     )
-    tokenizer = write_tokenizer(tmp_path, f"{last}{{% endif %}}{{% endfor %}}{kept}")
+    tokenizer = write_tokenizer(tmp_path, f"{last}{{% set ns.last = loop.index0 %}}{{% endif %}}{{% endfor %}}{kept}")
     TurnTokens(tokenizer, True, tool_reader(tokenizer))
     with pytest.raises(ModelError, match="strips the thinking"):
         TurnTokens(tokenizer, True)

@@ -11,7 +11,9 @@ TOOLS = "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %
 """Most templates show tools as JSON."""
 
 
-def chatml(call: str, tool: str = "<|tool|>{{ m.content }}<|end|>\n", end: str = "<|end|>\n", tools: str = TOOLS) -> str:
+def chatml(
+    call: str, tool: str = "<|tool|>{{ m.content }}<|end|>\n", end: str = "<|end|>\n", tools: str = TOOLS
+) -> str:
     """A turn is `<|role|>text<|end|>`; `call` writes one call `c` of an assistant, `tool` what a tool answers."""
     return (
         f"{tools}{{% for m in messages %}}{{% if m.role == 'tool' %}}{tool}{{% else %}}<|{{{{ m.role }}}}|>"
@@ -39,7 +41,8 @@ TEMPLATES: dict[str, str] = {
     ),
     "mistral_args": chatml("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}"),
     "deepseek": chatml(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.name }}\n```json\n{{ c.arguments + '' }}\n```<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.name }}\n```json\n"
+        "{{ c.arguments + '' }}\n```<｜tool▁call▁end｜>"
     ),
     "kimi": chatml(
         "<|tool_call_begin|>functions.{{ c.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>"
@@ -52,10 +55,10 @@ TEMPLATES: dict[str, str] = {
         "{{ ']<|END_ACTION|>' if loop.last else ', ' }}"
     ),
     # The call stands alone, and ends with another token than an answer does.
-    "llama_json": TOOLS
-    + "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}"
+    "llama_json": TOOLS + "{% for m in messages %}<|{{ m.role }}|>{% if m.tool_calls %}"
     '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}'
-    "<|call|>{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "<|call|>{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
 }
 """Name of the format in formats.toml -> template."""
 
