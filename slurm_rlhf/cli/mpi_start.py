@@ -14,7 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cli.main import Arguments, guarded
+from slurm_rlhf.cli.commands import Arguments
+from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.cli.plan import check_memory, print_resolved
 from slurm_rlhf.cli.preflight import OFF, QUICK, local_question, show, tell
 from slurm_rlhf.cluster.network import address_among
@@ -72,11 +73,11 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
         check(config)
         placed = place_processes(config, processes, start)
         check_memory(config, placed.ranks)
-        if "dry_run" not in arguments.flags and config.preflight != OFF:
+        if "dry_run" not in arguments.options and config.preflight != OFF:
             tell(examine_nodes(world, config, placed.ranks, processes))
     except SlurmRlhfError as error:
         return _refuse(world, error)
-    if "dry_run" in arguments.flags:
+    if "dry_run" in arguments.options:
         world.broadcast(None)
         from slurm_rlhf.cli.check import look, read
 
@@ -95,7 +96,7 @@ def _look(world: Communicator, arguments: Arguments, start: Launched) -> int:
     except SlurmRlhfError as error:
         return _refuse(world, error)
     world.broadcast(None)
-    return show(report, "json" in arguments.flags)
+    return show(report, "json" in arguments.options)
 
 
 def _refuse(world: Communicator, error: SlurmRlhfError) -> int:

@@ -49,6 +49,10 @@ MPI_EXAMINE_S = 30.0  # a message between processes of an MPI start while nodes 
 MPI_CLOSED_S = 10.0  # the end of all ranks, beyond their grace
 MPI_LEAVE_S = 600.0  # the common end of an MPI start: the conductor may still ask Slurm to requeue the job
 
+# --- workers: processes that run code of the user's ---
+WORKER_STACK_S = 1.0  # the stack of a worker that is too late, or its exit status once its connection is closed
+WORKER_END_S = 5.0  # the end of a worker's thread, which kills its processes
+
 # --- preflight ---
 CONNECT_S = 3.0  # a connection to another node's port, where one that does not answer counts as not reached
 PREFLIGHT_S = 5.0  # the end of the agents, or a measurement beyond its own limit

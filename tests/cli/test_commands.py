@@ -165,7 +165,7 @@ def test_a_file_with_a_byte_order_mark_is_read(file: Path, capsys: pytest.Captur
 def test_train_without_a_file_says_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train"]) == 2
     said = capsys.readouterr().err
-    assert "train needs a TOML file: `slurm-rlhf init NAME` writes one" in said
+    assert "the TOML file comes first: `slurm-rlhf init NAME` writes one" in said
     assert "usage: slurm-rlhf train FILE.toml" in said
 
 
