@@ -31,8 +31,12 @@ def check_run(arguments: Arguments) -> int:
     require_fit(config, memory_on(config, layout_somewhere(config)))
     print(f"keys, files and model directories are right; reading {config.data.prompt_dataset}", flush=True)
     inputs = read(config)
-    for line in chain(look(config, inputs), _rewards(config, inputs)):
-        print(line, flush=True)
+    try:
+        for line in chain(look(config, inputs), _rewards(config, inputs)):
+            print(line, flush=True)
+    finally:
+        if inputs.environments is not None:
+            inputs.environments.close()
     return 0
 
 
@@ -79,6 +83,7 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         return
     if inputs.environments is not None:
         yield f"rewards: by the environment in {inputs.environments.file}"
+        yield from inputs.environments.lines()
         return
     from slurm_rlhf.rewards.model import Scoring
 

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace as replaced
 from functools import partial
@@ -26,6 +26,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import prompt_messages
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.environments.host import Homeless, Host
+from slurm_rlhf.environments.kinds import COLUMN
 from slurm_rlhf.environments.records import Answer, Begun, Start, ToolCall, Tools, Turn
 from slurm_rlhf.environments.tool_calls import tool_reader, without_end
 from slurm_rlhf.environments.turn_tokens import TurnTokens
@@ -96,15 +97,24 @@ class Environments:
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="turns")
 
     def check_rows(self, prompts: Iterable[Prompt], where: str) -> None:
-        """Raise EpisodeError for a row without a column that its environment needs."""
+        """Raise EpisodeError for a row without a column that its environment needs, and end the processes."""
         for prompt in prompts:
             for name, tools in self.described.items():
                 lacking = [column for column in tools.columns if column not in prompt.row]
-                if lacking and prompt.row.get("environment", "") in ("", name):
+                if lacking and prompt.row.get(COLUMN, "") in ("", name):
+                    self.close()
                     raise EpisodeError(
                         f"{where}, row {prompt.index}: no column {lacking[0]!r}, which reset of the environment in "
                         f"{self.file} needs (columns: {', '.join(prompt.row)}): add it, or give the parameter a default"
                     )
+
+    def lines(self) -> Iterator[str]:
+        """Describe each environment to the user."""
+        for name, found in self.described.items():
+            kind = self.tokens[found.kind]
+            names = [schema["function"]["name"] for schema in found.schemas]
+            told = f"tools {', '.join(names)}, calls in the format {kind.reader.name}" if kind.reader else found.kind
+            yield f"environment{name and ' '}{name}: {told}"
 
     def begin(self, prompt: Prompt, sampling: Sampling, sample: int) -> Episode:
         """Begin an episode."""

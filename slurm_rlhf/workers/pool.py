@@ -27,8 +27,8 @@ from slurm_rlhf.errors import WorkerError
 from slurm_rlhf.wire.timeouts import POLL_S, WORKER_END_S, WORKER_STACK_S
 from slurm_rlhf.workers.channel import Channel
 
-LATE, ENDED, MEMORY, RAISED = "late", "ended", "memory", "raised"
-"""Kinds of `WorkerError`."""
+LATE, ENDED, MEMORY, RAISED, GONE = "late", "ended", "memory", "raised", "gone"
+"""Kinds of `WorkerError`; gone: an earlier call has ended the process that a lease is of."""
 
 
 class Code(NamedTuple):
@@ -207,7 +207,7 @@ class _Worker(threading.Thread):
 
     def _do(self, call: _Call) -> Any:
         if call.life not in (None, self.life):
-            raise WorkerError(ENDED, "the process in which it lived has ended")
+            raise WorkerError(GONE, "the process in which it lived has ended")
         if self.process is None:
             self._start()
         try:
