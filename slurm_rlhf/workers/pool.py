@@ -77,7 +77,7 @@ class WorkerPool:
 
         The future raises WorkerError. Arguments and answer are plain values.
         """
-        return self._queue(self.calls, _Call(method, arguments, timeout_s))
+        return self.queue(self.calls, _Call(method, arguments, timeout_s))
 
     async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         """Submit a call and wait for its answer. Raises WorkerError."""
@@ -111,7 +111,8 @@ class WorkerPool:
             self.changed.wait_for(lambda: self.closed or worker.calls or self.calls)
             return None if self.closed else (worker.calls or self.calls).popleft()
 
-    def _queue(self, calls: deque[_Call], call: _Call) -> Future[Any]:
+    def queue(self, calls: deque[_Call], call: _Call) -> Future[Any]:
+        """Append a call to those that any worker may take, or one. Raises WorkerError once the pool is closed."""
         with self.changed:
             if self.closed:
                 raise WorkerError(ENDED, "the pool of workers is closed")
@@ -131,7 +132,7 @@ class Lease:
     async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         """As `WorkerPool.call`. Calls of all leases of a worker come one after the other, in their order."""
         call = _Call(method, arguments, timeout_s, self.life)
-        return await asyncio.wrap_future(self.pool._queue(self.worker.calls, call))
+        return await asyncio.wrap_future(self.pool.queue(self.worker.calls, call))
 
     def end(self) -> None:
         """Give the place in the worker back, once."""
