@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.environments.kinds import Instances
 from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
 from slurm_rlhf.errors import EpisodeError, WorkerError
-from slurm_rlhf.workers.pool import GONE, LATE, Code, Lease, WorkerPool
+from slurm_rlhf.workers.pool import GONE, LATE, RAISED, Code, Lease, WorkerPool
 
 T = TypeVar("T")
 CODE = (Instances.__module__, Instances.__name__)
@@ -51,12 +49,9 @@ class Home:
 
     def leave(self) -> None:
         """Forget the episode, over or not; return at once."""
-        self.host.behind(self._leave())
-
-    async def _leave(self) -> None:
-        with suppress(WorkerError):
-            await self.lease.call("drop", self.number, timeout_s=self.host.timeout_s)
-        self.lease.end()
+        with suppress(WorkerError):  # the pool is closed
+            call = self.lease.submit("drop", self.number, timeout_s=self.host.timeout_s)
+            call.add_done_callback(lambda call: self.lease.end())
 
     async def _call(self, made: type[T], method: str, *arguments: Any) -> T:
         try:
@@ -64,8 +59,9 @@ class Home:
         except WorkerError as error:
             if error.kind == GONE:
                 raise Homeless from None
+            file = "" if error.kind == RAISED else f"{self.host.file}: "
             advice = "; make it faster or raise timeout.environment" if error.kind == LATE else ""
-            raise EpisodeError(f"{self.host.file}: {error}{advice}") from error
+            raise EpisodeError(f"{file}{error}{advice}") from error
         return msgspec.convert(answer, made)
 
 
@@ -77,7 +73,6 @@ class Host:
         self.file, self.timeout_s = config.env.path, config.timeout.environment
         code, start_s = Code(*CODE, {"file": self.file}), config.timeout.connect
         self._pool = WorkerPool(code, config.env.workers, config.env.memory_mb, start_s, printed)
-        self._behind: set[asyncio.Task[None]] = set()  # a loop alone would forget them
 
     def describe(self) -> dict[str, Tools]:
         """Describe each environment, once all processes have loaded the file. Raises EpisodeError."""
@@ -92,11 +87,9 @@ class Host:
         """Choose a process for the environment of episode `number`."""
         return Home(self, self._pool.lease(), number)
 
-    def behind(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do work of the loop that nobody waits for."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._behind.add(task)
-        task.add_done_callback(self._behind.discard)
+    def pids(self) -> list[int]:
+        """List the processes that run."""
+        return self._pool.pids()
 
     def close(self) -> None:
         """End the processes, and wait for them."""

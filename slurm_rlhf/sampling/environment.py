@@ -92,7 +92,7 @@ class Environments:
             self.host.close()
             raise
         self.numbers = itertools.count()
-        self.lost = self.ended = 0
+        self.lost = self.begun = 0
         # Rendering goes through one pipe to the process of the chat template.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="turns")
 
@@ -118,6 +118,7 @@ class Environments:
 
     def begin(self, prompt: Prompt, sampling: Sampling, sample: int) -> Episode:
         """Begin an episode."""
+        self.begun += 1
         return Turns(self, prompt, sampling, sample)
 
     def close(self) -> None:
@@ -133,9 +134,8 @@ class Environments:
         """Count a lost episode. Raises EpisodeError if most are lost."""
         self.lost += 1
         log.warning("an episode is lost: %s", error)
-        if self.lost >= FEW_LOST and self.lost > self.ended:
-            all_of_them = self.lost + self.ended
-            raise EpisodeError(f"{self.lost} of {all_of_them} episodes are lost, the last one: {error}") from error
+        if self.lost >= FEW_LOST and 2 * self.lost > self.begun:
+            raise EpisodeError(f"{self.lost} of {self.begun} episodes are lost, the last one: {error}") from error
 
 
 class Turns(Episode):
@@ -195,7 +195,6 @@ class Turns(Episode):
             late = env.max_seconds and time.monotonic() - self._began > env.max_seconds
             if over or late or not await environments.encode(partial(self._observe, answer, calls)):
                 self._add(await self._home.end())
-                environments.ended += 1
                 return self._whole(found, found.finish_reason if over else LENGTH)
         except Homeless:
             return await self._anew()

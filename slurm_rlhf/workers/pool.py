@@ -131,8 +131,11 @@ class Lease:
 
     async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         """As `WorkerPool.call`. Calls of all leases of a worker come one after the other, in their order."""
-        call = _Call(method, arguments, timeout_s, self.life)
-        return await asyncio.wrap_future(self.pool.queue(self.worker.calls, call))
+        return await asyncio.wrap_future(self.submit(method, *arguments, timeout_s=timeout_s))
+
+    def submit(self, method: str, *arguments: Any, timeout_s: float) -> Future[Any]:
+        """As `WorkerPool.submit`, for `call`."""
+        return self.pool.queue(self.worker.calls, _Call(method, arguments, timeout_s, self.life))
 
     def end(self) -> None:
         """Give the place in the worker back, once."""
