@@ -179,7 +179,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from rule_problems(config)
     yield from _output("run_dir", config.run_dir, "where to put everything of the run")
     yield from _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
-    yield from _data("data.prompt_dataset", config.data.prompt_dataset)
+    yield from _prompts(config)
     for one in data_sets(config):
         key = f"eval.datasets, {one.name}" if config.eval.datasets else "eval.dataset"
         yield from _data(key, one.path)
@@ -191,6 +191,16 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from filter(None, [attention_problem(config.ds.attn_implementation)])
     yield from _slurm(config)
     yield from tracker_problems(config)
+
+
+def _prompts(config: Config) -> Iterator[str]:
+    tasks, file = config.data.reasoning_gym, config.data.prompt_dataset
+    if not tasks:
+        yield from _data("data.prompt_dataset", file)
+    elif file:
+        yield f"data.prompt_dataset and data.reasoning_gym are both set ({file}, {tasks}): leave one out"
+    elif find_spec("reasoning_gym") is None:
+        yield "data.reasoning_gym needs the package reasoning-gym: pip install 'slurm_rlhf[rewards]'"
 
 
 def _needed(key: str, value: str, what: str) -> Iterator[str]:

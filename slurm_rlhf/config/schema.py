@@ -25,6 +25,11 @@ class Data:
     prompt_dataset: FilePath = ""
     """Training prompts: a file of JSONL, CSV, Parquet or Arrow, several by a pattern (DIR/train-*.parquet), or a
     directory of the hub or of the library `datasets`. Relative paths start at the directory of the TOML file."""
+    reasoning_gym: str = ""
+    """Names of tasks of reasoning-gym, by comma (basic_arithmetic,gcd), in place of data.prompt_dataset: prompts with
+    their answers, made on the spot; data.max_samples of them, 0: 5000. Needs the extra [rewards]."""
+    reasoning_gym_seed: Annotated[int, NOT_NEGATIVE] = 0
+    """Other tasks for each seed, the same for the same seed."""
     input_key: str = "input"
     """Column with the prompt text."""
     output_key: str = "output"

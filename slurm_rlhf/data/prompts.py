@@ -43,11 +43,17 @@ class PromptSet:
         Raises DataError with file and line for a row without a usable prompt, and when no prompt is left; ModelError
         when a chat template is needed and the model has none.
         """
-        path = Path(path)
+        return cls.of(read_rows(Path(path), max_samples), Path(path), tokenizer, data, max_prompt_tokens)
+
+    @classmethod
+    def of(
+        cls, rows: Iterable[tuple[str, Row]], path: Path, tokenizer: Tokenizer, data: Data, max_prompt_tokens: int
+    ) -> PromptSet:
+        """Read rows as `load` does, each after the place where it stands; `path` says where they are from."""
         kept: list[Prompt] = []
         dropped = 0
-        rows = ((index, *row) for index, row in enumerate(read_rows(path, max_samples)))
-        for found in prompts_of(rows, tokenizer, data, max_prompt_tokens):
+        numbered = ((index, *row) for index, row in enumerate(rows))
+        for found in prompts_of(numbered, tokenizer, data, max_prompt_tokens):
             if isinstance(found, Prompt):
                 kept.append(found)
             elif found.long:

@@ -29,6 +29,9 @@ GPU_HEALTH_S = 10.0  # an answer about the health of GPUs, without which a run s
 QUOTA_S = 5.0  # the command that tells a quota
 PY_SPY_S = 8.0  # the stacks of a process, taken from outside
 KERNEL_LOCK_S = 20.0  # the lock of a kernel cache that another rank holds
+TASKS_S = 300.0  # the making of all tasks of data.reasoning_gym
+SANDBOX_S = 10.0  # the unit tests of a response, all together
+SANDBOX_PROBE_S = 10.0  # a program that only prints, in a sandbox that may not work
 REWARD_SEARCH_S = 10.0  # the search for the response that makes a reward function raise
 
 # --- start and end of processes ---
