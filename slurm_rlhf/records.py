@@ -106,6 +106,8 @@ class EngineLoad(Record):
     busy_s: float = 0.0  # with at least one request
     queued_s: float = 0.0  # seconds that requests waited for a place in the batch, summed over requests
     kv_usage: float = 0.0  # highest share of the KV cache in use, 0 to 1
+    prompt_tokens: int = 0  # of requests that have begun
+    cached_tokens: int = 0  # those of them whose keys and values were in the prefix cache
 
     def add(self, other: EngineLoad) -> None:
         """Add the stretch of time that follows."""
@@ -114,6 +116,8 @@ class EngineLoad(Record):
         self.steps += other.steps
         self.busy_s += other.busy_s
         self.queued_s += other.queued_s
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
         self.kv_usage = max(self.kv_usage, other.kv_usage)
 
     @property
@@ -131,6 +135,7 @@ class EngineLoad(Record):
             "running": self.tokens / self.steps if self.steps else 0.0,
             "waiting": self.queued_s / self.busy_s if self.busy_s > 0 else 0.0,
             "kv_usage": self.kv_usage,
+            **({"prefix_cache": self.cached_tokens / self.prompt_tokens} if self.prompt_tokens else {}),
         }
 
 

@@ -133,6 +133,8 @@ class Status:
     waiting: int  # requests without a place in the batch
     kv_usage: float  # share of the KV cache that is taken, 0 to 1; 0 where it has no fixed size
     attention: str  # kernels of the layers; empty: not known
+    prompt_tokens: int = 0  # of all requests, since the engine was started
+    cached_tokens: int = 0  # those of them whose keys and values were in the prefix cache
 
 
 class Engine(ABC):
@@ -300,7 +302,7 @@ class Meter:
     def __init__(self) -> None:
         self._load = EngineLoad()
         self._since: float | None = None  # up to here is counted; None: no requests
-        self._sampled = 0
+        self._sampled = self._prompt = self._cached = 0
 
     def begin(self) -> None:
         """Note that a step is about to start."""
@@ -320,9 +322,11 @@ class Meter:
                 busy_s=seconds,
                 queued_s=status.waiting * seconds,
                 kv_usage=status.kv_usage,
+                prompt_tokens=status.prompt_tokens - self._prompt,
+                cached_tokens=status.cached_tokens - self._cached,
             )
         )
-        self._sampled = status.sampled
+        self._sampled, self._prompt, self._cached = status.sampled, status.prompt_tokens, status.cached_tokens
 
     def rest(self) -> None:
         """Note that no requests are left."""
