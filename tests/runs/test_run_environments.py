@@ -7,7 +7,8 @@ import statistics
 from pathlib import Path
 
 import pytest
-from training_runs import metrics, train, workspace
+from generation_runs import COMMAND, generation_workspace, lines_of
+from training_runs import metrics, started, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -81,3 +82,22 @@ def test_a_guessing_game_is_won_more_often_than_one_guess_can(tmp_path: Path, se
     rewards = [row["reward"] for row in rows]
     print([round(reward, 3) for reward in rewards], [round(row["turns"], 2) for row in rows][-8:])
     assert statistics.mean(rewards[-8:]) > 0.7
+
+
+def test_generate_plays_environments_and_names_lost_episodes(tmp_path: Path) -> None:
+    config = generation_workspace(tmp_path, 160)
+    (tmp_path / "game.py").write_text(
+        GUESS.replace("        self.digit", '        1 / (len(row["input"]) % 3)\n        self.digit')
+    )
+    overrides = ("--reward.remote_url=", "--env.max_turns=2", "--generate.max_samples=12", "--env.workers=2")
+    words = (*overrides, f"--env.path={tmp_path / 'game.py'}")
+    with started(config, tmp_path / "run", *words, command=COMMAND, warm=True) as job:
+        code, output = job.wait()
+    assert code == 0, output
+    lines = lines_of(tmp_path / "run" / "output.jsonl")
+    lost = [line for line in lines if line["finish_reason"] == "lost"]
+    assert {line["error"] for line in lost} == {"its environment failed: logs/reward.log"}
+    for line in lines:
+        assert (line["finish_reason"] == "lost") == (len(line["prompt"]) % 3 == 0)
+        assert (line["score"] is None) == (line in lost)
+    assert "ZeroDivisionError" in (tmp_path / "run" / "logs" / "reward.log").read_text()
