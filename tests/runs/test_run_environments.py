@@ -86,9 +86,8 @@ def test_a_guessing_game_is_won_more_often_than_one_guess_can(tmp_path: Path, se
 
 def test_generate_plays_environments_and_names_lost_episodes(tmp_path: Path) -> None:
     config = generation_workspace(tmp_path, 160)
-    (tmp_path / "game.py").write_text(
-        GUESS.replace("        self.digit", '        1 / (len(row["input"]) % 3)\n        self.digit')
-    )
+    fault = '        1 / (len(row["input"]) % 5)\n'
+    (tmp_path / "game.py").write_text(GUESS.replace("        self.digit", f"{fault}        self.digit", 1))
     overrides = ("--reward.remote_url=", "--env.max_turns=2", "--generate.max_samples=12", "--env.workers=2")
     words = (*overrides, f"--env.path={tmp_path / 'game.py'}")
     with started(config, tmp_path / "run", *words, command=COMMAND, warm=True) as job:
@@ -96,8 +95,9 @@ def test_generate_plays_environments_and_names_lost_episodes(tmp_path: Path) -> 
     assert code == 0, output
     lines = lines_of(tmp_path / "run" / "output.jsonl")
     lost = [line for line in lines if line["finish_reason"] == "lost"]
+    assert lost
     assert {line["error"] for line in lost} == {"its environment failed: logs/reward.log"}
     for line in lines:
-        assert (line["finish_reason"] == "lost") == (len(line["prompt"]) % 3 == 0)
-        assert (line["score"] is None) == (line in lost)
+        if line["finish_reason"] is not None:  # else the row has no prompt
+            assert (line in lost) == (len(line["prompt"]) % 5 == 0) == (line["score"] is None)
     assert "ZeroDivisionError" in (tmp_path / "run" / "logs" / "reward.log").read_text()
