@@ -72,7 +72,8 @@ class EpisodeError(RewardError):
 class WorkerError(UserError):
     """Report a call of the user's code, in a process of its own, that failed.
 
-    `kind`: late (past its deadline), ended (a signal, an exit), memory (past its limit), raised (an exception).
+    `kind`: late (past its deadline), ended (a signal, an exit), memory (past its limit), raised (an exception), gone
+    (another call has ended the process that it was meant for).
     """
 
     def __init__(self, kind: str, message: str) -> None:

@@ -6,6 +6,7 @@ Shapes: P prompt tokens, R response tokens, N sequences, T = sum(P + R), A = sum
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
@@ -26,8 +27,9 @@ MemoryPart = Literal["weights", "kv_cache"]
 STOP: Final = "stop"
 LENGTH: Final = "length"
 REPETITION: Final = "repetition"
+LOST: Final = "lost"
 """Why a response ended: by itself (end-of-sequence token, stop string), or cut off at the length limit or because it
-repeated itself."""
+repeated itself; lost: its environment failed, and nothing is learned from it."""
 
 
 class Record(Struct, forbid_unknown_fields=True):
@@ -43,6 +45,7 @@ class Prompt:
     token_ids: I32  # [P]
     label: Any = None  # the column `data.label_key`, handed to the reward function
     row: dict[str, Any] = field(default_factory=dict)  # all columns, as they were read
+    input_key: str = ""  # the column of the prompt
 
 
 class Sampling(Record):
@@ -76,13 +79,22 @@ class Trajectory(Record):
     response_ids: I32  # [R], with the end-of-sequence token if it was sampled
     rollout_logprobs: F32  # [R], of the sampling distribution (after temperature, top-p, top-k)
     action_mask: Bool  # [R], True where the policy chose the token (False: inserted by a tool)
-    finish_reason: str  # STOP, LENGTH or REPETITION
+    finish_reason: str  # STOP, LENGTH, REPETITION or LOST
     text: str
     versions: list[VersionSpan]
     engine: int = 0  # number of the engine that sampled it
     key: str = ""  # name of the request that it answers
     reward: float = 0.0  # by the environment, summed over the turns
     turns: int = 1
+    score: float | None = None  # by the environment, by the task's own measure
+    logs: dict[str, float] = {}  # by the environment, to be averaged and logged
+    counts: dict[str, int] = {}  # calls of tools, and errors of tools by kind
+    digests: list[tuple[int, int]] = []  # of the tokens of each turn, made where they were sampled, see `digest`
+
+
+def digest(token_ids: I32) -> tuple[int, int]:
+    """Return the number of tokens and a checksum of them."""
+    return len(token_ids), zlib.crc32(token_ids.tobytes())
 
 
 class EngineLoad(Record):
@@ -94,6 +106,8 @@ class EngineLoad(Record):
     busy_s: float = 0.0  # with at least one request
     queued_s: float = 0.0  # seconds that requests waited for a place in the batch, summed over requests
     kv_usage: float = 0.0  # highest share of the KV cache in use, 0 to 1
+    prompt_tokens: int = 0  # of requests that have begun
+    cached_tokens: int = 0  # those of them whose keys and values were in the prefix cache
 
     def add(self, other: EngineLoad) -> None:
         """Add the stretch of time that follows."""
@@ -102,6 +116,8 @@ class EngineLoad(Record):
         self.steps += other.steps
         self.busy_s += other.busy_s
         self.queued_s += other.queued_s
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
         self.kv_usage = max(self.kv_usage, other.kv_usage)
 
     @property
@@ -119,6 +135,7 @@ class EngineLoad(Record):
             "running": self.tokens / self.steps if self.steps else 0.0,
             "waiting": self.queued_s / self.busy_s if self.busy_s > 0 else 0.0,
             "kv_usage": self.kv_usage,
+            **({"prefix_cache": self.cached_tokens / self.prompt_tokens} if self.prompt_tokens else {}),
         }
 
 

@@ -32,8 +32,12 @@ def check_run(arguments: Arguments) -> int:
     source = config.data.prompt_dataset or config.data.reasoning_gym
     print(f"keys, files and model directories are right; reading {source}", flush=True)
     inputs = read(config)
-    for line in chain(look(config, inputs), _rewards(config, inputs)):
-        print(line, flush=True)
+    try:
+        for line in chain(look(config, inputs), _rewards(config, inputs)):
+            print(line, flush=True)
+    finally:
+        if inputs.environments is not None:
+            inputs.environments.close()
     return 0
 
 
@@ -80,6 +84,7 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         return
     if inputs.environments is not None:
         yield f"rewards: by the environment in {inputs.environments.file}"
+        yield from inputs.environments.lines()
         return
     from slurm_rlhf.rewards.model import Scoring
 

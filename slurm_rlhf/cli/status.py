@@ -17,6 +17,7 @@ from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.runs import Found, find
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, attach_line
 from slurm_rlhf.cluster.slurm_job import OVER, Job, place_in_queue, reason_words, state_words
+from slurm_rlhf.environments.records import CALLS
 from slurm_rlhf.errors import printable, shortened
 from slurm_rlhf.nodes.orphan import last_words
 from slurm_rlhf.observe.log_tail import ends_in_error, tail
@@ -247,6 +248,12 @@ def curve_lines(rows: list[dict[str, Any]]) -> list[str]:
     if parts := {name: last[f"time/{name}"] for name in PHASES if last.get(f"time/{name}")}:
         seconds = ", ".join(f"{name} {value:.3g} s" for name, value in parts.items())
         lines += [_row("last step", bar(parts, _CURVE)), _row("", seconds)]
+    if "turns" in last:
+        tools = [
+            f"{value:.1%} {name[6:]}" for name, value in last.items() if name[:6] == "tools/" and name[6:] != CALLS
+        ]
+        called = f", {last[f'tools/{CALLS}']:.3g} calls of tools, of which {', '.join(tools)}" if tools else ""
+        lines.append(_row("episodes", f"{last['turns']:.3g} turns{called}; {last['lost']:.1%} of them lost"))
     speeds = {int(found[1]): value for name, value in last.items() if (found := _ENGINE.fullmatch(name)) and value}
     if speeds:
         text, slowest = f"{sum(speeds.values()):.0f} tokens/s", min(speeds, key=lambda engine: speeds[engine])

@@ -84,6 +84,9 @@ def check_generate(config: Config) -> None:
     _raise([*problems, *_reward_function(config), *_no_training_run(config)], [])
 
 
+ENVIRONMENTS = "a Python file with environments (slurm-rlhf docs environments)"
+
+
 def check_eval(config: Config) -> None:
     """Check keys and files of `slurm-rlhf eval`, as `check_generate` does."""
     problems = [*key_problems(config), *eval_problems(config), *length_problems(config), *_reward_function(config)]
@@ -92,7 +95,7 @@ def check_eval(config: Config) -> None:
     for one in data_sets(config):
         problems += _data(f"eval.datasets, {one.name}", one.path)
     reward = config.reward
-    if not (reward.remote_url or reward.function or reward.model_name_or_path):
+    if not (reward.remote_url or reward.function or reward.model_name_or_path or config.env.path):
         problems.append("reward.remote_url is not set: name a Python file with reward_func, which scores the responses")
     _raise(problems, [])
 
@@ -101,7 +104,9 @@ def _reward_function(config: Config) -> Iterator[str]:
     """Check the source of rewards where engines are the only ranks."""
     reward = config.reward
     if config.env.path:
-        yield "env.path: responses have one turn here, without an environment: leave it out"
+        yield from _file("env.path", config.env.path, ENVIRONMENTS)
+        if reward.remote_url or reward.function:
+            yield "env.path and a reward function are both set: scores come from one of them, leave one out"
     if reward.model_name_or_path:
         yield (
             "reward.model_name_or_path: responses are not scored by a reward model here: use a reward function "
@@ -261,7 +266,7 @@ def reward_source(config: Config) -> Iterator[str]:
         known = " nor ".join(f"reward.{name} ({what})" for name, what in REWARD_SOURCES.items())
         yield f"neither {known} nor env.path (an environment) is set: name one"
     elif config.env.path:
-        yield from _file("env.path", config.env.path, "a Python file with a class Environment")
+        yield from _file("env.path", config.env.path, ENVIRONMENTS)
     elif source.startswith(("http://", "https://")):
         yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
     elif source:

@@ -102,11 +102,17 @@ class Rollout:
 @dataclass(slots=True)
 class Env:
     path: FilePath = ""
-    """A Python file with a class `Environment`, which answers the policy between its turns and gives the rewards,
-    instead of a reward function: `slurm-rlhf docs data_and_reward`. rollout.max_new_tokens bounds each turn,
-    data.max_len the episode."""
+    """A Python file with a class `Environment`, which answers the policy between its turns, by tools or by text, and
+    gives the rewards, instead of a reward function: `slurm-rlhf docs environments`. rollout.max_new_tokens bounds each
+    turn, data.max_len all turns of an episode."""
+    workers: Annotated[int, COUNT] = 4
+    """Processes in which environments live, many in each."""
+    memory_mb: Annotated[int, NOT_NEGATIVE] = 0
+    """Memory of such a process in MB, beyond which it is ended, and its episodes are lost; 0: no limit."""
     max_turns: Annotated[int, COUNT] = 8
     """Turns after which an episode ends, over or not."""
+    max_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Seconds after which an episode takes no further turn, with those in which it waits for engines; 0: no limit."""
 
 
 @dataclass(slots=True)

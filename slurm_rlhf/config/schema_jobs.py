@@ -115,6 +115,8 @@ class Timeout:
     """Saving or loading one role's state."""
     reward: Annotated[float, POSITIVE] = 600.0
     """One call of the reward function."""
+    environment: Annotated[float, POSITIVE] = 60.0
+    """One call of an environment; then its process is ended, and the episode is lost."""
     heartbeat_interval: Annotated[float, POSITIVE] = 1.0
     """Between a rank's heartbeats."""
     heartbeat: Annotated[float, POSITIVE] = 20.0

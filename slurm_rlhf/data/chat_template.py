@@ -37,13 +37,27 @@ class ChatTemplate:
         self.file = file
         self._process: subprocess.Popen[bytes] | None = None
 
-    def render(self, messages: Sequence[dict[str, Any]], where: str, *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        where: str,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str:
         """Return the messages as text; with `add_generation_prompt` the header of the next answer ends it.
+
+        `tools`: the schemas of those that the model may call.
 
         Raises ModelError, naming `where`, when the template does not compile, refuses the messages, or takes more time
         or memory than a template may.
         """
-        answer = self._ask({"messages": list(messages), "add_generation_prompt": add_generation_prompt})
+        values = {
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": list(tools) or None,
+        }
+        answer = self._ask(values)
         if "text" in answer:
             return str(answer["text"])
         roles = ", ".join(str(message.get("role")) for message in messages)
@@ -138,8 +152,8 @@ def main() -> None:
             if template is None:
                 template = environment.from_string(head["source"])
             # None, because templates test `is not none`, which is true for undefined names.
-            absent = {"tools": None, "documents": None}
-            answer = json.dumps({"text": template.render(**head["special"], **absent, **json.loads(line))})
+            values = {"documents": None, **json.loads(line)}
+            answer = json.dumps({"text": template.render(**head["special"], **values)})
         except MemoryError:
             answer = json.dumps({"limit": f"{head['mib']} MiB of memory"})
         except Exception as error:

@@ -133,7 +133,8 @@ def _encoded(
             yield BadRow(index, DataError(long), text, long=True)
         else:
             assert isinstance(row, dict)
-            yield Prompt(index, text, np.asarray(ids, dtype=np.int32), row.get(data.label_key), row)
+            label = row.get(data.label_key)
+            yield Prompt(index, text, np.asarray(ids, dtype=np.int32), label, row, data.input_key)
 
 
 def encode_up_to(texts: list[str], tokenizer: Tokenizer, data: Data, max_tokens: int) -> list[list[int] | str]:

@@ -53,6 +53,7 @@ class Tokenizer:
     bos_token_id: int | None
     chat_template: ChatTemplate | None
     backend: tokenizers.Tokenizer
+    response_template: dict[str, Any] | None = None  # how transformers reads responses; None: the model brings none
 
     @classmethod
     def load(cls, directory: Path | str) -> Tokenizer:
@@ -83,7 +84,8 @@ class Tokenizer:
         template = ChatTemplate(source, words, str(template_file)) if source else None
         bos = words.get("bos_token", "")
         known = _token_id(backend, bos)
-        return cls(directory, eos, eos if pad is None else pad, bos, known, template, backend)
+        read = config.get("response_template")
+        return cls(directory, eos, eos if pad is None else pad, bos, known, template, backend, read)
 
     @property
     def vocab_size(self) -> int:
@@ -140,8 +142,21 @@ class Tokenizer:
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self.backend, int(token)) or "" for token in ids]
 
-    def chat(self, messages: Sequence[dict[str, Any]], where: str = "") -> str:
-        """Render the messages, which stand at `where`, with the model's chat template, up to where its answer starts.
+    def end_texts(self) -> list[str]:
+        """Return the texts of the tokens at which engines end a response, see `end_tokens`."""
+        return [self.decode([token], skip_special_tokens=False) for token in sorted(end_tokens(self))]
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        where: str = "",
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        answer: bool = True,
+    ) -> str:
+        """Render the messages, which stand at `where`, with the model's chat template.
+
+        `tools`: the schemas of those that the model may call; `answer`: go on to where its answer starts.
 
         Raises ModelError when the model has no chat template or the template refuses the messages.
         """
@@ -150,7 +165,8 @@ class Tokenizer:
                 f"{self.directory} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json): turn data.apply_chat_template off or add one"
             )
-        return self.chat_template.render(messages, where or str(self.directory))
+        place = where or str(self.directory)
+        return self.chat_template.render(messages, place, add_generation_prompt=answer, tools=tools)
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -264,24 +280,6 @@ def missing_eos(tokenizer: Tokenizer) -> str:
         "only: responses may run on to rollout.max_new_tokens. Add the token with which the template ends an answer to "
         "eos_token_id in generation_config.json"
     )
-
-
-def observation_text(messages: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> str:
-    """Return what the chat template puts behind the text of an answer: its end, `messages`, and the next turn's start.
-
-    Raises ModelError where the template changes what stands before them: earlier turns could not be kept as sampled.
-    """
-    assert tokenizer.chat_template is not None
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-    one = tokenizer.chat_template.render(turns, str(tokenizer.directory), add_generation_prompt=False)
-    more = tokenizer.chat([*turns, *messages])
-    before, found, _ = one.partition(ANSWER)
-    if not found or not more.startswith(before + ANSWER):
-        raise ModelError(
-            f"the chat template of {tokenizer.directory} changes earlier messages when others follow, so that an "
-            "episode of several turns cannot keep the tokens that were sampled: use a template that does not"
-        )
-    return more[len(before + ANSWER) :]
 
 
 def ids_behind(before: list[int], text: str, tokenizer: Tokenizer) -> list[int]:

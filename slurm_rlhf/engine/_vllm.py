@@ -20,6 +20,9 @@ v1/engine/__init__.py EngineCoreOutput.request_id
 v1/engine/__init__.py EngineCoreOutput.new_token_ids
 v1/engine/__init__.py EngineCoreOutput.new_logprobs
 v1/engine/__init__.py EngineCoreOutput.finish_reason
+v1/engine/__init__.py EngineCoreOutput.prefill_stats
+v1/metrics/stats.py PrefillStats.num_prompt_tokens
+v1/metrics/stats.py PrefillStats.num_cached_tokens
 v1/engine/llm_engine.py LLMEngine.__init__(self, vllm_config, executor_class, log_stats)
 v1/engine/llm_engine.py LLMEngine.engine_core
 v1/engine/llm_engine.py LLMEngine.model_executor
@@ -159,6 +162,8 @@ class SampledTokens:
     tokens: list[int]
     logprobs: list[float] | None  # None: no token was sampled
     finish_reason: str  # "stop", "length", "repetition", ...; empty: it goes on
+    prompt: int = 0  # tokens of the prompt, with the first that is sampled behind it
+    cached: int = 0  # those of them whose keys and values were there
 
 
 class StopWatcher:
@@ -228,6 +233,7 @@ class EngineCore:
                 output.new_token_ids,
                 output.new_logprobs.logprobs[:, 0].tolist() if output.new_logprobs is not None else None,
                 str(output.finish_reason) if output.finish_reason is not None else "",
+                *((stats.num_prompt_tokens, stats.num_cached_tokens) if (stats := output.prefill_stats) else ()),
             )
             for output in self.client.get_output().outputs
         ]

@@ -28,6 +28,7 @@ from slurm_rlhf.records import (
     Sampling,
     Trajectory,
     VersionSpan,
+    digest,
 )
 from slurm_rlhf.wire.calls import GenerateBatch
 
@@ -75,11 +76,12 @@ class ActiveRequest:
         """Return the finished response. Every token of it was the policy's choice; a stop string ends its text."""
         text = tokenizer.response_text([int(token) for token in self.request.prompt_ids], self.tokens)
         ends = [text.index(stop) + len(stop) for stop in self.request.sampling.stop if stop in text]
+        ids = np.array(self.tokens, dtype=np.int32)
         return Trajectory(
             prompt=self.request.prompt,
             sample=self.request.sample,
             prompt_ids=np.asarray(self.request.prompt_ids, dtype=np.int32),
-            response_ids=np.array(self.tokens, dtype=np.int32),
+            response_ids=ids,
             rollout_logprobs=np.array(self.logprobs, dtype=np.float32),
             action_mask=np.ones(len(self.tokens), dtype=np.bool_),
             finish_reason=finish_reason,
@@ -87,6 +89,7 @@ class ActiveRequest:
             versions=self.spans,
             engine=engine,
             key=self.request.key,
+            digests=[digest(ids)],
         )
 
 
@@ -130,6 +133,8 @@ class Status:
     waiting: int  # requests without a place in the batch
     kv_usage: float  # share of the KV cache that is taken, 0 to 1; 0 where it has no fixed size
     attention: str  # kernels of the layers; empty: not known
+    prompt_tokens: int = 0  # of all requests, since the engine was started
+    cached_tokens: int = 0  # those of them whose keys and values were in the prefix cache
 
 
 class Engine(ABC):
@@ -297,7 +302,7 @@ class Meter:
     def __init__(self) -> None:
         self._load = EngineLoad()
         self._since: float | None = None  # up to here is counted; None: no requests
-        self._sampled = 0
+        self._sampled = self._prompt = self._cached = 0
 
     def begin(self) -> None:
         """Note that a step is about to start."""
@@ -317,9 +322,11 @@ class Meter:
                 busy_s=seconds,
                 queued_s=status.waiting * seconds,
                 kv_usage=status.kv_usage,
+                prompt_tokens=status.prompt_tokens - self._prompt,
+                cached_tokens=status.cached_tokens - self._cached,
             )
         )
-        self._sampled = status.sampled
+        self._sampled, self._prompt, self._cached = status.sampled, status.prompt_tokens, status.cached_tokens
 
     def rest(self) -> None:
         """Note that no requests are left."""

@@ -219,6 +219,7 @@ class VllmEngine(Engine):
         share, level = config.vllm.gpu_memory_utilization, KEEP if lora.rank else DISCARD
         self._ready = DeviceMemory(self._core.llm, share, number, level)
         self._tokens_sampled = 0
+        self._prompt_tokens = self._cached_tokens = 0
         self._attention = self._core.attention()
 
     def _make_adapters(self, lora: Lora, layers: Iterable[str]) -> Adapters:
@@ -233,7 +234,8 @@ class VllmEngine(Engine):
     def status(self) -> Status:
         waiting, kv_usage = self._core.load()
         unfinished = len(self._active) + len(self._finished)
-        return Status(self._version, unfinished, self._tokens_sampled, waiting, kv_usage, self._attention)
+        prompts = self._prompt_tokens, self._cached_tokens
+        return Status(self._version, unfinished, self._tokens_sampled, waiting, kv_usage, self._attention, *prompts)
 
     def add(self, request: GenerateRequest) -> None:
         if request.key in self._keys:
@@ -300,6 +302,8 @@ class VllmEngine(Engine):
                 continue
             reason = sampled.finish_reason
             self._tokens_sampled += len(sampled.tokens)
+            self._prompt_tokens += sampled.prompt
+            self._cached_tokens += sampled.cached
             self._sampled(active.request.key, sampled.tokens)
             if sampled.logprobs is not None:
                 version = active.adapter.version if active.adapter else self._version

@@ -17,6 +17,7 @@ from slurm_rlhf.config.check import check_generate
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import PlacementError, RoleDied, printable
 from slurm_rlhf.generate import identity
 from slurm_rlhf.generate.merge import merge
@@ -34,6 +35,7 @@ from slurm_rlhf.placement.topology import CPU, RoleSize, Topology
 from slurm_rlhf.records import Sampling
 from slurm_rlhf.run_directory import RunDirectory, run_directory_kept
 from slurm_rlhf.sampling.batches import sampling_of
+from slurm_rlhf.sampling.environment import Environments
 from slurm_rlhf.wire.handles import EngineHandle
 
 WAIT_S = 0.2
@@ -50,6 +52,7 @@ class GenerateJob:
     output: OutputFile
     pending: PendingRows
     progress: JobProgress
+    environments: Environments | None  # None: each prompt has one turn
     calls: RowCalls | None = field(default=None, init=False)
 
     def work(self, stop: Stop) -> None:
@@ -83,7 +86,8 @@ class GenerateJob:
                 handle, engines = supervisor.roles[ROLLOUT], supervisor.engines
                 assert isinstance(handle, EngineHandle)
                 assert engines is not None
-                self.calls = RowCalls(handle, engines, self.config.train.seed, self.config.vllm.max_num_seqs)
+                seed, width = self.config.train.seed, self.config.vllm.max_num_seqs
+                self.calls = RowCalls(handle, engines, seed, width, self.environments)
                 engines.begin_apart(VERSION)
                 self.tell(f"starting {handle.world} engines")
                 while self.pending.queue.unfinished:
@@ -181,7 +185,8 @@ def answer_rows(
     with occupied(directory, node_name(), end, lead_s):
         with run_directory_kept(directory.root):
             scores = Scores.of(config, directory.reward_log)
-            rows = read(provide(source, print, directory.role_log("model", node_name(), 0)))
+            model = provide(source, print, directory.role_log("model", node_name(), 0))
+            rows = read(model)
             identity.claim(root, rows.identity, option)
             output = OutputFile(root / OUTPUT)
             done = output.counts.done
@@ -192,10 +197,17 @@ def answer_rows(
             there = f"; {before} are there from before" if before else ""
             print(f"output directory {root}: {total} responses to {rows.words}{there}", flush=True)
             directory.config.write_text(dump_toml(config), encoding="utf-8")
-        job = GenerateJob(config, directory, ranks, launcher, output, pending, progress)
+        environments = None
+        if config.env.path:
+            environments = Environments(config, Tokenizer.load(model), directory.reward_log)
+        job = GenerateJob(config, directory, ranks, launcher, output, pending, progress, environments)
         try:
+            if environments is not None:
+                environments.check_rows(pending.prompts.values(), rows.words)
             return lead(job, directory, end, lead_s, continuation)
         finally:
+            if environments is not None:
+                environments.close()
             with contextlib.suppress(OSError):
                 output.close()
 

@@ -15,6 +15,7 @@ from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TypeGuard
 
 from slurm_rlhf.algorithms.registry import load_plugins
 from slurm_rlhf.config.schema import Config
@@ -25,10 +26,11 @@ from slurm_rlhf.engine.engine import request_seed
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
 from slurm_rlhf.generate.output import JobProgress, OutputLine
 from slurm_rlhf.groups.engines import Engines
-from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
+from slurm_rlhf.records import LOST, EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction, Rewards
-from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.model import Scoring, episode_rewards
 from slurm_rlhf.sampling.batches import PromptGroup
+from slurm_rlhf.sampling.environment import Environments
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState, allowance
 from slurm_rlhf.sampling.row_queue import RowQueue
@@ -67,6 +69,8 @@ class Scores:
     def of(cls, config: Config, printed: Path) -> Scores:
         """Load the function that the configuration names, if it names one. Raises ConfigError, RewardError."""
         load_plugins(config.train.plugins)
+        if config.env.path:
+            return cls(Scoring(episode_rewards, config.timeout.reward))
         if not config.reward.remote_url and not config.reward.function:
             return cls(None)
         return cls(Scoring(RewardFunction.of(config.reward), config.timeout.reward, printed))
@@ -130,13 +134,15 @@ class RowCalls(Scheduler):
     `ask` and `wait` are for the thread that leads the job; what the loop learns comes to it as news.
     """
 
-    def __init__(self, handle: EngineHandle, engines: Engines, seed: int, width: int) -> None:
+    def __init__(
+        self, handle: EngineHandle, engines: Engines, seed: int, width: int, environments: Environments | None = None
+    ) -> None:
         super().__init__(handle, seed, width, urgent=True)
         self.handle, self.engines = handle, engines
         self.gone: dict[int, str] = {}
         """Engine that is lost -> why."""
-        self._news: SimpleQueue[Answered | Gone] = SimpleQueue()
-        self._episodes = Episodes(self)
+        self._news: SimpleQueue[Answered | Gone | BaseException] = SimpleQueue()
+        self._episodes = Episodes(self, environments=environments)
         self.close = self._episodes.close
         engines.tell = self._lost
 
@@ -149,8 +155,11 @@ class RowCalls(Scheduler):
         self.post(self._begin, engine, PromptGroup(prompt.index, prompt, GroupState(VERSION), sampling, VERSION))
 
     def wait(self, seconds: float) -> list[Answered | Gone]:
-        """Wait for news, at most `seconds`, and return all there is; nothing follows on the `Gone` of an engine."""
-        found: list[Answered | Gone] = []
+        """Wait for news, at most `seconds`, and return all there is; nothing follows on the `Gone` of an engine.
+
+        Raises EpisodeError where environments have failed.
+        """
+        found: list[Answered | Gone | BaseException] = []
         try:
             found.append(self._news.get(timeout=seconds))
             while True:
@@ -158,8 +167,10 @@ class RowCalls(Scheduler):
         except Empty:
             return [each for each in found if self._counts(each)]
 
-    def _counts(self, news: Answered | Gone) -> bool:
+    def _counts(self, news: Answered | Gone | BaseException) -> TypeGuard[Answered | Gone]:
         """Keep `gone` up to date; return False for news that no longer matter."""
+        if isinstance(news, BaseException):
+            raise news
         if news.engine in self.gone:
             return False
         if isinstance(news, Gone):
@@ -170,7 +181,15 @@ class RowCalls(Scheduler):
 
     # On the loop.
 
+    def advance(self) -> None:
+        """Begin nothing: `ask_row` does."""
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the thread that leads the job."""
+        self._news.put(error)
+
     def _begin(self, engine: int, group: PromptGroup) -> None:
+        self._episodes.attach(self)
         group.work = self._work(engine)
         self._episodes.begin(group, partial(self._end, engine))
 
@@ -249,6 +268,12 @@ class PendingRows:
             calls.handle.give_up(news.engine, f"{error} (timeout.generate)")
         return []  # the engine is gone: the news of that takes its rows back
 
+    def _scored(self, prompts: list[Prompt], found: list[Trajectory]) -> list[tuple[float | None, str]]:
+        """Return scores as `Scores` does; a lost episode has none."""
+        scores = self.scores(prompts, found)
+        lost = (None, "its environment failed: logs/reward.log")
+        return [lost if one.finish_reason == LOST else score for one, score in zip(found, scores, strict=True)]
+
     def _lines(self, found: list[Trajectory]) -> list[OutputLine]:
         found.sort(key=lambda trajectory: (trajectory.prompt, trajectory.sample))
         prompts = [self.prompts[trajectory.prompt] for trajectory in found]
@@ -269,5 +294,5 @@ class PendingRows:
                 token_ids=trajectory.response_ids.tolist() if logprobs else None,
                 logprobs=trajectory.rollout_logprobs.tolist() if logprobs else None,
             )
-            for prompt, trajectory, (score, error) in zip(prompts, found, self.scores(prompts, found), strict=True)
+            for prompt, trajectory, (score, error) in zip(prompts, found, self._scored(prompts, found), strict=True)
         ]

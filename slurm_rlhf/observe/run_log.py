@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -234,6 +234,7 @@ class Sample:
     tokens: list[str]  # with special tokens
     logprobs: list[float | None]  # computed by the engine
     actor_logprobs: list[float | None]  # computed by the actor, before the update
+    observed: list[int] = field(default_factory=list)  # begin and end of each observation in `tokens`, in turn
 
 
 def choose(seed: int, step: int, count: int, total: int) -> list[int]:
@@ -254,12 +255,13 @@ class SampleLog:
 
 def read_samples(path: Path, wanted: Container[int] | None = None) -> list[Sample]:
     """Read the samples in the lines `wanted` (None: all lines); skip lines that hold something else."""
-    names = [field.name for field in fields(Sample)]
+    names = {one.name for one in fields(Sample)}
+    needed = names - {"observed"}  # which earlier versions did not write
     try:
-        rows = [row for row in iterate_rows(path, wanted=wanted) if row.keys() >= set(names)]
+        rows = [row for row in iterate_rows(path, wanted=wanted) if row.keys() >= needed]
     except OSError:
         return []
-    return [Sample(**{name: row[name] for name in names}) for row in rows]
+    return [Sample(**{name: row[name] for name in names & row.keys()}) for row in rows]
 
 
 def console_text(sample: Sample, width: int = 100, most: int = 600) -> str:

@@ -137,6 +137,8 @@ class Conductor:
             watchdog.close()
             self.stop.ignore_signals()
             supervisor.stop()
+            if inputs.environments is not None:
+                inputs.environments.close()
         self.reporting.finished()
 
     def _train(self, start: Callable[[], TrainingLoop], recovery: TrainerRecovery) -> Plan | None:

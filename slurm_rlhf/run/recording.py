@@ -236,6 +236,7 @@ def sample_of(
         tokens=pieces(trajectory.response_ids.tolist()) if pieces else [],
         logprobs=numbers("rollout_logprobs"),
         actor_logprobs=numbers("logprobs"),
+        observed=np.flatnonzero(np.diff(~trajectory.action_mask, prepend=False, append=False)).tolist(),
     )
 
 

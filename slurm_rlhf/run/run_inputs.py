@@ -81,8 +81,7 @@ class Inputs:
         reward: RewardSource | None = None
         environments = None
         if config.env.path:
-            printed = RunDirectory(Path(config.run_dir)).reward_log if config.run_dir else None
-            environments, reward = Environments(config, tokenizer, printed), episode_rewards
+            reward = episode_rewards
         elif config.reward.preset:
             reward = PresetRewards(config)
         elif not config.reward.model_name_or_path:
@@ -90,6 +89,11 @@ class Inputs:
         findings = PromptFindings.of(prompts, tokenizer, config.data)
         path = config.actor.model_name_or_path
         model = {path: model_contents(Path(path))}
+        if config.env.path:  # last: it starts processes
+            printed = RunDirectory(Path(config.run_dir)).reward_log if config.run_dir else None
+            environments = Environments(config, tokenizer, printed)
+            for name, found in (("data.prompt_dataset", prompts), *sets):
+                environments.check_rows(found, name)
         return cls(prompts, evaluation, order, reward, environments, total, findings, tokenizer, model)
 
 

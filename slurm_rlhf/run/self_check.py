@@ -22,7 +22,7 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, missing_eos
 from slurm_rlhf.errors import ModelError, SelfCheckError
 from slurm_rlhf.eval import verdicts
-from slurm_rlhf.records import F32, Bool, Experience, Trajectory
+from slurm_rlhf.records import F32, Bool, Experience, Trajectory, digest
 from slurm_rlhf.run.update import skip_warning
 from slurm_rlhf.wire.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
@@ -79,6 +79,8 @@ class SelfCheck:
     ) -> None:
         """Check the experience that `TrainingStep.collect` has made; the actor has policy `version`."""
         self._warn_of_clipping(step, metrics)
+        if wrong := other_tokens(trajectories, exp):
+            raise SelfCheckError(wrong)
         if not self.config.train.self_check:
             return
         self._engine_finite(step, metrics.get("correction/not_finite", 0.0), exp)
@@ -232,6 +234,21 @@ class SelfCheck:
                 verdicts.compare("reference", columns["ref_logprobs"], columns["logprobs"], exp.action_mask, dtype)
             )
         return results
+
+
+def other_tokens(trajectories: list[Trajectory], exp: Experience) -> str:
+    """Name a response whose tokens that are trained on are not those that its engine has sampled, turn by turn."""
+    for row, found in enumerate(trajectories):
+        ids = exp.token_ids[exp.token_offsets[row] + exp.prompt_lens[row] : exp.token_offsets[row + 1]]
+        trained = exp.action_mask[exp.action_offsets[row] : exp.action_offsets[row + 1]]
+        ends = np.cumsum([0, *(count for count, _ in found.digests)])[:-1]
+        turns = [digest(turn) for turn in np.split(ids[found.action_mask], ends[1:])] if found.digests else []
+        if turns != found.digests or (trained & ~found.action_mask).any():
+            return (
+                f"self-check failed (tokens): sample {found.sample} of row {found.prompt} would be trained on tokens "
+                f"that engine {found.engine} has not sampled: this is a defect of slurm_rlhf, please report it"
+            )
+    return ""
 
 
 def other_text(trajectories: list[Trajectory], tokenizer: Tokenizer, cut: bool) -> str:

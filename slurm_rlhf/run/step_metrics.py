@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from statistics import median
 
@@ -10,9 +11,10 @@ import numpy as np
 from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.environments.records import CALLS, ERRORS
 from slurm_rlhf.eval.verdicts import constant_share
 from slurm_rlhf.observe.run_log import WARNING
-from slurm_rlhf.records import REPETITION, STOP, EngineLoad, Experience, Trajectory
+from slurm_rlhf.records import LOST, REPETITION, STOP, EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.function import Rewards
 
 SHARE = 0.5
@@ -50,17 +52,27 @@ def sample_metrics(
         "reward_max": float(np.max(rewards.rewards)),
         "response_length": float(experience.action_mask.sum() / len(experience)),
         "response_tokens": float(experience.action_mask.sum()),
-        "truncated": float(np.mean([t.finish_reason != STOP for t in trajectories])),
+        "truncated": float(np.mean([t.finish_reason not in (STOP, LOST) for t in trajectories])),
         "reward_constant": constant_share(compared, config.rollout.n_samples_per_prompt),
     }
     if config.rollout.repetition_detection_max_pattern_size:
         metrics["repetition"] = float(np.mean([t.finish_reason == REPETITION for t in trajectories]))
     if config.env.path:
-        metrics["turns"] = float(np.mean([t.turns for t in trajectories]))
+        metrics |= episode_metrics(trajectories)
     if rewards.scores is not None:
         metrics["accuracy"] = float(np.mean(rewards.scores))
     named = rewards.components | rewards.extra_logs
     return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in named.items()}
+
+
+def episode_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Describe episodes: turns and calls of tools of each, errors of tools as shares of the calls, lost episodes."""
+    counts = sum((Counter(t.counts) for t in trajectories), Counter[str]())
+    calls = counts.pop(CALLS, 0)
+    tools = {f"tools/{kind}": counts[kind] / calls for kind in ERRORS} if calls else {}
+    lost = np.mean([t.finish_reason == LOST for t in trajectories])
+    turns = np.mean([t.turns for t in trajectories])
+    return {"turns": float(turns), "lost": float(lost), "tools/calls": calls / len(trajectories), **tools}
 
 
 def agreement_metrics(

@@ -1,227 +1,292 @@
-"""Runs environments, which answer the policy between its turns, and makes one trajectory of all turns of an episode.
+"""Plays episodes, and makes one trajectory of all turns of an episode.
 
-A plain prompt is the environment with one turn. Sampled tokens are never encoded again: the next turn goes on behind
-the prompt, what was sampled, and the tokens of the observation, which the action mask leaves out of training.
+A plain prompt is the environment with one turn. With `env.path` the user's environments answer between the turns, in
+processes of their own. Sampled tokens are never encoded again: the next turn goes on behind the prompt, what was
+sampled, and the tokens of the observation, which the action mask leaves out of training.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
-import inspect
-import math
-from collections.abc import Callable
-from contextlib import nullcontext
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import prompt_messages
-from slurm_rlhf.data.tokenizer import Tokenizer, encode_prompts, ids_behind, observation_text
-from slurm_rlhf.errors import EpisodeError, cut
-from slurm_rlhf.polling import in_thread
-from slurm_rlhf.records import F32, I32, LENGTH, REPETITION, Bool, Prompt, Sampling, Trajectory, VersionSpan
-from slurm_rlhf.rewards.model import printed_to
-from slurm_rlhf.user_files import line_of, run_file, text_of
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.environments.host import Homeless, Host
+from slurm_rlhf.environments.kinds import COLUMN
+from slurm_rlhf.environments.records import Answer, Begun, Start, ToolCall, Tools, Turn
+from slurm_rlhf.environments.tool_calls import tool_reader, without_end
+from slurm_rlhf.environments.turn_tokens import TurnTokens
+from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut
+from slurm_rlhf.records import F32, I32, LENGTH, LOST, REPETITION, Bool, Prompt, Sampling, Trajectory, VersionSpan
 
-KEY = "env.path"
-CLASS = "Environment"
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-Messages = list[dict[str, Any]]
-
-
-class Environment(Protocol):
-    """Declares what the class `Environment` in the user's file has. Each episode has an instance of its own."""
-
-    def reset(self, row: dict[str, Any]) -> Messages | str | None:
-        """Begin an episode with a row of the data; return its prompt, or None for the one that the data makes."""
-
-    def step(self, messages: Messages) -> tuple[Messages | str | None, float, bool]:
-        """Take the messages so far, the policy's answer last; return observation, reward, and whether it is over."""
+MOST_TRIES = 3
+"""Times that an episode begins."""
+FEW_LOST = 8
+"""Lost episodes from which on a run ends, if they are the greater part of all: then the environment is broken."""
 
 
 class Episode:
     """Plays a prompt without an environment: one turn is the whole episode."""
 
-    def __init__(self, prompt: Prompt, sampling: Sampling) -> None:
+    def __init__(self, prompt: Prompt, sampling: Sampling, sample: int) -> None:
         self.token_ids: I32 = prompt.token_ids
         """Tokens that the turn goes on behind, [P]."""
         self.limit = sampling.max_new_tokens
         """Most tokens that the turn may sample."""
 
-    async def start(self) -> None:
-        """Prepare the first turn."""
+    async def start(self) -> Trajectory | None:
+        """Prepare the first turn; return the whole episode if it was lost."""
+        return None
 
     async def take(self, found: Trajectory) -> Trajectory | None:
         """Take the response of a turn; return the whole episode if it is over."""
         return found
 
+    def drop(self) -> None:
+        """Give the episode up, unless it is over."""
+
 
 class Environments:
-    """Makes the episodes of a run with the class in the user's file. Its code runs in threads, one for each call."""
+    """Makes the episodes of a run with the environments in the user's file."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, printed: Path | None = None) -> None:
-        """`printed`: the file for what the class prints; None: it is printed as usual.
+        """`printed`: the file for what the environments print; None: it is printed as usual. Blocks while they load.
 
-        Raises EpisodeError for a file without a usable class, ModelError for a chat template without room for turns.
+        Raises EpisodeError for a file without usable environments, ModelError for a chat template without room for
+        turns or tools.
         """
         self.file, self.config, self.tokenizer = Path(config.env.path), config, tokenizer
-        self._data, self._printed = config.data, printed
-        self.templated = config.data.apply_chat_template
-        self.made = self._class()
-        if self.templated:
-            observation_text([{"role": "user", "content": "?"}], tokenizer)
-
-    def begin(self, prompt: Prompt, sampling: Sampling) -> Episode:
-        """Begin an episode."""
-        return Turns(self, prompt, sampling)
-
-    async def call(self, name: str, work: Callable[[], Any]) -> Any:
-        """Run `work`, which calls the user's `name`, in a thread. Raises EpisodeError."""
+        self.host = Host(config, printed)
         try:
-            return await asyncio.wait_for(
-                asyncio.wrap_future(in_thread(work, "environment")), self.config.timeout.reward
-            )
-        except TimeoutError:
-            seconds = self.config.timeout.reward
-            raise EpisodeError(
-                f"{self.file}: {CLASS}.{name} did not return within {seconds:g} s; make it faster or raise "
-                "timeout.reward"
-            ) from None
+            self.described = self.host.describe()
+            templated = config.data.apply_chat_template
+            kinds = {one.kind for one in self.described.values()}
+            if "tools" in kinds and not templated:
+                raise ConfigError(
+                    f"env.path: {self.file} has tools, which the chat template shows to the policy: set "
+                    "data.apply_chat_template = true"
+                )
+            reader = tool_reader(tokenizer) if "tools" in kinds else None
+            self.tokens = {
+                kind: TurnTokens(tokenizer, templated and kind != "agent", reader if kind == "tools" else None)
+                for kind in kinds
+            }
+        except BaseException:
+            self.host.close()
+            raise
+        self.numbers = itertools.count()
+        self.lost = self.begun = 0
+        # Rendering goes through one pipe to the process of the chat template.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="turns")
 
-    def own(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the user's function, in this thread. Raises EpisodeError with file and line."""
-        with printed_to(self._printed) if self._printed else nullcontext():
-            try:
-                return function(*arguments)
-            except (Exception, SystemExit) as error:
-                raise EpisodeError(f"{line_of(self.file, error)}: {CLASS}.{name} raised {text_of(error)}") from error
+    def check_rows(self, prompts: Iterable[Prompt], where: str) -> None:
+        """Raise EpisodeError for a row without a column that its environment needs, and end the processes."""
+        for prompt in prompts:
+            for name, tools in self.described.items():
+                lacking = [column for column in tools.columns if column not in prompt.row]
+                if lacking and prompt.row.get(COLUMN, "") in ("", name):
+                    self.close()
+                    raise EpisodeError(
+                        f"{where}, row {prompt.index}: no column {lacking[0]!r}, which reset of the environment in "
+                        f"{self.file} needs (columns: {', '.join(prompt.row)}): add it, or give the parameter a default"
+                    )
 
-    def prompt_of(self, given: Any, prompt: Prompt) -> tuple[Messages, I32]:
-        """Return the messages and the tokens of what `reset` has returned. Raises EpisodeError."""
-        if given is None:
-            if self._data.input_key not in prompt.row:  # an evaluation may have a column of another name
-                return [{"role": "user", "content": prompt.text}], prompt.token_ids
-            return prompt_messages(prompt.row, self._data), prompt.token_ids
-        messages = self._messages(given, "reset")
-        text = self.tokenizer.chat(messages, str(self.file)) if self.templated else messages[0]["content"]
-        (ids,) = encode_prompts([text], self.tokenizer, self.templated)
-        longest = self._data.max_len - self.config.rollout.max_new_tokens
-        if not 0 < len(ids) <= longest:
-            raise EpisodeError(
-                f"{self.file}: {CLASS}.reset returned a prompt of {len(ids)} tokens, and 1 to {longest} fit "
-                f"(data.max_len - rollout.max_new_tokens): {cut(text, 80)!r}"
-            )
-        return messages, np.array(ids, dtype=np.int32)
+    def lines(self) -> Iterator[str]:
+        """Describe each environment to the user."""
+        for name, found in self.described.items():
+            kind = self.tokens[found.kind]
+            names = [schema["function"]["name"] for schema in found.schemas]
+            told = f"tools {', '.join(names)}, calls in the format {kind.reader.name}" if kind.reader else found.kind
+            yield f"environment{name and ' '}{name}: {told}"
 
-    def observed(self, answer: Any) -> tuple[Messages, float, bool]:
-        """Read what `step` has returned. Raises EpisodeError."""
-        if not isinstance(answer, tuple) or len(answer) != 3:
-            raise EpisodeError(f"{self.file}: {CLASS}.step returned {cut(repr(answer), 80)}; {_ANSWER}")
-        observation, reward, done = answer
-        if isinstance(reward, bool | int | float | np.floating) and math.isfinite(reward):
-            messages = [] if done and observation is None else self._messages(observation, "step")
-            return messages, float(reward), bool(done)
-        raise EpisodeError(f"{self.file}: {CLASS}.step returned the reward {cut(repr(reward), 80)}; {_ANSWER}")
+    def begin(self, prompt: Prompt, sampling: Sampling, sample: int) -> Episode:
+        """Begin an episode."""
+        self.begun += 1
+        return Turns(self, prompt, sampling, sample)
 
-    def tokens_of(self, observation: Messages, before: I32) -> list[int]:
-        """Return the tokens of an observation behind those of the episode so far, up to where the next turn starts."""
-        if not self.templated:
-            return ids_behind(before.tolist(), observation[0]["content"], self.tokenizer)
-        ids = ids_behind(before.tolist(), observation_text(observation, self.tokenizer), self.tokenizer)
-        # The template ends the answer with a token that the policy has sampled, unless it was cut off.
-        return ids[1:] if ids[:1] == before[-1:].tolist() else ids
+    def close(self) -> None:
+        """End the processes of the environments."""
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+        self.host.close()
 
-    def _messages(self, given: Any, name: str) -> Messages:
-        if isinstance(given, str):
-            return [{"role": "user", "content": given}]
-        listed = isinstance(given, list) and given and all(isinstance(one, dict) and "role" in one for one in given)
-        if self.templated and listed:
-            return [dict(one) for one in given]
-        needed = "a string or a list of messages" if self.templated else "a string (data.apply_chat_template is off)"
-        raise EpisodeError(f"{self.file}: {CLASS}.{name} returned {cut(repr(given), 80)}; expected {needed}")
+    async def encode(self, work: Callable[[], T]) -> T:
+        """Do work with tokenizer and chat template, beside the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
-    def _class(self) -> Callable[[], Environment]:
-        found = getattr(run_file(self.file, KEY, EpisodeError), CLASS, None)
-        lacks = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-        if inspect.isclass(found) and not lacks:
-            return found  # type: ignore[return-value]
-        what = f"its class {CLASS} has no {' and no '.join(lacks)}" if inspect.isclass(found) else f"no class {CLASS}"
-        raise EpisodeError(f"{KEY}: {self.file}: {what}; `slurm-rlhf docs data_and_reward` has an example")
-
-
-_ANSWER = "expected (observation, reward, done) with a finite number as reward"
+    def lose(self, error: UserError) -> None:
+        """Count a lost episode. Raises EpisodeError if most are lost."""
+        self.lost += 1
+        log.warning("an episode is lost: %s", error)
+        if self.lost >= FEW_LOST and 2 * self.lost > self.begun:
+            raise EpisodeError(f"{self.lost} of {self.begun} episodes are lost, the last one: {error}") from error
 
 
 class Turns(Episode):
-    """Plays an episode with an instance of the user's class."""
+    """Plays an episode with an environment."""
 
-    def __init__(self, environments: Environments, prompt: Prompt, sampling: Sampling) -> None:
-        super().__init__(prompt, sampling)
-        self._environments, self._prompt, self._most = environments, prompt, sampling.max_new_tokens
-        self._environment: Environment
-        self._messages: Messages = []
+    def __init__(self, environments: Environments, prompt: Prompt, sampling: Sampling, sample: int) -> None:
+        super().__init__(prompt, sampling, sample)
+        self._environments, self._prompt, self._most, self._sample = (
+            environments,
+            prompt,
+            sampling.max_new_tokens,
+            sample,
+        )
+        self._tools: Tools
+        self._tokens: TurnTokens
+        self._began = time.monotonic()
+        self._begin_anew(1)
+
+    def _begin_anew(self, tries: int) -> None:
+        self._tries = tries
+        self._home = self._environments.host.home(next(self._environments.numbers))
+        self._prompt_ids: I32 = self._prompt.token_ids
         self._ids: list[int] = []  # sampled tokens and tokens of observations, in their order
         self._logprobs: list[float] = []
         self._sampled: list[bool] = []
+        self._digests: list[tuple[int, int]] = []
         self._versions: list[VersionSpan] = []
-        self._reward = 0.0
+        self._sums = Answer(counts={})
         self._turns = 0
 
-    async def start(self) -> None:
-        await self._environments.call("reset", self._reset)
-
-    async def take(self, found: Trajectory) -> Trajectory | None:
-        return await self._environments.call("step", partial(self._step, found))
-
-    def _reset(self) -> None:
-        own = self._environments.own
-        self._environment = own("__init__", self._environments.made)
-        given = own("reset", self._environment.reset, copy.deepcopy(self._prompt.row))
-        self._messages, self._prompt_ids = self._environments.prompt_of(given, self._prompt)
-        self._go_on()
-
-    def _step(self, found: Trajectory) -> Trajectory | None:
-        environments, before = self._environments, len(self._ids)
-        self._append(found.response_ids.tolist(), found.rollout_logprobs.tolist(), True)
-        self._versions += [replace(one, start=one.start + before, end=one.end + before) for one in found.versions]
-        self._messages.append({"role": "assistant", "content": found.text})
-        answer = environments.own("step", self._environment.step, copy.deepcopy(self._messages))
-        observation, reward, done = environments.observed(answer)
-        self._reward += reward
-        self._turns += 1
-        if done or found.finish_reason == REPETITION or self._turns == environments.config.env.max_turns:
-            return self._whole(found, found.finish_reason)
-        self._go_on()
-        ids = environments.tokens_of(observation, self.token_ids)
-        if len(self.token_ids) + len(ids) >= environments.config.data.max_len:
-            return self._whole(found, LENGTH)
-        self._append(ids, [0.0] * len(ids), False)
-        if self._versions:
-            self._versions[-1] = replace(self._versions[-1], end=len(self._ids))
-        self._messages += observation
-        self._go_on()
+    async def start(self) -> Trajectory | None:
+        environments, row = self._environments, self._prompt.row
+        data = replaced(environments.config.data, input_key=self._prompt.input_key)
+        plain = [{"role": "user", "content": self._prompt.text}]
+        messages = prompt_messages(row, data) if data.input_key in row else plain
+        try:
+            begun = await self._home.begin(Start(row, self._prompt.label, messages, self._prompt.text))
+            await environments.encode(partial(self._begin, begun))
+        except Homeless:
+            return await self._anew()
+        except (EpisodeError, ModelError) as error:
+            return self._lost(error)
         return None
 
-    def _append(self, ids: list[int], logprobs: list[float], sampled: bool) -> None:
+    async def take(self, found: Trajectory) -> Trajectory | None:
+        environments, env = self._environments, self._environments.config.env
+        self._turns += 1
+        self._append(found)
+        calls = []
+        if self._tokens.reader is not None:
+            text = environments.tokenizer.decode(found.response_ids.tolist(), skip_special_tokens=False)
+            calls = self._tokens.reader.read(without_end(text, environments.tokenizer), self._tools.schemas)
+        try:
+            answer = await self._home.turn(Turn(found.text, calls))
+            self._add(answer)
+            over = answer.done or found.finish_reason == REPETITION or self._turns == env.max_turns
+            late = env.max_seconds and time.monotonic() - self._began > env.max_seconds
+            if over or late or not await environments.encode(partial(self._observe, answer, calls)):
+                self._add(await self._home.end())
+                return self._whole(found, found.finish_reason if over else LENGTH)
+        except Homeless:
+            return await self._anew()
+        except (EpisodeError, ModelError) as error:
+            return self._lost(error)
+        return None
+
+    def drop(self) -> None:
+        self._home.leave()
+
+    async def _anew(self) -> Trajectory | None:
+        """Begin anew, in another process: what another environment has done there is no fault of this one."""
+        self._home.leave()
+        self._begin_anew(self._tries + 1)
+        if self._tries > MOST_TRIES:
+            return self._lost(EpisodeError(f"its process was ended by other environments {MOST_TRIES} times"))
+        return await self.start()
+
+    def _begin(self, begun: Begun) -> None:
+        environments = self._environments
+        self._tools = environments.described[begun.name]
+        self._tokens = environments.tokens[self._tools.kind]
+        if begun.text is not None:
+            ids = environments.tokenizer.encode(begun.text)
+        elif begun.messages is not None:
+            ids = self._tokens.prompt(begun.messages, self._tools.schemas, str(environments.file))
+        else:
+            self._go_on()
+            return
+        longest = environments.config.data.max_len - self._most
+        if not 0 < len(ids) <= longest:
+            text = cut(environments.tokenizer.decode(ids, skip_special_tokens=False), 80)
+            raise EpisodeError(
+                f"{environments.file}: the environment begins with a prompt of {len(ids)} tokens, and 1 to {longest} "
+                f"fit (data.max_len - rollout.max_new_tokens): {text!r}"
+            )
+        self._prompt_ids = np.array(ids, dtype=np.int32)
+        self._go_on()
+
+    def _observe(self, answer: Answer, calls: list[ToolCall]) -> bool:
+        """Append the observation; return False if no turn fits behind it."""
+        before = [*self._prompt_ids.tolist(), *self._ids]
+        if answer.text is not None:
+            ids = self._tokens.text_behind(before, answer.text)
+        else:
+            ids = self._tokens.behind(before, answer.messages or [], calls, self._tools.schemas)
+        if len(before) + len(ids) >= self._environments.config.data.max_len:
+            return False
         self._ids += ids
-        self._logprobs += logprobs
-        self._sampled += [sampled] * len(ids)
+        self._logprobs += [0.0] * len(ids)
+        self._sampled += [False] * len(ids)
+        if self._versions:
+            self._versions[-1] = replace(self._versions[-1], end=len(self._ids))
+        self._go_on()
+        return True
+
+    def _append(self, found: Trajectory) -> None:
+        before = len(self._ids)
+        self._versions += [replace(one, start=one.start + before, end=one.end + before) for one in found.versions]
+        self._ids += found.response_ids.tolist()
+        self._logprobs += found.rollout_logprobs.tolist()
+        self._sampled += [True] * len(found.response_ids)
+        self._digests += found.digests
 
     def _go_on(self) -> None:
         self.token_ids = np.concatenate([self._prompt_ids, np.array(self._ids, dtype=np.int32)])
         self.limit = min(self._most, self._environments.config.data.max_len - len(self.token_ids))
 
+    def _add(self, answer: Answer) -> None:
+        sums = self._sums
+        counts = dict(Counter(sums.counts) + Counter(answer.counts))
+        score = sums.score if answer.score is None else answer.score
+        self._sums = replace(
+            sums, reward=sums.reward + answer.reward, score=score, logs=sums.logs | answer.logs, counts=counts
+        )
+
+    def _lost(self, error: UserError) -> Trajectory:
+        """Make an episode that nothing is learned from."""
+        self._environments.lose(error)
+        if not self._ids:
+            self._ids, self._logprobs, self._sampled = [self._environments.tokenizer.eos_token_id], [0.0], [True]
+        none: I32 = np.zeros(0, dtype=np.int32)
+        floats, mask = none.astype(np.float32), none.astype(np.bool_)
+        empty = Trajectory(self._prompt.index, self._sample, none, none, floats, mask, LOST, "", [])
+        return self._whole(empty, LOST)
+
     def _whole(self, last: Trajectory, reason: str) -> Trajectory:
         ids: I32 = np.array(self._ids, dtype=np.int32)
         logprobs: F32 = np.array(self._logprobs, dtype=np.float32)
-        mask: Bool = np.array(self._sampled, dtype=np.bool_)
+        mask: Bool = np.array(self._sampled, dtype=np.bool_) & (reason != LOST)
         text = last.text
-        if self._turns > 1:
+        if self._turns != 1 or reason == LOST:
             text = self._environments.tokenizer.response_text(self._prompt_ids.tolist(), self._ids)
         return replace(
             last,
@@ -232,6 +297,10 @@ class Turns(Episode):
             finish_reason=reason,
             text=text,
             versions=self._versions,
-            reward=self._reward,
+            reward=self._sums.reward,
+            score=self._sums.score,
+            logs=self._sums.logs,
+            counts=self._sums.counts,
+            digests=[] if reason == LOST else self._digests,
             turns=self._turns,
         )

@@ -56,7 +56,7 @@ class Episodes:
         `environments`: what answers the policy between its turns; None: each episode is a prompt and a response.
         """
         self.scheduler = scheduler
-        self._play: Callable[[Prompt, Sampling], Episode] = Episode if environments is None else environments.begin
+        self._play: Callable[[Prompt, Sampling, int], Episode] = Episode if environments is None else environments.begin
         self._admit = admit
         self._sources: list[GroupSource] = []
         self._failure: BaseException | None = None
@@ -148,12 +148,16 @@ class Episodes:
 
     async def _episode(self, group: PromptGroup, sample: int, ended: Callable[[PromptGroup], None]) -> None:
         try:
-            episode = self._play(group.prompt, group.sampling)
-            await episode.start()
-            whole, turn = None, 0
-            while whole is None:
-                asking = self.scheduler.ask(group, sample, turn, episode.token_ids, episode.limit)
-                whole, turn = await episode.take(await asking), turn + 1
+            episode = self._play(group.prompt, group.sampling, sample)
+            try:
+                whole, turn = await episode.start(), 0
+                if whole is not None:
+                    self.scheduler.never_asks(group)
+                while whole is None:
+                    asking = self.scheduler.ask(group, sample, turn, episode.token_ids, episode.limit)
+                    whole, turn = await episode.take(await asking), turn + 1
+            finally:
+                episode.drop()
             group.trajectories.append(whole)
             self.scheduler.ended()
             if group.complete:

@@ -104,6 +104,11 @@ class Scheduler:
         self._take(request)
         return request.answer
 
+    def never_asks(self, group: PromptGroup) -> None:
+        """Note that an episode of a group that was placed has ended before its first turn."""
+        if group.work is not None:
+            group.work.coming = max(0, group.work.coming - 1)
+
     def ended(self) -> None:
         """Note that an episode asks no more."""
 

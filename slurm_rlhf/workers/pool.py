@@ -27,8 +27,8 @@ from slurm_rlhf.errors import WorkerError
 from slurm_rlhf.wire.timeouts import POLL_S, WORKER_END_S, WORKER_STACK_S
 from slurm_rlhf.workers.channel import Channel
 
-LATE, ENDED, MEMORY, RAISED = "late", "ended", "memory", "raised"
-"""Kinds of `WorkerError`."""
+LATE, ENDED, MEMORY, RAISED, GONE = "late", "ended", "memory", "raised", "gone"
+"""Kinds of `WorkerError`; gone: an earlier call has ended the process that a lease is of."""
 
 
 class Code(NamedTuple):
@@ -131,8 +131,11 @@ class Lease:
 
     async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         """As `WorkerPool.call`. Calls of all leases of a worker come one after the other, in their order."""
-        call = _Call(method, arguments, timeout_s, self.life)
-        return await asyncio.wrap_future(self.pool.queue(self.worker.calls, call))
+        return await asyncio.wrap_future(self.submit(method, *arguments, timeout_s=timeout_s))
+
+    def submit(self, method: str, *arguments: Any, timeout_s: float) -> Future[Any]:
+        """As `WorkerPool.submit`, for `call`."""
+        return self.pool.queue(self.worker.calls, _Call(method, arguments, timeout_s, self.life))
 
     def end(self) -> None:
         """Give the place in the worker back, once."""
@@ -208,7 +211,7 @@ class _Worker(threading.Thread):
 
     def _do(self, call: _Call) -> Any:
         if call.life not in (None, self.life):
-            raise WorkerError(ENDED, "the process in which it lived has ended")
+            raise WorkerError(GONE, "the process in which it lived has ended")
         if self.process is None:
             self._start()
         try:

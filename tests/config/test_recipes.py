@@ -27,7 +27,7 @@ SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 RECIPES = sorted(path.stem for path in (SBATCH / "recipes").glob("*.toml"))
 NAMES = [
     *("async_grpo", "cispo", "code_grpo", "dapo", "dr_grpo", "grpo", "grpo_lora"),
-    *("gspo", "ppo", "reinforce_pp", "rloo"),
+    *("gspo", "ppo", "reinforce_pp", "rloo", "tools_grpo"),
 ]
 WITH_A_TASK = {"code_grpo"}
 """Recipes that bring a reward of their own, and so do not lie under the quickstart."""
@@ -73,6 +73,7 @@ MAKES: dict[str, dict[str, object]] = {
         "rollout.n_samples_per_prompt": 1,
     },
     "rloo": {"algo.advantage.estimator": "rloo", "algo.kl.init_coef": 0.03, "rollout.n_samples_per_prompt": 4},
+    "tools_grpo": GRPO | {"env.max_turns": 6, "data.apply_chat_template": True},
 }
 """Recipe -> the keys that make it what it is. They are written in its file, whatever the defaults are."""
 

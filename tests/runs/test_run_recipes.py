@@ -238,44 +238,6 @@ def test_the_self_check_compares_engine_and_actor_and_says_what_bypass_means(
     assert "warning: algo.correction.bypass with train.full_determinism: the old log-probs are the engines'" in output
 
 
-# --- run environment --------------------------------------------------------------------------------------------------
-
-
-GAME = '''
-class Environment:
-    """Names a digit after the first turn, and rewards it in the second."""
-
-    def reset(self, row):
-        self.digit = "37"[sum(map(ord, row["input"])) % 2]
-
-    def step(self, messages):
-        if len(messages) == 2:
-            return self.digit * 6, 0.0, False
-        return None, messages[-1]["content"].count(self.digit) / 4, True
-'''
-TURNS = (
-    *("--reward.remote_url=", "--rollout.max_new_tokens=4"),
-    *("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0", "--train.max_epochs=1"),
-    *("--rollout.batch_size=16", "--train.batch_size=64", "--train.max_steps=48", "--eval.dataset="),
-)
-
-
-def test_two_turns_learn_what_one_cannot(tmp_path: Path) -> None:
-    """The digit that counts is known after the first turn only: without a look at it, 0.5 is the most."""
-    config = workspace(tmp_path)
-    (tmp_path / "game.py").write_text(GAME)
-    code, output = train(config, tmp_path / "run", *TURNS, f"--env.path={tmp_path / 'game.py'}", warm=True)
-    assert code == 0, output
-    rows = metrics(tmp_path / "run")
-    rewards = [row["reward"] for row in rows]
-    print([round(reward, 3) for reward in rewards])
-    # Five seeds end between 0.99 and 1, two of them with the instructions of AVX2 alone; without learning, at 0.
-    assert statistics.mean(rewards[-8:]) > 0.85
-    assert all(row["turns"] == 2.0 for row in rows)
-    assert all(row["rollout_logprob_diff_max"] < 1e-5 for row in rows)
-    assert all(row["response_length"] <= 8 for row in rows)  # without the six tokens of the environment
-
-
 # --- run reward -------------------------------------------------------------------------------------------------------
 
 

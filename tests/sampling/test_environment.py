@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from chat_templates import TEMPLATES, write_tokenizer
 from random_models import tiny_tokenizer
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import EpisodeError, ModelError, RewardError
-from slurm_rlhf.records import LENGTH, REPETITION, STOP, Prompt, Sampling, Trajectory, VersionSpan
+from slurm_rlhf.environments.records import ARGUMENTS, CALLS, ToolCall
+from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, RewardError
+from slurm_rlhf.records import LENGTH, LOST, REPETITION, STOP, Prompt, Sampling, Trajectory, VersionSpan, digest
 from slurm_rlhf.sampling.environment import Environments, Episode
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}={{ m.content }}*{% endfor %}{% if add_generation_prompt %}a={% endif %}"
@@ -41,6 +44,17 @@ def tokenizer_in(directory: Path, template: str = "") -> Tokenizer:
     return Tokenizer.load(directory)
 
 
+MADE: list[Environments] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """End the processes of a test's environments."""
+    yield
+    while MADE:
+        MADE.pop().close()
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return tokenizer_in(tmp_path_factory.mktemp("plain"))
@@ -57,17 +71,19 @@ def environments(tmp_path: Path, tokenizer: Tokenizer, code: str = GAME, **setti
     config.env.path = str(tmp_path / "game.py")
     config.data.max_len, config.rollout.max_new_tokens = 40, 6
     config.data.apply_chat_template = tokenizer.chat_template is not None
+    config.env.workers = 1
     for name, value in settings.items():
         group, _, key = name.partition("__")
         setattr(getattr(config, group), key, value)
-    return Environments(config, tokenizer)
+    MADE.append(Environments(config, tokenizer))
+    return MADE[-1]
 
 
 def sampled(tokenizer: Tokenizer, text: str, reason: str = STOP, version: int = 3) -> Trajectory:
     ids = np.array(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
     floats, mask = np.full(len(ids), -0.5, dtype=np.float32), np.ones(len(ids), dtype=np.bool_)
     spans = [VersionSpan(0, len(ids), version)]
-    return Trajectory(7, 1, ids[:0], ids, floats, mask, reason, text, spans, 2, "k")
+    return Trajectory(7, 1, ids[:0], ids, floats, mask, reason, text, spans, 2, "k", digests=[digest(ids)])
 
 
 def play(made: Environments, row: dict[str, Any], texts: list[Trajectory]) -> tuple[Trajectory, list[tuple[str, int]]]:
@@ -77,10 +93,19 @@ def play(made: Environments, row: dict[str, Any], texts: list[Trajectory]) -> tu
     asked = []
 
     async def run() -> Trajectory:
-        episode = made.begin(Prompt(7, prompt, ids, None, {"input": prompt, **row}), Sampling(max_new_tokens=6))
-        await episode.start()
+        limit = Sampling(max_new_tokens=made.config.rollout.max_new_tokens)
+        episode = made.begin(Prompt(7, prompt, ids, None, {"input": prompt, **row}, "input"), limit, 1)
+        try:
+            return await turns(episode)
+        finally:
+            episode.drop()
+
+    async def turns(episode: Episode) -> Trajectory:
+        if (lost := await episode.start()) is not None:
+            return lost
         for found in texts:
-            asked.append((made.tokenizer.decode(episode.token_ids.tolist()), episode.limit))
+            text = made.tokenizer.decode(episode.token_ids.tolist(), skip_special_tokens=False)
+            asked.append((text, episode.limit))
             if (whole := await episode.take(found)) is not None:
                 return whole
         raise AssertionError("the episode went on")
@@ -90,8 +115,8 @@ def play(made: Environments, row: dict[str, Any], texts: list[Trajectory]) -> tu
 
 def test_a_plain_prompt_is_an_episode_of_one_turn(plain: Tokenizer) -> None:
     found = sampled(plain, "4")
-    episode = Episode(Prompt(0, "2+2=", found.response_ids), Sampling(max_new_tokens=5))
-    asyncio.run(episode.start())
+    episode = Episode(Prompt(0, "2+2=", found.response_ids), Sampling(max_new_tokens=5), 0)
+    assert asyncio.run(episode.start()) is None
     assert (episode.token_ids is found.response_ids, episode.limit) == (True, 5)
     assert asyncio.run(episode.take(found)) is found
 
@@ -177,50 +202,115 @@ def test_without_a_prompt_of_its_own_an_environment_gets_the_messages_of_the_row
 
 
 def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> None:
-    template = "{% for m in messages %}{{ m.content if loop.last else m.content[:2] }}*{% endfor %}"
+    template = "{% for m in messages %}{{ m.content if loop.last else m.content[:-2] }}*{% endfor %}"
     with pytest.raises(ModelError, match="changes earlier messages when others follow"):
         environments(tmp_path, tokenizer_in(tmp_path / "model", template))
+
+
+def lost(
+    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], caplog: pytest.LogCaptureFixture, **settings: Any
+) -> str:
+    """Play an episode that is lost in its first turn; return why."""
+    whole, _ = play(environments(tmp_path, tokenizer, **settings), row, [sampled(tokenizer, "3")])
+    assert (whole.finish_reason, whole.action_mask.any(), whole.reward, whole.prompt, whole.sample) == (
+        LOST,
+        False,
+        0,
+        7,
+        1,
+    )
+    assert len(whole.response_ids) == len(whole.rollout_logprobs) == 1
+    return caplog.text
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ("raise", r"game.py:\d+: Environment.step raised KeyError: 'lost'"),
-        ("3", r"step returned 3; expected \(observation, reward, done\)"),
-        ('("no", float("nan"), False)', "returned the reward nan; expected"),
-        ('("no", "1", False)', "returned the reward '1'; expected"),
-        ("(None, 1, False)", "step returned None; expected a string"),
-        ('([{"role": "user", "content": "a"}], 1, False)', r"expected a string \(data.apply_chat_template is off\)"),
+        ("raise", "Environment.step raised KeyError: 'lost'"),
+        ("3", "step returned 3; expected (observation, reward, done)"),
+        ("None", "step returned None; expected"),
     ],
 )
-def test_a_step_that_cannot_be_used_is_named(tmp_path: Path, plain: Tokenizer, answer: str, said: str) -> None:
-    with pytest.raises(EpisodeError, match=said):
-        play(environments(tmp_path, plain), {"answers": [answer]}, [sampled(plain, "3")])
+def test_an_episode_whose_environment_fails_is_lost(
+    tmp_path: Path, plain: Tokenizer, caplog: pytest.LogCaptureFixture, answer: str, said: str
+) -> None:
+    assert said in lost(tmp_path, plain, {"answers": [answer]}, caplog)
 
 
-def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, plain: Tokenizer) -> None:
-    with pytest.raises(EpisodeError, match=r"reset returned a prompt of 50 tokens, and 1 to 34 fit"):
-        play(environments(tmp_path, plain), {"start": "3" * 50}, [])
+def test_a_prompt_that_does_not_fit_is_named(
+    tmp_path: Path, plain: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = lost(tmp_path, plain, {"start": "3" * 50}, caplog)
+    assert "begins with a prompt of 50 tokens, and 1 to 34 fit" in said
 
 
-def test_a_class_that_hangs_ends_the_run_with_its_name(tmp_path: Path, plain: Tokenizer) -> None:
-    code = GAME.replace("self.turns += 1", "import threading; threading.Event().wait()")
-    with pytest.raises(EpisodeError, match=r"Environment.step did not return within 0.1 s.*timeout.reward"):
-        play(environments(tmp_path, plain, code, timeout__reward=0.1), {"answers": []}, [sampled(plain, "3")])
+def test_where_most_episodes_are_lost_the_run_ends(tmp_path: Path, plain: Tokenizer) -> None:
+    made = environments(tmp_path, plain)
+    for _ in range(7):
+        assert play(made, {"answers": ["raise"]}, [sampled(plain, "3")])[0].finish_reason == LOST
+    with pytest.raises(EpisodeError, match=r"8 of 8 episodes are lost, the last one.*KeyError"):
+        play(made, {"answers": ["raise"]}, [sampled(plain, "3")])
 
 
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("", "no class Environment"),
-        ("def Environment(): ...", "no class Environment"),
-        ("class Environment:\n    def reset(self, row): ...", "its class Environment has no step"),
-        ("import nothing_of_that_name", "cannot be imported"),
-    ],
-)
-def test_a_file_without_a_usable_class_is_named(tmp_path: Path, plain: Tokenizer, code: str, said: str) -> None:
-    with pytest.raises(EpisodeError, match=said):
-        environments(tmp_path, plain, code)
+def test_every_token_that_is_trained_on_has_the_digest_of_the_engine(tmp_path: Path, plain: Tokenizer) -> None:
+    row = {"answers": ['("no=", 0.25, False)', "(None, 1, True)"]}
+    whole, _ = play(environments(tmp_path, plain), row, [sampled(plain, "35"), sampled(plain, "4")])
+    own = whole.response_ids[whole.action_mask]
+    assert whole.digests == [digest(own[:2]), digest(own[2:])]
+
+
+TOOL = """
+class Environment:
+    def reset(self, number: int) -> None:
+        self.number, self.found = number, False
+
+    def guess(self, count: int) -> str:
+        '''Guesses the number.
+
+        Args:
+            count: The guess.
+        '''
+        self.found = self.found or count == self.number
+        return "right" if count == self.number else "higher" if count < self.number else "lower"
+
+    def get_reward(self) -> float:
+        return float(self.found)
+"""
+
+
+@pytest.mark.parametrize("name", ["hermes", "deepseek"])
+def test_tools_are_called_and_answer(tmp_path: Path, name: str) -> None:
+    tokenizer = write_tokenizer(tmp_path, TEMPLATES[name])
+    made = environments(tmp_path, tokenizer, TOOL, data__max_len=1000, rollout__max_new_tokens=100)
+    (tools,) = made.described.values()
+    reader = made.tokens["tools"].reader
+    assert reader is not None
+    question = {"role": "user", "content": "2+2="}
+
+    def call(**arguments: Any) -> Trajectory:
+        message = reader.message("", [ToolCall("guess", arguments)])
+        text = tokenizer.chat([question, message], tools=tools.schemas, answer=False)
+        return sampled(tokenizer, text[len(tokenizer.chat([question], tools=tools.schemas)) :].rstrip("\n"))
+
+    texts = [call(count=3), call(counts=3), call(count=7), sampled(tokenizer, "It is 7.<|end|>")]
+    whole, asked = play(made, {"number": 7}, texts)
+    assert asked[0][0] == tokenizer.chat([question], tools=tools.schemas)
+    assert (whole.reward, whole.turns, whole.counts) == (1.0, 4, {CALLS: 3, ARGUMENTS: 1})
+    observed = tokenizer.decode(whole.response_ids[~whole.action_mask].tolist())
+    assert [word in observed for word in ("higher", "unknown field `counts`", "right")] == [True] * 3
+    assert whole.response_ids[whole.action_mask].tolist() == [i for one in texts for i in one.response_ids.tolist()]
+
+
+def test_tools_need_a_chat_template(tmp_path: Path, plain: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template = true"):
+        environments(tmp_path, plain, TOOL)
+
+
+def test_a_row_without_a_column_that_is_needed_is_named(tmp_path: Path) -> None:
+    made = environments(tmp_path, write_tokenizer(tmp_path, TEMPLATES["hermes"]), TOOL)
+    made.check_rows([Prompt(0, "a", np.zeros(1, np.int32), None, {"number": 1})], "data.prompt_dataset")
+    with pytest.raises(EpisodeError, match=r"data\.prompt_dataset, row 4: no column 'number', which reset"):
+        made.check_rows([Prompt(4, "a", np.zeros(1, np.int32), None, {"label": 1})], "data.prompt_dataset")
 
 
 def test_a_run_that_it_ends_has_saved_first() -> None:

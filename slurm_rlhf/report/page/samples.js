@@ -41,7 +41,10 @@ function highlighted(text, wanted) {
 }
 
 function tokenSpans(sample, colouring) {
+  const observed = new Set();
+  for (let pair = 0; pair < (sample.observed || []).length; pair += 2) for (let place = sample.observed[pair]; place < sample.observed[pair + 1]; place++) observed.add(place);
   return sample.tokens.map((token, place) => {
+    if (observed.has(place)) return el("span", { class: "token observed", ...tipped("written by the environment") }, token);
     const [value, strength] = COLOURINGS[colouring](sample, place);
     const known = value !== null && value !== undefined && !Number.isNaN(value);
     const amount = known ? strength(value) : 0;
@@ -54,7 +57,7 @@ function tokenSpans(sample, colouring) {
 
 function sampleCard(sample, state) {
   const wanted = state.wanted;
-  const coloured = sample.tokens.length && state.colouring !== "no colour" && !wanted;
+  const coloured = sample.tokens.length && (state.colouring !== "no colour" || (sample.observed || []).length) && !wanted;
   const facts = [`step ${sample.step}`, COMPARES ? RUNS[sample.run].name : null, `row ${sample.prompt_index}`, sample.label === null ? null : `label ${sample.label}`, sample.score === null ? null : `score ${number(sample.score)}`,
     sample.advantage === null ? null : `advantage ${number(sample.advantage)}`, `ended by ${sample.finish_reason}`, `engine ${sample.engine}`, `policy ${sample.version}`].filter(Boolean);
   return el("div", { class: "card sample" },

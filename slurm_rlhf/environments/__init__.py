@@ -1,0 +1,12 @@
+"""Environments: what answers the policy between its turns, and the tokens and tool calls of the turns.
+
+In processes of the worker pool: `kinds` (the conventions that a user's file may follow, and the environments of many
+episodes), `tools` (methods as tools). In the conductor: `host` (calls those processes), `turn_tokens` (what stands
+behind a turn that was sampled), `tool_calls` (the calls in its text, by the formats of `formats.toml`). `records`
+travels between the two.
+
+May import: base modules, config, data, workers. transformers in `_transformers` alone, inside functions. No torch.
+
+To add a format of tool calls: a table in `formats.toml`. To add a convention: a class in `kinds`, and its row of
+`KINDS`.
+"""

@@ -1,0 +1,33 @@
+"""The parts of transformers that read tools and their calls, written for transformers 5.19.0. No torch comes with them.
+
+utils/chat_template_utils.py get_json_schema(func)
+utils/chat_template_utils.py DocstringParsingException
+utils/chat_template_utils.py TypeHintParsingException
+utils/chat_parsing/response_parser.py parse_response(text, response_template, *, prefix, tools)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """Describe a tool by its type hints and its docstring. Raises ValueError that says what they lack."""
+    from transformers.utils import chat_template_utils as library
+
+    try:
+        found: dict[str, Any] = library.get_json_schema(function)
+    except (library.DocstringParsingException, library.TypeHintParsingException) as error:
+        raise ValueError(str(error)) from None
+    return found
+
+
+def parsed_response(
+    text: str, template: Mapping[str, Any], prompt: str, tools: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Read a response by a tokenizer's `response_template`; return the message. Raises ValueError."""
+    from transformers.utils.chat_parsing.response_parser import parse_response
+
+    found: dict[str, Any] = parse_response(text, dict(template), prefix=prompt, tools=list(tools))
+    return found

@@ -1,0 +1,96 @@
+"""Plays the environments of many episodes in the processes of a pool."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.environments.kinds import Instances
+from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
+from slurm_rlhf.errors import EpisodeError, WorkerError
+from slurm_rlhf.workers.pool import GONE, LATE, RAISED, Code, Lease, WorkerPool
+
+T = TypeVar("T")
+CODE = (Instances.__module__, Instances.__name__)
+
+
+class Homeless(Exception):
+    """Says that the process of an environment was ended by another environment in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Calls the environment of one episode, in the process where it lives. Each call may raise EpisodeError, Homeless.
+
+    What an environment raises is an error of its episode alone. One that ends its process, or is late, takes the other
+    episodes in it along: they begin anew.
+    """
+
+    host: Host
+    lease: Lease
+    number: int
+
+    async def begin(self, start: Start) -> Begun:
+        """Begin the episode."""
+        return await self._call(Begun, "begin", msgspec.structs.asdict(start))
+
+    async def turn(self, turn: Turn) -> Answer:
+        """Answer a turn."""
+        return await self._call(Answer, "turn", msgspec.to_builtins(turn))
+
+    async def end(self) -> Answer:
+        """End the episode."""
+        return await self._call(Answer, "end")
+
+    def leave(self) -> None:
+        """Forget the episode, over or not; return at once."""
+        with suppress(WorkerError):  # the pool is closed
+            call = self.lease.submit("drop", self.number, timeout_s=self.host.timeout_s)
+            call.add_done_callback(lambda call: self.lease.end())
+
+    async def _call(self, made: type[T], method: str, *arguments: Any) -> T:
+        try:
+            answer = await self.lease.call(method, self.number, *arguments, timeout_s=self.host.timeout_s)
+        except WorkerError as error:
+            if error.kind == GONE:
+                raise Homeless from None
+            file = "" if error.kind == RAISED else f"{self.host.file}: "
+            advice = "; make it faster or raise timeout.environment" if error.kind == LATE else ""
+            raise EpisodeError(f"{file}{error}{advice}") from error
+        return msgspec.convert(answer, made)
+
+
+class Host:
+    """Has the processes in which environments live, each with many of them."""
+
+    def __init__(self, config: Config, printed: Path | None) -> None:
+        """Start the processes. `printed`: the file for what environments print; None: it is printed as usual."""
+        self.file, self.timeout_s = config.env.path, config.timeout.environment
+        code, start_s = Code(*CODE, {"file": self.file}), config.timeout.connect
+        self._pool = WorkerPool(code, config.env.workers, config.env.memory_mb, start_s, printed)
+
+    def describe(self) -> dict[str, Tools]:
+        """Describe each environment, once all processes have loaded the file. Raises EpisodeError."""
+        try:
+            self._pool.ready()
+            found = self._pool.submit("describe", timeout_s=self._pool.start_s).result()
+        except WorkerError as error:
+            raise EpisodeError(str(error)) from error
+        return msgspec.convert(found, dict[str, Tools])
+
+    def home(self, number: int) -> Home:
+        """Choose a process for the environment of episode `number`."""
+        return Home(self, self._pool.lease(), number)
+
+    def pids(self) -> list[int]:
+        """List the processes that run."""
+        return self._pool.pids()
+
+    def close(self) -> None:
+        """End the processes, and wait for them."""
+        self._pool.close()

@@ -1,0 +1,68 @@
+"""What travels between an episode and its environment, which lives in another process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+Messages = list[dict[str, Any]]
+
+
+class ToolCall(Struct, forbid_unknown_fields=True):
+    """Holds a call of a tool, as the policy wrote it."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+    error: str = ""  # why its text cannot be read; empty: it can
+
+
+class Start(Struct, forbid_unknown_fields=True):
+    """Begins an episode."""
+
+    row: dict[str, Any]
+    label: Any
+    messages: Messages  # made of the row's prompt
+    text: str  # the prompt as the data make it, chat template included
+
+
+class Begun(Struct, forbid_unknown_fields=True):
+    """Answers `Start`."""
+
+    messages: Messages | None = None  # the whole prompt; None: that of the data
+    text: str | None = None  # the whole prompt as text, which gets no chat template
+    name: str = ""  # the environment of the row, in `Described`
+
+
+class Turn(Struct, forbid_unknown_fields=True):
+    """Tells what the policy has sampled."""
+
+    text: str
+    calls: list[ToolCall] = []
+
+
+class Answer(Struct, forbid_unknown_fields=True):
+    """Answers a turn, or the end of an episode."""
+
+    messages: Messages | None = None  # observation; None: there is none
+    text: str | None = None  # observation that gets no chat template
+    reward: float = 0.0
+    done: bool = False
+    score: float | None = None  # by the task's own measure; None: the environment gives none
+    logs: dict[str, float] = {}  # name -> value to be averaged and logged
+    counts: dict[str, int] = {}  # `CALLS` and the kinds of errors of tools -> how many
+
+
+class Tools(Struct, forbid_unknown_fields=True):
+    """Describes an environment."""
+
+    kind: str  # a key of `kinds.KINDS`
+    schemas: list[dict[str, Any]] = []  # its tools
+    columns: list[str] = []  # columns that each of its rows must have
+
+
+CALLS = "calls"
+UNREADABLE, UNKNOWN, ARGUMENTS, RAISED = "unreadable", "unknown", "arguments", "raised"
+ERRORS = (UNREADABLE, UNKNOWN, ARGUMENTS, RAISED)
+"""Kinds of errors of tools: text that is no call, a tool that is not there, arguments that do not fit its type hints,
+an exception in it. The policy gets each as an observation."""

@@ -1,0 +1,204 @@
+"""Reads the calls of tools in what the policy has sampled, in the format in which its chat template writes them.
+
+A tokenizer that has a `response_template` is read by it. For others the format is the first in `formats.toml` that
+reads back a call which the chat template has written. Where none does, that is an error at the start: a reader that
+does not fit would find no calls, without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.environments import _transformers
+from slurm_rlhf.environments.records import Messages, ToolCall
+from slurm_rlhf.errors import ModelError
+
+Schemas = Sequence[dict[str, Any]]
+Read = Callable[[str, Schemas], list[ToolCall]]
+"""Reads the calls in a response, special tokens included; the schemas are those of the tools."""
+
+END_OF_THINKING = "</think>"
+PROBE = ToolCall("look_up", {"text": "slurm-rlhf", "count": 7})
+PROBE_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": PROBE.name,
+        "description": "Looks a text up.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "The text."},
+                "count": {"type": "integer", "description": "How often."},
+            },
+            "required": ["text", "count"],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """Reads one format of `formats.toml`."""
+
+    name: str
+    call: re.Pattern[str]
+    mark: re.Pattern[str]
+    pair: re.Pattern[str] | None
+
+    def read(self, text: str, schemas: Schemas) -> list[ToolCall]:
+        """Read the calls behind the thinking; one that is broken has an error in place of arguments."""
+        text = text.rpartition(END_OF_THINKING)[2]
+        matches = list(self.call.finditer(text))
+        found = [call for match in matches for call in self._calls(match.groupdict(), schemas)]
+        broken = len(self.mark.findall(text)) - len(matches)
+        return found + [ToolCall("", error="the call is not complete, or not in the format of calls")] * broken
+
+    def _calls(self, groups: Mapping[str, str | None], schemas: Schemas) -> Iterator[ToolCall]:
+        name, arguments = (groups.get("name") or "").strip(), groups.get("arguments") or "{}"
+        try:
+            if self.pair is not None:
+                yield ToolCall(name, self._pairs(name, arguments, schemas))
+                return
+            given = json.loads(groups.get("json") or arguments)
+        except ValueError as error:
+            yield ToolCall(name, error=f"the call is not valid JSON: {error}")
+            return
+        for one in given if isinstance(given, list) else [given]:
+            yield ToolCall(name, one) if name and isinstance(one, dict) else _call_of(one)
+
+    def _pairs(self, name: str, text: str, schemas: Schemas) -> dict[str, Any]:
+        assert self.pair is not None
+        types = {key: value.get("type") for key, value in _properties(name, schemas).items()}
+        found = {match["key"].strip(): match["value"] for match in self.pair.finditer(text)}
+        return {key: value if types.get(key, "string") == "string" else _typed(value) for key, value in found.items()}
+
+
+def _call_of(one: Any) -> ToolCall:
+    """Read an object with name and arguments; the arguments may be JSON as text."""
+    one = one.get("function", one) if isinstance(one, dict) and isinstance(one.get("function"), dict) else one
+    if not isinstance(one, dict):
+        return ToolCall("", error=f"a call is an object with name and arguments, not {json.dumps(one)}")
+    name, given = (one.get(key, one.get(other)) for key, other in (("name", "tool_name"), ("arguments", "parameters")))
+    given = _typed(given) if isinstance(given, str) else {} if given is None else given
+    if not isinstance(name, str) or not isinstance(given, dict):
+        return ToolCall(str(name or ""), error="a call has a name, and an object of arguments")
+    return ToolCall(name, given)
+
+
+def _typed(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value  # the check of the arguments says what was expected
+
+
+def _properties(name: str, schemas: Schemas) -> dict[str, Any]:
+    functions = (schema["function"] for schema in schemas)
+    return next((f["parameters"].get("properties", {}) for f in functions if f["name"] == name), {})
+
+
+@cache
+def formats() -> tuple[ToolFormat, ...]:
+    """Return the known formats in their order."""
+    tables = tomllib.loads((resources.files(__package__) / "formats.toml").read_text(encoding="utf-8"))
+    made = {name: {key: re.compile(value, re.DOTALL) for key, value in table.items()} for name, table in tables.items()}
+    return tuple(ToolFormat(name, one["call"], one["mark"], one.get("pair")) for name, one in made.items())
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReader:
+    """Reads the calls of one model, and writes calls as its chat template takes them."""
+
+    name: str  # of the format
+    read: Read
+    as_text: bool  # the template takes arguments as JSON text
+
+    def message(self, content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """Make the assistant's message with calls, numbered as `answers` does."""
+        made = [
+            {
+                "type": "function",
+                "id": f"call{place:05d}",
+                "function": {"name": call.name, "arguments": self._arguments(call)},
+            }
+            for place, call in enumerate(calls)
+        ]
+        return {"role": "assistant", "content": content, "tool_calls": made}
+
+    def _arguments(self, call: ToolCall) -> Any:
+        return json.dumps(call.arguments) if self.as_text else call.arguments
+
+
+def answers(messages: Messages) -> Messages:
+    """Number the messages of tools by the calls that they answer."""
+    return [{**message, "tool_call_id": f"call{place:05d}"} for place, message in enumerate(messages)]
+
+
+def tool_reader(tokenizer: Tokenizer) -> ToolReader:
+    """Find how the model's chat template writes calls.
+
+    Raises ModelError where the template has no room for tools, and where nothing reads back what it has written.
+    """
+    where, question = str(tokenizer.directory), [{"role": "user", "content": "?"}]
+    asked = tokenizer.chat(question, tools=[PROBE_SCHEMA])
+    if PROBE.name not in asked:
+        raise ModelError(
+            f"the chat template of {where} does not show tools to the model: use a model whose template does (most "
+            "instruct models of today), or an environment with step(messages)"
+        )
+    why = ""
+    for as_text in (False, True):
+        reader = ToolReader("", lambda text, schemas: [], as_text)
+        try:
+            whole = tokenizer.chat([*question, reader.message("", [PROBE])], tools=[PROBE_SCHEMA], answer=False)
+        except ModelError as error:
+            why = why or str(error)
+            continue
+        written = without_end(_behind(asked, whole), tokenizer)
+        for name, read in _readers(tokenizer, asked):
+            if (found := read(written, [PROBE_SCHEMA])) == [PROBE]:
+                return ToolReader(name, read, as_text)
+            why = why or "".join(call.error for call in found)
+        why = why or f"it writes {written!r}, in which none of the known formats finds the call"
+    raise ModelError(
+        f"calls of tools cannot be read for the chat template of {where}: {why}. Give the tokenizer a "
+        "response_template (transformers, `tokenizer.parse_response`), or use a model with one of the formats "
+        f"{', '.join(one.name for one in formats())}"
+    )
+
+
+def _behind(asked: str, whole: str) -> str:
+    """Return what follows the question; its answer may begin otherwise than a prompt for one ends."""
+    return whole[
+        next((at for at, pair in enumerate(zip(asked, whole, strict=False)) if pair[0] != pair[1]), len(asked)) :
+    ]
+
+
+def without_end(text: str, tokenizer: Tokenizer) -> str:
+    """Cut a turn at the token that ends it."""
+    ends = [at for end in tokenizer.end_texts() if (at := text.rfind(end)) >= 0]
+    return text[: max(ends)] if ends else text
+
+
+def _readers(tokenizer: Tokenizer, prompt: str) -> Iterator[tuple[str, Read]]:
+    if template := tokenizer.response_template:
+
+        def read(text: str, schemas: Schemas) -> list[ToolCall]:
+            try:
+                message = _transformers.parsed_response(text, template, prompt, schemas)
+            except (ValueError, KeyError) as error:
+                return [ToolCall("", error=f"the call cannot be read: {error}")]
+            return [_call_of(one) for one in message.get("tool_calls") or []]
+
+        yield "response_template", read
+        return
+    for one in formats():
+        yield one.name, one.read

@@ -1,0 +1,262 @@
+"""The conventions of environments: what their classes are given, what they may answer, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from slurm_rlhf.environments.kinds import Instances
+from slurm_rlhf.environments.records import (
+    ARGUMENTS,
+    CALLS,
+    RAISED,
+    UNKNOWN,
+    UNREADABLE,
+    Answer,
+    Begun,
+    Start,
+    ToolCall,
+    Tools,
+    Turn,
+)
+from slurm_rlhf.errors import EpisodeError
+
+TOOLS = '''
+import asyncio
+
+class Counter:
+    """Counts, as an environment of TRL does."""
+
+    def reset(self, by: int = 1, **columns) -> str | None:
+        self.count, self.by = 0, by
+        return columns.get("hint")
+
+    def add(self, times: int, names: list[str] | None = None) -> int:
+        """
+        Adds to the count.
+
+        Args:
+            times: How often.
+            names: Names of those who count.
+        """
+        if times > 100:
+            raise ValueError("too often")
+        self.count += times * self.by
+        return self.count
+
+    async def wait(self) -> dict[str, int]:
+        """Waits."""
+        await asyncio.sleep(0)
+        return {"count": self.count}
+
+    def get_reward(self) -> float:
+        return self.count / 10
+
+    def _hidden(self): ...
+'''
+TEXT = """
+class Environment:
+    def reset(self, row):
+        self.row = row
+        return row.get("start")
+
+    def step(self, messages):
+        return eval(self.row["answer"])
+"""
+AGENT = '''
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class One:
+    """As a tensor of one element."""
+    def __float__(self): return 1.0
+
+class AgentInstance(AgentInstanceBase):
+    async def __init__(self, *args, **kwargs):
+        self.turns = 0
+
+    async def reset(self, states, **kwargs):
+        return {"observation": states["observation"] + "!"}
+
+    async def step(self, states, **kwargs):
+        self.turns += 1
+        said = [states["observation_text"], states["action_text"], states["label"]]
+        return {"rewards": One(), "scores": 0.5, "environment_feedback": str(said), "done": self.turns > 1,
+                "sampling_params": states["sampling_params"], "extra_logs": {"turns": self.turns}}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+'''
+GYM = """
+class Gym:
+    def __init__(self, env_config, extras={}):
+        self.extras = extras
+
+    def init(self, prompt):
+        return [*prompt, {"role": "user", "content": "and " + self.extras["more"]}], {}
+
+    def step(self, action):
+        said = [{"role": "user", "content": action}]
+        return {"observations": said, "reward": 1, "done": action == "b", "metadata": {}}
+
+    def close(self):
+        print("closed")
+"""
+
+
+class Typed:
+    """Calls `Instances` with records; to and fro they are plain values, as between processes."""
+
+    def __init__(self, file: Path) -> None:
+        self.instances = Instances(str(file))
+
+    def describe(self) -> dict[str, Tools]:
+        return msgspec.convert(self.instances.describe(), dict[str, Tools])
+
+    def begin(self, number: int, start: Start) -> Begun:
+        return msgspec.convert(self.instances.begin(number, msgspec.to_builtins(start)), Begun)
+
+    def turn(self, number: int, turn: Turn) -> Answer:
+        return msgspec.convert(self.instances.turn(number, msgspec.to_builtins(turn)), Answer)
+
+    def end(self, number: int) -> Answer:
+        answer = msgspec.convert(self.instances.end(number), Answer)
+        self.instances.drop(number)
+        return answer
+
+
+def instances(tmp_path: Path, code: str) -> Typed:
+    (tmp_path / "game.py").write_text(code)
+    return Typed(tmp_path / "game.py")
+
+
+def start(**row: Any) -> Start:
+    return Start(row, row.get("label"), [{"role": "user", "content": "hi"}], "<hi>")
+
+
+def test_public_methods_are_tools(tmp_path: Path) -> None:
+    made = instances(tmp_path, TOOLS)
+    (tools,) = made.describe().values()
+    assert [tools.kind, tools.columns] == ["tools", []]
+    by = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
+    assert sorted(by) == ["add", "wait"]
+    assert by["add"]["description"] == "Adds to the count."
+    assert by["add"]["parameters"]["required"] == ["times"]
+    begun = made.begin(7, start(by=2, hint=" there"))
+    assert begun.messages == [{"role": "user", "content": "hi there"}]
+    made.begin(8, start())
+    answer = made.turn(7, Turn("", [ToolCall("add", {"times": 3}), ToolCall("wait")]))
+    assert [(one["name"], one["content"]) for one in answer.messages or []] == [("add", "6"), ("wait", '{"count": 6}')]
+    assert (answer.counts, answer.done) == ({CALLS: 2}, False)
+    assert made.turn(7, Turn("that is all")).done
+    assert (made.end(7).reward, made.end(8).reward, made.instances.played) == (0.6, 0.0, {})
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "said"),
+    [
+        (ToolCall("ad"), UNKNOWN, "error: there is no tool 'ad'; did you mean add?; there are add, wait"),
+        (ToolCall("_hidden"), UNKNOWN, "there is no tool"),
+        (ToolCall("get_reward"), UNKNOWN, "there is no tool"),
+        (
+            ToolCall("add", {"times": "3"}),
+            ARGUMENTS,
+            "error: arguments of add: Expected `int`, got `str` - at `$.times`",
+        ),
+        (ToolCall("add"), ARGUMENTS, "missing required field `times`"),
+        (ToolCall("add", {"times": 1, "name": 2}), ARGUMENTS, "unknown field `name`"),
+        (ToolCall("add", {"times": 101}), RAISED, "error: ValueError: too often"),
+        (ToolCall("", error="not complete"), UNREADABLE, "error: not complete"),
+    ],
+)
+def test_a_bad_call_is_answered_and_counted(tmp_path: Path, call: ToolCall, kind: str, said: str) -> None:
+    made = instances(tmp_path, TOOLS)
+    made.begin(0, start())
+    answer = made.turn(0, Turn("", [call]))
+    assert answer.counts == {CALLS: 1, kind: 1}
+    assert said in (answer.messages or [])[0]["content"]
+
+
+def test_free_text_is_answered(tmp_path: Path) -> None:
+    made = instances(tmp_path, TEXT)
+    assert made.describe()[""].kind == "text"
+    assert made.begin(0, start(answer="str(len(messages)), 0.5, False")).messages is None
+    answer = made.turn(0, Turn("a"))
+    assert (answer.messages, answer.reward, answer.done) == ([{"role": "user", "content": "2"}], 0.5, False)
+    assert (made.turn(0, Turn("b")).messages or [])[0]["content"] == "4"
+    assert made.begin(1, start(start="go", answer="None, 1, True")).messages == [{"role": "user", "content": "go"}]
+    assert made.turn(1, Turn("a")).done
+
+
+def test_an_agent_file_is_read_as_it_is(tmp_path: Path) -> None:
+    made = instances(tmp_path, AGENT)
+    assert made.begin(0, start(label="x")).text == "<hi>!"
+    first = made.turn(0, Turn("a"))
+    assert (first.text, first.reward, first.score, first.done) == ("['<hi>!', 'a', 'x']", 1.0, 0.5, False)
+    second = made.turn(0, Turn("b"))
+    assert (second.text, second.logs, second.done) == (str([f"<hi>!a{first.text}", "b", "x"]), {"turns": 2.0}, True)
+
+
+def test_a_class_of_skyrl_gym_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = instances(tmp_path, GYM)
+    assert (made.begin(0, start(more="more")).messages or [])[-1]["content"] == "and more"
+    assert [made.turn(0, Turn(text)).done for text in "ab"] == [False, True]
+    made.end(0)
+    assert capsys.readouterr().out == "closed\n"
+
+
+def test_the_row_chooses_one_of_several(tmp_path: Path) -> None:
+    made = instances(tmp_path, f"{TOOLS}\n{TEXT}\nENVIRONMENTS = {{'count': Counter, 'free': Environment}}")
+    assert {name: tools.kind for name, tools in made.describe().items()} == {"count": "tools", "free": "text"}
+    assert made.begin(0, start(environment="free")).name == "free"
+    with pytest.raises(EpisodeError, match=r"'environment' of a row names 'fre'; did you mean free\?"):
+        made.begin(1, start(environment="fre"))
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("", "no class Environment"),
+        ("def Environment(): ...", "no class Environment"),
+        ("class Environment:\n    def reset(self, row): ...", "its class Environment is no environment"),
+        ("class Environment:\n    def step(self, messages): ...", "its class Environment is no environment"),
+        ("import nothing_of_that_name", "game.py:1: cannot be imported"),
+        (TEXT.replace("Environment", "A") + TEXT.replace("Environment", "B"), "several classes could be it"),
+        ("ENVIRONMENTS = {'a': 3}", r"ENVIRONMENTS\['a'\] is no environment"),
+        (AGENT + "\n    async def execute(self): ...", "AgentExecutor.execute samples with an engine of its own"),
+        (TOOLS.replace("times: int", "times"), r"game.py:11: the tool Counter.add cannot be described.*type hint"),
+        (TOOLS.replace("            times: How often.\n", ""), "the tool Counter.add cannot be described"),
+        (TOOLS.replace("times: int", "times: complex"), "the tool Counter.add cannot be described"),
+        (TOOLS.replace("def add(self, ", "def add(self, *rest: int, "), "takes any arguments|cannot be described"),
+        (TEXT + "\n    def __init__(self, size): ...", "Environment.__init__ needs size"),
+    ],
+)
+def test_what_is_no_environment_is_refused(tmp_path: Path, code: str, said: str) -> None:
+    with pytest.raises(EpisodeError, match=said):
+        instances(tmp_path, code).describe()
+
+
+def test_columns_that_a_row_must_have_are_told(tmp_path: Path) -> None:
+    assert instances(tmp_path, TOOLS.replace("by: int = 1", "by: int")).describe()[""].columns == ["by"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("{}['lost']", r"game.py:8: Environment.step raised KeyError: 'lost'"),
+        ("exit(3)", r"Environment.step raised SystemExit: 3"),
+        ("3", r"step returned 3; expected \(observation, reward, done\)"),
+        ("None", r"step returned None; expected \(observation, reward, done\)"),
+        ('"no", float("nan"), False', "returned nan; expected a finite number"),
+        ('"no", "1", False', "returned '1'; expected a finite number"),
+        ("None, 1, False", "step returned None; expected a string"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_named(tmp_path: Path, answer: str, said: str) -> None:
+    made = instances(tmp_path, TEXT)
+    made.begin(0, start(answer=answer))
+    with pytest.raises(EpisodeError, match=said):
+        made.turn(0, Turn("a"))

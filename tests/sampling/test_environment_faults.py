@@ -1,0 +1,124 @@
+"""Environments that fail in every way, many at once: each costs its own episode, and no process is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from random_models import tiny_tokenizer
+from waiting import scaled
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import EpisodeError
+from slurm_rlhf.records import LOST, STOP, Prompt, Sampling, Trajectory, VersionSpan, digest
+from slurm_rlhf.sampling import environment
+from slurm_rlhf.sampling.environment import Environments
+
+FAULTY = """
+import os, signal, time
+
+class Environment:
+    def __init__(self):
+        self.turns = 0
+
+    def reset(self, row):
+        self.fault = row["fault"]
+        if self.fault == "reset":
+            raise ValueError("no reset")
+
+    def step(self, messages):
+        self.turns += 1
+        if self.turns == 2:
+            if self.fault == "raises":
+                raise ValueError("no step")
+            if self.fault == "hangs":
+                time.sleep(3600)
+            if self.fault == "nothing":
+                return None
+            if self.fault == "kills":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.fault == "exits":
+                os._exit(3)
+        return "1", 1.0, self.turns == 3
+"""
+FAULTS = ("", "", "", "", "", "", "reset", "raises", "nothing", "kills", "exits")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_tokenizer().save_pretrained(directory)
+    return Tokenizer.load(directory)
+
+
+def made(tmp_path: Path, tokenizer: Tokenizer, **settings: Any) -> Environments:
+    config = Config()
+    (tmp_path / "game.py").write_text(FAULTY)
+    config.env.path, config.env.workers, config.data.apply_chat_template = str(tmp_path / "game.py"), 3, False
+    config.rollout.max_new_tokens, config.data.max_len = 8, 200
+    config.timeout.environment = settings.get("deadline", 60.0)
+    return Environments(config, tokenizer)
+
+
+async def episode(environments: Environments, prompt: Prompt) -> Trajectory:
+    """Play an episode whose every turn is `4`."""
+    ids = np.array(environments.tokenizer.encode("4"), dtype=np.int32)
+    floats, mask = np.zeros(1, dtype=np.float32), np.ones(1, dtype=np.bool_)
+    playing = environments.begin(prompt, Sampling(max_new_tokens=8), 0)
+    try:
+        whole = await playing.start()
+        while whole is None:
+            spans, said = [VersionSpan(0, 1, 0)], environments.tokenizer.decode(ids.tolist())
+            answer = Trajectory(prompt.index, 0, ids, ids, floats, mask, STOP, said, spans, digests=[digest(ids)])
+            whole = await playing.take(answer)
+        return whole
+    finally:
+        playing.drop()
+
+
+def play(environments: Environments, faults: list[str]) -> list[Trajectory]:
+    ids = np.array(environments.tokenizer.encode("2+2="), dtype=np.int32)
+    prompts = [Prompt(i, "2+2=", ids, None, {"input": "2+2=", "fault": f}, "input") for i, f in enumerate(faults)]
+
+    async def all_of_them() -> list[Trajectory]:
+        return list(await asyncio.gather(*(episode(environments, prompt) for prompt in prompts)))
+
+    try:
+        return asyncio.run(all_of_them())
+    finally:
+        pids = environments.host.pids()
+        environments.close()
+        assert pids
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_each_failure_costs_its_own_episode(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose process another one has ended begin anew: so often here that three times are not enough."""
+    monkeypatch.setattr(environment, "MOST_TRIES", 1000)
+    faults = list(FAULTS) * 6
+    found = play(made(tmp_path, tokenizer), faults)
+    wanted = Counter("" if fault == "" else LOST for fault in faults)
+    assert Counter(LOST if one.finish_reason == LOST else "" for one in found) == wanted
+    for one, fault in zip(found, faults, strict=True):
+        assert (one.finish_reason == LOST) == bool(fault)
+        assert one.action_mask.any() != bool(fault)
+        if not fault:
+            assert (one.reward, one.turns, len(one.response_ids)) == (3.0, 3, 5)
+
+
+def test_one_that_hangs_is_lost_after_its_deadline(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    found = play(made(tmp_path, tokenizer, deadline=scaled(1.0)), ["hangs", "", "", "", "", ""])
+    assert [one.finish_reason for one in found] == [LOST, *[STOP] * 5]
+
+
+def test_an_episode_does_not_begin_anew_for_ever(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(EpisodeError, match=r"\d+ of \d+ episodes are lost"):
+        play(made(tmp_path, tokenizer), ["kills"] * 40)
