@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,9 @@ def check_run(arguments: Arguments) -> int:
     check(config)
     require_fit(config, memory_on(config, layout_somewhere(config)))
     print(f"keys, files and model directories are right; reading {config.data.prompt_dataset}", flush=True)
-    inputs = read(config)
-    for line in chain(look(config, inputs), _rewards(config, inputs)):
-        print(line, flush=True)
+    with closing(read(config)) as inputs:
+        for line in chain(look(config, inputs), _rewards(config, inputs)):
+            print(line, flush=True)
     return 0
 
 
@@ -41,6 +42,12 @@ def read(config: Config) -> Inputs:
     from slurm_rlhf.run.run_inputs import Inputs
 
     return Inputs.read(config, lambda note: None)
+
+
+def looked(config: Config) -> list[str]:
+    """Describe the data, as `look` does. Raises UserError."""
+    with closing(read(config)) as inputs:
+        return [*look(config, inputs)]
 
 
 def look(config: Config, inputs: Inputs) -> Iterator[str]:

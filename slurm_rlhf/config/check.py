@@ -83,7 +83,7 @@ def check_eval(config: Config) -> None:
     for one in data_sets(config):
         problems += _file(f"eval.datasets, {one.name}", one.path, "a JSONL file of prompts")
     reward = config.reward
-    if not (reward.remote_url or reward.function or reward.model_name_or_path):
+    if not any(getattr(reward, name) for name in REWARD_SOURCES):
         problems.append("reward.remote_url is not set: name a Python file with reward_func, which scores the responses")
     _raise(problems, [])
 
@@ -98,10 +98,12 @@ def _reward_function(config: Config) -> Iterator[str]:
             "reward.model_name_or_path: responses are not scored by a reward model here: use a reward function "
             "(reward.remote_url), or leave it out"
         )
-    if reward.remote_url and reward.function:
-        yield "reward.remote_url and reward.function are both set: leave one out"
+    named = [f"reward.{name}" for name in ("remote_url", "function", "preset") if getattr(reward, name)]
+    if len(named) > 1:
+        yield f"{' and '.join(named)} are both set: leave one out"
+    yield from preset(config)
     if reward.remote_url:
-        yield from _file("reward.remote_url", reward.remote_url, "a Python file with reward_func")
+        yield from _reward_file(config)
 
 
 def _no_training_run(config: Config) -> Iterator[str]:
@@ -222,6 +224,7 @@ def _slurm(config: Config) -> Iterator[str]:
 def reward_source(config: Config) -> Iterator[str]:
     """Check the keys that name where rewards come from: exactly one of them is needed."""
     source = config.reward.remote_url
+    yield from preset(config)
     named = [f"reward.{name}" for name in REWARD_SOURCES if getattr(config.reward, name)]
     named += ["env.path"] if config.env.path else []
     if len(named) > 1:
@@ -232,10 +235,35 @@ def reward_source(config: Config) -> Iterator[str]:
         yield f"neither {known} nor env.path (an environment) is set: name one"
     elif config.env.path:
         yield from _file("env.path", config.env.path, "a Python file with a class Environment")
-    elif source.startswith(("http://", "https://")):
-        yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
     elif source:
+        yield from _reward_file(config)
+
+
+PRESET_LIBRARIES = {"math": ("math_verify", "math-verify"), "json_schema": ("jsonschema", "jsonschema")}
+"""Preset -> the module that it imports, and the package."""
+
+
+def preset(config: Config) -> Iterator[str]:
+    """Check the preset of the reward: what it needs, and what it takes."""
+    name, value = config.reward.preset, config.reward.preset_value
+    module, package = PRESET_LIBRARIES.get(name, ("", ""))
+    if module and find_spec(module) is None:
+        yield f"reward.preset = {name} needs {package}, which is not installed: pip install 'slurm_rlhf[rewards]'"
+    if name in ("regex", "json_schema", "length") and not value:
+        yield f"reward.preset_value is empty: reward.preset = {name} needs it; slurm-rlhf docs rewards says what for"
+    if value and name in ("", "math", "exact"):
+        yield f"reward.preset_value = {value} has no effect with reward.preset = {name or 'empty'}: leave it out"
+
+
+def _reward_file(config: Config) -> Iterator[str]:
+    """Check the file or the servers of reward.remote_url."""
+    source = config.reward.remote_url
+    if not source.startswith(("http://", "https://")):
         yield from _file("reward.remote_url", source, "a Python file with reward_func")
+        return
+    for url in source.split(","):
+        if not url.strip().startswith(("http://", "https://")):
+            yield f"reward.remote_url: {url.strip()!r} is no http:// or https:// address, as the first one is"
 
 
 def reward_statistics(path: str) -> tuple[float, float] | None:

@@ -10,7 +10,8 @@ from slurm_rlhf.errors import ConfigError, meant
 
 TOPICS: dict[str, str] = {
     "first_run": "see it learn, and what a run leaves behind",
-    "data_and_reward": "your model, your prompts, your reward function",
+    "data_and_reward": "your model, your prompts, an environment",
+    "rewards": "your reward function, and what happens when it fails",
     "models": "which models were compared, and the self-check",
     "generate": "answers to a file of prompts",
     "cluster": "Slurm, MPI, containers, networks, does a GPU work",

@@ -29,6 +29,8 @@ GPU_HEALTH_S = 10.0  # an answer about the health of GPUs, without which a run s
 QUOTA_S = 5.0  # the command that tells a quota
 PY_SPY_S = 8.0  # the stacks of a process, taken from outside
 KERNEL_LOCK_S = 20.0  # the lock of a kernel cache that another rank holds
+REWARD_RETRY_S = 10.0  # the longest pause between two requests to a reward server that does not answer
+REWARD_IDLE_S = 120.0  # the silence of a connection to `serve-reward`, which is closed then
 REWARD_SEARCH_S = 10.0  # the search for the response that makes a reward function raise
 
 # --- start and end of processes ---

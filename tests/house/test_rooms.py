@@ -47,6 +47,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "submitit": ("nodes/",),
     "zmq": ("wire/",),
     "msgpack": (),
+    "httpx": ("rewards/remote.py",),
     "transformers": ("trainer/", "engine/", "parity/", "bench/"),
     "tensorboard": ("observe/",),
     "wandb": ("observe/sinks.py",),

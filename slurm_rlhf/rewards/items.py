@@ -1,0 +1,53 @@
+"""What a reward is computed of: an item for each response. Plain values, which travel to workers and servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from slurm_rlhf.records import Prompt, Trajectory
+
+
+class Item(TypedDict):
+    """Describes a response, with the prompt that it answers."""
+
+    prompt: str  # as the model got it, template included
+    messages: list[dict[str, Any]] | None  # None: the prompt is a plain text
+    response: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    label: Any
+    row: dict[str, Any]  # all columns of the data
+    finish_reason: str
+    version: int  # the oldest policy that sampled a token of it
+    turns: int
+
+
+def items_of(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], input_key: str = "input") -> list[Item]:
+    """Make the items of `trajectories`; `prompts[i]` is the prompt of `trajectories[i]`."""
+    return [
+        Item(
+            prompt=prompt.text,
+            messages=given if isinstance(given := prompt.row.get(input_key), list) else None,
+            response=found.text,
+            prompt_ids=found.prompt_ids.tolist(),
+            response_ids=found.response_ids.tolist(),
+            label=prompt.label,
+            row=prompt.row,
+            finish_reason=found.finish_reason,
+            version=min((span.version for span in found.versions), default=0),
+            turns=found.turns,
+        )
+        for prompt, found in zip(prompts, trajectories, strict=True)
+    ]
+
+
+def by_prompt(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """List the places of the responses to each prompt; those to one prompt stand together."""
+    groups: list[list[int]] = []
+    for place, prompt in enumerate(prompts):
+        if not place or prompt is not prompts[place - 1]:
+            groups.append([])
+        groups[-1].append(place)
+    return groups

@@ -1,0 +1,41 @@
+"""Make the source of rewards that the configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
+from slurm_rlhf.rewards.model import RewardSource
+from slurm_rlhf.rewards.pooled import PooledRewards
+from slurm_rlhf.rewards.remote import RemoteRewards, servers_of
+from slurm_rlhf.user_files import is_of_script
+from slurm_rlhf.workers.pool import Code
+
+
+def reward_source(
+    config: Config, printed: Path | None = None, note: Callable[[str], None] = lambda text: None
+) -> RewardSource:
+    """Make the source that `reward` names, but for a reward model; `close_source` ends it.
+
+    `printed`: the file for what functions print in workers; None: it is printed as usual. `note` tells the user of
+    servers that do not answer. A function that the script
+    itself has registered runs here: no other process knows it. Raises ConfigError, RewardError.
+    """
+    reward = config.reward
+    if servers_of(reward.remote_url):
+        return RemoteRewards(config, note)
+    if reward.preset:
+        code = Code("slurm_rlhf.rewards.presets", "Preset", {"name": reward.preset, "value": reward.preset_value})
+        return PooledRewards(code, config, printed)
+    if not reward.workers or is_of_script(REGISTERED, reward.function):
+        return RewardFunction.of(reward, config.data.input_key)
+    given = {"source": reward.remote_url, "function": reward.function, "plugins": config.train.plugins}
+    return PooledRewards(Code("slurm_rlhf.rewards.function", "served", given), config, printed)
+
+
+def close_source(source: RewardSource | None) -> None:
+    """End the processes of a source, if it has any."""
+    if isinstance(source, PooledRewards | RemoteRewards):
+        source.close()
