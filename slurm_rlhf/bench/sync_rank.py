@@ -30,7 +30,7 @@ from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.weights.ends import Held, Receiver, Sender
 from slurm_rlhf.weights.group import SyncGroup, join
 from slurm_rlhf.weights.rendezvous import Membership, SyncStore
-from slurm_rlhf.weights.transfer_plan import Layout, Parameter, SyncPlan, make_plan
+from slurm_rlhf.weights.transfer_plan import Parameter, SyncPlan, TransferLayout, make_plan
 
 RAW_PIECE = 64 << 20
 ON_GPUS = ("nccl", "ipc")
@@ -115,7 +115,7 @@ class Rank:
         """Move the bytes: on loopback by a broadcast to all engines, over a network to one remote engine."""
         if self.raw is None:
             return
-        layout = Layout(tuple(self.spec.actors), tuple(self.spec.engines))
+        layout = TransferLayout(tuple(self.spec.actors), tuple(self.spec.engines))
         network = not is_loopback(self.group.me.address)
         at = self.device if self.group.backend == "nccl" else torch.device("cpu")
         whole = torch.zeros(min(RAW_PIECE, self.plan.payload), dtype=torch.uint8, device=at)

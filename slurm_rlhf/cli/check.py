@@ -30,7 +30,8 @@ def check_run(arguments: Arguments) -> int:
     config = load_config(arguments.files, arguments.overrides)
     check(config)
     require_fit(config, memory_on(config, layout_somewhere(config)))
-    print(f"keys, files and model directories are right; reading {config.data.prompt_dataset}", flush=True)
+    source = config.data.prompt_dataset or config.data.reasoning_gym
+    print(f"keys, files and model directories are right; reading {source}", flush=True)
     with closing(read(config)) as inputs:
         for line in chain(look(config, inputs), _rewards(config, inputs)):
             print(line, flush=True)

@@ -182,7 +182,10 @@ class Command:
             if name not in known | {ALL}:
                 found = ", ".join(sorted(groups() & known))
                 raise ConfigError(f"no help on {unknown(name, known)} (groups: {found}; or {ALL})")
-        return help_text(self.keys if ALL in names else names, columns())
+        shown = [
+            key.name for key in all_keys().values() if listed(key, self.keys) and (ALL in names or listed(key, names))
+        ]
+        return help_text(shown, columns())
 
 
 @cache

@@ -13,6 +13,7 @@ from slurm_rlhf.cli.train import configured
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
@@ -41,7 +42,7 @@ def generate_rows(arguments: Arguments) -> int:
         nodes_here(os.environ), config.vllm.tensor_parallel_size, config.generate.engines_per_node
     )
     directory = shard.directory(Path(config.run_dir))
-    places = [("generate.dataset", config.generate.dataset)]
+    places = [("generate.dataset", str(file)) for file in data_files(config.generate.dataset)]
     return generate(config, shard, source, ranks, engine_launcher(config, directory, ranks, places))
 
 
@@ -119,7 +120,9 @@ def evaluate(arguments: Arguments) -> int:
             print(f"evaluation {one.settings.name}: {one.prompts.dropped} prompts are too long and are dropped")
     per_node = config.generate.engines_per_node
     ranks = engines_everywhere(nodes_here(os.environ), config.vllm.tensor_parallel_size, per_node)
-    places = [(f"eval.datasets, {one.settings.name}", one.settings.path) for one in job.sets]
+    places = [
+        (f"eval.datasets, {one.settings.name}", str(file)) for one in job.sets for file in data_files(one.settings.path)
+    ]
     code = job.run(ranks, engine_launcher(config, job.root, ranks, places))
     if code:
         return code

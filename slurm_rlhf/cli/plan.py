@@ -27,7 +27,7 @@ from slurm_rlhf.placement.replacement import chosen
 from slurm_rlhf.placement.step_time import Links, StepTime, predict
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 from slurm_rlhf.weights.routes import cost_of
-from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
+from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
 _WIDTH = 100
@@ -256,7 +256,7 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
         return None
     described = [[name, shape, config.ds.param_dtype] for name, shape in sent]
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
-    layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
+    layout = TransferLayout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
     on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
     return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)
 

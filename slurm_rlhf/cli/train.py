@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurm_rlhf.cli.commands import Arguments
+from slurm_rlhf.cli.commands import Arguments, commands
 from slurm_rlhf.cli.plan import (
     check_memory,
     draw_layout,
@@ -21,17 +21,15 @@ from slurm_rlhf.cluster.resources import memory_of, memory_on
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft, warnings
 from slurm_rlhf.config.hub import fetch_models
+from slurm_rlhf.config.keys import all_keys, changed_keys, key_of
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.text import split_overrides
+from slurm_rlhf.config.text import listed, split_overrides
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.srun import container_of
 from slurm_rlhf.placement.rank_map import RankMap
-
-OTHER_COMMANDS = ("sft", "generate")
-"""Commands with a group of keys of their own."""
 
 
 def train(arguments: Arguments) -> int:
@@ -41,7 +39,7 @@ def train(arguments: Arguments) -> int:
         from slurm_rlhf.cli import mpi_start
 
         return mpi_start.train(arguments, start)
-    refuse_foreign_keys(arguments.overrides)
+    refuse_unread_keys(arguments)
     if "dry_run" in arguments.options:
         config = load_config(arguments.files, arguments.overrides)
         from slurm_rlhf.cli.check import looked
@@ -65,14 +63,14 @@ def configured(arguments: Arguments) -> Config:
     return config
 
 
-def refuse_foreign_keys(overrides: list[str]) -> None:
-    """Raise ConfigError for a key of another command on the command line of a training run."""
-    for name, _ in split_overrides(overrides)[0]:
-        command = name.partition(".")[0]
-        if command in OTHER_COMMANDS and "." in name:
-            raise ConfigError(
-                f"--{name} is a key of `slurm-rlhf {command}`, and training does not use it: leave it out"
-            )
+def refuse_unread_keys(arguments: Arguments) -> None:
+    """Raise ConfigError for a key on the command line that the command does not read."""
+    for name, _ in split_overrides(arguments.overrides)[0]:
+        key = key_of(name)
+        if key is not None and not listed(key, arguments.command.keys):
+            group = name.partition(".")[0]
+            own = f" (it is a key of `slurm-rlhf {group}`)" if group in commands() else ""
+            raise ConfigError(f"--{name} is not read by `slurm-rlhf {arguments.command.name}`{own}: leave it out")
 
 
 def given_twice(overrides: list[str]) -> list[str]:
@@ -118,9 +116,13 @@ def _say(text: str) -> None:
 
 def sft(arguments: Arguments) -> int:
     """Train on examples and write the model. Raises SlurmRlhfError."""
+    refuse_unread_keys(arguments)
     config = configured(arguments)
     fetch_models(config, _say)
     check_sft(config)
+    unread = [name for name in changed_keys(config) if not listed(all_keys()[name], arguments.command.keys)]
+    if unread := [name for name in unread if name != "run_dir"]:
+        _say(f"note: `slurm-rlhf sft` does not read {', '.join(unread)}")
     for text in warnings(config):
         _say(f"warning: {text}")
     from slurm_rlhf.groups.role_environment import WAITING_THREADS
@@ -134,7 +136,7 @@ def sft(arguments: Arguments) -> int:
 
 def submit(arguments: Arguments) -> int:
     """Submit a job that trains. Raises SlurmRlhfError."""
-    refuse_foreign_keys(arguments.overrides)
+    refuse_unread_keys(arguments)
     config = configured(arguments)
     fetch_models(config, _say)
     require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue

@@ -31,6 +31,9 @@ PY_SPY_S = 8.0  # the stacks of a process, taken from outside
 KERNEL_LOCK_S = 20.0  # the lock of a kernel cache that another rank holds
 REWARD_RETRY_S = 10.0  # the longest pause between two requests to a reward server that does not answer
 REWARD_IDLE_S = 120.0  # the silence of a connection to `serve-reward`, which is closed then
+TASKS_S = 300.0  # the making of all tasks of data.reasoning_gym
+SANDBOX_S = 10.0  # the unit tests of a response, all together
+SANDBOX_PROBE_S = 10.0  # a program that only prints, in a sandbox that may not work
 REWARD_SEARCH_S = 10.0  # the search for the response that makes a reward function raise
 
 # --- start and end of processes ---

@@ -98,8 +98,9 @@ def test_help_of_a_command(
     assert max(map(len, out.splitlines())) <= 120
     assert cli.main([name, "--help", "actor"]) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"^  --actor\.num_nodes INT\s", out, re.MULTILINE)
-    assert "[1]" in out
+    key, default = ("model_name_or_path PATH", "[empty]") if name == "sft" else ("num_nodes INT", "[1]")
+    assert re.search(rf"^  --actor\.{key}\s", out, re.MULTILINE)
+    assert default in out
     assert "--critic." not in out
     assert err == ""
     assert max(map(len, out.splitlines())) <= 120
