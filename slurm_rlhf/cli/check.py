@@ -13,7 +13,7 @@ from slurm_rlhf.cluster.resources import memory_on
 from slurm_rlhf.config.check import check, warnings
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import cut
+from slurm_rlhf.errors import RewardError, cut
 
 if TYPE_CHECKING:
     from slurm_rlhf.data.prompts import PromptSet
@@ -89,7 +89,13 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         yield f"rewards: by the environment in {inputs.environments.file}"
         return
     from slurm_rlhf.rewards.model import Scoring
+    from slurm_rlhf.rewards.sources import unhealthy
 
+    if away := unhealthy(inputs.reward):
+        raise RewardError(f"reward servers that are not there: {'; '.join(away)}: start them, or correct the address")
+    if config.reward.model_name_or_path:
+        yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"
+        return
     prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts)))]
     answer = Scoring(inputs.reward, config.timeout.reward)(prompts, [_answered(prompt) for prompt in prompts], 0)
     values = ", ".join(f"{value:g}" for value in answer.rewards)

@@ -15,6 +15,7 @@ from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.correction import bypass_note
 from slurm_rlhf.config.data_files import WHAT, data_files
 from slurm_rlhf.config.evaluation import data_sets, eval_problems
+from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
@@ -27,6 +28,7 @@ from slurm_rlhf.config.model_directory import (
     require_tokenizer,
     uncompared,
 )
+from slurm_rlhf.config.reward_sources import part_problems, settings_of
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
 from slurm_rlhf.config.rules import colocated, key_problems, length_problems, out_of_range, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config
@@ -86,7 +88,7 @@ def check_eval(config: Config) -> None:
     for one in data_sets(config):
         problems += _data(f"eval.datasets, {one.name}", one.path)
     reward = config.reward
-    if not any(getattr(reward, name) for name in REWARD_SOURCES):
+    if not (reward.sources or any(getattr(reward, name) for name in REWARD_SOURCES)):
         problems.append("reward.remote_url is not set: name a Python file with reward_func, which scores the responses")
     _raise(problems, [])
 
@@ -247,6 +249,13 @@ def _slurm(config: Config) -> Iterator[str]:
 def reward_source(config: Config) -> Iterator[str]:
     """Check the keys that name where rewards come from: exactly one of them is needed."""
     source = config.reward.remote_url
+    if config.reward.sources:
+        yield from part_problems(config)
+        for part in config.reward.sources:
+            alone = changed(config, settings_of(part))
+            found = [*preset(alone), *_reward_file(alone)]
+            yield from (f"reward.sources, {part.name}: {problem}" for problem in found)
+        return
     yield from preset(config)
     named = [f"reward.{name}" for name in REWARD_SOURCES if getattr(config.reward, name)]
     named += ["env.path"] if config.env.path else []
@@ -282,6 +291,8 @@ def _reward_file(config: Config) -> Iterator[str]:
     """Check the file or the servers of reward.remote_url."""
     source = config.reward.remote_url
     if not source.startswith(("http://", "https://")):
+        if not source:
+            return
         yield from _file("reward.remote_url", source, "a Python file with reward_func")
         return
     for url in source.split(","):

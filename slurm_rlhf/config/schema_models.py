@@ -101,7 +101,25 @@ class Ref:
 
 
 @dataclass(slots=True)
+class RewardPart:
+    """One entry of reward.sources."""
+
+    name: str = ""
+    weight: float = 1.0
+    clip: list[float] = field(default_factory=list)  # empty: it is not clipped
+    remote_url: str = ""
+    function: str = ""
+    preset: str = ""
+    preset_value: str = ""
+    model: bool = False  # that of reward.model_name_or_path
+
+
+@dataclass(slots=True)
 class Reward:
+    sources: list[RewardPart] = field(default_factory=list)
+    """Several rewards, `[[reward.sources]]` each, of which the weighted sum counts: tables with name, weight (1), clip
+    (two numbers) and one of remote_url, function, preset (and preset_value) or model = true, the model of
+    reward.model_name_or_path. Each is a component and a metric, reward/NAME."""
     remote_url: FilePath = ""
     """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF, or a TRL function; or
     servers, `http://HOST:PORT/...`, several by comma. What they get and answer: `slurm-rlhf docs rewards`."""

@@ -69,7 +69,8 @@ class Scores:
     def of(cls, config: Config, printed: Path) -> Scores:
         """Load the function that the configuration names, if it names one. Raises ConfigError, RewardError."""
         load_plugins(config.train.plugins)
-        if not (config.reward.remote_url or config.reward.function or config.reward.preset):
+        reward = config.reward
+        if not (reward.remote_url or reward.function or reward.preset or reward.sources):
             return cls(None)
         source = reward_source(config, printed, print)
         return cls(Scoring(source, config.timeout.reward, printed, print), source)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from slurm_rlhf.config.keys import changed
+from slurm_rlhf.config.reward_sources import settings_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
 from slurm_rlhf.rewards.model import RewardSource
 from slurm_rlhf.rewards.pooled import PooledRewards
 from slurm_rlhf.rewards.remote import RemoteRewards, servers_of
+from slurm_rlhf.rewards.weighted import WeightedRewards
 from slurm_rlhf.user_files import is_of_script
 from slurm_rlhf.workers.pool import Code
 
@@ -24,6 +27,11 @@ def reward_source(
     itself has registered runs here: no other process knows it. Raises ConfigError, RewardError.
     """
     reward = config.reward
+    if reward.sources:
+        alone = [changed(config, settings_of(part)) for part in reward.sources]
+        pairs = zip(reward.sources, alone, strict=True)
+        made = [None if part.model else reward_source(one, printed, note) for part, one in pairs]
+        return WeightedRewards(reward.sources, made)
     if servers_of(reward.remote_url):
         return RemoteRewards(config, note)
     if reward.preset:
@@ -35,7 +43,19 @@ def reward_source(
     return PooledRewards(Code("slurm_rlhf.rewards.function", "served", given), config, printed)
 
 
+def parts_of(source: RewardSource | None) -> list[RewardSource]:
+    """List the sources that a source is made of, but for a reward model."""
+    parts = source.sources if isinstance(source, WeightedRewards) else [source]
+    return [part for part in parts if part is not None]
+
+
+def unhealthy(source: RewardSource | None) -> list[str]:
+    """Ask the reward servers of a source whether they are there; list those that are not, and why."""
+    return [why for part in parts_of(source) if isinstance(part, RemoteRewards) for why in part.unhealthy()]
+
+
 def close_source(source: RewardSource | None) -> None:
-    """End the processes of a source, if it has any."""
-    if isinstance(source, PooledRewards | RemoteRewards):
-        source.close()
+    """End the processes and connections of a source, if it has any."""
+    for part in parts_of(source):
+        if isinstance(part, PooledRewards | RemoteRewards):
+            part.close()

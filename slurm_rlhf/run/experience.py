@@ -150,6 +150,8 @@ def fill_advantages(
 def component_weights(config: Config) -> dict[str, float]:
     """Return the weight of each component of the reward that is to be used; empty: all of them, with weight 1."""
     keys, weights = config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights
+    if not keys:
+        return {part.name: part.weight for part in config.reward.sources}
     return dict(zip(keys, weights or [1.0] * len(keys), strict=True))
 
 

@@ -23,7 +23,7 @@ from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
 from slurm_rlhf.rewards.function import REGISTERED
 from slurm_rlhf.rewards.model import RewardSource, episode_rewards
-from slurm_rlhf.rewards.sources import close_source, reward_source
+from slurm_rlhf.rewards.sources import close_source, reward_source, unhealthy
 from slurm_rlhf.run.self_check import PromptFindings
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.environment import Environments
@@ -91,8 +91,10 @@ class Inputs:
         if config.env.path:
             printed = RunDirectory(Path(config.run_dir)).reward_log if config.run_dir else None
             environments, reward = Environments(config, tokenizer, printed), episode_rewards
-        elif not config.reward.model_name_or_path:
+        elif config.reward.sources or not config.reward.model_name_or_path:
             reward = reward_source(config, printed, note)
+            for why in unhealthy(reward):
+                note(f"warning: a reward server is not there: {why}")
         findings = PromptFindings.of(prompts, tokenizer, config.data)
         path = config.actor.model_name_or_path
         model = {path: model_contents(Path(path))}
