@@ -114,7 +114,7 @@ class Timeout:
     checkpoint: Annotated[float, POSITIVE] = 3600.0
     """Saving or loading one role's state."""
     reward: Annotated[float, POSITIVE] = 600.0
-    """One call of the reward function."""
+    """The reward of a response, and one call of the reward function."""
     heartbeat_interval: Annotated[float, POSITIVE] = 1.0
     """Between a rank's heartbeats."""
     heartbeat: Annotated[float, POSITIVE] = 20.0

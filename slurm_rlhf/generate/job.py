@@ -196,6 +196,7 @@ def answer_rows(
         try:
             return lead(job, directory, end, lead_s, continuation)
         finally:
+            scores.close()
             with contextlib.suppress(OSError):
                 output.close()
 

@@ -26,8 +26,9 @@ from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
 from slurm_rlhf.generate.output import JobProgress, OutputLine
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.function import RewardFunction, Rewards
-from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.model import RewardSource, Scoring
+from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.sources import close_source, reward_source
 from slurm_rlhf.sampling.batches import PromptGroup
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState, allowance
@@ -61,15 +62,22 @@ class Scores:
     """Scores the responses that have come at the same time; without a reward function there are no scores."""
 
     scoring: Scoring | None
+    source: RewardSource | None = None
     proven: bool = False  # True: the function has scored a response
 
     @classmethod
     def of(cls, config: Config, printed: Path) -> Scores:
         """Load the function that the configuration names, if it names one. Raises ConfigError, RewardError."""
         load_plugins(config.train.plugins)
-        if not config.reward.remote_url and not config.reward.function:
+        reward = config.reward
+        if not (reward.remote_url or reward.function or reward.preset or reward.sources):
             return cls(None)
-        return cls(Scoring(RewardFunction.of(config.reward), config.timeout.reward, printed))
+        source = reward_source(config, printed, print)
+        return cls(Scoring(source, config.timeout.reward, printed, print), source)
+
+    def close(self) -> None:
+        """End the processes of the reward function."""
+        close_source(self.source)
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
         """Return the score of each response, or None and the error; `prompts[i]` is the prompt of `trajectories[i]`.

@@ -20,10 +20,10 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
-from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
+from slurm_rlhf.rewards.function import REGISTERED
 from slurm_rlhf.rewards.model import RewardSource, episode_rewards
-from slurm_rlhf.rewards.presets import PresetRewards
 from slurm_rlhf.rewards.reasoning_gym import task_rows
+from slurm_rlhf.rewards.sources import close_source, reward_source, unhealthy
 from slurm_rlhf.run.self_check import PromptFindings
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.environment import Environments
@@ -54,8 +54,11 @@ class Inputs:
     model: dict[str, str]  # path of the actor's model -> hash of its contents
 
     @classmethod
-    def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
-        """Read and check the user's files; `note` informs the user. Raises UserError."""
+    def read(cls, config: Config, note: Callable[[str], None], printed: Path | None = None) -> Inputs:
+        """Read and check the user's files; `note` informs the user. `close` ends what it has started.
+
+        `printed`: the file for what reward functions print; None: it is printed as usual. Raises UserError.
+        """
         for message in warnings(config):
             note(f"warning: {message}")
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
@@ -88,14 +91,18 @@ class Inputs:
         if config.env.path:
             printed = RunDirectory(Path(config.run_dir)).reward_log if config.run_dir else None
             environments, reward = Environments(config, tokenizer, printed), episode_rewards
-        elif config.reward.preset:
-            reward = PresetRewards(config)
-        elif not config.reward.model_name_or_path:
-            reward = RewardFunction.of(config.reward)
+        elif config.reward.sources or not config.reward.model_name_or_path:
+            reward = reward_source(config, printed, note)
+            for why in unhealthy(reward):
+                note(f"warning: a reward server is not there: {why}")
         findings = PromptFindings.of(prompts, tokenizer, config.data)
         path = config.actor.model_name_or_path
         model = {path: model_contents(Path(path))}
         return cls(prompts, evaluation, order, reward, environments, total, findings, tokenizer, model)
+
+    def close(self) -> None:
+        """End the processes of the source of rewards."""
+        close_source(self.reward)
 
 
 def changed_keys(earlier: Path, config: Config) -> list[str]:
