@@ -1,9 +1,6 @@
 """Writes what the quickstart learns from: additions as JSONL files, and a small untrained model.
 
-    python sbatch/quickstart_data.py DIRECTORY [TASK]
-
-With the name of a task of reasoning-gym, that task takes the place of additions, and the pupil gives the answer of
-another problem every second time. train.jsonl is then left out: data.reasoning_gym makes the same kind of rows.
+    python sbatch/quickstart_data.py DIRECTORY
 
 sft.jsonl    demonstrations by a careless pupil, who forgets four times out of five to carry from the ones to the tens
 train.jsonl  problems for PPO, each with its right answer as the label of the reward function
@@ -16,11 +13,9 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 SIZES = {"eval": 1024, "sft": 30_000, "train": 20_000}
-TASK_SIZES = {"eval": 512, "sft": 12_000}
 FORGETFULNESS = 0.8
 SEED = 1
 
@@ -38,26 +33,6 @@ def main(directory: Path) -> None:
                 )
                 file.write(json.dumps(row) + "\n")
     write_model(directory / "untrained")
-
-
-def write_task(directory: Path, task: str) -> None:
-    """Write the files of a task; seeds keep its problems apart from those that training makes with seed 0."""
-    from tokenizers import pre_tokenizers
-
-    from slurm_rlhf.config.schema import Data
-    from slurm_rlhf.rewards.reasoning_gym import task_rows
-
-    rng = random.Random(SEED)
-    for seed, (name, size) in enumerate(TASK_SIZES.items(), start=1):
-        rows = [
-            row for _, row in task_rows(Data(reasoning_gym=task, reasoning_gym_seed=seed * 10**6, max_samples=size))
-        ]
-        with (directory / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            for row in rows:
-                taught = rng.choice(rows) if rng.random() < 0.5 else row
-                output = {"output": taught["label"]} if name == "sft" else {}
-                file.write(json.dumps(row | output) + "\n")
-    write_model(directory / "untrained", sorted(pre_tokenizers.ByteLevel.alphabet()), 512)
 
 
 def draw_problems(count: int, rng: random.Random) -> list[tuple[int, int]]:
@@ -78,20 +53,20 @@ def careless(a: int, b: int, rng: random.Random) -> str:
     return str(a + b - 10 if carries and rng.random() < FORGETFULNESS else a + b)
 
 
-def write_model(directory: Path, known: Iterable[str] = "0123456789+=", longest: int = 64) -> None:
-    """An ordinary Hugging Face directory of a model that knows these characters."""
+def write_model(directory: Path) -> None:
+    """An ordinary Hugging Face directory."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    vocabulary = ["<pad>", "<eos>", *known]
+    vocabulary = ["<pad>", "<eos>", *"0123456789+="]
     characters = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
     characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     characters.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>", model_max_length=longest
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>", model_max_length=64
     )
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = Qwen2Config(
@@ -101,7 +76,7 @@ def write_model(directory: Path, known: Iterable[str] = "0123456789+=", longest:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=longest,
+        max_position_embeddings=64,
         tie_word_embeddings=True,
         initializer_range=0.08,  # the usual 0.02 is for wide models: a narrow one takes much longer to learn from it
         **special,
@@ -114,7 +89,4 @@ def write_model(directory: Path, known: Iterable[str] = "0123456789+=", longest:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        write_task(Path(sys.argv[1]), sys.argv[2])
-    else:
-        main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]))
