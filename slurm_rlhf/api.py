@@ -106,6 +106,7 @@ def _take_reward(config: Config, reward: Callable[..., Any]) -> None:
         raise ConfigError(f"reward takes a function, got {reward!r}: a file goes into config.reward.remote_url")
     register_reward(reward, replace=True)
     config.reward.function = getattr(reward, "__name__", type(reward).__name__)
+    config.reward.workers = 0
     config.reward.remote_url = config.reward.model_name_or_path = ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from slurm_rlhf.cluster.resources import memory_on
 from slurm_rlhf.config.check import check, warnings
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import cut
+from slurm_rlhf.errors import RewardError, cut
 
 if TYPE_CHECKING:
     from slurm_rlhf.data.prompts import PromptSet
@@ -31,13 +32,9 @@ def check_run(arguments: Arguments) -> int:
     require_fit(memory_on(config, layout_somewhere(config)))
     source = config.data.prompt_dataset or config.data.reasoning_gym
     print(f"keys, files and model directories are right; reading {source}", flush=True)
-    inputs = read(config)
-    try:
+    with closing(read(config)) as inputs:
         for line in chain(look(config, inputs), _rewards(config, inputs)):
             print(line, flush=True)
-    finally:
-        if inputs.environments is not None:
-            inputs.environments.close()
     return 0
 
 
@@ -46,6 +43,12 @@ def read(config: Config) -> Inputs:
     from slurm_rlhf.run.run_inputs import Inputs
 
     return Inputs.read(config, lambda note: None)
+
+
+def looked(config: Config) -> list[str]:
+    """Describe the data, as `look` does. Raises UserError."""
+    with closing(read(config)) as inputs:
+        return [*look(config, inputs)]
 
 
 def look(config: Config, inputs: Inputs) -> Iterator[str]:
@@ -87,7 +90,13 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         yield from inputs.environments.lines()
         return
     from slurm_rlhf.rewards.model import Scoring
+    from slurm_rlhf.rewards.sources import unhealthy
 
+    if away := unhealthy(inputs.reward):
+        raise RewardError(f"reward servers that are not there: {'; '.join(away)}: start them, or correct the address")
+    if config.reward.model_name_or_path:
+        yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"
+        return
     prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts)))]
     answer = Scoring(inputs.reward, config.timeout.reward)(prompts, [_answered(prompt) for prompt in prompts], 0)
     values = ", ".join(f"{value:g}" for value in answer.rewards)

@@ -79,9 +79,9 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
         return _refuse(world, error)
     if "dry_run" in arguments.options:
         world.broadcast(None)
-        from slurm_rlhf.cli.check import look, read
+        from slurm_rlhf.cli.check import looked
 
-        print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks), look(config, read(config)))
+        print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks), looked(config))
         return 0
     return _run(world, config, placed, arguments)
 

@@ -22,7 +22,7 @@ from slurm_rlhf.errors import printable, shortened
 from slurm_rlhf.nodes.orphan import last_words
 from slurm_rlhf.observe.log_tail import ends_in_error, tail
 from slurm_rlhf.observe.progress import duration
-from slurm_rlhf.observe.run_log import engines_lost, read_events
+from slurm_rlhf.observe.run_log import engines_lost, read_events, server_awaited
 from slurm_rlhf.observe.run_status import RunStatus, read_run_status
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
@@ -155,6 +155,8 @@ def run_lines(found: Found, directory: RunDirectory, status: RunStatus, cut_off:
         pace = f"{status.step_s:.3g} s" if status.step_s < 60 else duration(status.step_s)
         lines.append(_row("pace", f"{pace} a step, the last one {duration(status.age_s)} ago"))
     if running:
+        if waited := server_awaited(read_events(directory.events)):
+            lines.append(_row("paused", waited.removeprefix("warning: ")))
         lines += [
             _row("engines", text.splitlines()[0]) for text in engines_lost(read_events(directory.events)).values()
         ]

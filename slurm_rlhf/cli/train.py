@@ -42,12 +42,12 @@ def train(arguments: Arguments) -> int:
     refuse_unread_keys(arguments)
     if "dry_run" in arguments.options:
         config = load_config(arguments.files, arguments.overrides)
-        from slurm_rlhf.cli.check import look, read
+        from slurm_rlhf.cli.check import looked
 
         check(config)
         layout = draw_layout(config)
         memory = memory_on(config, layout_somewhere(config))
-        print_resolved(config, layout, memory, look(config, read(config)))
+        print_resolved(config, layout, memory, looked(config))
         require_fit(memory)
         return 0
     config = configured(arguments)

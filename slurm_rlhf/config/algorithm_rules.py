@@ -118,7 +118,8 @@ class AlgorithmRules(_WithAlgorithm):
     def components_of_a_model(self) -> Broken:
         """algo.advantage.estimator = {algorithm.name} takes several rewards for each response, and
         reward.model_name_or_path gives one: use a reward function that answers components"""
-        return self.algorithm.needs_components and bool(self.config.reward.model_name_or_path)
+        alone = bool(self.config.reward.model_name_or_path) and not self.config.reward.sources
+        return self.algorithm.needs_components and alone
 
     def normalised_components(self) -> Broken:
         """reward.normalize_enable = true normalises the reward, and algo.advantage.estimator = {algorithm.name} learns

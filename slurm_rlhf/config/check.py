@@ -15,7 +15,7 @@ from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.correction import bypass_note
 from slurm_rlhf.config.data_files import WHAT, data_files
 from slurm_rlhf.config.evaluation import data_sets, eval_problems
-from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.keys import changed, get
 from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
@@ -28,6 +28,7 @@ from slurm_rlhf.config.model_directory import (
     require_tokenizer,
     uncompared,
 )
+from slurm_rlhf.config.reward_sources import PRESET_LIBRARIES, part_problems, settings_of
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
 from slurm_rlhf.config.rules import colocated, key_problems, length_problems, out_of_range, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config, StageKeys
@@ -95,7 +96,7 @@ def check_eval(config: Config) -> None:
     for one in data_sets(config):
         problems += _data(f"eval.datasets, {one.name}", one.path)
     reward = config.reward
-    if not (reward.remote_url or reward.function or reward.model_name_or_path or config.env.path):
+    if not (config.env.path or reward.sources or any(getattr(reward, name) for name in REWARD_SOURCES)):
         problems.append("reward.remote_url is not set: name a Python file with reward_func, which scores the responses")
     _raise(problems, [])
 
@@ -112,10 +113,12 @@ def _reward_function(config: Config) -> Iterator[str]:
             "reward.model_name_or_path: responses are not scored by a reward model here: use a reward function "
             "(reward.remote_url), or leave it out"
         )
-    if reward.remote_url and reward.function:
-        yield "reward.remote_url and reward.function are both set: leave one out"
+    named = [f"reward.{name}" for name in ("remote_url", "function", "preset") if getattr(reward, name)]
+    if len(named) > 1:
+        yield f"{' and '.join(named)} are both set: leave one out"
+    yield from preset(config)
     if reward.remote_url:
-        yield from _file("reward.remote_url", reward.remote_url, "a Python file with reward_func")
+        yield from _reward_file(config)
 
 
 def _no_training_run(config: Config) -> Iterator[str]:
@@ -205,9 +208,8 @@ def _prompts(config: Config) -> Iterator[str]:
         yield from _data("data.prompt_dataset", file)
     elif file:
         yield f"data.prompt_dataset and data.reasoning_gym are both set ({file}, {tasks}): leave one out"
-    if find_spec("reasoning_gym") is None and (tasks or config.reward.preset == "reasoning_gym"):
-        key = "data.reasoning_gym" if tasks else "reward.preset = reasoning_gym"
-        yield f"{key} needs the package reasoning-gym: pip install 'slurm_rlhf[rewards]'"
+    elif find_spec("reasoning_gym") is None:
+        yield "data.reasoning_gym needs the package reasoning-gym: pip install 'slurm_rlhf[rewards]'"
 
 
 def _needed(key: str, value: str, what: str) -> Iterator[str]:
@@ -257,6 +259,14 @@ def _slurm(config: Config) -> Iterator[str]:
 def reward_source(config: Config) -> Iterator[str]:
     """Check the keys that name where rewards come from: exactly one of them is needed."""
     source = config.reward.remote_url
+    if config.reward.sources:
+        yield from part_problems(config)
+        for part in config.reward.sources:
+            alone = changed(config, settings_of(part))
+            found = [*preset(alone), *_reward_file(alone)]
+            yield from (f"reward.sources, {part.name}: {problem}" for problem in found)
+        return
+    yield from preset(config)
     named = [f"reward.{name}" for name in REWARD_SOURCES if getattr(config.reward, name)]
     named += ["env.path"] if config.env.path else []
     if len(named) > 1:
@@ -267,10 +277,33 @@ def reward_source(config: Config) -> Iterator[str]:
         yield f"neither {known} nor env.path (an environment) is set: name one"
     elif config.env.path:
         yield from _file("env.path", config.env.path, ENVIRONMENTS)
-    elif source.startswith(("http://", "https://")):
-        yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
     elif source:
+        yield from _reward_file(config)
+
+
+def preset(config: Config) -> Iterator[str]:
+    """Check the preset of the reward: what it needs, and what it takes."""
+    name, value = config.reward.preset, config.reward.preset_value
+    module, package = PRESET_LIBRARIES.get(name, ("", ""))
+    if module and find_spec(module) is None:
+        yield f"reward.preset = {name} needs {package}, which is not installed: pip install 'slurm_rlhf[rewards]'"
+    if name in ("regex", "json_schema", "length") and not value:
+        yield f"reward.preset_value is empty: reward.preset = {name} needs it; slurm-rlhf docs rewards says what for"
+    if value and name not in ("regex", "json_schema", "length"):
+        yield f"reward.preset_value = {value} has no effect with reward.preset = {name or 'empty'}: leave it out"
+
+
+def _reward_file(config: Config) -> Iterator[str]:
+    """Check the file or the servers of reward.remote_url."""
+    source = config.reward.remote_url
+    if not source.startswith(("http://", "https://")):
+        if not source:
+            return
         yield from _file("reward.remote_url", source, "a Python file with reward_func")
+        return
+    for url in source.split(","):
+        if not url.strip().startswith(("http://", "https://")):
+            yield f"reward.remote_url: {url.strip()!r} is no http:// or https:// address, as the first one is"
 
 
 def reward_statistics(path: str) -> tuple[float, float] | None:

@@ -30,9 +30,12 @@ from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.config.ranges import Range
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import EvalDataSet
+from slurm_rlhf.config.schema_models import RewardPart
 
 DATA_SETS = "list[dataset]"
 """The kind of eval.datasets."""
+PARTS = "list[part]"
+"""The kind of reward.sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ _EXPECTED = {
     "int": ("a whole number", "whole numbers"),
     "float": ("a number", "numbers"),
     "bool": ("true or false", ""),
+    "part": ("", "tables with name, weight, clip and a source"),
     "dataset": ("", "paths (strings) and of tables with path, name, n_samples_per_prompt, ..."),
 }
 """Kind -> how errors call one value, and several."""
@@ -92,6 +96,8 @@ def _walk(group: Any, prefix: str) -> Iterable[Key]:
             yield Key(name, _kind(kind), value, allowed=hint.__metadata__[0], words=words)
         elif get_origin(hint) is Annotated:
             yield Key(name, "path", value)
+        elif RewardPart in get_args(hint):
+            yield Key(name, PARTS, value)
         elif EvalDataSet in get_args(hint):
             yield Key(name, DATA_SETS, value)
         elif any(get_origin(item) is Annotated for item in get_args(hint)):

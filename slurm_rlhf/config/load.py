@@ -14,7 +14,20 @@ from typing import Any
 
 from slurm_rlhf.config import hub
 from slurm_rlhf.config.evaluation import resolved_entry
-from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, begins_alias, get, groups, key_of, meaning, nearest, put
+from slurm_rlhf.config.keys import (
+    DATA_SETS,
+    PARTS,
+    Key,
+    all_keys,
+    begins_alias,
+    get,
+    groups,
+    key_of,
+    meaning,
+    nearest,
+    put,
+)
+from slurm_rlhf.config.reward_sources import resolved_part
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import BadValue, from_text, from_toml, split_overrides
 from slurm_rlhf.errors import ConfigError
@@ -175,6 +188,8 @@ def _resolved(key: Key, value: Any, base: Path) -> Any:
         return [os.path.abspath(base / Path(item).expanduser()) for item in value]
     if key.kind == DATA_SETS:
         return [resolved_entry(entry, base) for entry in value]
+    if key.kind == PARTS:
+        return [resolved_part(part, base) for part in value]
     if key.kind != "path" or not value or value.startswith(NOT_PATHS.get(key.name, ())):
         return value
     if key.name in hub.KEYS and (model := hub.named(value, base)):

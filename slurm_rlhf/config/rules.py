@@ -9,6 +9,7 @@ from slurm_rlhf.config.algorithm_rules import FilterRules, LossRules, SamplingRu
 from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import INTERVALS, Broken, Rules, all_keys, changed_keys, get, unused
+from slurm_rlhf.config.reward_sources import runs_programs
 from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, running_roles
 from slurm_rlhf.config.schema import Config
 
@@ -145,7 +146,7 @@ class KeyRules(Rules):
     @unused("reward.sandbox")
     def no_programs(self) -> Broken:
         """without reward.preset = code, whose programs run in it: leave it out"""
-        return self.config.reward.preset != "code"
+        return not runs_programs(self.config)
 
     def empty_stop(self) -> Broken:
         """rollout.stop holds an empty string, which would end every response at once: leave it out"""

@@ -114,7 +114,7 @@ class Timeout:
     checkpoint: Annotated[float, POSITIVE] = 3600.0
     """Saving or loading one role's state."""
     reward: Annotated[float, POSITIVE] = 600.0
-    """One call of the reward function."""
+    """The reward of a response, and one call of the reward function."""
     environment: Annotated[float, POSITIVE] = 60.0
     """One call of an environment; then its process is ended, and the episode is lost."""
     heartbeat_interval: Annotated[float, POSITIVE] = 1.0

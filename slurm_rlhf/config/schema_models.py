@@ -101,20 +101,51 @@ class Ref:
 
 
 @dataclass(slots=True)
+class RewardPart:
+    """One entry of reward.sources."""
+
+    name: str = ""
+    weight: float = 1.0
+    clip: list[float] = field(default_factory=list)  # empty: it is not clipped
+    remote_url: str = ""
+    function: str = ""
+    preset: str = ""
+    preset_value: str = ""
+    model: bool = False  # that of reward.model_name_or_path
+
+
+@dataclass(slots=True)
 class Reward:
+    sources: list[RewardPart] = field(default_factory=list)
+    """Several rewards, `[[reward.sources]]` each, of which the weighted sum counts: tables with name, weight (1), clip
+    (two numbers) and one of remote_url, function, preset (and preset_value) or model = true, the model of
+    reward.model_name_or_path. Each is a component and a metric, reward/NAME."""
     remote_url: FilePath = ""
-    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF. What it can
-    take: `slurm-rlhf docs data_and_reward`."""
+    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF, or a TRL function; or
+    servers, `http://HOST:PORT/...`, several by comma. What they get and answer: `slurm-rlhf docs rewards`."""
+    token: str = ""
+    """Where the token for the servers is: `env:VARIABLE`, or a file."""
     function: str = ""
     """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file."""
+    preset: Literal["", "math", "exact", "regex", "json_schema", "length", "code", "reasoning_gym"] = ""
+    """A reward that needs no code, by the label: math (math-verify), exact; regex (its group is the label, or it is
+    found), json_schema, length; code: the share of the row's unit tests that the program in the response passes;
+    reasoning_gym: the scorer of the row's task. `slurm-rlhf docs rewards` and `sandbox` say what each takes."""
+    preset_value: str = ""
+    """The pattern of regex, the file of json_schema, the tokens of length."""
     model_name_or_path: FilePath = ""
     """Directory of a reward model, instead of a function: sequence classification with one label, or a value head."""
-    preset: Literal["", "code", "reasoning_gym"] = ""
-    """A ready reward. code: the share of the row's unit tests (column `tests`, else the label) that the last code block
-    of the response passes. reasoning_gym: the scorer of the task that data.reasoning_gym made the row for."""
     sandbox: Literal["auto", "bubblewrap", "apptainer", "landlock", "none"] = "auto"
     """How programs run with reward.preset = code. auto: the best that the node has: bubblewrap, apptainer, landlock;
     `slurm-rlhf docs sandbox` says what each can do. none: unprotected."""
+    workers: Annotated[int, NOT_NEGATIVE] = 2
+    """Processes beside the conductor that run the reward function; 0: the conductor runs it itself, where it can hang,
+    crash or fill the memory of the run, and what a script passes to slurm_rlhf.train."""
+    memory_mb: Annotated[int, NOT_NEGATIVE] = 0
+    """Memory of a worker in MiB, past which it is replaced; 0: no limit."""
+    on_error: Annotated[float | Literal["skip", "fail"], ANY] = "fail"
+    """The reward of a response whose computation fails, is late or ends its worker: a number; skip: the response is not
+    trained on, and its group is compared without it; fail: the run saves and ends."""
     num_nodes: Annotated[int, COUNT] = 1
     """Nodes of the reward model."""
     num_gpus_per_node: Annotated[int, COUNT] = 1
@@ -148,10 +179,10 @@ class Reward:
 
 
 REWARD_SOURCES = {
-    "remote_url": "a Python file with reward_func",
+    "remote_url": "a Python file with reward_func, or servers",
     "function": "one that a plugin registers",
+    "preset": "one that needs no code",
     "model_name_or_path": "a reward model",
-    "preset": "a ready reward",
 }
 """Keys of `reward` of which exactly one says where rewards come from -> what it names."""
 

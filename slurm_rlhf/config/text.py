@@ -11,9 +11,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from slurm_rlhf.config.evaluation import entry_table, read_entry
-from slurm_rlhf.config.keys import DATA_SETS, VALUES, Key, all_keys, documentation, get, key_of, meaning
+from slurm_rlhf.config.keys import DATA_SETS, PARTS, VALUES, Key, all_keys, documentation, get, key_of, meaning
+from slurm_rlhf.config.reward_sources import part_table, read_part
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import EvalDataSet
+from slurm_rlhf.config.schema_models import RewardPart
 
 
 class BadValue(ValueError):
@@ -35,6 +37,8 @@ def from_toml(key: Key, value: Any) -> Any:
             raise BadValue(key, value)
         if key.kind == DATA_SETS:
             return [_entry_from_toml(key, each) for each in value]
+        if key.kind == PARTS:
+            return [_part_from_toml(key, each) for each in value]
         item = Key(key.name, key.kind[len("list[") : -1], None)
         try:
             return [from_toml(item, each) for each in value]
@@ -60,12 +64,19 @@ def _entry_from_toml(key: Key, value: Any) -> EvalDataSet:
     return entry
 
 
+def _part_from_toml(key: Key, value: Any) -> RewardPart:
+    part = read_part(key.name, value)
+    if isinstance(part, str):
+        raise BadValue(key, value, part)
+    return part
+
+
 _PLAIN = re.compile(r"\[[\w ,./-]*\]")
 """A list without the quotes that TOML wants, as a shell leaves it."""
 _NAMES = ("logger.use",)
 """Lists of names, which hold no comma."""
 _WORDS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("str", "path", "dataset"), str),
+    **dict.fromkeys(("str", "path", "dataset", "part"), str),
     "int": int,
     "float": float,
     "bool": lambda word: {"true": True, "false": False}[word.lower()],
@@ -210,8 +221,9 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(toml_value(item) for item in value)}]"
-    if isinstance(value, EvalDataSet):
-        inner = ", ".join(f"{name} = {toml_value(each)}" for name, each in entry_table(value).items())
+    if isinstance(value, EvalDataSet | RewardPart):
+        table = part_table(value) if isinstance(value, RewardPart) else entry_table(value)
+        inner = ", ".join(f"{name} = {toml_value(each)}" for name, each in table.items())
         return f"{{ {inner} }}"
     return repr(value)
 
@@ -272,7 +284,8 @@ def value_text(key: Key) -> str:
     if key.choices:
         choices = "|".join(choice or '""' for choice in key.choices)
         return choices if len(choices) <= LEFT else "NAME"  # the text says which
-    names = {"str": "TEXT", "path": "PATH", "int": "INT", "float": "NUMBER", "bool": "BOOL", "dataset": "PATH"}
+    names = {"str": "TEXT", "int": "INT", "float": "NUMBER", "bool": "BOOL", "part": "TABLE"}
+    names |= dict.fromkeys(("path", "dataset"), "PATH")
     if key.kind.startswith("list["):
         return f"{names[key.kind[len('list[') : -1]]} ..."
     return "|".join((names[key.kind], *key.words))

@@ -208,6 +208,7 @@ def answer_rows(
         finally:
             if environments is not None:
                 environments.close()
+            scores.close()
             with contextlib.suppress(OSError):
                 output.close()
 

@@ -27,8 +27,9 @@ from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
 from slurm_rlhf.generate.output import JobProgress, OutputLine
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.records import LOST, EngineLoad, Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.function import RewardFunction, Rewards
-from slurm_rlhf.rewards.model import Scoring, episode_rewards
+from slurm_rlhf.rewards.model import RewardSource, Scoring, episode_rewards
+from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.sources import close_source, reward_source
 from slurm_rlhf.sampling.batches import PromptGroup
 from slurm_rlhf.sampling.environment import Environments
 from slurm_rlhf.sampling.episodes import Episodes
@@ -63,6 +64,7 @@ class Scores:
     """Scores the responses that have come at the same time; without a reward function there are no scores."""
 
     scoring: Scoring | None
+    source: RewardSource | None = None
     proven: bool = False  # True: the function has scored a response
 
     @classmethod
@@ -71,9 +73,15 @@ class Scores:
         load_plugins(config.train.plugins)
         if config.env.path:
             return cls(Scoring(episode_rewards, config.timeout.reward))
-        if not config.reward.remote_url and not config.reward.function:
+        reward = config.reward
+        if not (reward.remote_url or reward.function or reward.preset or reward.sources):
             return cls(None)
-        return cls(Scoring(RewardFunction.of(config.reward), config.timeout.reward, printed))
+        source = reward_source(config, printed, print)
+        return cls(Scoring(source, config.timeout.reward, printed, print), source)
+
+    def close(self) -> None:
+        """End the processes of the reward function."""
+        close_source(self.source)
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
         """Return the score of each response, or None and the error; `prompts[i]` is the prompt of `trajectories[i]`.

@@ -122,6 +122,11 @@ class Watchdog:
             self._learn()
             self._phase, self._moved = name, self._clock.now()
 
+    def waits(self) -> None:
+        """Note that the run waits for something outside of it, which is no hang."""
+        with self._lock:
+            self._moved = self._clock.now()
+
     def ended(self, name: str) -> None:
         """Note that the phase `name` is over; `phase` follows."""
         with self._lock:

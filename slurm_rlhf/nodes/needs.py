@@ -18,6 +18,7 @@ from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.reward_sources import runs_programs
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
@@ -76,7 +77,7 @@ def needs_of(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, gra
         wanted=Wanted.by(ranks, config),
         ranks_on=ranks_on,
         places=places_of(config),
-        sandbox=config.reward.sandbox if config.reward.preset == "code" else "",
+        sandbox=config.reward.sandbox if runs_programs(config) else "",
         space=space_of(config),
         granted_by=granted_by,
         quota=quota_on(run_dir),

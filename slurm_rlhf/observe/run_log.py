@@ -199,6 +199,22 @@ def engines_lost(events: Sequence[RunEvent]) -> dict[int, str]:
     return lost
 
 
+SERVER_AWAITED = "warning: the run waits for a reward server"
+SERVER_BACK = "warning: a reward server answers again"
+"""Beginnings of the events between which a run is paused."""
+
+
+def server_awaited(events: Sequence[RunEvent]) -> str:
+    """Return the text that says for which reward server the run waits; empty: for none."""
+    waited = ""
+    for event in events:
+        if event.event in BEGINS or event.text.startswith(SERVER_BACK):
+            waited = ""
+        elif event.text.startswith(SERVER_AWAITED):
+            waited = event.text
+    return waited
+
+
 class WarningEvents(logging.Handler):
     """Pass on what the package logs as a warning: ranks that are lost, updates that are repeated."""
 

@@ -1,10 +1,12 @@
-"""Rewards of a batch of responses: from a user's Python function, or from the reward model's ranks.
+"""Rewards of responses: by a user's Python function, in workers or here, or by the reward model's ranks.
 
-What lives here: `function` (load, register and call the user's function, what it is passed and what it may answer),
-`model` (spread responses over the reward model's ranks; for both, deadlines and where prints go).
+What lives here: `items` (what a reward is computed of), `signature` (what a function takes), `function` (load, register
+and call it), `scored` (what it may answer), `pooled` (its calls in workers, and what happens when they fail), `remote`
+and `server` (over HTTP), `sources` (which source a configuration names), `model` (responses over the reward model's
+ranks; `Scoring`, which waits).
 
-May import: base modules, algorithms, control. No torch.
+May import: base modules, algorithms, config, wire, workers. No torch; `function` and what it imports no numpy.
 
 To add a source of rewards: a class that is called as `RewardFunction` is, its key and its row of `REWARD_SOURCES` in
-`config/schema_models.py`, and the place in `run/run_inputs.py` where it is made.
+`config/schema_models.py`, and its place in `sources`.
 """

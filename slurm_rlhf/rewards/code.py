@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.rewards.items import Item
@@ -13,21 +13,14 @@ TESTS = "tests"
 """Column of the row that holds its tests; where there is none the label does."""
 
 
-class CodeReward:
-    """Gives the share of its row's tests that a response passes."""
+def code_score(sandbox: str) -> Callable[[Item], float]:
+    """Find the kind of sandbox, and return what gives a response the share of its row's tests that it passes.
 
-    def __init__(self, sandbox: str) -> None:
-        """Find the kind of sandbox. Raises ConfigError where the node has none."""
-        self._kind = chosen(sandbox)
-
-    def about(self) -> tuple[str, bool]:
-        """Return its name in messages, and whether a reward may be None."""
-        return "reward.preset = code", False
-
-    def answer(self, items: Sequence[Item], step: int) -> dict[str, list[float]]:
-        """Return rewards and scores. Raises RewardError for a row without tests, OSError where the sandbox fails."""
-        found = [share_passed(item["response"], tests_of(item), self._kind) for item in items]
-        return {"rewards": found, "scores": found}
+    Raises ConfigError where this node has no such sandbox. The function raises RewardError for a row without tests, and
+    OSError where the sandbox does not start.
+    """
+    kind = chosen(sandbox)
+    return lambda item: share_passed(item["response"], tests_of(item), kind)
 
 
 def tests_of(item: Item) -> list[Test]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import F32, LOST, Prompt, Trajectory, pack
-from slurm_rlhf.rewards.function import RewardFunction, Rewards, parse_answer
+from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.scored import Rewards, joined, parse_answer
 from slurm_rlhf.wire.calls import ForwardBatch, RewardCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
@@ -144,19 +146,29 @@ class Scoring:
     So a signal interrupts the main thread while it waits, whatever the user's function does.
     """
 
-    def __init__(self, source: RewardSource, timeout_s: float, printed: Path | None = None) -> None:
-        """Take the source of rewards.
+    def __init__(
+        self,
+        source: RewardSource,
+        timeout_s: float,
+        printed: Path | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Take the source of rewards. `note` tells the user of rewards that failed.
 
         `timeout_s`: how long a reward function may take; calls to a reward model have deadlines of their own.
         `printed`: the file for what a reward function prints; None: it is printed as usual.
         """
         self._source = source
+        self._note = note
+        self.streams = getattr(source, "streams", False)
+        """The responses to a prompt may be scored while others are sampled."""
+        self._log = printed
         self._printed = printed if isinstance(source, RewardFunction) else None
         self._timeout_s = timeout_s if isinstance(source, RewardFunction) else None
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
         """Compute the rewards of `trajectories`, [N]; `step` as in `RewardFunction`. Blocks; raises as `wait`."""
-        return self.wait(self.begin(prompts, trajectories, step), len(trajectories))
+        return self.wait([self.begin(prompts, trajectories, step)], len(trajectories), step)
 
     def begin(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Future[Rewards]:
         """Start computing the rewards of `trajectories`."""
@@ -172,14 +184,28 @@ class Scoring:
                 traceback.print_exception(error)
                 raise RewardError(f"{error} (traceback and what it printed: {self._printed})") from error
 
-    def wait(self, scored: Future[Rewards], count: int) -> Rewards:
+    def wait(self, asked: Sequence[Future[Rewards]], count: int, step: int) -> Rewards:
         """Wait for the rewards of `count` responses. Raises RewardError after the deadline, or what it raised."""
         try:
-            return scored.result(self._timeout_s)
+            found = joined([scored.result(self._timeout_s) for scored in asked])
+            self._tell_failures(found, step)
+            return found
         except TimeoutError:
-            if scored.done():  # the function's own
+            if all(scored.done() for scored in asked):  # the function's own
                 raise
             raise RewardError(
                 f"the reward function did not return within {self._timeout_s:g} s for {count} responses; make it "
                 "faster or raise timeout.reward"
             ) from None
+
+    def _tell_failures(self, found: Rewards, step: int) -> None:
+        """Tell the user how many responses have no reward of their own, and why. Raises RewardError if none has one."""
+        if found.failed is None:
+            return
+        kinds = Counter(kind for kind in found.failed.tolist() if kind)
+        listed = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+        said = f"the rewards of {kinds.total()} of {len(found.rewards)} responses failed ({listed})"
+        said += f"; {self._log} shows them" if self._log else ""
+        if kinds.total() == len(found.rewards) > 1:
+            raise RewardError(said)
+        self._note(f"warning: step {step}: {said}")

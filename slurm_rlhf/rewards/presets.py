@@ -1,45 +1,119 @@
-"""Ready rewards, by the names that `reward.preset` gives them."""
+"""Rewards that need no code: reward.preset. They run in workers, as a user's function does.
+
+A reward is 1 or 0, but for `length`. To add one: a function of `PRESETS`, its name in `reward.preset`, and the library
+that it needs, if any, in `config.reward_sources.PRESET_LIBRARIES` and the extra `rewards`.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
-from slurm_rlhf.config.schema import Config
-from slurm_rlhf.records import Prompt, Trajectory
-from slurm_rlhf.rewards.code import CodeReward
-from slurm_rlhf.rewards.function import Rewards, parse_answer
-from slurm_rlhf.rewards.items import Item, items_of
-from slurm_rlhf.rewards.reasoning_gym import TaskReward
+from slurm_rlhf.errors import RewardError
+from slurm_rlhf.rewards.code import code_score
+from slurm_rlhf.rewards.items import Item
+from slurm_rlhf.rewards.reasoning_gym import task_score
 
-
-class Preset(Protocol):
-    """Scores responses."""
-
-    def about(self) -> tuple[str, bool]:
-        """Return its name in messages, and whether a reward may be None."""
-
-    def answer(self, items: Sequence[Item], step: int) -> dict[str, list[float]]:
-        """Return what a reward function may return. Raises RewardError."""
+Score = Callable[[Item], float | None]
 
 
-PRESETS: dict[str, Callable[[str], Preset]] = {"code": CodeReward, "reasoning_gym": lambda sandbox: TaskReward()}
-"""Name -> how it is made with `reward.sandbox`."""
+def _exact(value: str) -> Score:
+    """Compare the whole response with the label, but for space around them."""
+    return lambda item: float(item["response"].strip() == _label(item))
 
 
-def served(preset: str, sandbox: str) -> Any:
-    """Make a preset. Raises ConfigError where this node has no sandbox for it."""
-    return PRESETS[preset](sandbox)
+def _regex(value: str) -> Score:
+    """Search for the pattern; where it has a group, the group of the last match has to be the label."""
+    try:
+        pattern = re.compile(value)
+    except re.error as error:
+        raise RewardError(f"reward.preset_value = {value!r} is no regular expression: {error}") from error
+
+    def score(item: Item) -> float:
+        found = [*pattern.finditer(item["response"])]
+        if not found or not pattern.groups:
+            return float(bool(found))
+        return float((found[-1].group(1) or "").strip() == _label(item))
+
+    return score
 
 
-class PresetRewards:
-    """Calls a preset in this process."""
+def _json_schema(value: str) -> Score:
+    """Read the response as JSON, and check it by a schema."""
+    import jsonschema
 
-    def __init__(self, config: Config) -> None:
-        """Make the preset. Raises ConfigError as `served`."""
-        self._preset, self._input_key = served(config.reward.preset, config.reward.sandbox), config.data.input_key
+    try:
+        schema = json.loads(Path(value).read_text(encoding="utf-8"))
+        made = jsonschema.validators.validator_for(schema)
+        made.check_schema(schema)
+    except (OSError, ValueError, jsonschema.SchemaError) as error:
+        said = getattr(error, "message", str(error))
+        raise RewardError(f"reward.preset_value: {value} is no file with a JSON schema: {said}") from error
+    validator = made(schema)
 
-    def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-        """Compute the rewards of `trajectories`, [N]; blocks. Raises RewardError."""
-        answer = self._preset.answer(items_of(prompts, trajectories, self._input_key), step)
-        return parse_answer(answer, len(trajectories), self._preset.about()[0])
+    def score(item: Item) -> float:
+        try:
+            return float(validator.is_valid(json.loads(item["response"])))
+        except ValueError:
+            return 0.0
+
+    return score
+
+
+def _length(value: str) -> Score:
+    """Give 1 up to so many tokens, and less to 0 at twice as many."""
+    if not value.isdigit() or not int(value):
+        raise RewardError(f"reward.preset_value = {value!r}: the preset length takes a number of tokens, from 1 up")
+    return lambda item: min(1.0, max(0.0, 2.0 - len(item["response_ids"]) / int(value)))
+
+
+def _math(value: str) -> Score:
+    """Compare the answer in the response with the label as mathematics, by math-verify; None: the row has no label."""
+    import math_verify
+
+    def read(text: str) -> Any:
+        return math_verify.parse(text, parsing_timeout=None)  # the worker has a deadline
+
+    def score(item: Item) -> float | None:
+        if item["label"] is None:
+            return None
+        gold = read(_label(item)) or read(f"${_label(item)}$")
+        return float(math_verify.verify(gold, read(item["response"]), timeout_seconds=None))
+
+    return score
+
+
+PRESETS: dict[str, Callable[[str], Score]] = {
+    "exact": _exact,
+    "regex": _regex,
+    "json_schema": _json_schema,
+    "length": _length,
+    "math": _math,
+    "code": code_score,
+    "reasoning_gym": lambda value: task_score,
+}
+"""Name -> what makes its function, from reward.preset_value; that of code from reward.sandbox."""
+
+
+class Preset:
+    """Scores responses by one of `PRESETS`."""
+
+    def __init__(self, name: str, value: str) -> None:
+        """Raise RewardError for a value that the preset does not take."""
+        self._name, self._score = name, PRESETS[name](value)
+
+    def about(self) -> list[Any]:
+        """Name the preset, and say that a reward may be None."""
+        return [f"reward.preset = {self._name}", True]
+
+    def answer(self, items: Sequence[Item], step: int) -> dict[str, Any]:
+        """Compute the rewards of `items`, which are their scores, too."""
+        rewards = [self._score(item) for item in items]
+        return {"rewards": rewards, "scores": [reward or 0.0 for reward in rewards]}
+
+
+def _label(item: Item) -> str:
+    return str(item["label"]).strip()

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -63,23 +63,15 @@ def task_rows(data: Data) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{KEY}, {name}, task {number}", row
 
 
-class TaskReward:
-    """Scores responses by the scorers of their tasks, for reward.preset = reasoning_gym."""
-
-    def about(self) -> tuple[str, bool]:
-        """Return its name in messages, and whether a reward may be None."""
-        return "reward.preset = reasoning_gym", False
-
-    def answer(self, items: Sequence[Item], step: int) -> dict[str, list[float]]:
-        """Return rewards and scores. Raises RewardError for a row of no task."""
-        for item in items:
-            if missing := [column for column in (TASK, ENTRY) if column not in item["row"]]:
-                raise RewardError(
-                    f"reward.preset = reasoning_gym: the row has no column {missing[0]!r}, which {KEY} gives it "
-                    f"(columns: {', '.join(item['row'])}): set {KEY}, or choose another reward"
-                )
-        found = [score(item["row"][TASK], item["row"][ENTRY], item["response"]) for item in items]
-        return {"rewards": found, "scores": found}
+def task_score(item: Item) -> float:
+    """Score a response by the scorer of its row's task. Raises RewardError for a row of no task."""
+    row = item["row"]
+    if missing := [column for column in (TASK, ENTRY) if column not in row]:
+        raise RewardError(
+            f"reward.preset = reasoning_gym: the row has no column {missing[0]!r}, which {KEY} gives it (columns: "
+            f"{', '.join(row)}): set {KEY}, or choose another reward"
+        )
+    return score(row[TASK], row[ENTRY], item["response"])
 
 
 def score(name: str, entry: str, response: str) -> float:

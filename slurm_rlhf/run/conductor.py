@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,7 +95,11 @@ class Conductor:
         All that a user may have got wrong is checked before the first process starts.
         """
         self.stop = stop
-        inputs = Inputs.read(self.config, self.reporting.note)
+        self.directory.reward_log.parent.mkdir(parents=True, exist_ok=True)
+        with closing(Inputs.read(self.config, self.reporting.note, self.directory.reward_log)) as inputs:
+            self._work(inputs)
+
+    def _work(self, inputs: Inputs) -> None:
         self.state, checkpoint, complete = self._resume(inputs)
         # The run that wrote the checkpoint keeps its keys in its own directory.
         changed = changed_keys(RunDirectory(checkpoint.parents[1]).config, self.config) if checkpoint else []
@@ -137,8 +142,6 @@ class Conductor:
             watchdog.close()
             self.stop.ignore_signals()
             supervisor.stop()
-            if inputs.environments is not None:
-                inputs.environments.close()
         self.reporting.finished()
 
     def _train(self, start: Callable[[], TrainingLoop], recovery: TrainerRecovery) -> Plan | None:

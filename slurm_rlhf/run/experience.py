@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -23,11 +24,12 @@ from slurm_rlhf.algorithms.packed import find_actions, response_sums
 from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.algorithms.policy_losses import aggregation_of
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
+from slurm_rlhf.algorithms.reward_shaping import summed
 from slurm_rlhf.config.correction import before_update, correction_of
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, actor_is_reference
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, I32, REPETITION, STOP, Bool, Experience
-from slurm_rlhf.rewards.function import Rewards
+from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.wire.calls import ActorCalls, CriticCalls, ForwardBatch, LogprobCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
@@ -72,6 +74,24 @@ def counting(config: Config, rewards: Rewards, step: int) -> Rewards:
     if not config.reward.shuffle:
         return rewards
     return rewards.select(np.random.default_rng([config.train.seed, step]).permutation(len(rewards.rewards)))
+
+
+def without_skipped(config: Config, experience: Experience, rewards: Rewards) -> Rewards:
+    """Take responses without a reward out of the actions; give each the mean of the others to its prompt.
+
+    So the baseline of the group is that of the others, and nothing is trained on these.
+    """
+    if rewards.skipped is None or not rewards.skipped.any():
+        return rewards
+    experience.action_mask = experience.action_mask & ~np.repeat(rewards.skipped, experience.response_lens)
+    groups, counts = groups_of(config, experience), ~rewards.skipped
+
+    def filled(values: F32) -> F32:
+        means = summed(np.where(counts, values, 0), groups) / np.maximum(summed(counts.astype(np.float64), groups), 1)
+        return np.where(counts, values, means).astype(np.float32)
+
+    components = {name: filled(values) for name, values in rewards.components.items()}
+    return replace(rewards, rewards=filled(rewards.rewards), components=components)
 
 
 def fill_advantages(
@@ -130,6 +150,8 @@ def fill_advantages(
 def component_weights(config: Config) -> dict[str, float]:
     """Return the weight of each component of the reward that is to be used; empty: all of them, with weight 1."""
     keys, weights = config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights
+    if not keys:
+        return {part.name: part.weight for part in config.reward.sources}
     return dict(zip(keys, weights or [1.0] * len(keys), strict=True))
 
 

@@ -20,12 +20,11 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
-from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
+from slurm_rlhf.rewards.function import REGISTERED
 from slurm_rlhf.rewards.model import RewardSource, episode_rewards
-from slurm_rlhf.rewards.presets import PresetRewards
 from slurm_rlhf.rewards.reasoning_gym import task_rows
+from slurm_rlhf.rewards.sources import close_source, reward_source, unhealthy
 from slurm_rlhf.run.self_check import PromptFindings
-from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.environment import Environments
 from slurm_rlhf.user_files import is_of_script
 
@@ -49,8 +48,11 @@ class Inputs:
     model: dict[str, str]  # path of the actor's model -> hash of its contents
 
     @classmethod
-    def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
-        """Read and check the user's files; `note` informs the user. Raises UserError."""
+    def read(cls, config: Config, note: Callable[[str], None], printed: Path | None = None) -> Inputs:
+        """Read and check the user's files; `note` informs the user. `close` ends what it has started.
+
+        `printed`: the file for what reward functions print; None: it is printed as usual. Raises UserError.
+        """
         for message in warnings(config):
             note(f"warning: {message}")
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
@@ -82,19 +84,24 @@ class Inputs:
         environments = None
         if config.env.path:
             reward = episode_rewards
-        elif config.reward.preset:
-            reward = PresetRewards(config)
-        elif not config.reward.model_name_or_path:
-            reward = RewardFunction.of(config.reward)
+        elif config.reward.sources or not config.reward.model_name_or_path:
+            reward = reward_source(config, printed, note)
+            for why in unhealthy(reward):
+                note(f"warning: a reward server is not there: {why}")
         findings = PromptFindings.of(prompts, tokenizer, config.data)
         path = config.actor.model_name_or_path
         model = {path: model_contents(Path(path))}
         if config.env.path:  # last: it starts processes
-            printed = RunDirectory(Path(config.run_dir)).reward_log if config.run_dir else None
             environments = Environments(config, tokenizer, printed)
             for name, found in (("data.prompt_dataset", prompts), *sets):
                 environments.check_rows(found, name)
         return cls(prompts, evaluation, order, reward, environments, total, findings, tokenizer, model)
+
+    def close(self) -> None:
+        """End the processes of environments and of the source of rewards."""
+        close_source(self.reward)
+        if self.environments is not None:
+            self.environments.close()
 
 
 def changed_keys(earlier: Path, config: Config) -> list[str]:

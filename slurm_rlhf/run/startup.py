@@ -28,6 +28,9 @@ from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
+from slurm_rlhf.rewards.remote import RemoteRewards
+from slurm_rlhf.rewards.sources import parts_of
+from slurm_rlhf.rewards.weighted import WeightedRewards
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
@@ -234,7 +237,14 @@ class Startup:
         scale, message = reward_scale(config)
         if message:
             note(message)
-        source = inputs.reward or ModelRewards(roles[REWARD], config.train.forward_tokens)
+        for part in parts_of(inputs.reward):
+            if isinstance(part, RemoteRewards):
+                part.waits = self.watchdog.waits
+        model = ModelRewards(roles[REWARD], config.train.forward_tokens) if REWARD in roles else None
+        if isinstance(inputs.reward, WeightedRewards):
+            inputs.reward.model = model
+        source = inputs.reward or model
+        assert source is not None
         engines = self.supervisor.engines  # one that died may start again on another node
         node = sampling_nodes(self.run.ranks).__getitem__ if engines is None else engines.node
         return TrainingStep(
@@ -247,7 +257,7 @@ class Startup:
             prompts=inputs.prompts,
             order=inputs.order,
             total_steps=inputs.total_steps,
-            reward=Scoring(source, config.timeout.reward, self.run.directory.reward_log),
+            reward=Scoring(source, config.timeout.reward, self.run.directory.reward_log, note),
             kl=KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon),
             scale=scale,
             self_check=SelfCheck(

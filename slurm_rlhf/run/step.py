@@ -38,8 +38,8 @@ from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Prompt, Sampling, Trajectory, pack
-from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.experience import (
     counting,
@@ -48,6 +48,7 @@ from slurm_rlhf.run.experience import (
     fill_passes,
     loss_mask,
     one_at_a_time,
+    without_skipped,
 )
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step_metrics import EngineMetrics, agreement_metrics, sample_metrics
@@ -163,7 +164,7 @@ class TrainingStep:
         """
         experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         lost = mask_not_finite(experience)
-        rewards = batch.scored = self._score(batch, experience)
+        rewards = batch.scored = without_skipped(self.config, experience, self._score(batch, experience))
         judged = counting(self.config, rewards, batch.step)
         experience.rewards = judged.rewards
         with self.phases("advantages"):
@@ -204,12 +205,14 @@ class TrainingStep:
         owners = [prompt for prompt in batch.prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
             # Dynamic sampling has asked for them already.
-            asked = [] if batch.rewards else [self.reward.begin(owners, batch.trajectories, batch.step)]
+            asked = batch.asked
+            if not (asked or batch.rewards):
+                asked = [self.reward.begin(owners, batch.trajectories, batch.step)]
             if REWARD in self.roles:
                 one_at_a_time(self.config, asked)
             fill_passes(self.config, self.roles, experience)
         with self.phases("reward"):
-            return batch.rewards or self.reward.wait(asked[0], len(batch.trajectories))
+            return batch.rewards or self.reward.wait(asked, len(batch.trajectories), batch.step)
 
     def update(
         self, number: int, trajectories: list[Trajectory], experience: Experience, metrics: Metrics, version: int

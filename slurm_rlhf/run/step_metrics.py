@@ -15,7 +15,7 @@ from slurm_rlhf.environments.records import CALLS, ERRORS
 from slurm_rlhf.eval.verdicts import constant_share
 from slurm_rlhf.observe.run_log import WARNING
 from slurm_rlhf.records import LOST, REPETITION, STOP, EngineLoad, Experience, Trajectory
-from slurm_rlhf.rewards.function import Rewards
+from slurm_rlhf.rewards.scored import Rewards
 
 SHARE = 0.5
 """An engine below this share of the median of its peers counts as far below them."""
@@ -61,6 +61,10 @@ def sample_metrics(
         metrics |= episode_metrics(trajectories)
     if rewards.scores is not None:
         metrics["accuracy"] = float(np.mean(rewards.scores))
+    if rewards.skipped is not None:
+        metrics["reward/skipped"] = float(rewards.skipped.mean())
+    if rewards.failed is not None:
+        metrics["reward/failed"] = float(np.mean(rewards.failed != ""))
     named = rewards.components | rewards.extra_logs
     return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in named.items()}
 

@@ -6,6 +6,7 @@ A group is a prompt with its n responses; `group_stream` decides which begin, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from slurm_rlhf.algorithms.reward_shaping import passes
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.function import Rewards, joined
+from slurm_rlhf.rewards.scored import Rewards, joined
 from slurm_rlhf.sampling.group_rules import GroupState
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Batch:
     seconds: float  # time from the first request to the last response
     order: dict[str, Any]  # state of the prompt order once a step has trained on this batch
     rewards: Rewards | None = None  # rewards by dynamic sampling; None: not known yet
+    asked: list[Future[Rewards]] = field(default_factory=list)  # rewards that come, of each group; empty: not asked for
     scored: Rewards | None = None  # rewards of the step, once they are there
     metrics: dict[str, float] = field(default_factory=dict)
     judged: int = 0  # groups that dynamic sampling looked at since the batch before; 0: it is off
@@ -63,6 +65,7 @@ class PromptGroup:
     ended: float = 0.0  # time of its last response
     trajectories: list[Trajectory] = field(default_factory=list)
     rewards: Rewards | None = None
+    scoring: Future[Rewards] | None = None  # rewards that come while others are sampled
     verdict: bool | None = None  # True: it may be trained on; None: not known yet
 
     @property
@@ -153,6 +156,7 @@ def assemble_batch(
         seconds=float(np.max([g.ended for g in groups]) - np.min([g.begun for g in groups])),
         order=order,
         rewards=joined(rewards) if rewards else None,
+        asked=[group.scoring for group in groups if group.scoring is not None],
         metrics=metrics,
         judged=judged,
     )

@@ -21,8 +21,8 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import Sampling
-from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.sampling.batches import (
     Batch,
     EpisodesOver,
@@ -225,6 +225,8 @@ class GroupStream:
         del self._open[group]
         if self.counts is None:
             group.verdict = group.state.finished = self._changed = True
+            if self.reward.streams:
+                group.scoring = self.reward.begin(owners_of([group]), responses_of([group]), self._step)
         else:
             self._finished.append(group)
 

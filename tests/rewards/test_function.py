@@ -19,8 +19,9 @@ from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan, pack
-from slurm_rlhf.rewards.function import ARGUMENTS, BY_PLACE, RewardFunction, Taken, taken
+from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, printed_to
+from slurm_rlhf.rewards.signature import ARGUMENTS, BY_PLACE, Taken, taken
 from slurm_rlhf.wire.calls import ForwardBatch
 from slurm_rlhf.wire.codec import decode, encode
 
@@ -294,15 +295,10 @@ def test_only_what_the_signature_takes_is_passed(tmp_path: Path, signature: str)
 @pytest.mark.parametrize(
     ("definition", "told"),
     [
-        ("def reward_func(completions, ground_truth):", "'completions' that nothing is passed for"),
-        ("def reward_func(completions, ground_truth):", "TRL's completions are `responses` here"),
-        ("def reward_func(completions, answer, level):", "a parameter 'completions'"),
-        ("def reward_func(prompts, completions, **kwargs):", "a parameter 'completions'"),
         ("def reward_func(responses, level):", "Passed are queries, prompts, labels, responses, rows, prompt_ids"),
         ("def reward_func(responses, level):", "rows[i]['level']"),
         ("def reward_func(queries, prompts, labels, level):", "a parameter 'level'"),
         ("def reward_func(responses, /):", "a parameter 'responses'"),
-        ("async def reward_func(queries, prompts, labels):", "`async def`, and nothing awaits it"),
         ("def reward_func(queries, prompts, labels):\n    yield 1", "is a generator"),
     ],
 )
@@ -315,10 +311,49 @@ def test_a_signature_that_cannot_be_served_is_an_error_when_the_file_is_loaded(
     assert told in str(caught.value)
 
 
-def test_an_object_with_a_coroutine_is_refused_as_well(tmp_path: Path) -> None:
-    body = "class Judge:\n    async def __call__(self, responses):\n        return [0]\n\nreward_func = Judge()\n"
-    with pytest.raises(RewardError, match=r"reward.py: reward_func is declared with `async def`"):
-        load(tmp_path, body)
+@pytest.mark.parametrize(
+    "body",
+    [
+        "class Judge:\n    async def __call__(self, responses):\n        return [3, 4]\n\nreward_func = Judge()\n",
+        "import asyncio\n\nasync def reward_func(a, b, c):\n    await asyncio.sleep(0)\n    return [3, 4]\n",
+    ],
+)
+def test_coroutines_are_run_to_their_end(tmp_path: Path, body: str) -> None:
+    assert load(tmp_path, body)(*batch()).rewards.tolist() == [3, 4]
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("definition", "expression"),
+    [
+        ("def reward_func(completions, **kwargs):", "kwargs['level'] == [0, 1] and set(kwargs) > {'prompts'}"),
+        ("def reward_func(prompts, completions, level):", "prompts == ['0+0=', '1+1='] and level == [0, 1]"),
+        ("async def reward_func(completions, level=None, other=7):", "level == [0, 1] and other == 7"),
+        ("def reward_func(completion_ids, trainer_state, **kw):", "trainer_state.global_step == 4 and completion_ids"),
+        ("def reward_func(completions, log_metric, log_extra):", "log_metric('a', 1) is log_extra('b', [1]) is None"),
+    ],
+)
+def test_trls_keywords_are_passed_by_name(tmp_path: Path, definition: str, expression: str) -> None:
+    reward = load(tmp_path, f"{definition}\n    assert {expression}, locals()\n    return [1.0, None]\n")
+    found = reward(*batch(), 4)
+    assert found.rewards.tolist() == [1.0, 0.0]
+    assert found.skipped is not None
+    assert found.skipped.tolist() == [False, True]
+
+
+def test_trl_gets_messages_where_the_data_has_messages(tmp_path: Path) -> None:
+    prompts, found = batch(1)
+    prompts[0].row["input"] = [{"role": "user", "content": "0+0="}]
+    body = "def reward_func(prompts, completions):\n    assert prompts == [[{'role': 'user', 'content': '0+0='}]]\n"
+    body += "    assert completions == [[{'role': 'assistant', 'content': '<0>'}]]\n    return [1]\n"
+    assert load(tmp_path, body)(prompts, found).rewards.tolist() == [1]
+
+
+def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"takes 'answer', and the data has no such column; it has: level"):
+        load(tmp_path, "def reward_func(completions, answer):\n    return [0]\n")(*batch())
 
 
 def test_what_a_function_changes_does_not_live_on(tmp_path: Path) -> None:
@@ -349,7 +384,7 @@ def test_experience_knows_why_its_responses_ended() -> None:
 
 
 def test_the_pages_example_runs_and_names_every_argument(tmp_path: Path) -> None:
-    section = page("data_and_reward").split("## The reward function")[1]
+    section = page("rewards").split("## The reward function")[1]
     for name in ARGUMENTS:
         assert f"| `{name}` |" in section
     example = re.search(r"```python\n(.*?)```", section, re.DOTALL)

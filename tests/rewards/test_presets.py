@@ -1,64 +1,91 @@
-"""Ready rewards: code by the tests of its row, answers by the scorers of reasoning-gym."""
+"""Rewards that need no code."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slurm_rlhf.config.schema import Data
-from slurm_rlhf.errors import ConfigError, RewardError
+from slurm_rlhf.config.check import preset
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RewardError
 from slurm_rlhf.rewards.items import Item
-from slurm_rlhf.rewards.presets import PRESETS, served
-from slurm_rlhf.rewards.reasoning_gym import task_rows
-from slurm_rlhf.sandbox import box
-
-pytestmark = pytest.mark.slow
+from slurm_rlhf.rewards.presets import Preset
 
 
-def item(response: str, row: dict[str, Any], label: Any = None) -> Item:
+def item(response: str, label: Any = "4", tokens: int = 1) -> Item:
     return Item(
-        prompt="p",
+        prompt="2+2=",
         messages=None,
         response=response,
-        prompt_ids=[1],
-        response_ids=[1],
+        prompt_ids=[],
+        response_ids=[0] * tokens,
         label=label,
-        row=row,
+        row={},
         finish_reason="stop",
         version=0,
         turns=1,
     )
 
 
-def test_code_is_scored_by_the_column_tests_or_the_label() -> None:
-    code, tests = "```python\ndef add(a, b):\n    return a + b\n```", ["assert add(1, 1) == 2", "assert add(1, 1) == 3"]
-    reward = served("code", "auto")
-    by_column = item(code, {"tests": tests}, "other")
-    by_label = item(code, {}, tests[:1])
-    assert reward.answer([by_column, by_label], 1) == {"rewards": [0.5, 1.0], "scores": [0.5, 1.0]}
-    with pytest.raises(RewardError, match=r"neither a column 'tests' nor a label \(columns: input\)"):
-        reward.answer([item(code, {"input": "x"})], 1)
+@pytest.mark.parametrize(
+    ("name", "value", "given", "reward"),
+    [
+        ("exact", "", item(" 4\n"), 1),
+        ("exact", "", item("44"), 0),
+        ("exact", "", item("4", 4), 1),
+        ("regex", r"answer: (\S+)", item("answer: 3, no, answer: 4"), 1),
+        ("regex", r"answer: (\S+)", item("answer: 4, no, answer: 3"), 0),
+        ("regex", r"answer: (\S+)", item("4"), 0),
+        ("regex", r"<think>.*</think>", item("<think>x</think>"), 1),
+        ("regex", r"<think>.*</think>", item("x"), 0),
+        ("length", "10", item("", tokens=10), 1),
+        ("length", "10", item("", tokens=15), 0.5),
+        ("length", "10", item("", tokens=30), 0),
+    ],
+)
+def test_rewards(name: str, value: str, given: Item, reward: float) -> None:
+    assert Preset(name, value).answer([given], 1) == {"rewards": [reward], "scores": [reward]}
 
 
-def test_a_node_without_the_sandbox_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box, "problem", lambda kind: f"no {kind}")
-    box.chosen.cache_clear()
-    with pytest.raises(ConfigError, match=r"reward\.sandbox = 'auto': .* \(bubblewrap: no bubblewrap; "):
-        served("code", "auto")
-    box.chosen.cache_clear()
+def test_a_schema_decides_about_json(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object", "required": ["a"]}')
+    found = Preset("json_schema", str(tmp_path / "schema.json")).answer([item(t) for t in ('{"a": 1}', "{}", "{")], 1)
+    assert found["rewards"] == [1, 0, 0]
 
 
-def test_tasks_are_scored_by_their_own_scorers() -> None:
-    reward = served("reasoning_gym", "auto")
-    rows = [row for _, row in task_rows(Data(reasoning_gym="gcd,spell_backward", max_samples=4))]
-    right = [item(row["label"], row, row["label"]) for row in rows]
-    assert reward.answer(right, 1)["rewards"] == [1.0] * 4
-    assert max(reward.answer([item("?", row) for row in rows], 1)["rewards"]) < 0.2
-    with pytest.raises(RewardError, match=r"no column 'reasoning_gym_task', .*data\.reasoning_gym"):
-        reward.answer([item("1", {"input": "x"})], 1)
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("regex", "(", "reward.preset_value = '(' is no regular expression"),
+        ("length", "short", "takes a number of tokens"),
+        ("json_schema", "absent.json", "absent.json is no file with a JSON schema: "),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_one_line(name: str, value: str, told: str) -> None:
+    with pytest.raises(RewardError) as failed:
+        Preset(name, value)
+    assert told in str(failed.value)
+    assert "\n" not in str(failed.value)
 
 
-def test_every_preset_says_its_name() -> None:
-    for name in PRESETS:
-        assert served(name, "auto").about() == (f"reward.preset = {name}", False)
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("regex", "", "reward.preset_value is empty: reward.preset = regex needs it"),
+        ("exact", "x", "reward.preset_value = x has no effect with reward.preset = exact"),
+        ("", "x", "reward.preset_value = x has no effect with reward.preset = empty"),
+        (
+            "math",
+            "",
+            "math needs math-verify, which is not installed: pip install 'slurm_rlhf[rewards]'",
+        ),
+    ],
+)
+def test_check_sees_what_a_preset_lacks(name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurm_rlhf.config.check.find_spec", lambda module: None)
+    config = Config()
+    config.reward.preset, config.reward.preset_value = name, value  # type: ignore[assignment]
+    (problem,) = preset(config)
+    assert told in problem

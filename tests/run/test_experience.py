@@ -22,7 +22,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
-from slurm_rlhf.rewards.function import Rewards
+from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.experience import (
     counting,
     fill_advantages,

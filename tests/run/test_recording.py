@@ -24,7 +24,7 @@ from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.records import Experience, Prompt, SyncConnection, Trajectory, VersionSpan, pack
-from slurm_rlhf.rewards.function import Rewards
+from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.conductor import Conductor, lead_run
 from slurm_rlhf.run.recording import Recorder
 from slurm_rlhf.run.reporting import Reporting

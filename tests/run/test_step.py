@@ -16,8 +16,9 @@ from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
-from slurm_rlhf.rewards.function import RewardFunction, taken
+from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.signature import taken
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch
 

@@ -150,6 +150,7 @@ HELD = (
     f"--timeout.heartbeat={round(scaled(16))}",
     "--timeout.heartbeat_interval=0.5",
     "--train.on_hang=restart",
+    "--reward.workers=0",  # in a worker the function would be late, and no hang
 )
 PLACES = ("python", "lock", "engine", "reward-hang")
 

@@ -16,7 +16,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import FilteredAway, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
-from slurm_rlhf.rewards.function import Rewards, joined
+from slurm_rlhf.rewards.scored import Rewards, joined
 from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, PromptGroup
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -16,8 +17,8 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
-from slurm_rlhf.rewards.function import Rewards
 from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_stream import GroupStream
@@ -140,6 +141,8 @@ SAMPLING = Sampling(n=2)
 class Judge:
     """Gives a group spread if its prompt is in `good`; in place of `Scoring`."""
 
+    streams = False
+
     def __init__(self, good: set[int]) -> None:
         self.good = good
         self.calls: list[list[int]] = []
@@ -181,7 +184,7 @@ class Streamed:
         self.engines = Engines()
         self.order = order or order_of(prompts, BATCH)
         self.episodes = Episodes(Scheduler(cast("Any", self.engines), 1, 64, urgent=True))
-        rows, scoring = prompt_set(prompts), cast("Scoring", judge)
+        rows, scoring = prompt_set(prompts), cast("Scoring", judge or SimpleNamespace(streams=False))
         self.stream = GroupStream(config, rows, self.order, last, self.episodes, scoring, lambda _: nullcontext())
 
     def begun(self, place: int) -> None:

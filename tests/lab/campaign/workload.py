@@ -117,6 +117,7 @@ CONFIG = {
     "timeout.heartbeat_interval": 0.5,
     "timeout.heartbeat": scaled(12),
     "timeout.hang": scaled(8),
+    "reward.workers": 0,  # the function is held up in the conductor, which the watchdog names
     "timeout.hang_grace": 4,
     "timeout.shutdown": 4,
 }

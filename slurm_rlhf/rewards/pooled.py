@@ -1,0 +1,100 @@
+"""Compute rewards by the user's function in workers: a call for the responses to each prompt, whatever happens to one.
+
+Responses whose call fails are asked again, each alone: so the one that is to blame is known, and the others get their
+rewards. A call of several has half of timeout.reward and one alone the other half, so nobody waits for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RewardError, WorkerError
+from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.rewards.function import of_item
+from slurm_rlhf.rewards.items import Item, by_prompt, items_of
+from slurm_rlhf.rewards.scored import Rewards, joined, parse_answer
+from slurm_rlhf.workers.pool import RAISED, Code, WorkerPool
+
+FAIL, SKIP = "fail", "skip"
+
+
+class PooledRewards:
+    """Calls the object of `code` in workers; it has `answer(items, step)` and `about()`, as `RewardFunction`."""
+
+    streams = True
+    """The responses to a prompt may be scored while others are sampled."""
+
+    def __init__(self, code: Code, config: Config, printed: Path | None = None) -> None:
+        """Start the workers, and wait until they have loaded the code. `printed`: the log; None: the terminal.
+
+        Raises RewardError for code that cannot be loaded.
+        """
+        reward, self._timeout_s = config.reward, config.timeout.reward
+        self._on_error, self._input_key, self._printed = reward.on_error, config.data.input_key, printed
+        self._pool = WorkerPool(code, max(reward.workers, 1), reward.memory_mb, config.timeout.connect, printed)
+        try:
+            self._pool.ready()
+            self.where, self._none = self._pool.submit("about", timeout_s=self._timeout_s).result()
+        except WorkerError as error:
+            self.close()
+            raise RewardError(str(error)) from error
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+    def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
+        """Compute the rewards of `trajectories`, [N]; blocks. Raises RewardError, as `reward.on_error` says."""
+        items = items_of(prompts, trajectories, self._input_key)
+        groups = [[items[place] for place in places] for places in by_prompt(prompts)]
+        asked = [(group, self._ask(group, step, len(group) > 1)) for group in groups]
+        if not asked:
+            return Rewards(np.zeros(0, dtype=np.float32))
+        return joined([part for group, call in asked for part in self._taken(group, call, step)])
+
+    def _ask(self, items: Sequence[Item], step: int, half: bool) -> Future[Any]:
+        return self._pool.submit("answer", items, step, timeout_s=self._timeout_s / (2 if half else 1))
+
+    def _taken(self, items: list[Item], call: Future[Any], step: int) -> list[Rewards]:
+        """Return the rewards of `items`, in one part or in one for each."""
+        try:
+            return [self._read(call, len(items))]
+        except WorkerError as error:
+            if len(items) == 1:
+                return [self._failed(items[0], error)]
+            whole: WorkerError = error
+        alone = [(item, self._ask([item], step, True)) for item in items]
+        parts = [part for item, call in alone for part in self._taken([item], call, step)]
+        if whole.kind == RAISED and not any(part.failed is not None for part in parts):
+            raise RewardError(f"{whole}, for {len(items)} responses to a prompt, and for none of them alone")
+        return parts
+
+    def _read(self, call: Future[Any], count: int) -> Rewards:
+        try:
+            return parse_answer(call.result(), count, self.where, self._none)
+        except RewardError as error:
+            raise WorkerError(RAISED, str(error)) from error
+        except CancelledError:
+            raise RewardError("the workers of the reward function were ended") from None
+
+    def _failed(self, item: Item, error: WorkerError) -> Rewards:
+        said = f"{error}" if error.kind == RAISED else f"{self.where}: {error}"
+        if self._printed is not None:
+            with self._printed.open("a", encoding="utf-8", errors="replace") as log:
+                log.write(f"{error.kind}: {said}\n  prompt: {item['prompt']!r}\n  response: {item['response']!r}\n")
+        if self._on_error == FAIL:
+            where = f" (traceback and what it printed: {self._printed})" if self._printed else ""
+            hint = "" if error.kind == RAISED else "; reward.on_error says what such a response gets"
+            raise RewardError(f"{said}{of_item(item)}{hint}{where}")
+        value = 0.0 if isinstance(self._on_error, str) else self._on_error
+        return Rewards(
+            np.array([value], dtype=np.float32),
+            skipped=np.array([self._on_error == SKIP]),
+            failed=np.array([error.kind]),
+        )

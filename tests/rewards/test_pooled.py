@@ -1,0 +1,167 @@
+"""Rewards by workers: the responses whose reward fails are known, and all others are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from waiting import HANG_S, scaled
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RewardError
+from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.sources import close_source, reward_source
+
+pytestmark = pytest.mark.slow
+
+BODY = """
+import ctypes, os, time
+
+def reward_func(responses, labels):
+    answers = []
+    for response in responses:
+        if response == "hang":
+            time.sleep(1000)
+        if response == "crash":
+            ctypes.string_at(0)
+        if response == "grow":
+            held = [b"x" * (1 << 20) for _ in range(600)]
+            time.sleep(1000)
+        if response == "raise":
+            raise ValueError("no")
+        answers.append({"nan": float("nan"), "text": "good"}.get(response, len(response)))
+    return answers
+"""
+Run = Callable[..., Rewards]
+
+
+def sampled(responses: list[str], per_prompt: int) -> tuple[list[Prompt], list[Trajectory]]:
+    ids = np.array([1], dtype=np.int32)
+    rest = (ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop")
+    prompts = [Prompt(n, f"p{n}", ids, row={"input": f"p{n}"}) for n in range(len(responses) // per_prompt)]
+    owners = [prompt for prompt in prompts for _ in range(per_prompt)]
+    found = [Trajectory(p.index, 0, *rest, text, []) for p, text in zip(owners, responses, strict=True)]
+    return owners, found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """Score responses with `BODY`, or another file, in workers."""
+    sources: list[Any] = []
+    notes: list[str] = []
+
+    def scored(responses: list[str], per_prompt: int = 1, body: str = BODY, **keys: Any) -> Rewards:
+        config = Config()
+        (tmp_path / "reward.py").write_text(body)
+        config.reward.remote_url = str(tmp_path / "reward.py")
+        config.timeout.reward = HANG_S
+        for name, value in keys.items():
+            group, _, key = name.partition("__")
+            setattr(getattr(config, group), key, value)
+        log = tmp_path / "reward.log"
+        source = reward_source(config, log)
+        sources.append(source)
+        found = Scoring(source, config.timeout.reward, log, notes.append)(*sampled(responses, per_prompt), 3)
+        (tmp_path / "notes").write_text("\n".join(notes))
+        return found
+
+    yield scored
+    for source in sources:
+        close_source(source)
+
+
+def test_a_function_runs_in_workers_with_the_same_rewards(run: Run) -> None:
+    found = run(["a", "bb", "ccc", "dddd"], 2)
+    assert found.rewards.tolist() == [1, 2, 3, 4]
+    assert found.failed is found.skipped is None
+
+
+BAD = ["a", "hang", "bb", "crash", "ccc", "raise", "grow", "nan", "text", "dd"]
+KINDS = ["", "late", "", "ended", "", "raised", "memory", "raised", "raised", ""]
+SHORT = {"timeout__reward": scaled(1.0), "reward__memory_mb": 300}
+
+
+@pytest.mark.parametrize("per_prompt", [1, 5])
+def test_a_number_takes_the_place_of_each_reward_that_fails(run: Run, tmp_path: Path, per_prompt: int) -> None:
+    found = run(BAD, per_prompt, reward__on_error=-0.5, **SHORT)
+    assert found.failed is not None
+    assert found.failed.tolist() == KINDS
+    assert found.rewards.tolist() == [1, -0.5, 2, -0.5, 3, -0.5, -0.5, -0.5, -0.5, 2]
+    log = (tmp_path / "reward.log").read_text()
+    for response, kind in zip(BAD, KINDS, strict=True):
+        assert (f"\n  response: {response!r}\n" in log) is bool(kind)
+    note = (tmp_path / "notes").read_text()
+    assert "step 3: the rewards of 6 of 10 responses failed (1 ended, 1 late, 1 memory, 3 raised)" in note
+
+
+def test_skipped_responses_are_marked(run: Run) -> None:
+    found = run(["a", "raise", "bb"], reward__on_error="skip")
+    assert found.skipped is not None
+    assert found.skipped.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("response", "told"),
+    [
+        ("hang", "reward.py: reward_func: answer did not return within"),
+        ("crash", "reward.py: reward_func: its process was killed by SIGSEGV"),
+        ("raise", "reward.py:15: reward_func raised ValueError: no"),
+        ("nan", "returned nan (float) at index 0; expected a finite number"),
+        ("text", "returned 'good' (str) at index 0; expected a number"),
+    ],
+)
+def test_fail_ends_with_one_line_that_names_the_response(run: Run, response: str, told: str) -> None:
+    with pytest.raises(RewardError) as failed:
+        run(["a", response], 2, **SHORT)
+    assert told in str(failed.value)
+    assert f"for the prompt 'p0' and the response {response!r}" in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+def test_rewards_that_all_fail_end_the_run_whatever_the_key_says(run: Run) -> None:
+    with pytest.raises(RewardError, match=r"the rewards of 2 of 2 responses failed \(2 raised\)"):
+        run(["raise", "raise"], reward__on_error=0.0)
+
+
+def test_too_few_rewards_are_an_error_of_the_function(run: Run) -> None:
+    with pytest.raises(RewardError, match="1 rewards for 2 responses"):
+        run(["a", "b"], 2, "def reward_func(responses):\n    return [1]\n", reward__on_error=0.0)
+
+
+def test_scores_and_components_of_a_failed_response_are_filled(run: Run) -> None:
+    body = "def reward_func(responses):\n    return {'rewards': [int(r) for r in responses], 'scores': [1], "
+    found = run(["1", "x"], 1, body + "'components': {'a': [2]}}\n", reward__on_error=-1)
+    assert found.scores is not None
+    assert found.scores.tolist() == [1, 0]
+    assert found.components["a"].tolist() == [2, -1]
+
+
+def test_a_file_that_cannot_be_loaded_is_one_line(run: Run) -> None:
+    with pytest.raises(RewardError, match=r"reward.py:1: cannot be imported: ModuleNotFoundError") as failed:
+        run(["a"], 1, "import no_such_module\n")
+    assert "\n" not in str(failed.value)
+
+
+@pytest.mark.full
+def test_ten_thousand_responses_of_which_one_in_fifty_ends_its_worker(run: Run) -> None:
+    """1 % hang and 1 % crash. They stand together, as each needs a new process."""
+    assert_scored(run, 10_000)
+
+
+def test_a_thousand_responses_of_which_one_in_fifty_ends_its_worker(run: Run) -> None:
+    assert_scored(run, 1_000)
+
+
+def assert_scored(run: Run, count: int) -> None:
+    bad = ["hang", "crash"] * (count // 100)
+    responses = bad + ["x" * (n % 7) for n in range(count - len(bad))]
+    found = run(responses, 20, timeout__reward=scaled(0.4), reward__on_error=-1.0, reward__workers=4)
+    assert found.failed is not None
+    expected = ["late", "ended"] * (count // 100) + [""] * (count - len(bad))
+    assert found.failed.tolist() == expected
+    assert found.rewards.tolist() == [-1.0] * len(bad) + [float(len(text)) for text in responses[len(bad) :]]

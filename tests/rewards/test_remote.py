@@ -1,0 +1,269 @@
+"""Rewards over HTTP: whatever a server does, every response gets its own reward or one line says why not."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from waiting import HANG_S, scaled, until
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError, RewardError
+from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.rewards.remote import RemoteRewards, token_of
+from slurm_rlhf.rewards.server import RewardServer
+from slurm_rlhf.workers.pool import Code, WorkerPool
+
+pytestmark = pytest.mark.slow
+
+Answer = Callable[[Any, dict[str, Any]], None]
+
+
+def lengths(body: dict[str, Any]) -> dict[str, Any]:
+    return {"rewards": [len(q) - len(p) for q, p in zip(body["query"], body["prompts"], strict=True)]}
+
+
+def say(request: Any, status: int, text: bytes, length: int | None = None, **headers: str) -> None:
+    request.send_response(status)
+    for name, value in {"Content-Length": str(len(text) if length is None else length), **headers}.items():
+        request.send_header(name.replace("_", "-"), value)
+    request.end_headers()
+    request.wfile.write(text)
+
+
+def good(request: Any, body: dict[str, Any]) -> None:
+    say(request, 200, json.dumps(lengths(body)).encode())
+
+
+def reset(request: Any, body: dict[str, Any]) -> None:
+    request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    request.connection.close()
+
+
+def slow(request: Any, body: dict[str, Any]) -> None:
+    request.server.leave.wait(HANG_S)
+
+
+FAULTS: dict[str, Answer] = {
+    "reset": reset,
+    "500": lambda request, body: say(request, 500, b"broken"),
+    "429": lambda request, body: say(request, 429, b"", Retry_After="0.05"),
+    "slow": slow,
+    "truncated": lambda request, body: say(request, 200, b'{"rewards": [1', 14),
+    "cut off": lambda request, body: say(request, 200, b'{"rewards"', 100),
+}
+"""What passes: asked again, the same request is answered."""
+WRONG: dict[str, tuple[Answer, str]] = {
+    "wrong length": (lambda request, body: say(request, 200, b'{"rewards": [1, 2, 3]}'), "3 rewards for 1 responses"),
+    "nan": (lambda request, body: say(request, 200, b'{"rewards": [NaN]}'), "nan (float) at index 0"),
+    "text": (lambda request, body: say(request, 200, b'{"rewards": ["good"]}'), "'good' (str) at index 0"),
+    "no rewards": (lambda request, body: say(request, 200, b'{"score": [1]}'), "a dict without 'rewards'"),
+    "404": (lambda request, body: say(request, 404, b"no such page"), "answered status 404: no such page"),
+    "401": (lambda request, body: say(request, 401, b"who are you"), "answered status 401: who are you"),
+}
+
+
+@contextmanager
+def served(*faults: Answer, port: int = 0) -> Iterator[Any]:
+    """Serve rewards; the first requests get `faults`. `seen` has the bodies."""
+
+    class Request(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                server.seen.append((body, dict(self.headers)))
+                answer = left.pop(0) if left else good
+            answer(self, body)
+
+        def do_GET(self) -> None:
+            say(self, 200, b"")
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    left, lock = list(faults), threading.Lock()
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        seen: list[tuple[dict[str, Any], dict[str, str]]]
+        leave: threading.Event
+
+    server = Server(("127.0.0.1", port), Request)
+    server.seen, server.leave = [], threading.Event()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.leave.set()
+        server.shutdown()
+        thread.join(HANG_S)
+        server.server_close()
+
+
+def url(server: Any) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+@contextmanager
+def client(*servers: str, timeout_s: float = HANG_S, token: str = "") -> Iterator[tuple[RemoteRewards, list[str]]]:
+    config, notes = Config(), list[str]()
+    config.reward.remote_url, config.reward.token = ",".join(servers), token
+    config.timeout.reward = timeout_s
+    source = RemoteRewards(config, notes.append)
+    try:
+        yield source, notes
+    finally:
+        source.close()
+
+
+def sampled(*responses: str) -> tuple[list[Prompt], list[Trajectory]]:
+    ids = np.array([1], dtype=np.int32)
+    rest = (ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop")
+    prompts = [Prompt(n, f"p{n}", ids, label="7", row={"input": f"p{n}"}) for n in range(len(responses))]
+    return prompts, [Trajectory(p.index, 0, *rest, text, []) for p, text in zip(prompts, responses, strict=True)]
+
+
+TEXTS = ["x" * n for n in range(40)]
+
+
+def test_the_request_is_openrlhfs_with_all_fields_beside() -> None:
+    with served() as server, client(url(server)) as (source, _):
+        assert source(*sampled("abc"), 5).rewards.tolist() == [3]
+        (body, headers) = server.seen[0]
+    assert (body["query"], body["prompts"], body["labels"], body["step"]) == (["p0abc"], ["p0"], ["7"], 5)
+    assert body["items"][0]["row"] == {"input": "p0"}
+    assert "Authorization" not in headers
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_passes_is_asked_again_and_every_reward_is_right(fault: str) -> None:
+    with served(*[FAULTS[fault]] * 10) as server:
+        limit = scaled(1.0) if fault == "slow" else HANG_S
+        with client(url(server), timeout_s=limit) as (source, _):
+            assert source(*sampled(*TEXTS)).rewards.tolist() == list(range(40))
+        assert len(server.seen) >= 50
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_wrong_is_one_line_with_the_server(fault: str) -> None:
+    answer, told = WRONG[fault]
+    with served(answer) as server, client(url(server)) as (source, _), pytest.raises(RewardError) as failed:
+        source(*sampled("a"))
+    assert told in str(failed.value)
+    assert url(server) in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurm_rlhf.rewards.remote.LARGEST", 1000)
+    with served(lambda request, body: say(request, 200, b" " * 5000)) as server, client(url(server)) as (source, _):
+        with pytest.raises(RewardError, match="answered more than"):
+            source(*sampled("a"))
+
+
+def test_null_means_that_the_reward_does_not_apply() -> None:
+    with (
+        served(lambda request, body: say(request, 200, b'{"rewards": [null]}')) as server,
+        client(url(server)) as (
+            source,
+            _,
+        ),
+    ):
+        found = source(*sampled("a"))
+    assert found.skipped is not None
+    assert found.skipped.tolist() == [True]
+
+
+def test_of_two_servers_the_one_that_is_there_answers() -> None:
+    with served() as gone:
+        pass
+    with served() as server, client(url(gone), url(server)) as (source, notes):
+        assert source(*sampled(*TEXTS)).rewards.tolist() == list(range(40))
+        assert [line.partition(":8")[0] for line in source.unhealthy()] != []
+        assert len(source.unhealthy()) == 1
+    assert notes == []
+
+
+def test_a_server_that_is_down_pauses_and_its_return_goes_on() -> None:
+    with served() as gone:
+        port = gone.server_address[1]
+    with client(f"http://127.0.0.1:{port}") as (source, notes), ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(source, *sampled(*TEXTS))
+        until(lambda: notes)
+        assert notes[0].startswith(f"warning: the run waits for a reward server: http://127.0.0.1:{port}: ConnectError")
+        assert not asked.done()
+        with served(port=port):
+            assert asked.result(HANG_S).rewards.tolist() == list(range(40))
+    assert notes[1:] == ["warning: a reward server answers again: the run goes on"]
+
+
+def test_closing_ends_what_waits() -> None:
+    with served() as gone:
+        pass
+    with client(url(gone)) as (source, notes), ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(source, *sampled("a"))
+        until(lambda: notes)
+        source.close()
+        with pytest.raises(RewardError, match="were closed"):
+            asked.result(HANG_S)
+
+
+BODY = "def reward_func(responses, labels):\n    return [int(r) * int(label) for r, label in zip(responses, labels)]\n"
+
+
+@contextmanager
+def own_server(tmp_path: Path, token: str = "") -> Iterator[RewardServer]:
+    (tmp_path / "reward.py").write_text(BODY)
+    given = {"source": str(tmp_path / "reward.py"), "function": "", "plugins": []}
+    pool = WorkerPool(Code("slurm_rlhf.rewards.function", "served", given), 1, 0, HANG_S, tmp_path / "log")
+    server = RewardServer(("127.0.0.1", 0), pool, HANG_S, token)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        pool.ready()
+        yield server
+    finally:
+        server.shutdown()
+        thread.join(HANG_S)
+        server.server_close()
+        pool.close()
+
+
+def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_SECRET", "s3cret")
+    import httpx
+
+    with own_server(tmp_path, "s3cret") as server:
+        with client(url(server), token="env:REWARD_SECRET") as (source, _):
+            assert source(*sampled("1", "2", "3")).rewards.tolist() == [7, 14, 21]
+            assert source.unhealthy() == []
+            with pytest.raises(RewardError, match=r"status 422: .*reward.py:2: reward_func raised ValueError"):
+                source(*sampled("x"))
+        with client(url(server)) as (source, _), pytest.raises(RewardError, match="status 401"):
+            source(*sampled("1"))
+        body = {"query": ["p5"], "prompts": ["p"], "labels": ["2"]}
+        headers = {"Authorization": "Bearer s3cret"}
+        answered = httpx.post(url(server) + "/get_reward", json=body, headers=headers, timeout=HANG_S)
+        assert answered.json() == {"rewards": [10]}
+        for wrong in ("[]", "{", '{"query": 1}', '{"items": [1]}', '{"items": [{}]}'):
+            assert httpx.post(url(server), content=wrong, headers=headers, timeout=HANG_S).status_code == 400
+
+
+def test_tokens_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REWARD_SECRET", " a ")
+    (tmp_path / "token").write_text("b\n")
+    assert (token_of("env:REWARD_SECRET"), token_of(str(tmp_path / "token")), token_of("")) == ("a", "b", "")
+    with pytest.raises(ConfigError, match=r"reward\.token = env:NOT_THERE: the variable NOT_THERE is not set"):
+        token_of("env:NOT_THERE")
+    with pytest.raises(ConfigError, match=r"reward\.token: .*absent cannot be read"):
+        token_of(str(tmp_path / "absent"))

@@ -1,0 +1,112 @@
+"""Several rewards at once: their weighted sum, each apart, and the entries of reward.sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slurm_rlhf.config.check import reward_source
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_models import RewardPart
+from slurm_rlhf.config.text import dump_toml
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.weighted import weighted
+from slurm_rlhf.run.experience import component_weights
+
+
+def answered(*rewards: float | None, **more: Any) -> Rewards:
+    out = np.array([value is None for value in rewards])
+    return Rewards(np.array([value or 0.0 for value in rewards], np.float32), skipped=out, **more)
+
+
+def test_the_sum_is_of_those_that_apply() -> None:
+    parts = [RewardPart("a", 2.0), RewardPart("b", 0.5, [-1.0, 1.0])]
+    found = weighted(parts, [answered(1, 2, None, None), answered(4, None, -8, None)], [[0, 1], [2, 3]])
+    assert found.rewards.tolist() == [2.5, 4.0, -0.5, 0.0]
+    assert found.skipped is not None
+    assert found.skipped.tolist() == [False, False, False, True]
+    assert found.components["a"].tolist() == [1.0, 2.0, 0.0, 0.0]
+    assert found.components["b"].tolist() == [1.0, 1.0, -1.0, -1.0]  # the mean of the others to the prompt
+
+
+def test_scores_logs_and_failures_are_kept() -> None:
+    one = Rewards(np.float32([1, 0]), failed=np.array(["", "late"]))
+    two = Rewards(np.float32([1, 1]), np.float32([0, 1]), {"x": np.float32([3])}, {"y": np.float32([4, 5])})
+    found = weighted([RewardPart("a"), RewardPart("b")], [one, two], [[0, 1]])
+    assert found.scores is not None
+    assert found.failed is not None
+    assert (found.scores.tolist(), found.failed.tolist()) == ([0, 1], ["", "late"])
+    assert {name: values.tolist() for name, values in found.extra_logs.items()} == {"b/x": [3], "b/y": [4, 5]}
+    assert found.skipped is None
+
+
+FILE = """
+[[reward.sources]]
+name = "right"
+preset = "exact"
+
+[[reward.sources]]
+name = "short"
+weight = 0.1
+clip = [-1, 1]
+remote_url = "reward.py"
+"""
+
+
+def test_entries_are_read_and_written_back(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(FILE)
+    (tmp_path / "reward.py").write_text("")
+    config = load_config(tmp_path / "run.toml")
+    wanted = RewardPart("short", 0.1, [-1, 1], str(tmp_path / "reward.py"))
+    assert config.reward.sources == [RewardPart("right", preset="exact"), wanted]
+    assert component_weights(config) == {"right": 1.0, "short": 0.1}
+    assert list(reward_source(config)) == []
+    (tmp_path / "again.toml").write_text(dump_toml(config))
+    assert load_config(tmp_path / "again.toml").reward == config.reward
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ('nam = "a"', "an entry has no 'nam'; did you mean name?"),
+        ("weight = true", "weight = True is of a wrong type"),
+        ("name = 3", "name = 3 is of a wrong type"),
+        ("clip = [1]", "clip takes two numbers, the lower first, got [1]"),
+        ("clip = [2, 1]", "clip takes two numbers, the lower first, got [2, 1]"),
+    ],
+)
+def test_entries_that_cannot_be_read(tmp_path: Path, entry: str, told: str) -> None:
+    (tmp_path / "run.toml").write_text(f"[[reward.sources]]\n{entry}\n")
+    with pytest.raises(ConfigError) as failed:
+        load_config(tmp_path / "run.toml")
+    assert told in str(failed.value)
+
+
+EXACT = RewardPart("a", preset="exact")
+
+
+@pytest.mark.parametrize(
+    ("parts", "keys", "told"),
+    [
+        ([EXACT, EXACT], {}, "the name 'a' is there twice"),
+        ([RewardPart("", preset="exact")], {}, "the name '' is empty"),
+        ([RewardPart("a")], {}, "reward.sources, a: no source is set: give each entry one of remote_url, function"),
+        ([RewardPart("a", preset="exact", model=True)], {"model_name_or_path": "m"}, "preset and model is set"),
+        ([EXACT], {"remote_url": "x.py"}, "reward.remote_url and reward.sources are both set"),
+        ([EXACT], {"model_name_or_path": "m"}, "has 0 entries with model = true, and reward.model_name_or_path = 'm'"),
+        ([RewardPart("a", model=True)], {}, "has 1 entries with model = true, and reward.model_name_or_path = ''"),
+        ([RewardPart("a", preset="regex")], {}, "reward.sources, a: reward.preset_value is empty"),
+        ([RewardPart("a", remote_url="/absent.py")], {}, "/absent.py"),
+    ],
+)
+def test_entries_that_do_not_go_together(parts: list[RewardPart], keys: dict[str, str], told: str) -> None:
+    config = Config()
+    config.reward.sources = parts
+    for name, value in keys.items():
+        setattr(config.reward, name, value)
+    assert told in "\n".join(reward_source(config))

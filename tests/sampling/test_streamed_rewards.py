@@ -1,0 +1,41 @@
+"""Rewards that are computed while other responses are sampled."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, cast
+
+from group_engines import Streamed, limits, places
+from waiting import until
+
+from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.sampling.batches import Batch
+
+
+class Begun:
+    """Notes which responses are to be scored, in place of `Scoring`."""
+
+    streams = True
+
+    def __init__(self) -> None:
+        self.asked: dict[int, Future[Rewards]] = {}
+
+    def begin(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Future[Rewards]:
+        (place,) = {prompt.index for prompt in prompts}
+        assert [(found.prompt, found.sample) for found in trajectories] == [(place, 0), (place, 1)]
+        return self.asked.setdefault(place, Future())
+
+
+def test_a_group_is_scored_as_soon_as_it_is_complete() -> None:
+    run, scoring = Streamed(limits(1)), Begun()
+    run.stream.reward = cast("Any", scoring)
+    with run.taking(1) as found:
+        until(lambda: run.engines.places() == list(range(8)))
+        run.engines.finish(2)
+        until(lambda: [*scoring.asked] == [2])
+        assert not found
+        run.engines.finish(7, 1, 4)
+    batch = found[0]
+    assert isinstance(batch, Batch)
+    assert batch.asked == [scoring.asked[place] for place in places(batch)]
