@@ -28,7 +28,7 @@ from slurm_rlhf.config.model_directory import (
     require_tokenizer,
     uncompared,
 )
-from slurm_rlhf.config.reward_sources import PRESET_LIBRARIES, part_problems, settings_of
+from slurm_rlhf.config.reward_sources import part_problems, preset, settings_of
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
 from slurm_rlhf.config.rules import colocated, key_problems, length_problems, out_of_range, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config, StageKeys
@@ -279,18 +279,6 @@ def reward_source(config: Config) -> Iterator[str]:
         yield from _file("env.path", config.env.path, ENVIRONMENTS)
     elif source:
         yield from _reward_file(config)
-
-
-def preset(config: Config) -> Iterator[str]:
-    """Check the preset of the reward: what it needs, and what it takes."""
-    name, value = config.reward.preset, config.reward.preset_value
-    module, package = PRESET_LIBRARIES.get(name, ("", ""))
-    if module and find_spec(module) is None:
-        yield f"reward.preset = {name} needs {package}, which is not installed: pip install 'slurm_rlhf[rewards]'"
-    if name in ("regex", "json_schema", "length") and not value:
-        yield f"reward.preset_value is empty: reward.preset = {name} needs it; slurm-rlhf docs rewards says what for"
-    if value and name not in ("regex", "json_schema", "length"):
-        yield f"reward.preset_value = {value} has no effect with reward.preset = {name or 'empty'}: leave it out"
 
 
 def _reward_file(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Read and check the entries of reward.sources, of which each is a part of the reward."""
+"""Read and check the entries of reward.sources, of which each is a part of the reward, and the presets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,19 @@ def settings_of(part: RewardPart) -> dict[str, Any]:
     """Return the keys of `reward` for a source that is this entry alone."""
     found = {f"reward.{name}": getattr(part, name) for name in ("remote_url", "function", "preset", "preset_value")}
     return {**found, "reward.sources": [], "reward.model_name_or_path": ""}
+
+
+PRESET_LIBRARIES = {"math": ("math_verify", "math-verify"), "json_schema": ("jsonschema", "jsonschema")}
+"""Preset -> the module that it imports, and the package."""
+
+
+def preset(config: Config) -> Iterator[str]:
+    """Check the preset of the reward: what it needs, and what it takes."""
+    name, value = config.reward.preset, config.reward.preset_value
+    module, package = PRESET_LIBRARIES.get(name, ("", ""))
+    if module and find_spec(module) is None:
+        yield f"reward.preset = {name} needs {package}, which is not installed: pip install 'slurm_rlhf[rewards]'"
+    if name in ("regex", "json_schema", "length") and not value:
+        yield f"reward.preset_value is empty: reward.preset = {name} needs it; slurm-rlhf docs rewards says what for"
+    if value and name in ("", "math", "exact"):
+        yield f"reward.preset_value = {value} has no effect with reward.preset = {name or 'empty'}: leave it out"

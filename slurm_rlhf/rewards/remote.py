@@ -24,7 +24,7 @@ from slurm_rlhf.observe.run_log import SERVER_AWAITED, SERVER_BACK
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.items import Item, by_prompt, items_of
 from slurm_rlhf.rewards.scored import Rewards, joined, parse_answer
-from slurm_rlhf.wire.timeouts import CONNECT_S, REWARD_RETRY_S
+from slurm_rlhf.wire.timeouts import CONNECT_S, REWARD_AWAITED_S, REWARD_RETRY_S
 
 HEALTH = "/health"
 LARGEST = 64 << 20
@@ -80,6 +80,7 @@ class RemoteRewards:
         self._turn = count()
         self._requests = ThreadPoolExecutor(AT_ONCE, "reward request")
         self._closed, self._lock, self._down = threading.Event(), threading.Lock(), False
+        self._answered = 0.0  # when a server answered last
 
     def close(self) -> None:
         """Give up what is asked, and close the connections."""
@@ -119,15 +120,16 @@ class RemoteRewards:
             "items": items,
             "step": step,
         }
-        tries = 0
+        first, tries, since = next(self._turn), 0, time.monotonic()
         while not self._closed.is_set():
-            server = self._servers[next(self._turn) % len(self._servers)]
+            server = self._servers[(first + tries) % len(self._servers)]
             answer, why, pause_s = self._asked(server, body)
             if not why:
+                self._answered = time.monotonic()
                 self._tell(False, f"{SERVER_BACK}: the run goes on")
                 return parse_answer(answer, len(items), server, none=True)
             tries += 1
-            if tries >= 2 * len(self._servers):
+            if time.monotonic() - max(since, self._answered) > REWARD_AWAITED_S:
                 self._tell(True, f"{SERVER_AWAITED}: {why}")
                 self.waits()
             pause_s = pause_s or min(REWARD_RETRY_S, 0.05 * 2**tries)

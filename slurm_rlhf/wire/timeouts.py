@@ -30,6 +30,7 @@ QUOTA_S = 5.0  # the command that tells a quota
 PY_SPY_S = 8.0  # the stacks of a process, taken from outside
 KERNEL_LOCK_S = 20.0  # the lock of a kernel cache that another rank holds
 REWARD_RETRY_S = 10.0  # the longest pause between two requests to a reward server that does not answer
+REWARD_AWAITED_S = 2.0  # no answer of any reward server, after which the run says that it waits
 REWARD_IDLE_S = 120.0  # the silence of a connection to `serve-reward`, which is closed then
 TASKS_S = 300.0  # the making of all tasks of data.reasoning_gym
 SANDBOX_S = 10.0  # the unit tests of a response, all together
