@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.main import Arguments, Command, parse
 from slurm_rlhf.cli.plan import (
@@ -16,10 +17,9 @@ from slurm_rlhf.cli.plan import (
     print_resolved,
     require_fit,
 )
-from slurm_rlhf.cli.preflight import before_run
+from slurm_rlhf.cli.preflight import before_run, steps_of
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_of, memory_on
-from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft, warnings
 from slurm_rlhf.config.hub import fetch_models
 from slurm_rlhf.config.load import load_config
@@ -28,8 +28,10 @@ from slurm_rlhf.config.text import split_overrides
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
 from slurm_rlhf.nodes.mpi.assignment import launched
-from slurm_rlhf.nodes.srun import container_of
 from slurm_rlhf.placement.rank_map import RankMap
+
+if TYPE_CHECKING:
+    from slurm_rlhf.nodes.agent_steps import AgentSteps
 
 USAGE = "usage: slurm-rlhf train FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--dry_run]"
 FLAGS = {"dry_run": "print the resolved configuration, the rank map and the memory (as TOML comments); start nothing"}
@@ -105,24 +107,24 @@ def train_here(config: Config) -> int:
     check(config)
     ranks = layout_here(config)
     check_memory(config, ranks)
-    ranks, unfit = before_run(config, ranks)
-    from slurm_rlhf.run import conductor
+    run_dir = Path(config.run_dir)
+    with steps_of(config, run_dir) as steps:
+        ranks, unfit = before_run(config, ranks, steps)
+        from slurm_rlhf.run import conductor
 
-    return conductor.run_here(config, ranks, _launcher(config, ranks, unfit))
+        return conductor.run_here(config, ranks, launcher_on(run_dir, ranks, unfit, steps))
 
 
-def _launcher(config: Config, ranks: RankMap, unfit: Mapping[str, str]) -> Launcher:
+def launcher_on(run_dir: Path, ranks: RankMap, unfit: Mapping[str, str], steps: AgentSteps | None) -> Launcher:
     """Make the launcher of the nodes: srun steps in a Slurm allocation, else child processes."""
-    slurm, run_dir = read_slurm(os.environ), Path(config.run_dir)
-    if slurm is None:
+    if steps is None:
         return LocalLauncher(run_dir, ranks)
     from slurm_rlhf.nodes.slurm import SlurmLauncher
-    from slurm_rlhf.nodes.slurm_run import SlurmRun
 
-    nodes = ranks.used_nodes
-    print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
-    print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmLauncher(SlurmRun(run_dir, slurm, container_of(config), unfit, config.timeout), ranks)
+    nodes, job = ranks.used_nodes, steps.slurm.job_id
+    print(f"job {job} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
+    print(f"to look inside: {attach_line(str(job), nodes[0])}", flush=True)
+    return SlurmLauncher(steps, ranks, unfit)
 
 
 def _say(text: str) -> None:
