@@ -8,6 +8,7 @@ SlurmRlhfError                  anything this package raises on purpose
 │   ├── DataError               a data file, with its name and line
 │   ├── ModelError              a model directory that cannot be used
 │   ├── RewardError             the user's reward function
+│   ├── WorkerError             code of the user's that failed in a process of its own
 │   ├── SelfCheckError          what is about to be trained is not what was asked for
 │   ├── PlacementError          roles that do not fit the nodes, an allocation that is too small
 │   ├── DiskError               a disk that is full, a run directory that has vanished
@@ -66,6 +67,17 @@ class RewardError(UserError):
 
 class EpisodeError(RewardError):
     """Report that the user's environment failed or answered something that no episode can go on with."""
+
+
+class WorkerError(UserError):
+    """Report a call of the user's code, in a process of its own, that failed.
+
+    `kind`: late (past its deadline), ended (a signal, an exit), memory (past its limit), raised (an exception).
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class SelfCheckError(UserError):

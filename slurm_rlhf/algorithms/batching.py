@@ -88,14 +88,27 @@ class Shard:
 
 
 def shards(experience: Experience, ranks: int, max_tokens: int, layout: Layout = ROWS) -> list[Shard]:
-    """Split a batch over `ranks`, at about the same cost for each."""
+    """Split a batch over `ranks`, at about the same cost for each; a group of `layout.ranks` has one part.
+
+    `max_tokens`: that a rank computes of a micro-batch.
+    """
     lengths = [int(length) for length in experience.lengths]
-    per_rank = split_ranks(list(map(layout.cost, lengths)), ranks)
     parts = []
-    for rows, micros in zip(per_rank, micro_batches(per_rank, lengths, max_tokens, layout), strict=True):
+    for rows, micros in zip(*cut_batch(lengths, ranks, max_tokens, layout), strict=True):
         place = {row: position for position, row in enumerate(rows)}
         parts.append(Shard(rows, experience.select(rows), [[place[row] for row in micro] for micro in micros]))
-    return parts
+    return [parts[rank // layout.ranks] for rank in range(ranks)]
+
+
+def cut_batch(
+    lengths: Sequence[int], ranks: int, max_tokens: int, layout: Layout
+) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Choose the sequences of each group of `layout.ranks` ranks, and its micro-batches of them.
+
+    `max_tokens`: that a rank computes of a micro-batch. Raises ValueError as `split_ranks` and `micro_batches` do.
+    """
+    groups = split_ranks(list(map(layout.cost, lengths)), ranks // layout.ranks)
+    return groups, micro_batches(groups, lengths, max_tokens * layout.ranks, layout)
 
 
 def assemble(experience: Experience, parts: list[Shard], columns: list[F32]) -> F32:

@@ -12,6 +12,7 @@ class Layout:
 
     packed: bool = False  # end to end in one row; otherwise each has a row, padded to the longest
     attention: float = 0.0  # cost of attention for each pair of tokens, in those of all else for one token
+    ranks: int = 1  # neighbours that compute a micro-batch together, a part of its tokens each
 
     def cost(self, length: int) -> float:
         """Return the cost of a sequence, in tokens without attention."""

@@ -35,8 +35,6 @@ class Spec:
     backend: str = "gloo"
     bucket_bytes: int = 64 << 20
     repeats: int = 3
-    naive: bool = True
-    model: str = ""  # directory of a model to load into; empty: no loading
     host: str = "127.0.0.1"  # address of the first actor rank
     port_file: str = ""  # where rank 0 writes its port
     timeout_s: float = timeouts.BENCH_SYNC_S
@@ -100,8 +98,6 @@ def parameters_of(nbytes: int) -> list[list[Any]]:
 
 
 def _spec(options: dict[str, Any], on_gpus: bool) -> Spec:
-    if options["load"] and (not options["model"] or options["lora_rank"]):
-        raise ConfigError("--load needs the model that vLLM is to be started on: --model=DIRECTORY, and no --lora_rank")
     if options["model"]:
         parameters: list[list[Any]] = [[name, shape, "bfloat16"] for name, shape in stored_parameters(options["model"])]
     else:
@@ -110,7 +106,7 @@ def _spec(options: dict[str, Any], on_gpus: bool) -> Spec:
         adapters = adapters_of([(row[0], row[1]) for row in parameters], Lora(rank=options["lora_rank"]))
         parameters = [[name, shape, "bfloat16"] for name, shape in adapters]
     actors, engines = _nodes("actors", options["actors"], "actor"), _nodes("engines", options["engines"], "rollout")
-    if options["one_node"]:
+    if "one_node" in options:
         actors, engines = ["node"] * len(actors), ["node"] * len(engines)
     return Spec(
         parameters,
@@ -120,8 +116,6 @@ def _spec(options: dict[str, Any], on_gpus: bool) -> Spec:
         backend=options["backend"],
         bucket_bytes=Sync(bucket_mb=options["bucket_mb"]).bucket_size_mb(on_gpus) << 20,
         repeats=options["repeats"],
-        naive=not options["no_naive"],
-        model=options["model"] if options["load"] else "",
     )
 
 
@@ -175,11 +169,9 @@ def show(found: dict[str, Any]) -> str:
         f"  raw           {found['raw_seconds']:.3f} s: the update reaches {found['share_of_raw']:.0%} of that rate "
         f"(median of pairs; least {found['least_share_of_raw']:.0%})",
         f"  CPU           {found['cpu_seconds']:.3f} s of all ranks, {found['cpu_raw_seconds']:.3f} s of the raw way",
+        f"  checksums     {found['checksum_seconds']:.3f} s on the slowest engine rank",
+        f"  memory        {found['peak_extra_bytes'] / mega:.0f} MB at most on any rank",
     ]
-    for name, key in (("naive", "naive_seconds"), ("with loading", "seconds_with_loading")):
-        lines += [f"  {name:12}  {found[key]:.3f} s"] if key in found else []
-    lines.append(f"  checksums     {found['checksum_seconds']:.3f} s on the slowest engine rank")
-    lines.append(f"  memory        {found['peak_extra_bytes'] / mega:.0f} MB at most on any rank")
     return "\n".join(lines)
 
 

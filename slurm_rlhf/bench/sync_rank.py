@@ -1,7 +1,7 @@
 """Run one rank of `slurm-rlhf bench sync`: `python -m slurm_rlhf.bench.sync_rank SPEC.json RANK`.
 
-All ranks move the same synthetic weights in three ways: as a run does, raw, and naively with a broadcast per parameter.
-Each is timed from a barrier until the last rank has finished.
+All ranks move the same synthetic weights in two ways: as a run does, and raw. Each is timed from a barrier until the
+last rank has finished.
 
 The raw way sends the same number of bytes from one actor rank to the engine ranks over the same kind of sockets, always
 from one buffer into one buffer, without checksums.
@@ -30,7 +30,7 @@ from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.weights.ends import Held, Receiver, Sender
 from slurm_rlhf.weights.group import SyncGroup, join
 from slurm_rlhf.weights.rendezvous import Membership, SyncStore
-from slurm_rlhf.weights.transfer_plan import Layout, Parameter, SyncPlan, make_plan
+from slurm_rlhf.weights.transfer_plan import Parameter, SyncPlan, TransferLayout, make_plan
 
 RAW_PIECE = 64 << 20
 ON_GPUS = ("nccl", "ipc")
@@ -44,7 +44,6 @@ class Rank:
         self.spec = spec
         self.rank = rank
         self.is_actor = rank < len(spec.actors)
-        self.engine = _engine(spec) if spec.model and not self.is_actor else None
         port = self._port()
         member = Membership(
             name="bench",
@@ -77,25 +76,19 @@ class Rank:
         end = self.sender or self.receiver
         results["peak_extra_bytes"] = round(max(self._of_all(float(end.peak if end else 0))))
         results["checksum_seconds"] = max(self._of_all(self.receiver.verify_s if self.receiver else 0.0))
-        if self.spec.model:
-            results |= self._in_turn({"seconds_with_loading": lambda: self._load(next(versions))})
-        if self.spec.naive:
-            results["naive_seconds"], _ = self._timed(self._naive)
         self.plain.barrier().wait()
         return results
 
     def _in_turn(self, ways: dict[str, Callable[[], None]]) -> dict[str, Any]:
-        """Return the medians, and with the raw way also the share of its rate that updates reach."""
+        """Return the medians, and the share of the raw way's rate that updates reach."""
         found: dict[str, list[float]] = {}
         for _ in range(self.spec.repeats):
             for name, work in ways.items():
                 for measured, value in zip((name, f"cpu_{name}"), self._timed(work), strict=True):
                     found.setdefault(measured, []).append(value)
         results: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
-        if "raw_seconds" in found:
-            shares = [raw / ours for ours, raw in zip(found["seconds"], found["raw_seconds"], strict=True)]
-            results |= {"share_of_raw": statistics.median(shares), "least_share_of_raw": min(shares)}
-        return results
+        shares = [raw / ours for ours, raw in zip(found["seconds"], found["raw_seconds"], strict=True)]
+        return results | {"share_of_raw": statistics.median(shares), "least_share_of_raw": min(shares)}
 
     def _timed(self, work: Callable[[], None]) -> tuple[float, float]:
         """Return the seconds until the last rank has finished, and the CPU seconds of all ranks."""
@@ -118,19 +111,11 @@ class Rank:
                 if compare and not torch.equal(tensor.cpu(), _values(self.plan.parameters[index], index)):
                     raise RuntimeError(f"{name} did not arrive as it was sent")
 
-    def _load(self, version: int) -> None:
-        if self.engine is None:
-            self._update(version)
-            return
-        assert self.receiver is not None
-        with self.receiver.update(version) as weights:
-            self.engine.load(weights, version)
-
     def _raw(self) -> None:
         """Move the bytes: on loopback by a broadcast to all engines, over a network to one remote engine."""
         if self.raw is None:
             return
-        layout = Layout(tuple(self.spec.actors), tuple(self.spec.engines))
+        layout = TransferLayout(tuple(self.spec.actors), tuple(self.spec.engines))
         network = not is_loopback(self.group.me.address)
         at = self.device if self.group.backend == "nccl" else torch.device("cpu")
         whole = torch.zeros(min(RAW_PIECE, self.plan.payload), dtype=torch.uint8, device=at)
@@ -145,13 +130,6 @@ class Rank:
                 self.raw.send([piece], self._of_raw.index(remote[-1]), tag).wait()
             elif self.rank == remote[-1]:
                 self.raw.recv([piece], 0, tag).wait()
-
-    def _naive(self) -> None:
-        """Broadcast one parameter at a time from rank 0."""
-        whole = torch.zeros(max(parameter.nbytes for parameter in self.plan.parameters), dtype=torch.uint8)
-        for parameter in self.plan.parameters:
-            if parameter.nbytes:
-                self.plain.broadcast(whole[: parameter.nbytes], 0).wait()
 
     def _of_all(self, value: float) -> list[float]:
         """Return the values of all ranks."""
@@ -213,18 +191,6 @@ def _left(nbytes: int) -> Iterator[int]:
     while nbytes > 0:
         yield nbytes
         nbytes -= RAW_PIECE
-
-
-def _engine(spec: Spec) -> Any:
-    from slurm_rlhf.config.schema import Config
-    from slurm_rlhf.engine.engine import backend
-
-    config = Config()
-    backend(config).prepare_environment()
-    config.actor.model_name_or_path = spec.model
-    config.vllm.cpu_kvcache_gib = 0.1
-    config.data.max_len, config.vllm.max_num_seqs = 64, 2
-    return backend(config).make_engine(config, 0)
 
 
 def main() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cli.main import Command, parse
+from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.plan import layout_somewhere, require_fit
 from slurm_rlhf.cluster.resources import memory_on
 from slurm_rlhf.config.check import check, warnings
@@ -20,19 +19,18 @@ if TYPE_CHECKING:
     from slurm_rlhf.records import Prompt, Trajectory
     from slurm_rlhf.run.run_inputs import Inputs
 
-USAGE = "usage: slurm-rlhf check FILE.toml [FILE.toml ...] [--KEY=VALUE ...]"
 ROWS = 4
 """Rows with which the reward function is called."""
 _WIDTH = 200  # characters of a prompt
 
 
-def run(words: list[str]) -> int:
+def check_run(arguments: Arguments) -> int:
     """Print what a run would read and do. Raises UserError if something is wrong."""
-    arguments = parse(words, USAGE)
     config = load_config(arguments.files, arguments.overrides)
     check(config)
     require_fit(config, memory_on(config, layout_somewhere(config)))
-    print(f"keys, files and model directories are right; reading {config.data.prompt_dataset}", flush=True)
+    source = config.data.prompt_dataset or config.data.reasoning_gym
+    print(f"keys, files and model directories are right; reading {source}", flush=True)
     inputs = read(config)
     for line in chain(look(config, inputs), _rewards(config, inputs)):
         print(line, flush=True)
@@ -101,15 +99,3 @@ def _answered(prompt: Prompt) -> Trajectory:
     ids = prompt.token_ids
     none, mask = np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_)
     return Trajectory(prompt.index, 0, ids, ids, none, mask, "stop", text, [])
-
-
-COMMANDS = {
-    "check": Command(
-        USAGE,
-        "Reads what `train` would read and starts nothing: keys, model directories, the memory of the layout, all "
-        "prompts, and the reward function, which it calls with a few rows. Shows how many prompts fit, for how many "
-        "steps they are enough, and the first prompt as the model sees it.",
-        run,
-        keys=[field.name for field in fields(Config) if field.name not in ("sft", "generate")],
-    ),
-}

@@ -5,23 +5,19 @@ from __future__ import annotations
 import sys
 from typing import ClassVar
 
-from slurm_rlhf.cli.main import COMMANDS as ALL_COMMANDS
-from slurm_rlhf.cli.main import WIDEST, Command, unknown
+from slurm_rlhf.cli.commands import WIDEST, Arguments, commands, unknown
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.docs.pages import TOPICS, contents, page
-from slurm_rlhf.errors import ConfigError
-
-USAGE = "usage: slurm-rlhf docs [TOPIC]"
 
 
-def run(words: list[str]) -> int:
+def show_docs(arguments: Arguments) -> int:
     """Print the list of pages, or one page: formatted on a terminal, else as Markdown."""
-    if not words:
-        print(f"{USAGE}\n\n{contents()}")
+    if not arguments.words:
+        print(f"{arguments.command.usage_line}\n\n{contents()}")
         return 0
-    if len(words) > 1:
-        raise ConfigError(f"one topic at a time\n{USAGE}\n\n{contents()}")
-    text = page(words[0].removesuffix(".md").replace("-", "_"))
+    if len(arguments.words) > 1:
+        raise arguments.error(f"one topic at a time; the topics are {', '.join(TOPICS)}")
+    text = page(arguments.words[0].removesuffix(".md").replace("-", "_"))
     if sys.stdout.isatty():
         _show(text)
     else:
@@ -48,8 +44,6 @@ def _show(text: str) -> None:
     console = Console()
     console.print(Page(text), width=min(console.width, WIDEST))
 
-
-COMPLETION_USAGE = "usage: slurm-rlhf completion bash|zsh"
 
 _SCRIPT = """_slurm_rlhf() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} key=
@@ -89,24 +83,20 @@ def script() -> str:
         f'    {"|".join(names)}) COMPREPLY=($(compgen -W "{words}" -- "$word")) ;;' for words, names in choices.items()
     )
     keys = " ".join(f"--{name}=" for name in all_keys())
-    return _SCRIPT.format(commands=" ".join(ALL_COMMANDS), values=values, topics=" ".join(TOPICS), keys=keys)
+    names = " ".join(name for name in commands() if " " not in name)
+    return _SCRIPT.format(
+        commands=names,
+        values=values,
+        topics=" ".join(TOPICS),
+        keys=keys,
+    )
 
 
-def run_completion(words: list[str]) -> int:
+def completion(arguments: Arguments) -> int:
     """Print the script for a shell. Raises ConfigError for another shell than bash and zsh."""
-    if words not in (["bash"], ["zsh"]):
-        raise ConfigError(f"no completion for {unknown(' '.join(words), ['bash', 'zsh'])}\n{COMPLETION_USAGE}")
-    zsh = "autoload -U +X bashcompinit && bashcompinit\n" if words == ["zsh"] else ""
+    shell = " ".join(arguments.words)
+    if shell not in ("bash", "zsh"):
+        raise arguments.error(f"no completion for {unknown(shell, ['bash', 'zsh'])}")
+    zsh = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
     print(zsh + script(), end="")
     return 0
-
-
-COMMANDS = {
-    "docs": Command(USAGE, "Shows a page of the documentation; without TOPIC, the list of topics.", run),
-    "completion": Command(
-        COMPLETION_USAGE,
-        "Prints a script that completes commands, keys, their choices and file names. For this shell: "
-        "source <(slurm-rlhf completion bash); for all: put that line into ~/.bashrc or ~/.zshrc.",
-        run_completion,
-    ),
-}

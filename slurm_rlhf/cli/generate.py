@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cli.main import Command, parse, take_options
+from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.preflight import OFF, begin, question, steps_of
 from slurm_rlhf.cli.train import configured, launcher_on
 from slurm_rlhf.cluster.resources import nodes_here
+from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
@@ -27,24 +28,12 @@ from slurm_rlhf.placement.rank_map import RankMap
 if TYPE_CHECKING:
     from slurm_rlhf.nodes.agent_steps import AgentSteps
 
-USAGE = (
-    "usage: slurm-rlhf generate FILE.toml [FILE.toml ...] [--KEY=VALUE ...]\n"
-    "       slurm-rlhf generate merge RUN_DIR [--output FILE] [--partial]"
-)
 Places = Sequence[tuple[str, str]]
 """(key, path) of each file that every node reads."""
-SETTINGS = ("train", "ds", "logger", "timeout", "slurm")
-OPTIONS = {
-    "output": "for merge: the file to write [merged.jsonl in RUN_DIR]; an existing file is not replaced",
-    "partial": "for merge: write the rows that are done, although others are missing",
-}
 
 
-def run(words: list[str]) -> int:
-    """Answer the rows that are left, or merge. Raises SlurmRlhfError."""
-    if words[:1] == ["merge"]:
-        return _merge(words[1:])
-    arguments = parse(words, USAGE)
+def generate_rows(arguments: Arguments) -> int:
+    """Answer the rows that are left. Raises SlurmRlhfError."""
     refuse_many_processes("generate")
     config = configured(arguments)
     from slurm_rlhf.generate.job import engines_everywhere, generate, prepare
@@ -54,7 +43,7 @@ def run(words: list[str]) -> int:
         nodes_here(os.environ), config.vllm.tensor_parallel_size, config.generate.engines_per_node
     )
     directory = shard.directory(Path(config.run_dir))
-    places = [("generate.dataset", config.generate.dataset)]
+    places = [("generate.dataset", str(file)) for file in data_files(config.generate.dataset)]
     with engine_launcher(config, directory, ranks, places) as launcher:
         return generate(config, shard, source, ranks, launcher)
 
@@ -98,34 +87,23 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps
     return look_here(asked, os.environ) if steps is None else Examination(asked, steps).run().report
 
 
-def _merge(words: list[str]) -> int:
-    given, rest = take_options(words, OPTIONS, USAGE, ("partial",))
-    if len(rest) != 1:
-        raise ConfigError(f"merge takes one run directory\n{USAGE}")
+def merge_parts(arguments: Arguments) -> int:
+    """Put the parts of a job array together. Raises SlurmRlhfError."""
+    directory, given = Path(arguments.one_word("run directory")), arguments.options
     from slurm_rlhf.generate.merge import merge
 
-    merged = merge(Path(rest[0]), Path(given["output"]) if "output" in given else None, "partial" in given)
+    merged = merge(directory, Path(given["output"]) if "output" in given else None, "partial" in given)
     print(f"{merged.lines} lines of {merged.shards} {'shard' if merged.shards == 1 else 'shards'} in {merged.path}")
     return 0
 
 
-EVAL_USAGE = "usage: slurm-rlhf eval FILE.toml [FILE.toml ...] --model=DIR [--output=DIR] [--KEY=VALUE ...]"
-EVAL_OPTIONS = {
-    "model": "what to evaluate: a Hugging Face directory, a run directory (its final model, else its newest "
-    "checkpoint), or a checkpoint of a run",
-    "output": "directory for responses and report [eval/<name of the model> in the run of the model, else in run_dir]",
-}
-
-
-def run_eval(words: list[str]) -> int:
+def evaluate(arguments: Arguments) -> int:
     """Answer and score the prompts that are left, and print the report. Raises SlurmRlhfError."""
-    given, rest = take_options(words, EVAL_OPTIONS, EVAL_USAGE, strict=False)
-    options = {name: Path(os.path.abspath(Path(path).expanduser())) for name, path in given.items()}
-    arguments = parse(rest, EVAL_USAGE)
+    options = {name: Path(os.path.abspath(Path(path).expanduser())) for name, path in arguments.options.items()}
     refuse_many_processes("eval")
     model = options.get("model")
     if model is None:
-        raise ConfigError(f"--model is missing: name the model, run or checkpoint to evaluate\n{EVAL_USAGE}")
+        raise arguments.error("--model is missing: name the model, run or checkpoint to evaluate")
     config = configured(arguments)
     from slurm_rlhf.eval.report import report_text
     from slurm_rlhf.generate.eval_job import EvalJob
@@ -137,34 +115,12 @@ def run_eval(words: list[str]) -> int:
             print(f"evaluation {one.settings.name}: {one.prompts.dropped} prompts are too long and are dropped")
     per_node = config.generate.engines_per_node
     ranks = engines_everywhere(nodes_here(os.environ), config.vllm.tensor_parallel_size, per_node)
-    places = [(f"eval.datasets, {one.settings.name}", one.settings.path) for one in job.sets]
+    places = [
+        (f"eval.datasets, {one.settings.name}", str(file)) for one in job.sets for file in data_files(one.settings.path)
+    ]
     with engine_launcher(config, job.root, ranks, places) as launcher:
         code = job.run(ranks, launcher)
     if code:
         return code
     print(f"\n{report_text(job.report().reports)}\n\nreport: {job.root / 'eval.json'}", flush=True)
     return 0
-
-
-COMMANDS = {
-    "generate": Command(
-        USAGE,
-        "Answers each row of generate.dataset with engines on every GPU of the allocation, or of this machine, and "
-        "appends a line to output.jsonl in run_dir for each response as it is finished. Started again, it goes on with "
-        "the rows that are missing. A task of a job array (--array=0-9) answers its part; `merge` puts the parts "
-        "together in the order of the rows.",
-        run,
-        OPTIONS,
-        ["generate", "run_dir", "preflight", "data", "rollout", "vllm", "reward", *SETTINGS],
-    ),
-    "eval": Command(
-        EVAL_USAGE,
-        "Evaluates a model on eval.datasets (or eval.dataset) with engines on every GPU of the allocation, or of this "
-        "machine: samples, scores with the reward function, and prints pass@k, majority votes and intervals, by source "
-        "and by length. The figures are in eval.json, all responses in eval.jsonl. Started again, it goes on with the "
-        "prompts that are missing.",
-        run_eval,
-        EVAL_OPTIONS,
-        ["eval", "run_dir", "data", "rollout", "vllm", "reward", *SETTINGS],
-    ),
-}

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import Template
 
-from slurm_rlhf.cli.main import Command, number, take_options, unknown
+from slurm_rlhf.cli.commands import Arguments, number, unknown
 from slurm_rlhf.cluster.resources import Partition, ask_modules, ask_partitions, best, proposed
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
@@ -40,69 +41,27 @@ def toml(start: Start) -> str:
     """Write the configuration: GRPO, with all roles in turns on all GPUs, for any number of GPUs."""
     colocated = start.gpus > 0
     prompts = math.ceil(64 / start.slots) * start.slots  # at least 64, and divisible by the number of ranks
-    lines = [
-        "# A run of slurm_rlhf. `slurm-rlhf docs keys` explains every key. Keys that are not here have their defaults.",
-        f"#   slurm-rlhf check {start.name}.toml     reads all files that are named here, and starts nothing",
-        "",
-        "[data]",
-        f'prompt_dataset = "{start.prompts}"  # {{"input": "...", "label": "..."}} in each line',
-        "apply_chat_template = true  # the input is a user's message; false: plain text",
-        "max_len = 2048  # tokens of prompt and response",
-        "",
-        "[actor]",
-        f'model_name_or_path = "{start.model}"  # a Hugging Face directory with its tokenizer',
-        f"num_nodes = {start.nodes}",
-        f"num_gpus_per_node = {max(start.gpus, 1)}",
-        "learning_rate = 1e-6",
-        "gradient_checkpointing_enable = true  # less memory, a third more computing",
-        "",
-        "[vllm]",
-        f"num_engines = {start.slots // start.tensor_parallel_size}",
-        f"tensor_parallel_size = {start.tensor_parallel_size}  # GPUs of an engine, on one node",
-        *(["gpu_memory_utilization = 0.5  # the trainer needs the rest"] if colocated else []),
-        "",
-        "[reward]",
-        f'remote_url = "{start.name}_reward.py"',
-        "",
-        "[rollout]",
-        f"batch_size = {prompts}  # prompts of a step",
-        "n_samples_per_prompt = 8  # responses to each: the mean of a group is the baseline",
-        "max_new_tokens = 1024",
-        "",
-        "[algo.advantage]",
-        'estimator = "group_norm"  # GRPO; gae is PPO with a critic: slurm-rlhf docs algorithms',
-        "",
-        "[algo.kl]",
-        "init_coef = 0  # above 0: a KL penalty, and a reference model",
-        "",
-        "[ds]",
-        f"zero_stage = {3 if start.slots > 1 else 2}",
-        *([] if colocated else ['param_dtype = "fp32"  # on CPUs']),
-        "",
-        "[train]",
-        f"batch_size = {prompts * 4}  # responses of an optimizer step: two steps for each set of responses",
-        *(["colocate_all = true  # engines and trainers share the GPUs, in turns"] if colocated else []),
-        "",
-        "[ckpt]",
-        "save_steps = 20",
-        "",
-        "# [eval]",
-        '# dataset = "eval.jsonl"',
-        "# steps = 20",
-    ]
-    return "\n".join(lines) + "\n"
+    return _filled(
+        "run.toml",
+        name=start.name,
+        model=start.model,
+        prompts=start.prompts,
+        nodes=start.nodes,
+        gpus_per_node=max(start.gpus, 1),
+        engines=start.slots // start.tensor_parallel_size,
+        tensor_parallel_size=start.tensor_parallel_size,
+        share_of_memory="gpu_memory_utilization = 0.5  # the trainer needs the rest\n" if colocated else "",
+        batch=prompts,
+        zero_stage=3 if start.slots > 1 else 2,
+        precision="" if colocated else 'param_dtype = "fp32"  # on CPUs\n',
+        train_batch=prompts * 4,
+        colocation="colocate_all = true  # engines and trainers share the GPUs, in turns\n" if colocated else "",
+    )
 
 
 def reward() -> str:
     """Write a reward function that works: 1 for a response that contains the label."""
-    return '''"""The reward: how good each response is. `slurm-rlhf docs data_and_reward` lists its arguments."""
-
-
-def reward_func(responses, labels):
-    """Takes lists with an entry per response; `labels` is the column `label` of the prompts."""
-    right = [float(label is not None and str(label) in response) for response, label in zip(responses, labels)]
-    return {"rewards": right, "scores": right}
-'''
+    return _filled("reward.py.txt")
 
 
 def script(start: Start) -> str:
@@ -123,51 +82,29 @@ def script(start: Start) -> str:
         "account": start.account,
     }
     lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in headers.items() if value != ""]
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            *lines,
-            "# Ten minutes before its time is up the run saves and requeues itself, and goes on from there.",
-            "set -euo pipefail",
-            "",
-            "# Commands that make slurm-rlhf available on your cluster: module load ..., source VENV/bin/activate",
-            *(_MODULES.format(" ".join(start.modules)).splitlines() if start.modules else ()),
-            "",
-            'cd "${SLURM_SUBMIT_DIR:-$PWD}"',
-            "# exec: Slurm's signals reach the run itself, and its exit code is the job's.",
-            f'exec slurm-rlhf train {start.name}.toml "$@"',
-            "",
-        ]
-    )
+    modules = _MODULES.format(" ".join(start.modules)) if start.modules else ""
+    return _filled("job.sh.txt", headers="\n".join(lines), modules=modules, name=start.name)
 
 
 _MODULES = """# Modules of this cluster that you may need (`module avail`); wheels of torch and vLLM contain CUDA:
-# module load {}"""
+# module load {}
+"""
 
 
-USAGE = (
-    "usage: slurm-rlhf init NAME [--model=DIR] [--prompts=FILE] [--nodes=N] [--gpus_per_node=N] [--partition=NAME] ..."
-)
-OPTIONS = {
-    "model": "directory of the Hugging Face model to train",
-    "prompts": "JSONL file with the prompts",
-    "partition": "partition of Slurm [the one with the most GPUs per node]",
-    "nodes": "nodes of the job [1]",
-    "gpus_per_node": "GPUs of each node [all]",
-    "tensor_parallel_size": "GPUs of an engine [1]",
-    "time": "time limit of the job",
-    "account": "account of the job",
-    "yes": "ask no questions: options that are not given have their defaults",
-}
+def _filled(template: str, **values: object) -> str:
+    text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
+    return Template(text).substitute(values)
+
+
 Ask = Callable[[str, str], str]
 """(question, default) -> answer."""
 
 
-def run(words: list[str]) -> int:
+def write_files(arguments: Arguments) -> int:
     """Write NAME.toml, NAME_reward.py and, with Slurm, NAME.sh, unless one of them exists."""
-    given, names = take_options(words, OPTIONS, USAGE, ("yes",))
+    given, names = arguments.options, arguments.words
     if len(names) != 1 or not re.fullmatch(r"[A-Za-z0-9_]+", names[0]):
-        raise ConfigError(f"give the run a name of letters, digits and _\n{USAGE}")
+        raise arguments.error("give the run a name of letters, digits and _")
     asked = "yes" not in given and sys.stdin.isatty()
     try:
         partitions = ask_partitions()
@@ -247,43 +184,24 @@ def _default(question: str, default: str) -> str:
     return default
 
 
-MIGRATE_USAGE = "usage: slurm-rlhf migrate openrlhf 'COMMAND' | FILE.sh | - (standard input)"
-
-
-def run_migrate(words: list[str]) -> int:
+def migrate(arguments: Arguments) -> int:
     """Print TOML on stdout, and on stderr how many flags were translated."""
+    words = arguments.words
     if len(words) < 2 or words[0] != "openrlhf":
-        raise ConfigError(f"migrate takes a command of OpenRLHF\n{MIGRATE_USAGE}")
-    found = translate(_openrlhf_command(words[1:]))
+        raise arguments.error("migrate takes a command of OpenRLHF")
+    found = translate(_openrlhf_command(words[1:], arguments))
     print(found.toml(), end="")
     flags = len(found.values) + len(found.left_out)
     print(f"{len(found.values)} of {flags} flags translated; the others are at the end, with advice", file=sys.stderr)
     return 0
 
 
-def _openrlhf_command(words: list[str]) -> str:
+def _openrlhf_command(words: list[str], arguments: Arguments) -> str:
     if words == ["-"]:
         return sys.stdin.read()
     if len(words) == 1 and " " not in words[0]:
         try:
             return Path(words[0]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{words[0]} cannot be read: {error}\n{MIGRATE_USAGE}") from None
+            raise arguments.error(f"{words[0]} cannot be read: {error}") from None
     return " ".join(words)
-
-
-COMMANDS = {
-    "init": Command(
-        USAGE,
-        "Writes the files of a new run into this directory: NAME.toml with comments, NAME_reward.py, and a batch "
-        "script for this cluster, from the output of sinfo and `module avail`. Asks a few questions on a terminal.",
-        run,
-        OPTIONS,
-    ),
-    "migrate": Command(
-        MIGRATE_USAGE,
-        "Translates a command of OpenRLHF into a TOML file, and prints it. Flags without a counterpart are at the end, "
-        "with advice on what to do instead.",
-        run_migrate,
-    ),
-}

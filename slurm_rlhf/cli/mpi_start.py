@@ -13,7 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_rlhf.cli.main import Arguments, guarded
+from slurm_rlhf.cli.commands import Arguments
+from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.cli.plan import check_memory, print_resolved
 from slurm_rlhf.cli.preflight import OFF, QUICK, local_question, show, tell
 from slurm_rlhf.cluster.network import address_among
@@ -75,7 +76,7 @@ def _first(
             check_memory(config, placed.ranks)
     except SlurmRlhfError as error:
         return _refuse(world, error)
-    if "dry_run" in arguments.flags:
+    if "dry_run" in arguments.options:
         world.broadcast(None)
         from slurm_rlhf.cli.check import look, read
 
@@ -92,7 +93,7 @@ def _first(
         "address": address_among([node.name for node in nodes], own.node),
         "seen": [fields["equipment"] for fields in seen],
         "examine": examine,
-        "json": "json" in arguments.flags,
+        "json": "json" in arguments.options,
     }
     conductor = [sys.executable, "-m", "slurm_rlhf.cli.mpi_start"]
     from slurm_rlhf.nodes.mpi.rank import lead

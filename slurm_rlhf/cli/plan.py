@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from slurm_rlhf.cli.main import Command, number, parse, take_options
+from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cluster.resources import Memory, current_topology, memory_of, memory_on
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.config.check import check_colocation
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import sent_parameters
-from slurm_rlhf.config.roles import ROLES, ROLLOUT, colocations, has_engines
+from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
@@ -27,7 +27,7 @@ from slurm_rlhf.placement.replacement import chosen
 from slurm_rlhf.placement.step_time import Links, StepTime, predict
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 from slurm_rlhf.weights.routes import cost_of
-from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
+from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
 _WIDTH = 100
@@ -192,66 +192,23 @@ def _problem(row: Row, config: Config, found: Account) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
 _GIGABIT = 125_000_000  # bytes
-USAGE = (
-    "usage: slurm-rlhf plan FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]\n"
-    "                       [--gpus_per_node=GPUS (--nodes=N | --nodelist=LIST)]\n"
-    "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]\n"
-    "                       [--mean_response=TOKENS]"
-)
-FLAGS = {
-    "json": "print one JSON object: accelerator, nodes, roles (role -> node, gpus, ranks), tp_groups, world, memory, "
-    "transfer, step"
-}
-NODE_OPTIONS = {
-    "nodes": "plan for this many nodes",
-    "nodelist": "plan for these nodes, in Slurm's notation: gpu[001-003,007]; they are sorted as Slurm sorts nodes",
-    "gpus_per_node": "GPUs of every node: 8; or node by node, in Slurm's order: 6,6,4,4,4; or by name: "
-    "fat-[1-2]:6,r01c[01-03]:4",
-}
-GPU_OPTIONS = {
-    "gpu": "kind of the GPUs, the same as train.gpu: h100, a100_40gb, h200, ...",
-    "gpu_memory_gb": "memory of a GPU as it is sold, the same as train.gpu_memory_gb",
-}
-RATES = {
-    "network_gbits": f"Gbit/s of a node's links in each direction, to predict the seconds [{NETWORK_GBITS:g}]",
-    "inside_gbits": f"Gbit/s between the ranks of one node [{INSIDE_GBITS:g}]",
-}
-LENGTHS = {"mean_response": "tokens of a response in the mean, to predict the seconds of a step [0.42 of the longest]"}
 
 
-SIZES = ("num_nodes", "num_gpus_per_node")
-KEYS = [f"{role.group}.{size}" for role in ROLES.values() if role.kind != "engine" for size in SIZES]
-KEYS += ["rollout.engine", "vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
-KEYS += ["algo.advantage.estimator", "train.plugins", "algo.kl.init_coef", "reward.model_name_or_path"]
-KEYS += ["train.colocate_all", *filter(None, (role.colocation_key for role in ROLES.values()))]
-KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
-KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
-KEYS += ["train.logprob_chunk_tokens", "actor.gradient_checkpointing_enable", "data.max_len", "ds.enable_sleep"]
-KEYS += ["ref.zero_stage", "ref.offload", "vllm.gpu_memory_utilization", "vllm.max_num_seqs"]
-KEYS += ["rollout.hf_max_num_seqs", "rollout.hf_gather", "rollout.max_new_tokens"]
-
-
-def run(words: list[str]) -> int:
+def show_plan(arguments: Arguments) -> int:
     """Print the plan. Raises ConfigError, and PlacementError if the roles or their memory do not fit."""
-    options, rest = take_options(words, NODE_OPTIONS | GPU_OPTIONS | RATES | LENGTHS, USAGE, strict=False)
-    mean = float(number("mean_response", options.pop("mean_response", "0"), float, least=0))
-    rest += [f"--train.{name}={options.pop(name)}" for name in GPU_OPTIONS if name in options]
-    arguments = parse(rest, USAGE, FLAGS)
-    config = load_config(arguments.files, arguments.overrides)
+    options = arguments.options
+    gpu = [f"--train.{name}={options[name]}" for name in ("gpu", "gpu_memory_gb") if name in options]
+    config = load_config(arguments.files, [*arguments.overrides, *gpu])
     check_colocation(config)
-    defaults = dict(zip(RATES, (NETWORK_GBITS, INSIDE_GBITS), strict=True))
-    rates = {
-        name: float(number(name, options.pop(name, str(default)), float, least=1e-3))
-        for name, default in defaults.items()
-    }
-    wanted = wanted_nodes(options)
+    mean = options.get("mean_response", 0.0)
+    rates = {name: float(options[name]) for name in ("network_gbits", "inside_gbits")}
+    wanted = wanted_nodes(arguments)
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
     memory = memory_of(config, None) if wanted else memory_on(config, ranks)
     transfer = transfer_plan(config, ranks)
     time = step_time(config, ranks, memory, transfer, rates, mean) if has_engines(config) else None
-    if "json" in arguments.flags:
+    if "json" in options:
         cost = {"transfer": transfer_json(transfer, rates)} if transfer else {}
         cost |= {"step": asdict(time)} if time else {}
         print(json.dumps(ranks.to_json() | {"memory": memory_json(memory)} | cost))
@@ -267,14 +224,15 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def wanted_nodes(options: dict[str, str]) -> tuple[list[str], tuple[int, ...]] | None:
+def wanted_nodes(arguments: Arguments) -> tuple[list[str], tuple[int, ...]] | None:
     """Return names and GPUs of the nodes that the options describe; None without options. Raises ConfigError."""
-    if not options:
+    options = arguments.options
+    if not {"gpus_per_node", "nodes", "nodelist"} & set(options):
         return None
     if "gpus_per_node" not in options or ("nodes" in options) == ("nodelist" in options):
-        raise ConfigError(f"--gpus_per_node goes with --nodes or --nodelist: give it and one of these two\n{USAGE}")
+        raise arguments.error("--gpus_per_node goes with --nodes or --nodelist: give it and one of these two")
     listed = slurm_order(dict.fromkeys(expand(options["nodelist"]))) if "nodelist" in options else []
-    names = listed or numbered_names(number("nodes", options["nodes"]))
+    names = listed or numbered_names(options["nodes"])
     text = options["gpus_per_node"]
     try:
         gpus = gpus_of_nodes(text, names)
@@ -298,7 +256,7 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
         return None
     described = [[name, shape, config.ds.param_dtype] for name, shape in sent]
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
-    layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
+    layout = TransferLayout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
     on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
     return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)
 
@@ -383,18 +341,3 @@ def _size(nbytes: float) -> str:
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.4g} GB"
-
-
-COMMANDS = {
-    "plan": Command(
-        USAGE,
-        "Shows which rank of which role goes on which accelerator slot of which node, and starts nothing. The nodes "
-        "are those of the Slurm allocation it runs in, those that the options describe, or as many as the "
-        "configuration asks for. If the model has a config.json and the kind of GPU is known, it adds the memory that "
-        "each role needs, and fails if it does not fit. If the model has weights, it adds the bytes that a weight "
-        "transfer sends over each link, and how long that takes. It uses the keys below.",
-        run,
-        FLAGS | NODE_OPTIONS | GPU_OPTIONS | RATES | LENGTHS,
-        KEYS,
-    ),
-}

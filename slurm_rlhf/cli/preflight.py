@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cli.main import Command, parse
+from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.plan import layout_here
 from slurm_rlhf.cluster.network import LOOPBACK, address_among
 from slurm_rlhf.cluster.resources import node_name, nodes_here
@@ -160,13 +160,8 @@ def _for_spares(needs: Needs, nodes: Sequence[str]) -> Needs:
     return replace(needs, wanted=replace(needs.wanted, slots={**dict.fromkeys(nodes, max(slots.values())), **slots}))
 
 
-USAGE = "usage: slurm-rlhf preflight FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]"
-FLAGS = {"json": "print one object instead of a table"}
-
-
-def run(words: list[str]) -> int:
+def preflight(arguments: Arguments) -> int:
     """Examine the nodes and print the report. Raises UserError for a configuration that cannot run anywhere."""
-    arguments = parse(words, USAGE, FLAGS)
     start = launched(os.environ)
     if start is not None:
         from slurm_rlhf.cli import mpi_start
@@ -175,18 +170,4 @@ def run(words: list[str]) -> int:
     config = load_config(arguments.files, arguments.overrides)
     check(config)
     with steps_of(config, Path(config.run_dir)) as steps:
-        return show(examine(config, layout_here(config), steps, full=True).report, "json" in arguments.flags)
-
-
-COMMANDS = {
-    "preflight": Command(
-        USAGE,
-        "Examines the nodes of the allocation, or this machine, as a run would use them, in a minute at most and "
-        "without loading a model: names, networks, clocks, packages, directories, disk space, /dev/shm, limits, GPUs, "
-        "the links between nodes, and every process group of the run. Names each node or pair of nodes that is bad, "
-        "and what to do about it. Exit code 0: all is well; 3: warnings; 2: a run would not start.",
-        run,
-        FLAGS,
-        keys=[field.name for field in fields(Config) if field.name != "sft"],
-    ),
-}
+        return show(examine(config, layout_here(config), steps, full=True).report, "json" in arguments.options)

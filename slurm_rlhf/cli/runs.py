@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.cli.main import Command, take_options
+from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cluster.processes import SESSION_FILE, Session, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, command
 from slurm_rlhf.cluster.stop import STOP_FILE
@@ -103,19 +103,11 @@ def _locked(path: Path) -> bool:
     return False
 
 
-CANCEL_USAGE = "usage: slurm-rlhf cancel RUN [--save_first]"
-CANCEL_OPTIONS = {
-    "save_first": "let the run save, however long that takes, and then end; its job ends with exit code 0"
-}
-
-
-def cancel(words: list[str]) -> int:
+def cancel(arguments: Arguments) -> int:
     """Cancel the run and say so. Raises ConfigError if RUN names no run, RunError if it cannot be cancelled."""
-    given, names = take_options(words, CANCEL_OPTIONS, CANCEL_USAGE, CANCEL_OPTIONS)
-    if len(names) != 1:
-        raise ConfigError(f"cancel takes one run directory or job number\n{CANCEL_USAGE}")
-    found = find(names[0])
-    print(_save_first(found) if given else _cancel(found, names[0]))
+    word = arguments.one_word("run directory or job number")
+    found = find(word)
+    print(_save_first(found) if "save_first" in arguments.options else _cancel(found, word))
     return 0
 
 
@@ -156,26 +148,19 @@ def _nothing(found: Found) -> str:
     return f"nothing to cancel: {f'job {found.job_id}' if found.job_id else found.directory} is over"
 
 
-REPORT_USAGE = "usage: slurm-rlhf report RUN [RUN ...] [--output=FILE]"
-REPORT_OPTIONS = {
-    "output": "file for the page [of one run: report.html in its directory; of several: report.html in this directory]"
-}
-
-
-def report(words: list[str]) -> int:
+def report(arguments: Arguments) -> int:
     """Write the page and print where it is. Raises ConfigError if a RUN names no run."""
-    given, names = take_options(words, REPORT_OPTIONS, REPORT_USAGE)
-    if not names:
-        raise ConfigError(f"report takes run directories or job numbers\n{REPORT_USAGE}")
-    directories = [_directory(name) for name in names]
+    if not arguments.words:
+        raise arguments.error("report takes run directories or job numbers")
+    directories = [_directory(name) for name in arguments.words]
     from slurm_rlhf.report.page import write_page, write_report
     from slurm_rlhf.report.run_files import RunFiles
 
-    if len(directories) == 1 and not given:
+    if len(directories) == 1 and "output" not in arguments.options:
         write_report(directories[0])
         output = directories[0].report
     else:
-        output = Path(given.get("output", "report.html")).expanduser().absolute()
+        output = Path(arguments.options.get("output", "report.html")).expanduser().absolute()
         if not output.parent.is_dir():
             raise ConfigError(f"--output={output}: there is no directory {output.parent}")
         write_page(output, [RunFiles.read(directory) for directory in directories])
@@ -188,24 +173,3 @@ def _directory(name: str) -> RunDirectory:
     if found.directory is None:
         raise ConfigError(f"the directory of job {name} is not known: give the run directory instead")
     return RunDirectory(found.directory)
-
-
-COMMANDS = {
-    "cancel": Command(
-        CANCEL_USAGE,
-        "RUN is a run directory or the number of a job (12_3 for one task of an array, 12 for all of them). Cancels "
-        "the job; the run saves if it can do so within KillWait, 30 s on most clusters. A run without Slurm gets "
-        "SIGTERM, and saves.",
-        cancel,
-        CANCEL_OPTIONS,
-    ),
-    "report": Command(
-        REPORT_USAGE,
-        "Writes a page that shows a run: curves, times, who computed and who waited, samples, events, the "
-        "configuration. It is one file that needs no network. For several runs it shows each curve in one plot (runs "
-        "that differ only in their seed: mean and range), and how their configurations differ. A run writes its own "
-        "report.html every logger.report_steps steps.",
-        report,
-        REPORT_OPTIONS,
-    ),
-}

@@ -13,11 +13,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cli.main import Command, take_options
+from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.runs import Found, find
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, attach_line
 from slurm_rlhf.cluster.slurm_job import OVER, Job, place_in_queue, reason_words, state_words
-from slurm_rlhf.errors import ConfigError, printable, shortened
+from slurm_rlhf.errors import printable, shortened
 from slurm_rlhf.nodes.orphan import last_words
 from slurm_rlhf.observe.log_tail import ends_in_error, tail
 from slurm_rlhf.observe.progress import duration
@@ -26,8 +26,6 @@ from slurm_rlhf.observe.run_status import RunStatus, read_run_status
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 
-USAGE = "usage: slurm-rlhf status RUN [--watch]"
-OPTIONS = {"watch": "show it until the run is over, with the rewards as a curve, phases and engines; Ctrl-C ends it"}
 INTERVAL_S = 2.0
 PHASES = ("rollout", "reward", "forward", "update", "sync", "checkpoint", "eval")
 """Phases of a step, in their order: `time/<phase>` in metrics.jsonl."""
@@ -42,15 +40,13 @@ _LEFT_LINES = 80
 """Lines of a rank's log: enough for the traceback of a step."""
 
 
-def run(words: list[str]) -> int:
+def show_status(arguments: Arguments) -> int:
     """Print the status. Raises ConfigError if RUN names no run, RunError if slurmctld does not answer."""
-    given, names = take_options(words, OPTIONS, USAGE, OPTIONS)
-    if len(names) != 1:
-        raise ConfigError(f"status takes one run directory or job number\n{USAGE}")
-    if given:
-        show(watched(names[0]))
+    run = arguments.one_word("run directory or job number")
+    if "watch" in arguments.options:
+        show(watched(run))
     else:
-        print(printable("\n".join(status_of(names[0])[0])))
+        print(printable("\n".join(status_of(run)[0])))
     return 0
 
 
@@ -300,16 +296,3 @@ def _mean(values: list[float]) -> float | None:
 
 def _level(value: float, low: float, spread: float) -> int:
     return int((value - low) / spread * (len(_BLOCKS) - 1) + 0.5) if spread else len(_BLOCKS) // 2
-
-
-COMMANDS = {
-    "status": Command(
-        USAGE,
-        "RUN is a run directory or the number of a job (12, or 12_3 for a task of an array). Shows the state of the "
-        "job and what to do about it, the step, the reward and the time that is left, and the last lines of what "
-        "failed. Asks slurmctld once (twice about a job that waits), needs no slurmdbd, and reads the rest from the "
-        "run directory.",
-        run,
-        OPTIONS,
-    ),
-}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cli.main import Arguments, Command, parse
+from slurm_rlhf.cli.commands import Arguments, commands
 from slurm_rlhf.cli.plan import (
     check_memory,
     draw_layout,
@@ -22,9 +21,10 @@ from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_of, memory_on
 from slurm_rlhf.config.check import check, check_sft, warnings
 from slurm_rlhf.config.hub import fetch_models
+from slurm_rlhf.config.keys import all_keys, changed_keys, key_of
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.text import split_overrides
+from slurm_rlhf.config.text import listed, split_overrides
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
 from slurm_rlhf.nodes.mpi.assignment import launched
@@ -33,31 +33,16 @@ from slurm_rlhf.placement.rank_map import RankMap
 if TYPE_CHECKING:
     from slurm_rlhf.nodes.agent_steps import AgentSteps
 
-USAGE = "usage: slurm-rlhf train FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--dry_run]"
-FLAGS = {"dry_run": "print the resolved configuration, the rank map and the memory (as TOML comments); start nothing"}
-SFT_USAGE = "usage: slurm-rlhf sft FILE.toml [FILE.toml ...] [--KEY=VALUE ...]"
-SUBMIT_USAGE = "usage: slurm-rlhf submit FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--local]"
-SUBMIT_FLAGS = {"local": "run it on this machine instead, as a process that goes on after this command has ended"}
-GROUPS = [field.name for field in fields(Config)]
-OTHER_COMMANDS = ("sft", "generate")
-"""Commands with a group of keys of their own."""
 
-
-def train(words: list[str]) -> int:
+def train(arguments: Arguments) -> int:
     """Train, or with --dry_run print what would run. Raises SlurmRlhfError."""
-    if not words:
-        raise ConfigError(
-            "train needs a TOML file: `slurm-rlhf init NAME` writes one for this cluster, with a reward function; "
-            f"`slurm-rlhf docs first_run` shows a run on CPUs that needs no files\n{USAGE}"
-        )
-    arguments = parse(words, USAGE, FLAGS)
     start = launched(os.environ)
     if start is not None:
         from slurm_rlhf.cli import mpi_start
 
         return mpi_start.train(arguments, start)
-    refuse_foreign_keys(arguments.overrides)
-    if "dry_run" in arguments.flags:
+    refuse_unread_keys(arguments)
+    if "dry_run" in arguments.options:
         config = load_config(arguments.files, arguments.overrides)
         from slurm_rlhf.cli.check import look, read
 
@@ -80,14 +65,14 @@ def configured(arguments: Arguments) -> Config:
     return config
 
 
-def refuse_foreign_keys(overrides: list[str]) -> None:
-    """Raise ConfigError for a key of another command on the command line of a training run."""
-    for name, _ in split_overrides(overrides)[0]:
-        command = name.partition(".")[0]
-        if command in OTHER_COMMANDS and "." in name:
-            raise ConfigError(
-                f"--{name} is a key of `slurm-rlhf {command}`, and training does not use it: leave it out"
-            )
+def refuse_unread_keys(arguments: Arguments) -> None:
+    """Raise ConfigError for a key on the command line that the command does not read."""
+    for name, _ in split_overrides(arguments.overrides)[0]:
+        key = key_of(name)
+        if key is not None and not listed(key, arguments.command.keys):
+            group = name.partition(".")[0]
+            own = f" (it is a key of `slurm-rlhf {group}`)" if group in commands() else ""
+            raise ConfigError(f"--{name} is not read by `slurm-rlhf {arguments.command.name}`{own}: leave it out")
 
 
 def given_twice(overrides: list[str]) -> list[str]:
@@ -131,12 +116,15 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def sft(words: list[str]) -> int:
+def sft(arguments: Arguments) -> int:
     """Train on examples and write the model. Raises SlurmRlhfError."""
-    arguments = parse(words, SFT_USAGE)
+    refuse_unread_keys(arguments)
     config = configured(arguments)
     fetch_models(config, _say)
     check_sft(config)
+    unread = [name for name in changed_keys(config) if not listed(all_keys()[name], arguments.command.keys)]
+    if unread := [name for name in unread if name != "run_dir"]:
+        _say(f"note: `slurm-rlhf sft` does not read {', '.join(unread)}")
     for text in warnings(config):
         _say(f"warning: {text}")
     from slurm_rlhf.groups.role_environment import WAITING_THREADS
@@ -148,47 +136,15 @@ def sft(words: list[str]) -> int:
     return fine_tune(config)
 
 
-def submit(words: list[str]) -> int:
+def submit(arguments: Arguments) -> int:
     """Submit a job that trains. Raises SlurmRlhfError."""
-    arguments = parse(words, SUBMIT_USAGE, SUBMIT_FLAGS)
-    refuse_foreign_keys(arguments.overrides)
+    refuse_unread_keys(arguments)
     config = configured(arguments)
     fetch_models(config, _say)
     require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
     from slurm_rlhf.nodes import submit as submit_job
 
-    job = submit_job(config, local="local" in arguments.flags)
-    print(f"{'process' if 'local' in arguments.flags else 'job'} {job.job_id}, output in {job.paths.stdout}")
+    job = submit_job(config, local="local" in arguments.options)
+    print(f"{'process' if 'local' in arguments.options else 'job'} {job.job_id}, output in {job.paths.stdout}")
     print(f"`slurm-rlhf status {config.run_dir}` shows its progress")
     return 0
-
-
-COMMANDS = {
-    "train": Command(
-        USAGE,
-        "Trains a policy by PPO or another algorithm (algo.advantage.estimator): starts the roles that it needs as "
-        "separate process groups, and puts all files of the run into run_dir. Started again, it resumes from the "
-        "newest checkpoint.",
-        train,
-        FLAGS,
-        [group for group in GROUPS if group not in OTHER_COMMANDS],
-    ),
-    "sft": Command(
-        SFT_USAGE,
-        "Trains actor.model_name_or_path on the examples in sft.dataset (data.input_key, data.output_key) and writes a "
-        "Hugging Face model with its tokenizer to sft.output_dir. Metrics and a log are in <sft.output_dir>.run, with "
-        "the checkpoint from which it goes on when started again, also after SIGTERM or Ctrl-C. Runs in one process; "
-        "torchrun starts several.",
-        sft,
-        keys=["sft", "resume", "data", "actor", "ds", "train", "timeout"],
-    ),
-    "submit": Command(
-        SUBMIT_USAGE,
-        "Submits a run to Slurm with the options of the group slurm, and prints the job's number. The job saves "
-        "and requeues itself when it is preempted or its time is up. In Python: slurm_rlhf.submit(config), "
-        "which returns a submitit job.",
-        submit,
-        SUBMIT_FLAGS,
-        ["slurm", *(group for group in GROUPS if group not in (*OTHER_COMMANDS, "slurm"))],
-    ),
-}

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run_directory import files_exhausted, most_files, write_atomically
 
@@ -36,6 +35,8 @@ class Session:
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> Session:
         """Describe this process, in the Slurm job of `environ`."""
+        from slurm_rlhf.cluster.slurm_environment import read_slurm  # loads the schema, which a worker does without
+
         host, slurm = socket.gethostname(), read_slurm(environ)
         if slurm is None:
             return cls(host, os.getpid(), time.time())

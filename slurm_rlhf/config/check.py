@@ -13,7 +13,9 @@ from typing import Any
 
 from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.correction import bypass_note
+from slurm_rlhf.config.data_files import WHAT, data_files
 from slurm_rlhf.config.evaluation import data_sets, eval_problems
+from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
     check_architecture,
@@ -30,7 +32,7 @@ from slurm_rlhf.config.rules import colocated, key_problems, length_problems, ou
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
-from slurm_rlhf.errors import ConfigError, ModelError, UserError
+from slurm_rlhf.errors import ConfigError, DataError, ModelError, UserError
 
 MODEL = "reward.model_name_or_path"
 GENERATED_BY = "generate.model_name_or_path"
@@ -54,12 +56,13 @@ def check_sft(config: Config) -> None:
     problems = list(key_problems(config))
     problems += _output("sft.output_dir", config.sft.output_dir, "where to write the trained model")
     problems += _new("sft.output_dir", config.sft.output_dir)
-    problems += _file("sft.dataset", config.sft.dataset, "a JSONL file of examples")
+    problems += _data("sft.dataset", config.sft.dataset)
     problems += _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
-    _raise(
-        problems, _errors_of(_check_model, key, actor, config.data.max_len, head=True, sampled=False) if actor else ()
-    )
+    of_model: list[UserError] = []
+    if actor:
+        of_model = list(_errors_of(_check_model, key, actor, config.data.max_len, head=True, sampled=False))
+    _raise(problems, of_model or (list(_errors_of(layout_of, config.ds, actor)) if actor else []))
 
 
 def check_generate(config: Config) -> None:
@@ -67,7 +70,7 @@ def check_generate(config: Config) -> None:
     problems = list(key_problems(config))
     what = "a Hugging Face directory, a run directory or a checkpoint"
     problems += _needed(GENERATED_BY, config.generate.model_name_or_path, what)
-    problems += _file("generate.dataset", config.generate.dataset, "a JSONL or Parquet file of prompts")
+    problems += _data("generate.dataset", config.generate.dataset)
     problems += length_problems(config)
     if not has_engines(config):
         engine = f"rollout.engine = {config.rollout.engine}"
@@ -81,7 +84,7 @@ def check_eval(config: Config) -> None:
     if not data_sets(config):
         problems.append("there is nothing to evaluate: name JSONL files of prompts in eval.datasets")
     for one in data_sets(config):
-        problems += _file(f"eval.datasets, {one.name}", one.path, "a JSONL file of prompts")
+        problems += _data(f"eval.datasets, {one.name}", one.path)
     reward = config.reward
     if not (reward.remote_url or reward.function or reward.model_name_or_path):
         problems.append("reward.remote_url is not set: name a Python file with reward_func, which scores the responses")
@@ -133,6 +136,7 @@ def _model_problems(config: Config) -> Iterator[UserError]:
         if path:
             how = {"head": head, "sampled": head, "engines": has_engines(config)}
             found = list(_errors_of(_check_model, key, path, config.data.max_len, **how))
+            found = found or list(_errors_of(layout_of, config.ds, path))
             yield from found
             sound = sound and not found
     actor_key, actor = ROLES[ACTOR].model(config)
@@ -143,7 +147,7 @@ def _model_problems(config: Config) -> Iterator[UserError]:
             yield from _errors_of(check_reward_model, config)
 
 
-def _errors_of(rule: Callable[..., None], *arguments: Any, **named: Any) -> Iterator[UserError]:
+def _errors_of(rule: Callable[..., object], *arguments: Any, **named: Any) -> Iterator[UserError]:
     """Yield what `rule` raises for these arguments."""
     try:
         rule(*arguments, **named)
@@ -170,10 +174,10 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from rule_problems(config)
     yield from _output("run_dir", config.run_dir, "where to put everything of the run")
     yield from _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
-    yield from _file("data.prompt_dataset", config.data.prompt_dataset, "a JSONL file of prompts")
+    yield from _prompts(config)
     for one in data_sets(config):
         key = f"eval.datasets, {one.name}" if config.eval.datasets else "eval.dataset"
-        yield from _file(key, one.path, "a JSONL file of prompts")
+        yield from _data(key, one.path)
     if config.train.kernel_cache not in ("auto", "none"):
         yield from _output("train.kernel_cache", config.train.kernel_cache, "auto, none or a directory")
     yield from reward_source(config)
@@ -182,6 +186,16 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from filter(None, [attention_problem(config.ds.attn_implementation)])
     yield from _slurm(config)
     yield from tracker_problems(config)
+
+
+def _prompts(config: Config) -> Iterator[str]:
+    tasks, file = config.data.reasoning_gym, config.data.prompt_dataset
+    if not tasks:
+        yield from _data("data.prompt_dataset", file)
+    elif file:
+        yield f"data.prompt_dataset and data.reasoning_gym are both set ({file}, {tasks}): leave one out"
+    elif find_spec("reasoning_gym") is None:
+        yield "data.reasoning_gym needs the package reasoning-gym: pip install 'slurm_rlhf[rewards]'"
 
 
 def _needed(key: str, value: str, what: str) -> Iterator[str]:
@@ -208,6 +222,15 @@ def _file(key: str, value: str, what: str) -> Iterator[str]:
     yield from _needed(key, value, what)
     if value and not Path(value).is_file():
         yield f"{key}: {'is a directory, not a file' if Path(value).is_dir() else 'no such file'}: {value}"
+
+
+def _data(key: str, value: str) -> Iterator[str]:
+    yield from _needed(key, value, WHAT)
+    if value:
+        try:
+            data_files(value)
+        except DataError as error:
+            yield f"{key}: {error}"
 
 
 def _slurm(config: Config) -> Iterator[str]:

@@ -8,10 +8,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.algorithms.layout import Layout
-from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, PACKED, REFUSED, head_fields
+from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, REFUSED, head_fields
 from slurm_rlhf.config.hub import is_hub_name
-from slurm_rlhf.config.schema_models import Ds, Lora
+from slurm_rlhf.config.schema_models import Lora
 from slurm_rlhf.errors import ConfigError, ModelError, shortened
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -74,7 +73,7 @@ def require_tokenizer(directory: Path, where: str = "") -> Path:
 
 def check_length(key: str, path: str, max_len: int) -> None:
     """Check that the model has positions for sequences of `max_len` tokens. Raises ModelError."""
-    config = _text_config(read_config(key, Path(path)))
+    config = text_config(read_config(key, Path(path)))
     positions = config.get("max_position_embeddings")
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     # `dynamic` stretches with the length of the text, which engines do not.
@@ -94,7 +93,7 @@ def check_architecture(key: str, path: str, *, head: bool = True, sampled_len: i
     will any, so that REFUSED, whose models are refused because of them, does not count.
     """
     config = read_config(key, Path(path))
-    text = _text_config(config)
+    text = text_config(config)
     names = config.get("architectures") or []
     for name in names:
         if engines and name in REFUSED:
@@ -193,7 +192,7 @@ def check_tensor_parallel(key: str, path: str, size: int) -> None:
     vLLM divides attention heads and the inner width of an MLP evenly, key-value heads evenly or each for several
     ranks, the vocabulary padded to a multiple of 64.
     """
-    config = _text_config(read_config(key, Path(path)))
+    config = text_config(read_config(key, Path(path)))
     heads, width = config.get("num_attention_heads"), config.get("intermediate_size")
     shared = config.get("num_key_value_heads") or heads
     if not (isinstance(heads, int) and isinstance(shared, int)):
@@ -240,19 +239,7 @@ def _instead_of_model(directory: Path) -> str:
     return "is not a Hugging Face model: it holds no config.json"
 
 
-def layout_of(ds: Ds, path: str) -> Layout:
-    """Tell how the model in `path` reads micro-batches. Raises ModelError.
-
-    Attention costs 1 / (12 hidden size) for a pair of tokens: a layer has about 12 hidden^2 parameters, 2 FLOPs a token
-    each, and attention, where tokens see half of the others, 2 hidden FLOPs a pair.
-    """
-    config = _text_config(read_config("the model", Path(path)))
-    able = ds.packing_samples == "always" or config.get("model_type") in PACKED
-    packed = ds.packing_samples != "never" and able and ds.attn_implementation not in ("eager", "flex_attention")
-    return Layout(packed, 1 / (12 * int(config.get("hidden_size") or 1024)))
-
-
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the text part, for a model that reads more than text."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config

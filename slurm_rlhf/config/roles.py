@@ -14,7 +14,7 @@ from typing import Any, Literal
 from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.algorithms.registry import Algorithm, find_algorithm, load_plugins
 from slurm_rlhf.config.keys import get
-from slurm_rlhf.config.model_directory import layout_of
+from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.schema import Config
 
 
@@ -88,7 +88,7 @@ class RoleSpec:
         return next(((key, path) for key in self.model_keys if (path := get(config, key))), (self.model_keys[0], ""))
 
     def layout(self, config: Config) -> Layout:
-        """Tell how its model reads micro-batches. Raises ModelError."""
+        """Tell how its model reads micro-batches. Raises as `layout_of` does."""
         return layout_of(config.ds, self.model(config)[1])
 
     def load_worker(self) -> Callable[..., Any]:

@@ -82,10 +82,16 @@ def _batches(config: Config) -> Iterator[str]:
     for role in (row for row in running_roles(config) if row.kind != "engine"):
         group, name, ranks = role.settings(config), role.group, role.ranks(config)
         sizes = f"{name}.num_nodes * {name}.num_gpus_per_node = {group.num_nodes} * {group.num_gpus_per_node} = {ranks}"
-        if role.kind == "trained" and batch % ranks:
-            yield f"train.batch_size = {batch} does not divide over {sizes} ranks: use a multiple of {ranks}"
-        elif role.kind == "frozen" and responses % ranks:
-            yield f"{product} responses do not divide over {sizes} ranks: use a multiple of {ranks}"
+        together = config.ds.ulysses_size
+        if ranks % together:
+            yield f"ds.ulysses_size = {together} does not divide {sizes} ranks: change the one or the other"
+            continue
+        shared = f" in groups of ds.ulysses_size = {together}" if together > 1 else ""
+        many = ranks // together
+        if role.kind == "trained" and batch % many:
+            yield f"train.batch_size = {batch} does not divide over {sizes} ranks{shared}: use a multiple of {many}"
+        elif role.kind == "frozen" and responses % many:
+            yield f"{product} responses do not divide over {sizes} ranks{shared}: use a multiple of {many}"
 
 
 def _divisors(whole: int, wanted: int) -> str:

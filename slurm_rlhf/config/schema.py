@@ -23,7 +23,13 @@ layer and not of all. Under ZeRO-3 each micro-batch gathers the model again, so 
 @dataclass(slots=True)
 class Data:
     prompt_dataset: FilePath = ""
-    """JSONL file of training prompts, one object a line. Relative paths start at the TOML file's directory."""
+    """Training prompts: a file of JSONL, CSV, Parquet or Arrow, several by a pattern (DIR/train-*.parquet), or a
+    directory of the hub or of the library `datasets`. Relative paths start at the directory of the TOML file."""
+    reasoning_gym: str = ""
+    """Names of tasks of reasoning-gym, by comma (basic_arithmetic,gcd), in place of data.prompt_dataset: prompts with
+    their answers, made on the spot; data.max_samples of them, 0: 5000. Needs the extra [rewards]."""
+    reasoning_gym_seed: Annotated[int, NOT_NEGATIVE] = 0
+    """Other tasks for each seed, the same for the same seed."""
     input_key: str = "input"
     """Column with the prompt text."""
     output_key: str = "output"
@@ -142,7 +148,7 @@ class Train:
     """Stop after this many training steps, in a further episode if need be; 0: after train.num_episodes."""
     max_tokens_per_gpu: Annotated[int, COUNT] = 16384
     """Token budget of a micro-batch, with the padding that ds.packing_samples leaves; a longer single sequence is a
-    micro-batch of its own."""
+    micro-batch of its own. Ranks that compute one together (ds.ulysses_size) have so many each."""
     forward_max_tokens_per_gpu: Annotated[int, NOT_NEGATIVE] = 0
     """The same in passes without gradients (old log-probs, reference, values, reward model), which keep no activations;
     0: four times train.max_tokens_per_gpu."""
@@ -273,10 +279,10 @@ class Sft:
     """`slurm-rlhf sft` only."""
 
     dataset: FilePath = ""
-    """JSONL file with data.input_key and data.output_key."""
+    """Examples with the columns data.input_key and data.output_key: a file or directory, as data.prompt_dataset."""
     output_dir: FilePath = ""
     """Where the trained model goes."""
-    learning_rate: Annotated[float, POSITIVE] = 1e-3
+    learning_rate: Annotated[float, POSITIVE] = 1e-5
     """Peak learning rate of AdamW, cosine schedule."""
     batch_size: Annotated[int, COUNT] = 64
     """Examples per optimizer step, over all ranks."""

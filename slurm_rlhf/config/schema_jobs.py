@@ -189,7 +189,7 @@ class Generate:
     """The model that answers: a Hugging Face directory, the name of a model in the Hugging Face cache of this machine,
     a run directory (its final model, else its newest checkpoint), or a checkpoint of a run."""
     dataset: FilePath = ""
-    """JSONL or Parquet (.parquet) file with the prompts in the column data.input_key."""
+    """Prompts in the column data.input_key: a file or directory, as data.prompt_dataset."""
     max_samples: Annotated[int, NOT_NEGATIVE] = 0
     """Use only the first rows of the file; 0: all."""
     engines_per_node: Annotated[int, NOT_NEGATIVE] = 0

@@ -176,6 +176,10 @@ class Ds:
     """Lay the sequences of a micro-batch end to end in one row, so that no padding is computed. auto: for models that
     were compared (not with recurrent or linear layers); others have a row for each sequence. always: any model; what
     its tokens see of their neighbours is looked at when it is loaded."""
+    ulysses_size: Annotated[int, COUNT] = 1
+    """So many neighbouring ranks of each role compute a micro-batch together, a part of its tokens each, and exchange
+    heads for attention: long sequences then take that much less memory for activations. The model's attention heads,
+    and the ranks of actor, critic, reference and reward model, must be multiples of it. `slurm-rlhf docs models`."""
     attn_implementation: str = "sdpa"
     """A name of Hugging Face. sdpa: eager for models that have no sdpa, or cap their attention scores, which sdpa
     ignores."""

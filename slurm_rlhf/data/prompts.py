@@ -1,4 +1,4 @@
-"""Read JSONL and Parquet files, load the prompts of a data set, and tokenize them once."""
+"""Load the prompts of a data set, and tokenize them once."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slurm_rlhf.config.schema import Data
+from slurm_rlhf.data.rows import Row, cell, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer, UnknownText, encode_prompts
-from slurm_rlhf.errors import ConfigError, DataError, ModelError, cut
+from slurm_rlhf.errors import DataError, ModelError, cut
 from slurm_rlhf.records import Prompt
-
-Row = dict[str, Any] | DataError
-"""The columns of a row, or the error that says what is wrong with it."""
 
 CHUNK = 4096  # rows tokenized at a time
 _LONG = 16  # characters for each token: what few texts have
@@ -46,11 +43,17 @@ class PromptSet:
         Raises DataError with file and line for a row without a usable prompt, and when no prompt is left; ModelError
         when a chat template is needed and the model has none.
         """
-        path = Path(path)
+        return cls.of(read_rows(Path(path), max_samples), Path(path), tokenizer, data, max_prompt_tokens)
+
+    @classmethod
+    def of(
+        cls, rows: Iterable[tuple[str, Row]], path: Path, tokenizer: Tokenizer, data: Data, max_prompt_tokens: int
+    ) -> PromptSet:
+        """Read rows as `load` does, each after the place where it stands; `path` says where they are from."""
         kept: list[Prompt] = []
         dropped = 0
-        rows = ((index, *row) for index, row in enumerate(read_rows(path, max_samples)))
-        for found in prompts_of(rows, tokenizer, data, max_prompt_tokens):
+        numbered = ((index, *row) for index, row in enumerate(rows))
+        for found in prompts_of(numbered, tokenizer, data, max_prompt_tokens):
             if isinstance(found, Prompt):
                 kept.append(found)
             elif found.long:
@@ -177,17 +180,6 @@ def prompt_messages(row: dict[str, Any], data: Data) -> list[dict[str, Any]]:
     return [{"role": "user", "content": data.input_template.format(value) if data.input_template else value}]
 
 
-def cell(row: Row, column: str, key: str, where: str) -> Any:
-    """Return the value of the column that `key` of the configuration names. Raises DataError if there is none."""
-    if isinstance(row, DataError):
-        raise row
-    if column not in row:
-        raise DataError(
-            f"{where}: no column {column!r} (columns: {', '.join(row) or 'none'}): fix the row or set {key}"
-        )
-    return row[column]
-
-
 def _no_token(text: str, tokenizer: Tokenizer, data: Data) -> str:
     """Say why a prompt has no token."""
     if not text.strip():
@@ -208,82 +200,3 @@ def _is_chat(value: Any) -> bool:
         and bool(value)
         and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
     )
-
-
-def _parsed(line: bytes, number: int, where: str) -> Row:
-    """Read line `number` (from 1) of a JSONL file, which has to be UTF-8, JSON, and an object."""
-    try:
-        row = json.loads(line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").decode("utf-8").rstrip())
-    except UnicodeDecodeError as error:
-        return DataError(f"{where}: not UTF-8 text (byte {error.start} of the line)")
-    except json.JSONDecodeError as error:
-        what = error.msg.removesuffix(" at")
-        return DataError(f"{where}: not valid JSON: {what} at column {error.colno}{_hint(line)}")
-    except RecursionError:
-        return DataError(f"{where}: nested too deeply")
-    except ValueError as error:  # Python reads no integer of more than 4300 digits
-        return DataError(f"{where}: not a number that can be read: {error}")
-    if isinstance(row, dict):
-        return row
-    return DataError(
-        f"{where}: a JSON object is needed, got {cut(json.dumps(row, ensure_ascii=False), 60)}{_hint(line)}"
-    )
-
-
-def _hint(line: bytes) -> str:
-    if line.strip()[:1] == b"[" or line.strip() == b"{":
-        return " (this looks like plain JSON; JSONL has one whole object on each line)"
-    return ""
-
-
-PARQUET = ".parquet"
-
-
-def read_rows(path: Path, max_rows: int = 0) -> Iterator[tuple[str, Row]]:
-    """Yield where each row of a JSONL or Parquet file stands, and the row: at most `max_rows` (0: all).
-
-    Blank lines are no rows. Raises DataError for a file that cannot be read at all, ConfigError where pyarrow is
-    missing.
-    """
-    return islice(_parquet(path) if path.suffix == PARQUET else _jsonl(path), max_rows or None)
-
-
-def require_column(rows: list[tuple[str, Row]], column: str, path: Path) -> None:
-    """Raise DataError if no row has `column`, or every row is broken: then it is the job that is wrong, not a row."""
-    if not rows:
-        raise DataError(f"{path}: the file holds no rows")
-    whole = [row for _, row in rows if not isinstance(row, DataError)]
-    if not whole:
-        raise DataError(f"no row can be read; the first: {rows[0][1]}")
-    if not any(column in row for row in whole):
-        columns = ", ".join(whole[0]) or "none"
-        raise DataError(
-            f"{path}: no row has a column {column!r} (columns: {columns}): set data.input_key to one of them"
-        )
-
-
-def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _parsed(line, number, f"{path}:{number}")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise ConfigError(
-            f"{path}: reading Parquet needs pyarrow, which is not installed: pip install 'slurm_rlhf[parquet]' (or "
-            "pip install pyarrow), or write the rows as JSONL"
-        ) from None
-    try:
-        with ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-            yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows))
-    except (OSError, ArrowException) as error:
-        raise DataError(f"{path}: not a Parquet file that can be read: {error}") from None

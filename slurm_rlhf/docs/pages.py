@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 from slurm_rlhf.config.keys import Key, all_keys, documentation
 from slurm_rlhf.config.text import default_text, value_text
 from slurm_rlhf.errors import ConfigError, meant
 
-TOPICS: dict[str, str] = {
-    "first_run": "see it learn, and what a run leaves behind",
-    "data_and_reward": "your model, your prompts, your reward function",
-    "models": "which models were compared, and the self-check",
-    "generate": "answers to a file of prompts",
-    "cluster": "Slurm, MPI, containers, networks, does a GPU work",
-    "layout": "which role gets which GPUs, and whether it fits",
-    "algorithms": "PPO, GRPO and their kin, recipes, an algorithm of your own",
-    "asynchronous": "sampling while the actor trains, and its correction",
-    "evaluation": "pass@k, majority vote and intervals, and the best checkpoint",
-    "weights": "how new weights reach the engines",
-    "resume": "time limits, preemption, checkpoints",
-    "report": "one page that shows a run, its samples and events",
-    "metrics": "every number of a run: what it is, and when it is absent",
-    "trackers": "TensorBoard, W&B, trackio and MLflow, offline too",
-    "trouble": "what you see, and what to do",
-    "migration": "from OpenRLHF, verl or TRL",
-    "speed": "benches, and the figures of a run",
-    "keys": "every key with its type, default and meaning",
-    "architecture": "the map of the tree, and how to add things",
-}
-"""Topic -> what the reader gets, in reading order. Each has a file `<topic>.md` here, but for `keys`."""
+_PAGES = Path(__file__).parent
+TOPICS: dict[str, str] = tomllib.loads((_PAGES / "topics.toml").read_text(encoding="utf-8"))
+"""Topic -> what the reader gets, in reading order."""
 
 
 def page(topic: str) -> str:
@@ -38,7 +20,7 @@ def page(topic: str) -> str:
         raise ConfigError(f"there is no page {topic!r}{meant(topic, TOPICS)} (pages: {', '.join(TOPICS)})")
     if topic == "keys":
         return key_reference()
-    return Path(__file__).with_name(f"{topic}.md").read_text(encoding="utf-8")
+    return (_PAGES / f"{topic}.md").read_text(encoding="utf-8")
 
 
 def contents() -> str:

@@ -18,7 +18,7 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import UserError
 from slurm_rlhf.eval.report import ScoredResponse
 from slurm_rlhf.eval.sets import EvalSet, Evaluated, answered, keep, read_eval_sets, scored_response
-from slurm_rlhf.generate.identity import Identity, file_fingerprint, identity_of
+from slurm_rlhf.generate.identity import Identity, data_fingerprint, identity_of
 from slurm_rlhf.generate.job import JobRows, answer_rows, engine_config
 from slurm_rlhf.generate.model_source import Source, check_model, find_source
 from slurm_rlhf.generate.output import OUTPUT, whole_lines
@@ -115,7 +115,7 @@ class EvalJob:
         sets = {
             f"eval.datasets, {one.settings.name}": {
                 **{name: value for name, value in asdict(one.settings).items() if name in _OF_RESPONSES},
-                "fingerprint": file_fingerprint(Path(one.settings.path), whole=True),
+                "fingerprint": data_fingerprint(one.settings.path),
             }
             for one in self.sets
         }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
@@ -189,6 +190,11 @@ def directory_fingerprint(directory: Path) -> str:
         if path.is_file() and path.suffix in _WEIGHTS:
             digest.update(f"{path.name}\0{file_fingerprint(path)}\0".encode())
     return digest.hexdigest()
+
+
+def data_fingerprint(path: str) -> str:
+    """Return the hashes of the files of a data set. Raises DataError, OSError."""
+    return " ".join(file_fingerprint(file, whole=True) for file in data_files(path))
 
 
 def file_fingerprint(path: Path, *, whole: bool = False) -> str:

@@ -260,7 +260,7 @@ def generate(config: Config, shard: identity.RowShard, source: Source, ranks: Ra
         words = f"{len(own)} rows" + (f", part {shard.index} of {shard.count}" if shard.count > 1 else "")
         sampling = dict.fromkeys(own, sampling_of(config))
         own_keys = {
-            "dataset_fingerprint": identity.file_fingerprint(Path(config.generate.dataset), whole=True),
+            "dataset_fingerprint": identity.data_fingerprint(config.generate.dataset),
             identity.ROWS: total,
             identity.SHARD: f"{shard.index} of {shard.count}",
         }

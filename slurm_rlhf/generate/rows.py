@@ -18,7 +18,8 @@ from queue import Empty, SimpleQueue
 
 from slurm_rlhf.algorithms.registry import load_plugins
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.prompts import BadRow, prompts_of, read_rows, require_column
+from slurm_rlhf.data.prompts import BadRow, prompts_of
+from slurm_rlhf.data.rows import read_rows, require_column
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import request_seed
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError

@@ -15,6 +15,7 @@ from pathlib import Path
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.cluster.slurm_job import ask_jobs
 from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import running_roles
@@ -86,10 +87,9 @@ def needs_of(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, gra
 def places_of(config: Config) -> tuple[tuple[str, str], ...]:
     """List what ranks and conductor read: models, data, the user's files. After a requeue any node may be the first."""
     found = {role.model(config)[1]: role.model(config)[0] for role in running_roles(config)}
-    for key in ("data.prompt_dataset", "eval.dataset"):
-        found.setdefault(str(get(config, key)), key)
-    for one in data_sets(config):
-        found.setdefault(one.path, "eval.datasets")
+    sets = {path: key for key in ("data.prompt_dataset", "eval.dataset") if (path := get(config, key))}
+    for path, key in (dict.fromkeys((one.path for one in data_sets(config)), "eval.datasets") | sets).items():
+        found |= {str(file): key for file in data_files(path)}
     for path in config.train.plugins:
         found.setdefault(path, "train.plugins")
     return tuple((key, str(Path(path).absolute())) for path, key in found.items() if path)

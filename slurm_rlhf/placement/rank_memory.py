@@ -272,9 +272,14 @@ def step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
     return 4 * part + max(4 * part if stage else 0, 8 * min(largest, part))
 
 
+def longest_part(config: Config) -> int:
+    """Count the tokens of the longest sequence that a rank computes; others of its group compute the rest."""
+    return -(-config.data.max_len // config.ds.ulysses_size)
+
+
 def update_terms(config: Config, shape: ModelShape, role: RoleSpec) -> dict[str, int]:
     """Estimate forward and backward of a micro-batch; a sequence that is longer than the budget is one by itself."""
-    ds, longest = config.ds, config.data.max_len
+    ds, longest = config.ds, longest_part(config)
     tokens, width = max(config.train.max_tokens_per_gpu, longest), 2 if half(config) else 4
     autocast = half(config) and ds.zero_stage == 0
     how = Pass(tokens, longest, width, config.checkpointing, ds.attn_implementation, autocast)
@@ -296,7 +301,7 @@ def update_terms(config: Config, shape: ModelShape, role: RoleSpec) -> dict[str,
 
 def forward_terms(config: Config, shape: ModelShape, head: bool, cut: bool) -> dict[str, int]:
     """Estimate a pass without gradients, which has three fp32 tensors of log-probabilities and entropy."""
-    tokens, width = max(config.train.forward_tokens, config.data.max_len), 2 if half(config) else 4
+    tokens, width = max(config.train.forward_tokens, longest_part(config)), 2 if half(config) else 4
     terms = {"forward activations": forward_work(shape, tokens, width)}
     if head and config.ds.fp32_lm_head and half(config):
         terms["fp32 head"] = 4 * shape.head

@@ -200,16 +200,17 @@ class Work:
 
     def _imbalance(self, tokens: int) -> float:
         """Return the tokens on the critical path over the mean of the ranks, as batches are cut."""
-        from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
+        from slurm_rlhf.algorithms.batching import cut_batch
 
         layout, ranks = ROLES[self.role].layout(self.config), ROLES[self.role].ranks(self.config)
         size = min(self.config.train.batch_size, len(self.batch.lengths))
         lengths = [*self.batch.lengths[:size]]
-        cut = micro_batches(split_ranks([layout.cost(one) for one in lengths], ranks), lengths, tokens, layout)
+        _, micros = cut_batch(lengths, ranks, tokens, layout)
         path = sum(
-            max(layout.size([lengths[row] for row in rank[micro]]) for rank in cut) for micro in range(len(cut[0]))
+            max(layout.size([lengths[row] for row in group[micro]]) for group in micros)
+            for micro in range(len(micros[0]))
         )
-        return path * ranks / sum(lengths)
+        return path * len(micros) / sum(lengths)
 
     def _link(self) -> float:
         """Return the bytes a second that a ring of the ranks moves: of a node's network where nodes are several."""

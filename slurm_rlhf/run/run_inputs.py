@@ -17,6 +17,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml, toml_value
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.reasoning_gym import task_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
@@ -58,7 +59,11 @@ class Inputs:
             note(f"warning: {message}")
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
         longest = config.data.max_len - config.rollout.max_new_tokens
-        prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)
+        data = config.data
+        if data.reasoning_gym:
+            prompts = PromptSet.of(task_rows(data), Path(data.reasoning_gym), tokenizer, data, longest)
+        else:
+            prompts = PromptSet.load(data.prompt_dataset, tokenizer, data, longest, data.max_samples)
         evaluation = read_eval_sets(config, tokenizer)
         sets = [(f"evaluation {one.settings.name}", one.prompts) for one in evaluation]
         for name, found in (("data.prompt_dataset", prompts), *sets):

@@ -203,7 +203,7 @@ class SelfCheck:
 
     def _repeated(self, exp: Experience) -> list[verdicts.CheckResult]:
         """Have the actor compute some sequences of the batch twice, in eval mode, and alone."""
-        chosen = few(exp, self.actor.world)
+        chosen = few(exp, self.actor.world // self.actor.layout.ranks)
         budget = self.config.train.max_tokens_per_gpu
         parts, calls = send_shards(self.actor, ActorCalls.self_check, ForwardBatch, chosen, budget)
         answers = gather(calls)

@@ -11,36 +11,41 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from slurm_rlhf.config.model_directory import layout_of, read_config
+from slurm_rlhf.config.layout import layout_of
+from slurm_rlhf.config.model_directory import read_config
 from slurm_rlhf.config.schema import Config, Ref, Reward
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.trainer.backends import start_sharded
-from slurm_rlhf.trainer.batch import TokenBatch, collate, per_action, to_device
+from slurm_rlhf.trainer.batch import TokenBatch, collate, per_action
 from slurm_rlhf.trainer.distributed import join_world, local_device
 from slurm_rlhf.trainer.models import RewardModule, head_name, load_policy, load_reward
 from slurm_rlhf.trainer.train_settings import DTYPES, stored_as
+from slurm_rlhf.trainer.ulysses import SequenceGroup, sequence_group
 
 
 class Frozen:
     """Runs a module without gradients: full on every rank, or sharded over the ranks by ZeRO-3.
 
-    Under ZeRO-3 every forward is collective: each rank calls it equally often.
+    Under ZeRO-3, and where ranks share rows, every forward is collective: each rank calls it equally often.
     """
 
     def __init__(self, config: Config, group: Ref | Reward, dtype: str, load: Callable[[], nn.Module]) -> None:
         """Put the module that `load` makes on the host, in `dtype`, a name of DTYPES, on the device.
 
-        Collective under ZeRO-3; needs no process group without it.
+        Collective under ZeRO-3 or with ds.ulysses_size above 1; needs no process group without them.
         """
         self.device = local_device()
+        self.group: SequenceGroup | None = None
         self._module: Any
+        timeout, together = config.timeout, config.ds.ulysses_size
+        if group.zero_stage or together > 1:
+            world = join_world(timeout.collective, timeout.connect)
+            self.group = sequence_group(world, together, timeout.collective)
         if group.zero_stage == 0:
             if self.device.type == "cuda":  # else libraries open a context on the first GPU, and report its memory
                 torch.cuda.set_device(self.device)
             self._module = load().to(self.device).requires_grad_(False).eval()
             return
-        timeout = config.timeout
-        world = join_world(timeout.collective, timeout.connect)
         self._module = start_sharded(load, dtype, group.offload, timeout.collective, world)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,13 +89,12 @@ class FrozenPolicy:
 
     def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """Compute {"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`. Collective."""
-        return {"logprobs": per_action(exp, micro, self.model.device, self._forward, self.layout.packed)}
+        model = self.model
+        return {"logprobs": per_action(exp, micro, model.device, self._forward, self.layout.packed, model.group)}
 
     def _forward(self, batch: TokenBatch) -> Tensor:
-        logprobs: Tensor = self.model(
-            batch.input_ids, batch.action_index, batch.targets, self.temperature, row=batch.row
-        )[0]
-        return logprobs
+        logprobs, _ = self.model(batch.input_ids, batch.action_index, batch.targets, self.temperature, row=batch.row)
+        return batch.whole(logprobs)
 
 
 class RewardModel:
@@ -121,10 +125,10 @@ class RewardModel:
         answers = []
         for rows in micro:
             part = exp.select(rows)
-            batch = collate(part, self.model.device, packed=self.layout.packed, whole=True)
             ends = last_token(part, self.pad if self.pooling == "last_not_pad" else None)
-            at = to_device(batch.starts + ends, self.model.device)
-            answers.append(self.model(batch.input_ids, at, row=batch.row))
+            model = self.model
+            batch = collate(part, model.device, packed=self.layout.packed, group=model.group, read=ends)
+            answers.append(batch.whole(model(batch.input_ids, batch.action_index, row=batch.row)))
         scores[[row for rows in micro for row in rows]] = torch.cat(answers).cpu().numpy()
         return scores
 

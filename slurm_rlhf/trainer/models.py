@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_rlhf.config.model_directory import REWARD_HEADS, check_model_directory, layout_of, reward_head, weight_files
+from slurm_rlhf.config.layout import layout_of
+from slurm_rlhf.config.model_directory import REWARD_HEADS, check_model_directory, reward_head, weight_files
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.trainer import packing
@@ -198,12 +199,13 @@ def _compare_packed(body: Any, path: str) -> None:
 
 
 def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor, row: PackedRow | None = None) -> Tensor:
-    """Return the hidden states [A, H] of the tokens at `action_index` [A]."""
+    """Return the hidden states [A, H] of the tokens at `action_index` [A]. Collective if ranks share the row."""
     where: dict[str, Any] = {}
     if row is not None:  # all that is known of the lengths: a layer that has to ask the device waits for it
         ends = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
         longest = {"max_length_q": max(row.lengths), "max_length_k": max(row.lengths)}
         where = {"position_ids": row.position_ids, packing.LENGTHS: row.lengths, **ends, **longest}
+        where |= {packing.GROUP: row.group} if row.group else {}
     with packed_rows_are_known():
         states = body(input_ids=input_ids, use_cache=False, **where).last_hidden_state
     return states.flatten(0, 1).index_select(0, action_index)

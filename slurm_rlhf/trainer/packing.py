@@ -16,12 +16,13 @@ from torch.nn import functional
 
 from slurm_rlhf.trainer._torch import note_kernel
 from slurm_rlhf.trainer._transformers import boolean_mask
+from slurm_rlhf.trainer.ulysses import SequenceGroup
 
 NAME = "packed"
 """Attention implementation of transformers that `register` adds."""
 
-LENGTHS = "packed_lengths"
-"""Argument of `attention` beside those that all attention of transformers knows."""
+LENGTHS, GROUP = "packed_lengths", "sequence_group"
+"""Arguments of `attention` beside those that all attention of transformers knows."""
 
 _LARGEST_HEAD = 256  # dimensions of a head, for flash attention
 
@@ -54,13 +55,21 @@ def attention(
     softcap: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     packed_lengths: Sequence[int] = (),
+    sequence_group: SequenceGroup | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention; query [B, H, L, D], key and value [B, K, L, D], result [B, L, H, D].
 
     `cu_seq_lens_q`: int32 [N+1], where the sequences of a packed row (B = 1) begin, and its end; None: every row is one
     sequence. `packed_lengths`: their tokens, on the host, which need not wait for the device then.
+    `sequence_group`: ranks that compute the row together; L is of this rank's tokens then. Collective with it.
     """
+    if sequence_group is not None:
+        q, k, v = map(sequence_group.to_heads, (query, key, value))
+        how: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        how |= {"cu_seq_lens_q": cu_seq_lens_q, LENGTHS: packed_lengths}
+        found, _ = attention(module, q, k, v, None, **how)
+        return sequence_group.to_tokens(found.transpose(1, 2)).transpose(1, 2), None
     if attention_mask is not None:
         return _masked(query, key, value, attention_mask, scaling, softcap).transpose(1, 2), None
     if cu_seq_lens_q is None:

@@ -20,19 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
+from slurm_rlhf.algorithms.batching import cut_batch
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet, Row, cell, read_rows
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.rows import Row, cell, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer, continuations
 from slurm_rlhf.errors import CheckpointError, ConfigError, DataError, printable
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.trainer.batch import collate
 from slurm_rlhf.trainer.distributed import World, join_world
 from slurm_rlhf.trainer.train_settings import Schedule
 from slurm_rlhf.trainer.trainers import LanguageModelTrainer
@@ -127,9 +127,12 @@ def fine_tune(config: Config) -> int:
 
 
 def _order(config: Config, examples: Examples, world: World) -> PromptOrder:
-    batch = config.sft.batch_size
-    if batch % world.size:
-        raise ConfigError(f"sft.batch_size = {batch} does not divide over {world.size} ranks: use a multiple of it")
+    batch, groups = config.sft.batch_size, world.size // config.ds.ulysses_size
+    if groups and batch % groups:
+        shared = f" in groups of ds.ulysses_size = {config.ds.ulysses_size}" if groups < world.size else ""
+        raise ConfigError(
+            f"sft.batch_size = {batch} does not divide over {world.size} ranks{shared}: use a multiple of {groups}"
+        )
     count = len(examples.experience)
     if count < batch:
         raise DataError(f"{config.sft.dataset}: {count} usable examples, fewer than sft.batch_size = {batch}: lower it")
@@ -146,9 +149,9 @@ class SftTrainer(LanguageModelTrainer):
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         """Sum the cross-entropy of this micro-batch's answers, divided by the answer tokens of the whole step."""
-        batch = collate(part, self.world.device, packed=self.layout.packed)
+        batch = self._collate(part)
         logprobs, _ = self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)
-        total = -logprobs.sum()
+        total = -batch.whole(logprobs).sum()
         return total / denominator, {"loss": total.detach()}
 
 
@@ -169,8 +172,8 @@ def _train(
         batch = examples.select(order.next() or [])
         tokens = float(batch.response_lens.sum())
         lengths, layout = batch.lengths.tolist(), trainer.layout
-        ranks = split_ranks(list(map(layout.cost, lengths)), world.size)
-        micro = micro_batches(ranks, lengths, config.train.max_tokens_per_gpu, layout)[world.rank]
+        _, micros = cut_batch(lengths, world.size, config.train.max_tokens_per_gpu, layout)
+        micro = micros[world.rank // layout.ranks]
         metrics = trainer.train_step(batch, micro, tokens)
         # Which rank has a signal first is chance: all of them stop behind the same step.
         summed, stopped = _sum_over_ranks([metrics["loss"], float(signals.number > 0)], world)

@@ -26,6 +26,7 @@ from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.lora import attach
 from slurm_rlhf.trainer.models import load_critic, load_policy
 from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
+from slurm_rlhf.trainer.ulysses import sequence_group
 
 LocalParameters = Mapping[str, tuple[int, Tensor]]
 """name -> (index of the first element in the flat parameter, this rank's elements [n]); tied parameters once."""
@@ -39,6 +40,7 @@ class TrainedModel(ABC):
         self.config = config
         self.layout = ROLES[role].layout(config)
         self.world = join_world(config.timeout.collective, config.timeout.connect)
+        self.group = sequence_group(self.world, config.ds.ulysses_size, config.timeout.collective)
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
         with loading(config.ds, self.world) as ds:
             module: Any = self._load(ds)
@@ -59,7 +61,8 @@ class TrainedModel(ABC):
         """Take one optimizer step on this rank's part `exp`, with micro-batches as rows of it.
 
         Every rank needs as many. `denominator`: policy tokens in the whole step, over all ranks. Returns this rank's
-        sums of the metrics over its actions, and `lr` and `grad_norm` of the whole step. Raises RunError.
+        sums of the metrics over its actions (of ranks that share rows, its share of their sums), and `lr` and
+        `grad_norm` of the whole step. Raises RunError.
         """
         sums: Metrics = {}
         for number, rows in enumerate(micro, start=1):
@@ -67,14 +70,15 @@ class TrainedModel(ABC):
             self.backend.accumulate(loss, last=number == len(micro))
             sums = {name: sums[name] + value if name in sums else value for name, value in metrics.items()}
         stats = self.backend.step()
-        values = torch.stack([value.double() for value in sums.values()]).tolist()  # one copy from the device for all
+        shares = [value.double() / self.config.ds.ulysses_size for value in sums.values()]
+        values = torch.stack(shares).tolist()  # one copy from the device for all
         return dict(zip(sums, values, strict=True)) | stats
 
     def _collate(self, part: Experience) -> TokenBatch:
-        return collate(part, self.world.device, packed=self.layout.packed)
+        return collate(part, self.world.device, packed=self.layout.packed, group=self.group)
 
     def _per_action(self, exp: Experience, micro: list[list[int]], answer: Callable[[TokenBatch], Tensor]) -> F32:
-        return per_action(exp, micro, self.world.device, answer, self.layout.packed)
+        return per_action(exp, micro, self.world.device, answer, self.layout.packed, self.group)
 
     def save(self, directory: Path, behind: bool = False) -> Future[None]:
         """Write the state for an exact resume into a directory that all ranks see; `behind`: see `Trainer.save`."""
@@ -194,7 +198,7 @@ class PolicyTrainer(LanguageModelTrainer):
             yield nll_loss(logprobs, mask, weights, config.actor.nll_coef)
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.backend.forward(
+        logprobs, entropy = self.backend.forward(
             batch.input_ids,
             batch.action_index,
             batch.targets,
@@ -202,7 +206,7 @@ class PolicyTrainer(LanguageModelTrainer):
             self.config.actor.entropy_coef != 0.0,
             row=batch.row,
         )
-        return result
+        return batch.whole(logprobs), batch.whole(entropy)
 
     def local_parameters(self) -> LocalParameters:
         """Return what this rank has of the parameters in `describe`. Not collective."""
@@ -266,8 +270,7 @@ class ValueTrainer(TrainedModel):
         )
 
     def _forward(self, batch: TokenBatch) -> Tensor:
-        values: Tensor = self.backend.forward(batch.input_ids, batch.action_index, row=batch.row)
-        return values
+        return batch.whole(self.backend.forward(batch.input_ids, batch.action_index, row=batch.row))
 
     def load(self, directory: Path) -> None:
         """Continue where `save` was called, with the saved masters of the head. Raises CheckpointError."""

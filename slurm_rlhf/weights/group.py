@@ -40,7 +40,7 @@ from slurm_rlhf.weights.rendezvous import (
     read,
     unreachable,
 )
-from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
+from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
 from slurm_rlhf.wire import timeouts
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class SyncGroup:
         """Tell whether the weights stay on GPUs all the way."""
         return self.backend in ("nccl", "ipc") and all(member.device for member in self.members)
 
-    def layout(self, zero_stage: int) -> Layout:
+    def layout(self, zero_stage: int) -> TransferLayout:
         """Return where the members are; with ipc between GPUs, on which GPU each is: bytes stay on a GPU then.
 
         Raises SyncError when the actor or the engines have no rank in the group.
@@ -139,7 +139,7 @@ class SyncGroup:
         interfaces = tuple(member.interface for member in self.members)
         chunked = self.backend == "gloo" or (self.backend == "ipc" and not inside)
         ends = tuple(nodes[: self.actors]), tuple(nodes[self.actors :])
-        return Layout(*ends, zero_stage, interfaces, chunked)
+        return TransferLayout(*ends, zero_stage, interfaces, chunked)
 
     def agree(self, fingerprint: str) -> None:
         """Raise SyncError unless rank 0 says the same: members with two plans would wait for each other's bytes."""

@@ -7,11 +7,11 @@ Parameters are laid end to end in layer order and cut into buckets; what of a bu
 A bucket's buffer is its parts, one after the other. A parameter that lies in one piece is used where it arrived; one
 that is cut, because ranks own shards of it or because it is larger than a bucket, is put together.
 
-Where chunks go between hosts, each by itself (`Layout.chunked`), large parameters lie apart, before the parts: each
-piece, at most a chunk, is sent from where the actor has it, and shards of several ranks arrive side by side.
+Where chunks go between hosts, each by itself (`TransferLayout.chunked`), large parameters lie apart, before the parts:
+each piece, at most a chunk, is sent from where the actor has it, and shards of several ranks arrive side by side.
 
-`Layout` says who takes part and where, as all members know it: the group counts the actor's ranks first, as the actor
-does, and then the ranks of the engines.
+`TransferLayout` says who takes part and where, as all members know it: the group counts the ranks of the actor first,
+as the actor does, and then the ranks of the engines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TransferLayout:
     """List the nodes of the members by rank in the group: `actors[i]` is that of rank i, `engines[i]` of rank A + i."""
 
     actors: tuple[str, ...]
@@ -71,7 +71,7 @@ class Layout:
         return found
 
 
-def streams(layout: Layout) -> tuple[Stream, ...]:
+def streams(layout: TransferLayout) -> tuple[Stream, ...]:
     """Return one stream from all actor ranks to all nodes where each rank holds a shard of its own (ZeRO-3).
 
     Where every rank holds the whole model, nodes that host both roles are served by their own actor ranks, and
@@ -157,7 +157,7 @@ class BucketPart:
 class SyncPlan:
     parameters: tuple[Parameter, ...]
     buckets: tuple[tuple[Span, ...], ...]
-    layout: Layout
+    layout: TransferLayout
     streams: tuple[Stream, ...]
     chunk_bytes: int
     _parts: dict[tuple[int, int], tuple[BucketPart, ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -203,7 +203,7 @@ class SyncPlan:
 
 
 def make_plan(
-    described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Layout, chunk_bytes: int = CHUNK
+    described: Sequence[Sequence[Any]], bucket_bytes: int, layout: TransferLayout, chunk_bytes: int = CHUNK
 ) -> SyncPlan:
     """Plan the transfer of parameters [[name, shape, dtype], ...] over `layout`, in buckets up to `bucket_bytes`.
 

@@ -29,6 +29,9 @@ GPU_HEALTH_S = 10.0  # an answer about the health of GPUs, without which a run s
 QUOTA_S = 5.0  # the command that tells a quota
 PY_SPY_S = 8.0  # the stacks of a process, taken from outside
 KERNEL_LOCK_S = 20.0  # the lock of a kernel cache that another rank holds
+TASKS_S = 300.0  # the making of all tasks of data.reasoning_gym
+SANDBOX_S = 10.0  # the unit tests of a response, all together
+SANDBOX_PROBE_S = 10.0  # a program that only prints, in a sandbox that may not work
 REWARD_SEARCH_S = 10.0  # the search for the response that makes a reward function raise
 
 # --- start and end of processes ---
@@ -46,6 +49,10 @@ GPU_LEFT_S = 5.0  # the processes of an earlier run that are about to leave a GP
 MPI_S = 60.0  # a message or a barrier between processes of an MPI start, beyond what it waits for
 MPI_CLOSED_S = 10.0  # the end of all ranks, beyond their grace
 MPI_LEAVE_S = 600.0  # the common end of an MPI start: the conductor may still ask Slurm to requeue the job
+
+# --- workers: processes that run code of the user's ---
+WORKER_STACK_S = 1.0  # the stack of a worker that is too late, or its exit status once its connection is closed
+WORKER_END_S = 5.0  # the end of a worker's thread, which kills its processes
 
 # --- preflight ---
 CONNECT_S = 3.0  # a connection to another node's port, where one that does not answer counts as not reached

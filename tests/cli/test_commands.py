@@ -134,7 +134,9 @@ def test_check_calls_the_reward_function(file: Path, capsys: pytest.CaptureFixtu
 
 def test_keys_of_sft_and_keys_given_twice_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(file), "--sft.dataset=x", "--dry_run"]) == 2
-    assert "--sft.dataset is a key of `slurm-rlhf sft`" in capsys.readouterr().err
+    assert "--sft.dataset is not read by `slurm-rlhf train` (it is a key of `slurm-rlhf sft`)" in capsys.readouterr()[1]
+    assert main(["sft", str(file), "--actor.learning_rate=5"]) == 2
+    assert "--actor.learning_rate is not read by `slurm-rlhf sft`: leave it out" in capsys.readouterr().err
     assert main(["train", str(file), "--train.seed=1", "--train.seed", "2", "--actor.num_nodes=4"]) == 2
     out, _ = capsys.readouterr()
     assert "note: --train.seed is given 2 times; the last one counts: 2\n" in out
@@ -165,7 +167,7 @@ def test_a_file_with_a_byte_order_mark_is_read(file: Path, capsys: pytest.Captur
 def test_train_without_a_file_says_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train"]) == 2
     said = capsys.readouterr().err
-    assert "train needs a TOML file: `slurm-rlhf init NAME` writes one" in said
+    assert "the TOML file comes first: `slurm-rlhf init NAME` writes one" in said
     assert "usage: slurm-rlhf train FILE.toml" in said
 
 
@@ -199,9 +201,9 @@ def test_dry_run_without_reference_and_elsewhere(file: Path, capsys: pytest.Capt
     ("words", "named"),
     [
         (["--actor.learning_rat=1"], "did you mean --actor.learning_rate?"),
-        (["--actor.num_nodes=x"], "--actor.num_nodes takes a whole number, got 'x'"),
+        (["--train.seed=x"], "--train.seed takes a whole number, got 'x'"),
         (["--actor.model_name_or_path=nowhere"], "actor.model_name_or_path: no such directory: "),
-        (["--train.batch_size=0"], "train.batch_size must be at least 1, got 0"),
+        (["--train.max_tokens_per_gpu=0"], "train.max_tokens_per_gpu must be at least 1, got 0"),
     ],
 )
 def test_bad_input(file: Path, capsys: pytest.CaptureFixture[str], command: str, words: list[str], named: str) -> None:

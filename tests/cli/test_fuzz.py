@@ -24,7 +24,7 @@ from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.data.prompts import read_rows
+from slurm_rlhf.data.rows import read_rows
 from slurm_rlhf.errors import DataError, SlurmRlhfError
 from slurm_rlhf.wire.codec import decode, encode
 from slurm_rlhf.wire.messages import CallFailure, Envelope, unpack

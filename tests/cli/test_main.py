@@ -25,7 +25,8 @@ from waiting import HANG_S
 from slurm_rlhf import __version__
 from slurm_rlhf.cli import check_parity, generate, mpi_start, plan
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.cli.main import Command, guarded, main
+from slurm_rlhf.cli.commands import Arguments, commands
+from slurm_rlhf.cli.main import guarded, main
 from slurm_rlhf.cli.preflight import show as show_examination
 from slurm_rlhf.cli.preflight import tell
 from slurm_rlhf.cli.status import show
@@ -43,6 +44,7 @@ from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.trainer.sft import SftRecord
 
+TOP = [name for name in commands() if " " not in name]
 WITHOUT_FILE = {"status", "cancel", "docs", "migrate", "completion", "init", "report"}
 """Commands whose argument is a run and not a configuration."""
 OTHERS = {"bench", "check-parity", "generate", "eval"}
@@ -62,8 +64,8 @@ def test_overview(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: slurm-rlhf COMMAND FILE.toml")
-    for name, (_, summary) in cli.COMMANDS.items():
-        assert re.search(rf"^  {name} +{re.escape(summary)}$", out, re.MULTILINE)
+    for name in TOP:
+        assert re.search(rf"^  {name} +{re.escape(commands()[name].summary)}$", out, re.MULTILINE)
     assert cli.main([]) == 2
     assert capsys.readouterr().err == out
 
@@ -82,7 +84,7 @@ def test_where_the_umask_lets_others_write_they_may_do_nothing(before: int, afte
         assert os.umask(usual) == after
 
 
-@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - WITHOUT_FILE - OTHERS))
+@pytest.mark.parametrize("name", sorted(set(TOP) - WITHOUT_FILE - OTHERS))
 @pytest.mark.parametrize("columns", [80, 200])
 def test_help_of_a_command(
     name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -96,8 +98,9 @@ def test_help_of_a_command(
     assert max(map(len, out.splitlines())) <= 120
     assert cli.main([name, "--help", "actor"]) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"^  --actor\.num_nodes INT\s", out, re.MULTILINE)
-    assert "[1]" in out
+    key, default = ("model_name_or_path PATH", "[empty]") if name == "sft" else ("num_nodes INT", "[1]")
+    assert re.search(rf"^  --actor\.{key}\s", out, re.MULTILINE)
+    assert default in out
     assert "--critic." not in out
     assert err == ""
     assert max(map(len, out.splitlines())) <= 120
@@ -112,7 +115,7 @@ def test_help_of_a_command_on_a_run(name: str, capsys: pytest.CaptureFixture[str
 
 
 def test_every_key_is_in_some_help(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in cli.COMMANDS:
+    for name in TOP:
         cli.main([name, "-h", "all"])
     out = capsys.readouterr().out
     assert [key for key in all_keys() if f"  --{key} " not in out] == []
@@ -130,7 +133,7 @@ def test_help_on_what_is_no_key_names_the_nearest_and_the_groups(capsys: pytest.
     [
         (["trane"], "slurm-rlhf: error: unknown command 'trane'; did you mean train? (commands: init, "),
         (["xyz"], "slurm-rlhf: error: unknown command 'xyz' (commands: init, "),
-        (["train"], "slurm-rlhf: error: train needs a TOML file: `slurm-rlhf init NAME` writes one"),
+        (["train"], "slurm-rlhf: error: the TOML file comes first: `slurm-rlhf init NAME` writes one"),
         (["train", "--dry_run"], "the TOML file comes first"),
         (["sft", "--train.seed=1", "x.toml"], "the TOML file comes first\nusage: slurm-rlhf sft"),
         (["train", "no.toml"], "slurm-rlhf: error: no.toml: no such file"),
@@ -161,10 +164,10 @@ def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture
 def test_exit_codes(
     error: BaseException, code: int, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(words: list[str]) -> int:
+    def fail(arguments: Arguments) -> int:
         raise error
 
-    monkeypatch.setitem(plan.COMMANDS, "plan", Command("usage", "about", fail))
+    monkeypatch.setattr(plan, "show_plan", fail)
     assert cli.main(["plan", "x.toml"]) == code
     err = capsys.readouterr().err
     assert err.endswith(shown)
@@ -273,7 +276,7 @@ def completed(script: Path, *words: str) -> list[str]:
 
 
 def test_commands(script: Path) -> None:
-    assert completed(script, "slurm-rlhf", "") == list(cli.COMMANDS)
+    assert completed(script, "slurm-rlhf", "") == TOP
     assert completed(script, "slurm-rlhf", "sta") == ["status"]
 
 

@@ -27,6 +27,14 @@ BROKEN = [
     ("actor.num_nodes=3", "train.batch_size = 128 does not divide over actor.num_nodes ... use a multiple of 3"),
     ("critic.num_gpus_per_node=3", "critic.num_nodes * critic.num_gpus_per_node = 1 * 3 = 3"),
     ("ref.num_gpus_per_node=3", "ref.num_nodes * ref.num_gpus_per_node = 1 * 3 = 3 ranks"),
+    (
+        "actor.num_gpus_per_node=3 ds.ulysses_size=2 with critic.num_nodes=2 ref.num_nodes=2",
+        "ds.ulysses_size = 2 does not divide actor.num_nodes * actor.num_gpus_per_node = 1 * 3 = 3 ranks",
+    ),
+    (
+        "actor.num_gpus_per_node=6 ds.ulysses_size=2 with critic.num_nodes=2 ref.num_nodes=2",
+        "train.batch_size = 128 does not divide over ... 6 ranks in groups of ds.ulysses_size = 2: use a multiple of 3",
+    ),
     ("reward.num_nodes=3 with reward.model_name_or_path=/rm", "reward.num_gpus_per_node = 3 * 1 = 3 ranks"),
     ("rollout.max_new_tokens=2048", "data.max_len = 2048 leaves no room ... rollout.max_new_tokens = 2048"),
     ("rollout.batch_size=0", "rollout.batch_size must be at least 1, got 0"),

@@ -62,7 +62,7 @@ def test_a_good_one(config: Config) -> None:
         (["vllm.tensor_parallel_size=3"], ["12 attention heads, 2 key-value heads", "Valid sizes: 1, 2, 4"]),
         (["data.prompt_dataset="], ["data.prompt_dataset is not set"]),
         (["data.prompt_dataset=/no/where"], ["data.prompt_dataset: no such file: /no/where"]),
-        (["eval.dataset=/"], ["eval.dataset: is a directory, not a file: /"]),
+        (["eval.dataset=/bin"], ["eval.dataset: /bin: a directory without files of rows"]),
         (
             ["reward.remote_url="],
             ["neither reward.remote_url (a Python file", "nor reward.function (one", "nor reward.model_name_or_path ("],

@@ -19,7 +19,8 @@ from tiny_models import make_tiny
 from slurm_rlhf.cli.generate import refuse_many_processes
 from slurm_rlhf.config.check import check_generate
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.prompts import BadRow, read_rows, require_column
+from slurm_rlhf.data.prompts import BadRow
+from slurm_rlhf.data.rows import read_rows, require_column
 from slurm_rlhf.errors import ConfigError, DataError, ModelError, PlacementError, RewardError
 from slurm_rlhf.generate import model_source
 from slurm_rlhf.generate.job import engines_everywhere
@@ -103,7 +104,7 @@ def test_parquet_is_read_as_its_rows_are(tmp_path: Path) -> None:
     rows = [{"input": "1+1=", "label": 2}, {"input": "2+2=", "label": 4}]
     assert list(read_rows(file)) == [(f"{file}: row {number}", row) for number, row in enumerate(rows)]
     file.write_bytes(b"torn")
-    with pytest.raises(DataError, match="not a Parquet file that can be read"):
+    with pytest.raises(DataError, match="no Parquet file that can be read"):
         list(read_rows(file))
 
 

@@ -20,7 +20,7 @@ from waiting import HANG_S
 import slurm_rlhf.weights.ends as push_module
 from slurm_rlhf.bench import sync as bench_sync
 from slurm_rlhf.bench import train as bench_train
-from slurm_rlhf.cli.bench import BENCHES
+from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.polling import wait_until
@@ -355,7 +355,7 @@ def test_the_benchmark_of_transfers_knows_the_gpus(monkeypatch):
     monkeypatch.setattr(bench_sync, "measure", lambda spec, gpus: asked.append((gpus, spec.bucket_bytes)))
     monkeypatch.setattr(bench_sync, "show", lambda result: "")
     for backend in ("nccl", "gloo"):
-        BENCHES["sync"].run([f"--backend={backend}", "--size=1MB"])
+        assert main(["bench", "sync", f"--backend={backend}", "--size=1MB"]) == 0
     assert asked == [(("0", "1"), 256 << 20), ((), 64 << 20)]
 
 

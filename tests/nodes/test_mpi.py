@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from slurm_rlhf.cli.main import Arguments
+from slurm_rlhf.cli.commands import Arguments, commands
 from slurm_rlhf.cli.mpi_start import _first
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
@@ -128,7 +128,7 @@ def test_a_configuration_that_is_refused_is_told_once_and_lets_the_other_ranks_g
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, start = FirstOfTwo(), Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 2, 0)
-    arguments = Arguments([tmp_path / "no.toml"], [], frozenset())
+    arguments = Arguments(commands()["train"], [tmp_path / "no.toml"], [], [], {})
     assert _first(cast(Any, world), arguments, start, [], examine=False) == ConfigError.exit_code
     assert world.told == [None]
     err = capsys.readouterr().err

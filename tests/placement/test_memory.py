@@ -100,6 +100,7 @@ def test_terms_follow_their_keys() -> None:
     assert terms(REFERENCE, "", ref__zero_stage=0)["parameters"] == 2 * SEVEN.parameters
     longer = terms(ACTOR, "update", data__max_len=100_000)
     assert longer["activations"] == pytest.approx(update["activations"] * 100_000 / 32768, rel=0.01)
+    assert terms(ACTOR, "update", data__max_len=400_000, ds__ulysses_size=4)["activations"] == longer["activations"]
     assert "logits" not in base[CRITIC].at("update")
     eager = terms(ACTOR, "update", ds__attn_implementation="eager")
     assert eager["activations"] > update["activations"] + 32768 * 28 * 4096 * 4

@@ -10,7 +10,6 @@ import pytest
 from model_configs import SHAPES
 
 from slurm_rlhf.algorithms.layout import Layout
-from slurm_rlhf.cli.plan import INSIDE_GBITS, NETWORK_GBITS
 from slurm_rlhf.config import roles
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import running_roles
@@ -30,14 +29,14 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roles, "layout_of", lambda ds, path: Layout(ds.packing_samples != "never", 1 / 43008))
 
 
-def step(name: str, *keys: str, model: str = "7B", card: str = "h100", network: float = NETWORK_GBITS) -> StepTime:
+def step(name: str, *keys: str, model: str = "7B", card: str = "h100", network: float = 100) -> StepTime:
     config = load_config(SBATCH / f"{name}.toml", list(keys))
     models = {role.name: shape_of(SHAPES[model]) for role in running_roles(config)}
     gpu = find_gpu(card)
     assert gpu is not None
     alone = config.actor.num_nodes == 1 or config.lora.rank > 0
     sync = 0.0 if alone else 2.0 * models["actor"].parameters / (network * GBIT)
-    return predict(config, models, gpu, Links(network * GBIT, INSIDE_GBITS * GBIT), sync)
+    return predict(config, models, gpu, Links(network * GBIT, 800 * GBIT), sync)
 
 
 @pytest.mark.parametrize(

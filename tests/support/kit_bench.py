@@ -22,7 +22,7 @@ def sync(place: Place) -> Finding:
     """Two actor ranks of ZeRO-3, two engine ranks."""
     backend = place.backend("nccl")
     size = "20MB" if place.rehearse else "2GB"
-    words = [f"--size={size}", "--actors=1x2", "--engines=1x2", "--zero=3", f"--backend={backend}", "--no-naive"]
+    words = [f"--size={size}", "--actors=1x2", "--engines=1x2", "--zero=3", f"--backend={backend}"]
     found = bench(place, "sync", *words, f"--bucket_mb={4 if place.rehearse else 256}")
     return shown_sync(found)
 

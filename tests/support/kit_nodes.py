@@ -66,7 +66,6 @@ def sync(place: Place) -> Finding:
         zero=3,
         backend=backend,
         bucket_bytes=(4 if place.rehearse else 256) << 20,
-        naive=False,
         host=address_towards(second),
     )
     gpus = () if place.rehearse else place.gpus

@@ -73,10 +73,11 @@ def make_experience(step: int, n: int = 8) -> Experience:
 def share(
     exp: Experience, rank: int, size: int, max_tokens: int, layout: Layout = ROWS
 ) -> tuple[Experience, list[list[int]]]:
-    per_rank = split_ranks(exp.lengths.tolist(), size)
-    mine = {row: place for place, row in enumerate(per_rank[rank])}
-    micro = micro_batches(per_rank, exp.lengths.tolist(), max_tokens, layout)[rank]
-    return exp.select(per_rank[rank]), [[mine[row] for row in rows] for rows in micro]
+    group = rank // layout.ranks
+    per_group = split_ranks(exp.lengths.tolist(), size // layout.ranks)
+    mine = {row: place for place, row in enumerate(per_group[group])}
+    micro = micro_batches(per_group, exp.lengths.tolist(), max_tokens * layout.ranks, layout)[group]
+    return exp.select(per_group[group]), [[mine[row] for row in rows] for rows in micro]
 
 
 def train(trainer: Any, steps: range, max_tokens: int) -> list[dict[str, float]]:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_ranks import make_config
 from waiting import HANG_S
 
-from slurm_rlhf.config.model_directory import layout_of
+from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.engine._transformers import as_saved, skeleton
 from slurm_rlhf.errors import ModelError
@@ -138,9 +138,9 @@ def test_collate_points_at_the_token_before_each_action() -> None:
     assert batch.input_ids.tolist() == [exp.token_ids[:4].tolist(), exp.token_ids[5:9].tolist()]
     assert batch.action_index.tolist() == [1, 2, 3, 4 + 3]
     assert batch.targets.tolist() == exp.token_ids[[2, 3, 4, 9]].tolist()
-    whole = collate(exp, CPU, whole=True)
+    whole = collate(exp, CPU, read=np.array([4, 0]))
     assert whole.input_ids.tolist() == [exp.token_ids[:5].tolist(), exp.token_ids[5:].tolist()]
-    assert whole.action_index.tolist() == [1, 2, 3, 5 + 3]
+    assert whole.action_index.tolist() == [4, 5 + 0]
     row = collate(exp, CPU, packed=True)
     assert row.input_ids.tolist() == [[*exp.token_ids[:4], *exp.token_ids[5:9]]]
     assert (row.action_index.tolist(), row.targets.tolist()) == ([1, 2, 3, 4 + 3], batch.targets.tolist())

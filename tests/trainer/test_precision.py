@@ -192,10 +192,9 @@ def test_scores_of_a_bf16_reward_model_are_computed_with_the_fp32_head_of_its_fi
     model = RewardModel(config)
     scores = model.score(exp, [list(range(len(exp)))])
     weights = load_file(path / "model.safetensors")
-    batch = collate(exp, torch.device("cpu"), packed=model.layout.packed, whole=True)
-    last = torch.from_numpy(batch.starts + last_token(exp))
+    batch = collate(exp, torch.device("cpu"), packed=model.layout.packed, read=last_token(exp))
     with torch.no_grad():
-        hidden = _action_states(model.model._module.model, batch.input_ids, last, batch.row).float()
+        hidden = _action_states(model.model._module.model, batch.input_ids, batch.action_index, batch.row).float()
     expected = hidden @ weights["v_head.summary.weight"][0].float() + weights["v_head.summary.bias"].float()
     np.testing.assert_allclose(scores, expected.numpy(), rtol=0, atol=1e-6)
     assert hidden.bfloat16().float().equal(hidden)

@@ -19,7 +19,7 @@ from slurm_rlhf.weights.bucket import Assembly, Pool, checksum, fill, host_check
 from slurm_rlhf.weights.ends import span_source
 from slurm_rlhf.weights.rendezvous import SyncStore, connect
 from slurm_rlhf.weights.routes import routes
-from slurm_rlhf.weights.transfer_plan import Layout, make_plan
+from slurm_rlhf.weights.transfer_plan import TransferLayout, make_plan
 
 POOL = Pool(torch.device("cpu"))
 
@@ -95,7 +95,7 @@ def _weights() -> list[tuple[str, torch.Tensor]]:
 
 
 def _plan(actors: int = 1, zero: int = 0, bucket: int = 1 << 20, chunked: bool = False):
-    return make_plan(describe(_weights()), bucket, Layout(("a",) * actors, ("b",), zero, chunked=chunked))
+    return make_plan(describe(_weights()), bucket, TransferLayout(("a",) * actors, ("b",), zero, chunked=chunked))
 
 
 def _filled(plan, bucket: int, version: int) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_a_wrong_byte_and_a_wrong_version_are_named():
 def test_what_was_summed_on_arrival_is_compared_and_not_read_again(monkeypatch):
     """Pieces of a large parameter are no larger than a chunk; whoever takes a chunk sums it."""
     monkeypatch.setattr("slurm_rlhf.weights.transfer_plan._APART", 70)
-    plan = make_plan(describe(_weights()), 1 << 20, Layout(("a", "a"), ("b",), 3, chunked=True), 64)
+    plan = make_plan(describe(_weights()), 1 << 20, TransferLayout(("a", "a"), ("b",), 3, chunked=True), 64)
     buffer, parts = _filled(plan, 0, 12), plan.parts(0, 0)
     apart = [piece for part in parts for piece in part.apart]
     assert {(piece.offset, piece.offset + piece.span.nbytes) for piece in apart} == {
@@ -222,7 +222,7 @@ def test_idle_memory_counts_as_held():
 PLAN = make_plan(
     [["wide", [3000, 100], "float32"], ["small", [7], "float32"]],
     8 << 20,
-    Layout(("a",), ("b",), chunked=True),
+    TransferLayout(("a",), ("b",), chunked=True),
     1 << 18,
 )
 HELD = {

@@ -22,7 +22,7 @@ from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.backends.gloo import Gloo, GlooTransport
 from slurm_rlhf.weights.rendezvous import SyncStore, connect
 from slurm_rlhf.weights.routes import partners, routes
-from slurm_rlhf.weights.transfer_plan import Layout, SyncPlan, make_plan
+from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
 from slurm_rlhf.weights.update import _Deadline, _ended, _error, _last_message, _reports
 
 SHAPES = {  # actor nodes, ranks on each, engine nodes, ranks on each
@@ -37,7 +37,7 @@ def planned(shape: str, engines: int, zero: int = 3) -> SyncPlan:
     actor_nodes, actor_ranks, ranks = SHAPES[shape]
     actors = [f"a{i}" for i in range(actor_nodes or engines) for _ in range(actor_ranks)]
     nodes = [f"e{i}" for i in range(engines // ranks) for _ in range(ranks)]
-    return make_plan([["p", [4000, 256], "bf16"]], 1 << 19, Layout(tuple(actors), tuple(nodes), zero), 1 << 12)
+    return make_plan([["p", [4000, 256], "bf16"]], 1 << 19, TransferLayout(tuple(actors), tuple(nodes), zero), 1 << 12)
 
 
 def connections(plan: SyncPlan) -> int:
@@ -57,7 +57,7 @@ def test_each_owner_is_connected_to_one_rank_of_each_node(shape: str) -> None:
 
 
 def test_a_single_owner_is_connected_to_all_ranks_of_a_node_which_take_turns() -> None:
-    plan = make_plan([["p", [4000, 256], "bf16"]], 1 << 19, Layout(("a",), ("p",) * 4), 1 << 12)
+    plan = make_plan([["p", [4000, 256], "bf16"]], 1 << 19, TransferLayout(("a",), ("p",) * 4), 1 << 12)
     assert partners(plan, 0) == (1, 2, 3, 4)
     taken = Counter(route.entries[0] for bucket in range(len(plan.buckets)) for route in routes(plan, bucket, 0))
     assert max(taken.values()) <= 1.1 * min(taken.values())

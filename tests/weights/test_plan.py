@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.weights.ends import check_match
 from slurm_rlhf.weights.routes import Route, cost_of, routes
-from slurm_rlhf.weights.transfer_plan import ALIGN, ITEM_SIZE, Layout, SyncPlan, make_plan
+from slurm_rlhf.weights.transfer_plan import ALIGN, ITEM_SIZE, SyncPlan, TransferLayout, make_plan
 
 PARAMETERS = [
     ["a", [4, 8], "float32"],
@@ -22,7 +22,7 @@ PARAMETERS = [
     ["d", [1000], "fp32"],
     ["e", [2], "fp32"],
 ]
-ONE = Layout(("n",), ("n",))
+ONE = TransferLayout(("n",), ("n",))
 SHARED = (list("xxyyzz"), ["x", *(f"n{i}" for i in range(11))])
 LAYOUTS = {
     "one of each": (["x"], ["y"]),
@@ -63,7 +63,7 @@ def planned(case, chunked: bool = False) -> SyncPlan:
     shapes, (actors, engines), stage, bucket, chunk = case
     described = [[f"p{i}", shape, dtype] for i, (shape, dtype) in enumerate(shapes)]
     rails = tuple(f"ib{rank % 3}" for rank in range(len(actors) + len(engines))) if bucket % 2 else ()
-    return make_plan(described, bucket, Layout(tuple(actors), tuple(engines), stage, rails, chunked), chunk)
+    return make_plan(described, bucket, TransferLayout(tuple(actors), tuple(engines), stage, rails, chunked), chunk)
 
 
 def everything(plan: SyncPlan):
@@ -157,7 +157,7 @@ def test_nobody_sends_more_than_a_fair_share_and_a_bucket(case, layers):
     """A model of many buckets, cut by ZeRO or whole: owners send equal parts to each node, which takes them once."""
     (_, nodes, stage, _, _) = case
     described = [[f"p{i}", [24, 32], "bf16"] for i in range(layers)]
-    plan = make_plan(described, 4096, Layout(tuple(nodes[0]), tuple(nodes[1]), stage), 256)
+    plan = make_plan(described, 4096, TransferLayout(tuple(nodes[0]), tuple(nodes[1]), stage), 256)
     sent, into = Counter(), Counter()
     total = Counter()
     for stream, bucket in everything(plan):
@@ -178,7 +178,7 @@ def test_nobody_sends_more_than_a_fair_share_and_a_bucket(case, layers):
 def test_a_node_with_both_roles_is_served_without_the_network_unless_the_model_is_cut():
     nodes = (("x",) * 6 + ("y",) * 6, ("x",) * 2 + ("y",) * 2)
     for stage, crossing in ((2, False), (3, True)):
-        plan = make_plan([["p", [1000, 100], "bf16"]], 1 << 16, Layout(*nodes, stage))
+        plan = make_plan([["p", [1000, 100], "bf16"]], 1 << 16, TransferLayout(*nodes, stage))
         edges = [edge for where in everything(plan) for edge in follow(plan, *where)]
         assert any(plan.layout.node(giver) != plan.layout.node(taker) for giver, taker, _ in edges) == crossing
 
@@ -186,7 +186,7 @@ def test_a_node_with_both_roles_is_served_without_the_network_unless_the_model_i
 def test_what_leaves_over_a_rail_arrives_on_it():
     rails = ("ib0", "ib1") * 4
     plan = make_plan(
-        [["p", [4000, 100], "bf16"]], 1 << 20, Layout(*map(tuple, LAYOUTS["2x2 to 2x2"]), 3, rails), 1 << 12
+        [["p", [4000, 100], "bf16"]], 1 << 20, TransferLayout(*map(tuple, LAYOUTS["2x2 to 2x2"]), 3, rails), 1 << 12
     )
     carried = Counter()
     for where in everything(plan):
@@ -200,7 +200,7 @@ def test_what_leaves_over_a_rail_arrives_on_it():
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_account_is_what_the_routes_add_up_to(name, zero):
-    layout = Layout(*map(tuple, LAYOUTS[name]), zero)
+    layout = TransferLayout(*map(tuple, LAYOUTS[name]), zero)
     plan = make_plan([[f"p{i}", [500, 101], "bf16"] for i in range(20)], 1 << 19, layout, 1 << 12)
     sent, out, into = Counter(), Counter(), Counter()
     for where in everything(plan):
@@ -242,7 +242,7 @@ def test_what_cannot_be_planned():
     with pytest.raises(SyncError, match="empty"):
         make_plan([], 100, ONE)
     with pytest.raises(SyncError, match="at least one actor rank and one engine rank"):
-        Layout(("x",), ())
+        TransferLayout(("x",), ())
 
 
 def test_two_architectures_are_told_apart_by_name():
@@ -291,7 +291,7 @@ def test_chunks_of_what_lies_apart_are_pieces_of_their_owner_and_nothing_overlap
 
 def test_small_shards_of_many_parameters_are_one_chunk():
     """A message for each would cost more than the copy: of 12 parameters of 128 KiB, each rank owns 32 KiB."""
-    layout = Layout(("x", "x", "y", "y"), tuple("pqrs"), 3, chunked=True)
+    layout = TransferLayout(("x", "x", "y", "y"), tuple("pqrs"), 3, chunked=True)
     plan = make_plan([[f"w{i}", [256, 256], "bfloat16"] for i in range(12)], 16 << 20, layout)
     assert [route.owner for route in routes(plan, 0, 0)] == [0, 1, 2, 3]
     assert not any(part.apart for part in plan.parts(0, 0))

@@ -1,0 +1,103 @@
+"""Make tasks of reasoning-gym for `data.reasoning_gym`, and score answers to them.
+
+Tasks are made by a process of its own, `python -m slurm_rlhf.data.reasoning_gym NAMES SEED COUNT`: the library is
+heavy, and some of its tasks depend on the order of sets, which PYTHONHASHSEED fixes there. So the same keys give the
+same rows, and a run that goes on finds those that it began with.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from slurm_rlhf.config.schema import Data
+from slurm_rlhf.errors import ConfigError, meant
+from slurm_rlhf.wire import timeouts
+
+KEY = "data.reasoning_gym"
+PRESET = "reasoning_gym"
+TASK, ENTRY = "reasoning_gym_task", "reasoning_gym_entry"
+"""Columns of a row: the task's name, and the library's own entry as Python text, which keeps its tuples."""
+ALL = 5000
+"""Rows where data.max_samples is 0: there is no end to them."""
+MISSING = (
+    f"{KEY} needs the package reasoning-gym, which is not installed: pip install 'slurm_rlhf[rewards]' (or pip "
+    "install reasoning-gym)"
+)
+
+
+def task_rows(data: Data) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each row stands, and the row: question and answer in the columns that `data` names.
+
+    The tasks take turns. Raises ConfigError for a name that the library does not have, and where it is missing.
+    """
+    if find_spec("reasoning_gym") is None:
+        raise ConfigError(MISSING)
+    words = [data.reasoning_gym, str(data.reasoning_gym_seed), str(data.max_samples or ALL)]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", __name__, *words],
+            capture_output=True,
+            text=True,
+            timeout=timeouts.TASKS_S,
+            check=False,
+            env={**os.environ, "PYTHONHASHSEED": "0", "MPLBACKEND": "agg"},
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{KEY} = {data.reasoning_gym!r}: {words[2]} tasks were not made within {timeouts.TASKS_S:g} s: some take "
+            "seconds each. Lower data.max_samples, or name other tasks"
+        ) from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise ConfigError(f"{KEY} = {data.reasoning_gym!r}: {said[-1]}")
+    for number, line in enumerate(done.stdout.splitlines()):
+        question, answer, name, entry = json.loads(line)
+        row = {data.input_key: question, data.label_key: answer, TASK: name, ENTRY: entry}
+        yield f"{KEY}, {name}, task {number}", row
+
+
+def score(name: str, entry: str, response: str) -> float:
+    """Score a response by the scorer of the task `name`, 0 to 1; what stands in <answer> tags counts, else all of it.
+
+    `entry`: the column ENTRY of the row. Raises what the library raises.
+    """
+    from reasoning_gym.utils import extract_answer
+
+    found = extract_answer(response)
+    return float(_scorer(name)(response.strip() if found is None else found, ast.literal_eval(entry)))
+
+
+@cache
+def _scorer(name: str) -> Any:
+    from reasoning_gym import get_score_answer_fn
+
+    return get_score_answer_fn(name)
+
+
+def main(names: str, seed: int, count: int) -> None:
+    """Print a line for each of `count` tasks: question, answer, the task's name, its entry."""
+    from reasoning_gym import create_dataset
+    from reasoning_gym.factory import DATASETS
+
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    known = sorted(DATASETS.keys() - {"composite"})  # a mixture of others
+    for name in chosen:
+        if name not in known:
+            sys.exit(f"reasoning-gym has no task {name!r}{meant(name, known)} (tasks: {', '.join(known)})")
+    sets = [create_dataset(name, seed=seed, size=-(-count // len(chosen))) for name in chosen]
+    for number in range(count):
+        place, turn = divmod(number, len(chosen))
+        entry = sets[turn][place]
+        print(json.dumps([entry["question"], entry["answer"], chosen[turn], repr(entry)]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

