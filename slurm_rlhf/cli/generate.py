@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments
-from slurm_rlhf.cli.preflight import OFF, question
-from slurm_rlhf.cli.train import configured
-from slurm_rlhf.cluster.processes import attach_line
+from slurm_rlhf.cli.preflight import OFF, begin, question, steps_of
+from slurm_rlhf.cli.train import configured, launcher_on
 from slurm_rlhf.cluster.resources import nodes_here
-from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
 from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.examination import Examination, look_here
-from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
+from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, lock_problem
 from slurm_rlhf.nodes.report import Report
-from slurm_rlhf.nodes.srun import container_of
-from slurm_rlhf.nodes.starters import by_srun
 from slurm_rlhf.placement.rank_map import RankMap
+
+if TYPE_CHECKING:
+    from slurm_rlhf.nodes.agent_steps import AgentSteps
 
 Places = Sequence[tuple[str, str]]
 """(key, path) of each file that every node reads."""
@@ -43,7 +44,8 @@ def generate_rows(arguments: Arguments) -> int:
     )
     directory = shard.directory(Path(config.run_dir))
     places = [("generate.dataset", str(file)) for file in data_files(config.generate.dataset)]
-    return generate(config, shard, source, ranks, engine_launcher(config, directory, ranks, places))
+    with engine_launcher(config, directory, ranks, places) as launcher:
+        return generate(config, shard, source, ranks, launcher)
 
 
 def refuse_many_processes(command: str) -> None:
@@ -55,41 +57,34 @@ def refuse_many_processes(command: str) -> None:
         )
 
 
-def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Places) -> Launcher:
-    """Examine the nodes, and make the launcher of their engines. Raises PlacementError if they cannot start there."""
-    slurm, nodes = read_slurm(os.environ), ranks.used_nodes
-    if config.preflight != OFF:
-        report = _look(config, directory, ranks, places, slurm)
-        report.require()
-        for note in report.notes():
-            print(printable(note), flush=True)
-    if slurm is None:
-        return LocalLauncher(directory, ranks)
-    from slurm_rlhf.nodes.slurm import SlurmLauncher
-    from slurm_rlhf.nodes.slurm_run import SlurmRun
-
-    print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}")
-    print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmLauncher(SlurmRun(directory, slurm, container_of(config), timeout=config.timeout), ranks)
-
-
-def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm: SlurmEnvironment | None) -> Report:
-    """Examine each node by itself: engines do not talk to each other, so links between nodes do not matter."""
+@contextmanager
+def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Places) -> Iterator[Launcher]:
+    """Examine the nodes, and yield the launcher of their engines. Raises PlacementError if they cannot start there."""
     directory.mkdir(parents=True, exist_ok=True)
-    nodes = ranks.used_nodes
+    with steps_of(config, directory) as steps:
+        if config.preflight == OFF:
+            begin(steps)
+        else:
+            report = _look(config, directory, ranks, places, steps)
+            report.require()
+            for note in report.notes():
+                print(printable(note), flush=True)
+        yield launcher_on(directory, ranks, {}, steps)
+
+
+def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps: AgentSteps | None) -> Report:
+    """Examine each node by itself: engines do not talk to each other, so links between nodes do not matter."""
     needs = Needs(
         run_dir=str(directory),
         wanted=Wanted.by(ranks, config),
         ranks_on={share.node: len(share.ranks) for share in ranks.roles[ROLLOUT]},
         places=tuple(places),
-        granted_by="start it where nvidia-smi shows GPUs" if slurm is None else "ask for them with --gpus-per-node",
+        granted_by="start it where nvidia-smi shows GPUs" if steps is None else "ask for them with --gpus-per-node",
         lock=lock_problem(directory),
     )
-    asked = replace(question(config, ranks, needs, nodes, slurm), measure=False)
-    if slurm is None:
-        return look_here(asked, os.environ)
-    gpus = [ranks.topology.node(node).gpus for node in nodes] if needs.wanted.slots else []
-    return Examination(asked, by_srun(asked.nodes, container_of(config), gpus)).run().report
+    slurm = None if steps is None else steps.slurm
+    asked = replace(question(config, ranks, needs, ranks.used_nodes, slurm), measure=False)
+    return look_here(asked, os.environ) if steps is None else Examination(asked, steps).run().report
 
 
 def merge_parts(arguments: Arguments) -> int:
@@ -123,7 +118,8 @@ def evaluate(arguments: Arguments) -> int:
     places = [
         (f"eval.datasets, {one.settings.name}", str(file)) for one in job.sets for file in data_files(one.settings.path)
     ]
-    code = job.run(ranks, engine_launcher(config, job.root, ranks, places))
+    with engine_launcher(config, job.root, ranks, places) as launcher:
+        code = job.run(ranks, launcher)
     if code:
         return code
     print(f"\n{report_text(job.report().reports)}\n\nreport: {job.root / 'eval.json'}", flush=True)

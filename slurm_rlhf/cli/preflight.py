@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.plan import layout_here
 from slurm_rlhf.cluster.network import LOOPBACK, address_among
-from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.resources import node_name, nodes_here
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
@@ -24,9 +26,11 @@ from slurm_rlhf.nodes.needs import Needs, needs_of
 from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
 from slurm_rlhf.nodes.srun import HOST, container_of
-from slurm_rlhf.nodes.starters import by_srun, here
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import run_directory_kept
+
+if TYPE_CHECKING:
+    from slurm_rlhf.nodes.agent_steps import AgentSteps
 
 EXIT_CODES = {OK: 0, WARNING: 3, FAILED: 2}
 QUICK, OFF = "quick", "off"
@@ -38,16 +42,40 @@ def show(report: Report, as_json: bool) -> int:
     return EXIT_CODES[report.verdict]
 
 
-def before_run(config: Config, ranks: RankMap) -> tuple[RankMap, dict[str, str]]:
+@contextmanager
+def steps_of(config: Config, run_dir: Path) -> Iterator[AgentSteps | None]:
+    """Yield what starts the steps of a run in the Slurm job of this process, None outside of a job.
+
+    Raises PlacementError.
+    """
+    if (slurm := read_slurm(os.environ)) is None:
+        yield None
+        return
+    from slurm_rlhf.nodes.agent_steps import AgentSteps
+
+    with run_directory_kept(run_dir):
+        steps = AgentSteps(run_dir, slurm, nodes_here(os.environ), container_of(config), config.timeout)
+    with closing(steps):
+        yield steps
+
+
+def before_run(config: Config, ranks: RankMap, steps: AgentSteps | None) -> tuple[RankMap, dict[str, str]]:
     """Examine the nodes before a run, and return the rank map to use and the bad nodes with their problems.
 
     The rank map differs from `ranks` if spares replace bad nodes. Raises PlacementError if the run cannot start.
     """
     if config.preflight == OFF:
+        begin(steps)
         return ranks, {}
-    answer = examine(config, ranks)
+    answer = examine(config, ranks, steps)
     tell(answer.report)
     return answer.ranks, answer.report.unfit()
+
+
+def begin(steps: AgentSteps | None) -> None:
+    """Start the agents of the nodes, which nobody asks before the run."""
+    if steps is not None:
+        steps.begin(steps.orders())
 
 
 def tell(report: Report) -> None:
@@ -60,22 +88,26 @@ def tell(report: Report) -> None:
         print(f"preflight: {count} checks of {nodes} nodes in {report.seconds:.1f} s", flush=True)
 
 
-def examine(config: Config, ranks: RankMap, full: bool = False) -> Answer:
+def examine(config: Config, ranks: RankMap, steps: AgentSteps | None, full: bool = False) -> Answer:
     """Examine the nodes of the allocation, or this machine. `full`: also links and groups, whatever `preflight` is.
 
-    Blocks for at most `timeout.preflight` and a few seconds. Raises RunError, and DiskError for a run directory that
-    cannot be written.
+    Blocks for at most `timeout.preflight` and a few seconds; the agents of `steps` stay. Raises RunError, and DiskError
+    for a run directory that cannot be written.
     """
     with run_directory_kept(Path(config.run_dir)):
-        slurm = read_slurm(os.environ)
-        if slurm is not None:
-            return _examine_allocation(config, ranks, slurm, full)
+        if steps is not None:
+            return _examine_allocation(config, ranks, steps, full)
         asked = local_question(config, ranks)
-        return Examination(asked, here()).run() if full else Answer(look_here(asked, os.environ), ranks)
+        if not full:
+            return Answer(look_here(asked, os.environ), ranks)
+        from slurm_rlhf.nodes.agent_server import LocalAgents
+
+        with closing(LocalAgents(Path(config.run_dir))) as agents:
+            return Examination(asked, agents).run()
 
 
-def _examine_allocation(config: Config, ranks: RankMap, slurm: SlurmEnvironment, full: bool) -> Answer:
-    spares = config.cluster.spares
+def _examine_allocation(config: Config, ranks: RankMap, steps: AgentSteps, full: bool) -> Answer:
+    spares, slurm = config.cluster.spares, steps.slurm
     nodes: Sequence[str] = slurm.job_nodes if spares else ranks.used_nodes
     needs = _for_spares(_needs(config, ranks, slurm, "ask for them with sbatch --gpus-per-node"), nodes)
     asked = replace(
@@ -85,9 +117,7 @@ def _examine_allocation(config: Config, ranks: RankMap, slurm: SlurmEnvironment,
         thorough=full,
         measure=full or (config.preflight != QUICK and len(nodes) > 1),
     )
-    known = layout_here(config, nodes=slurm.job_nodes).topology if needs.wanted.slots else None
-    gpus = [known.node(node).gpus for node in nodes] if known else ()
-    return Examination(asked, by_srun(asked.nodes, container_of(config), gpus)).run()
+    return Examination(asked, steps).run()
 
 
 def question(
@@ -139,4 +169,5 @@ def preflight(arguments: Arguments) -> int:
         return mpi_start.preflight(arguments, start)
     config = load_config(arguments.files, arguments.overrides)
     check(config)
-    return show(examine(config, layout_here(config), full=True).report, "json" in arguments.options)
+    with steps_of(config, Path(config.run_dir)) as steps:
+        return show(examine(config, layout_here(config), steps, full=True).report, "json" in arguments.options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments, commands
 from slurm_rlhf.cli.plan import (
@@ -15,10 +16,9 @@ from slurm_rlhf.cli.plan import (
     print_resolved,
     require_fit,
 )
-from slurm_rlhf.cli.preflight import before_run
+from slurm_rlhf.cli.preflight import before_run, steps_of
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_of, memory_on
-from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_stage, warnings
 from slurm_rlhf.config.hub import fetch_models
 from slurm_rlhf.config.keys import all_keys, changed_keys, key_of
@@ -28,8 +28,10 @@ from slurm_rlhf.config.text import listed, split_overrides
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
 from slurm_rlhf.nodes.mpi.assignment import launched
-from slurm_rlhf.nodes.srun import container_of
 from slurm_rlhf.placement.rank_map import RankMap
+
+if TYPE_CHECKING:
+    from slurm_rlhf.nodes.agent_steps import AgentSteps
 
 
 def train(arguments: Arguments) -> int:
@@ -90,24 +92,24 @@ def train_here(config: Config) -> int:
     check(config)
     ranks = layout_here(config)
     config = check_memory(config, ranks)
-    ranks, unfit = before_run(config, ranks)
-    from slurm_rlhf.run import conductor
+    run_dir = Path(config.run_dir)
+    with steps_of(config, run_dir) as steps:
+        ranks, unfit = before_run(config, ranks, steps)
+        from slurm_rlhf.run import conductor
 
-    return conductor.run_here(config, ranks, _launcher(config, ranks, unfit))
+        return conductor.run_here(config, ranks, launcher_on(run_dir, ranks, unfit, steps))
 
 
-def _launcher(config: Config, ranks: RankMap, unfit: Mapping[str, str]) -> Launcher:
+def launcher_on(run_dir: Path, ranks: RankMap, unfit: Mapping[str, str], steps: AgentSteps | None) -> Launcher:
     """Make the launcher of the nodes: srun steps in a Slurm allocation, else child processes."""
-    slurm, run_dir = read_slurm(os.environ), Path(config.run_dir)
-    if slurm is None:
+    if steps is None:
         return LocalLauncher(run_dir, ranks)
     from slurm_rlhf.nodes.slurm import SlurmLauncher
-    from slurm_rlhf.nodes.slurm_run import SlurmRun
 
-    nodes = ranks.used_nodes
-    print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
-    print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmLauncher(SlurmRun(run_dir, slurm, container_of(config), unfit, config.timeout), ranks)
+    nodes, job = ranks.used_nodes, steps.slurm.job_id
+    print(f"job {job} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
+    print(f"to look inside: {attach_line(str(job), nodes[0])}", flush=True)
+    return SlurmLauncher(steps, ranks, unfit)
 
 
 def _say(text: str) -> None:

@@ -156,10 +156,6 @@ class Engines:
         """List the nodes that engines were lost on and have left: nothing should start there."""
         return {loss.node for loss in self._losses if self.node(loss.engine) != loss.node}
 
-    def fell_silent(self, since: float) -> set[str]:
-        """List the nodes whose engines fell silent at `since` or later, in seconds of `time.monotonic`."""
-        return {loss.node for loss in self._losses if loss.silent and loss.at >= since}
-
     @property
     def all_lost(self) -> bool:
         """Tell whether the run waits because all engines were lost, which is no hang."""
@@ -190,7 +186,7 @@ class Engines:
             unit, now = self._units[engine], time.monotonic()
             if unit.gone:
                 return True
-            self._losses.append(Loss(engine, unit.node, now, silent))
+            self._losses.append(Loss(engine, unit.node, now))
             self._set(engine, unit.lost(why, now, silent))
             others = len(self._handle.ready)
         for rank in self._ranks(engine):

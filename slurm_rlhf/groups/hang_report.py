@@ -101,11 +101,15 @@ def look_from_outside(hang: Findings, supervisor: Supervisor, directory: Path) -
     pids: dict[str, list[int]] = defaultdict(list)
     for seen in hang.ranks:
         pids[seen.node].append(seen.pid)
+    views: list[NodeView] = []
     try:
-        supervisor.look(pids, directory, timeouts.LOOK_S)
+        views = supervisor.look(pids, timeouts.LOOK_S)
     except (OSError, SlurmRlhfError) as error:
         hang.notes.append(f"the nodes could not be looked at: {error}")
-    views = [view for node in pids if (view := _view(directory / f"{node}.json", node, hang)) is not None]
+    for node in pids.keys() - {view.node for view in views}:
+        hang.notes.append(
+            f"{node} was not looked at from outside: nothing came back from it within {timeouts.LOOK_S:g} s"
+        )
     by_pid = {(view.node, process.pid): process for view in views for process in view.processes}
     hang.loads.update({view.node: view.load for view in views})
     reasons = {(process.no_spy, view.node) for view in views for process in view.processes if process.no_spy}
@@ -123,18 +127,6 @@ def _with_view(seen: Sighting, process: ProcessView) -> Sighting:
     if seen.threads or not process.spy:
         return replace(seen, process=process.state)
     return replace(seen, process=process.state, threads=tuple(read_spy(process.spy)), source="py-spy")
-
-
-def _view(path: Path, node: str, hang: Findings) -> NodeView | None:
-    try:
-        view = NodeView.read(path)
-        path.unlink()
-        return view
-    except (OSError, ValueError, KeyError, TypeError):
-        hang.notes.append(
-            f"{node} was not looked at from outside: nothing came back from it within {timeouts.LOOK_S:g} s"
-        )
-        return None
 
 
 def write_findings(hang: Findings, verdict: HangVerdict, paragraph: str, directory: Path) -> None:

@@ -37,7 +37,6 @@ class Loss:
     engine: int
     node: str
     at: float
-    silent: bool = False  # True: nothing was heard of it, so that the node may be gone
 
 
 @dataclass(frozen=True, slots=True)

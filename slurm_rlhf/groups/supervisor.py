@@ -18,11 +18,12 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Standstills, StartLogs, names_of
 from slurm_rlhf.groups.engines import Engines
-from slurm_rlhf.groups.silence import Silence, Unreached, conductor_stood_still, unheard
+from slurm_rlhf.groups.silence import Silence, conductor_stood_still
 from slurm_rlhf.groups.state import Unit
 from slurm_rlhf.nodes.engine_launcher import EngineEnds, Environment
 from slurm_rlhf.nodes.launcher import Launcher
-from slurm_rlhf.placement.rank_map import NodeShare, RankMap
+from slurm_rlhf.nodes.node_look import NodeView
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
@@ -74,7 +75,6 @@ class Supervisor:
         self.roles: dict[str, RoleHandle[Any]] = {}
         self.engines: Engines | None = None
         """Engines of the run; None: it has none, or they were not started yet."""
-        self._unreached = Unreached(launcher)
 
     def start(self, environment: Mapping[str, Environment]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
@@ -125,18 +125,17 @@ class Supervisor:
         try:
             self.server.wait_for(role, world, self._config.timeout.connect)
         except CallTimeout as error:
-            heard = self._silence.heard_nodes(self._silence.enough_s)
-            dead = unheard(self._ranks.roles[role], self.here(role), heard, self._launcher.unreached)
-            if not dead:
-                raise
-            self._lose_before_hello(role, dead, str(error))
+            self._lose_before_hello(role, self._silence.enough_s, str(error))
             raise self.failure or error from error
 
-    def _lose_before_hello(self, role: str, dead: Sequence[NodeShare], why: str) -> None:
-        """Break the run because the nodes of `dead` are gone, where ranks of `role` start."""
-        who = ", ".join(f"rank {share.ranks[0]} on {share.node}" for share in dead)
-        what = f"{who} {'is lost before its' if len(dead) == 1 else 'are lost before their'} hello: {why}"
-        self._fail(role, [share.node for share in dead], what, self._logs.of_srun(role), silent=True)
+    def _lose_before_hello(self, role: str, silent_s: float, why: str) -> None:
+        """Break the run if ranks of `role` are missing on nodes of which nothing was heard for `silent_s`."""
+        gone = self._launcher.unheard(silent_s)
+        dead = [share for share in self._ranks.roles[role] if share.node in gone and {*share.ranks} - self.here(role)]
+        if dead:
+            who = ", ".join(f"rank {share.ranks[0]} on {share.node}" for share in dead)
+            what = f"{who} {'is lost before its' if len(dead) == 1 else 'are lost before their'} hello: {why}"
+            self._fail(role, [share.node for share in dead], what, self._logs.of_srun(role), silent=True)
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         """End the processes of `roles` by force, so that they can start again as `ranks` has them.
@@ -154,7 +153,6 @@ class Supervisor:
             self._logs.mark()
             for role in roles:
                 self.server.dismiss(role, "its role is started again")
-            self._unreached.forget()
             with self._failure_lock:
                 self.failure, now, nodes = None, time.monotonic(), _nodes_of(ranks)
                 for role, unit in self.units.items():
@@ -200,9 +198,9 @@ class Supervisor:
         for name in self._ranks.roles:
             self.server.fail_role(name, self.failure)
 
-    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
-        """Let each node write what it knows of its processes into `directory`, as `Launcher.look` does."""
-        self._launcher.look(pids, directory, within_s)
+    def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
+        """Return what each node knows of its processes, as `Launcher.look` does."""
+        return self._launcher.look(pids, within_s)
 
     @property
     def sync_host(self) -> str:
@@ -282,18 +280,15 @@ class Supervisor:
             self._fail(role, (), why, self._logs.of_role(role))
 
     def _watch_lost_nodes(self) -> None:
-        """Give up a role that starts where engines have fallen silent, if nothing can be started there any more.
+        """Give up a role that starts where a node has died: nobody misses the heartbeats of ranks before their hello.
 
-        Its ranks have not said hello, so that nobody misses their heartbeats.
+        Agents of the role, which may replace one that has died, get the same time to appear.
         """
+        limit_s = self._config.timeout.heartbeat
         for role, unit in self.units.items():
-            if self.engines is None or unit.state != "starting":
-                continue
-            silent = self.engines.fell_silent(unit.began) - self._silence.heard_nodes()
-            shares = [one for one in self._ranks.roles[role] if one.node in silent and {*one.ranks} - self.here(role)]
-            gone = self._unreached.among([share.node for share in shares])
-            if dead := [share for share in shares if share.node in gone]:
-                self._lose_before_hello(role, dead, "the engines there fell silent, and nothing can be started")
+            starting = unit.state == "starting" and ROLES[role].kind != "engine"
+            if starting and time.monotonic() - unit.began > limit_s:
+                self._lose_before_hello(role, limit_s, f"nothing was heard of the node for {limit_s:g} s")
 
     def _watch_engines(self) -> None:
         if (engines := self.engines) is None:

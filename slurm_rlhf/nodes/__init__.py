@@ -1,15 +1,15 @@
 """Start the processes of a run, on one machine, under Slurm or under MPI, look at the nodes, and submit runs as jobs.
 
+Agents: `agent` is the task of every step, and `agent_server` the conductor's end of the connections to agents. In the
+step `nodes`, over all nodes from before a run to its end, an agent examines its node (`examiner` with `collect`, which
+returns `facts`), and looks at its processes in a hang (`node_look`). In a role's step it is the parent of the role's
+processes (`children`, `child_process`), which get an `environment` and what `step_spec` says.
 Starting: `launcher` (the protocol, and one machine), `engine_launcher` (the same for engines), `slurm` and
-`slurm_engines` with `srun` (the steps of a job), `mpi/` (all of MPI); `slurm_run` (what all steps of a run share).
-`agent` is the task of every step: in a role's step the parent of the role's processes on its node (`children`,
-`child_process`), which get an `environment` and what `step_spec` says; `agent_steps` is the conductor's end.
+`slurm_engines` with `agent_steps` and `srun` (the steps of a job), `mpi/` (all of MPI).
 Jobs: `requeue` (the next job of a run), `orphan` (a job that has lost its first node), `submitit_job`.
-Looking: `examination` asks the nodes and judges, `needs` says what a run wants of them; `agents` reaches the agent of
-each node, whose `examiner` collects `facts` with `collect`; `group_host` starts a light process per rank for the
-collectives that `groups` lists. Pure: `network_checks`, `node_checks`, `file_checks` and `speed_checks`; `report`
-shows them.
-`node_look` says what a node has and what its processes do in a hang, `accelerators` has checks before a start.
+Examining: `examination` asks the nodes by an `interview` and judges, `needs` says what a run wants of them;
+`group_host` starts a light process per rank for the collectives that `groups` lists. Pure: `network_checks`,
+`node_checks`, `file_checks` and `speed_checks`; `report` shows them. `accelerators` has checks before a start.
 
 mpi4py only in `mpi/communicator`, submitit only in `submitit_job`, torch only in `group_rank`, inside functions.
 

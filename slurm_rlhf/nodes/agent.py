@@ -1,7 +1,8 @@
 """Be the agent of a node: `python -m slurm_rlhf.nodes.agent` is the task of every step.
 
-Before a run it examines its node (`examiner`). In the step of a role it is the parent of the role's processes there:
-the conductor says what to start (`nodes.agent_steps`), and hears how that ends. Imports no torch, and never forks.
+The agents of the step `nodes` stay from before a run to its end: they examine their nodes (`examiner`), and look at its
+processes in a hang. In the step of a role an agent is the parent of the role's processes there: the conductor says what
+to start (`nodes.agent_steps`), and hears how that ends. Imports no torch, and never forks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,33 +23,35 @@ from slurm_rlhf.cluster.network import own_address
 from slurm_rlhf.cluster.processes import STORE_FD, die_with_parent, exit_text
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.roles import ROLES
-from slurm_rlhf.errors import PlacementError, RoleDied
+from slurm_rlhf.errors import CallTimeout, PlacementError, RoleDied
 from slurm_rlhf.nodes.child_process import bound_to_parent
 from slurm_rlhf.nodes.children import EngineRanks
 from slurm_rlhf.nodes.environment import IGNORED, INTERFACES, interface_to_others, node_environment, visible_gpus
-from slurm_rlhf.nodes.examiner import Examiner, client_of
-from slurm_rlhf.nodes.facts import VARIABLE, Orders
+from slurm_rlhf.nodes.examiner import Examiner
+from slurm_rlhf.nodes.facts import NODES, VARIABLE, Orders
 from slurm_rlhf.nodes.node_look import look
 from slurm_rlhf.nodes.orphan import await_end
 from slurm_rlhf.nodes.step_spec import StepSpec, share_on, torchrun_command
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.messages import Request
 
 _BACKLOG = 4096
 
 
-class RoleAgent:
-    """Is the parent of the processes of a role on one node, and ends with them.
+class Agent:
+    """Does on one node what the conductor asks, is the parent of what it starts there, and ends with the conductor.
 
-    Used from the main thread, in which all of them are started: they end with that.
+    Used from the main thread, in which all processes are started: they end with that.
     """
 
     def __init__(self, orders: Orders, node: str) -> None:
         self._orders = orders
         self._node = node
+        self._examiner = Examiner(orders, node)
         self._spec: StepSpec | None = None
         self._ranks: RankMap | None = None
         self._process: subprocess.Popen[bytes] | None = None  # a torchrun, or the rank of an MPI start
@@ -58,11 +61,14 @@ class RoleAgent:
         self._leaving = False
 
     def _client(self) -> ControlClient:
-        return client_of(self._orders, f"{self._orders.step} {self._node}", self._node)
+        return client_of(self._orders, f"{self._orders.step or NODES} {self._node}", self._node)
 
     def serve(self) -> int:
         """Obey until all is over, or the conductor is gone; return the exit status. Raises PlacementError."""
         with self._client() as client, suppress(RoleDied):
+            if not self._orders.step and (problem := _absence(client, self._orders)):
+                self._unreached(problem)
+                return 0
             client.event("here")
             while not self._over:
                 if (request := client.receive(timeouts.POLL_S)) is not None:
@@ -72,6 +78,9 @@ class RoleAgent:
         self._end()
         code = self._process.returncode if self._process is not None else 0
         return code if code >= 0 else 128 - code
+
+    def _unreached(self, problem: str) -> None:
+        self._examiner.print_facts(problem)
 
     def _ends(self) -> Iterator[tuple[int | None, str]]:
         """Yield what has ended since the last call: an engine, or the process, and how."""
@@ -101,24 +110,40 @@ class RoleAgent:
                 for engines in self._with(engine):
                     engines.kill_engine(engine)
                 request.reply()
-            case "look":
-                pids = request.argument(list[int])
-                threading.Thread(target=self._look, args=(request, pids), name="look", daemon=True).start()
             case "leave":
                 self._leaving = True
                 request.reply()
             case "kill":
                 self._kill()
                 request.reply()
+            case "introduce":
+                request.reply(self._examiner.introduce())
+            case "examined":
+                self._examiner.close()
+                request.reply()
+            case _:
+                threading.Thread(target=self._answer, args=(request,), name=request.method, daemon=True).start()
 
     def _with(self, engine: int) -> list[EngineRanks]:
         return [engines for engines in self._engines if engine in engines.numbers and not engines.gone(engine)]
 
-    def _look(self, request: Request, pids: Sequence[int]) -> None:
+    def _answer(self, request: Request) -> None:
+        """Answer what takes its time, and starts no process that is to last."""
         try:
-            request.reply(look(self._node, pids))
+            request.reply(self._answer_to(request))
         except Exception as error:
             request.fail(error)
+
+    def _answer_to(self, request: Request) -> Any:
+        match request.method:
+            case "facts":
+                return self._examiner.facts(request.argument(dict[str, int]))
+            case "link":
+                return self._examiner.link(*request.argument(tuple[str, int]))
+            case "groups":
+                return self._examiner.groups(request.argument(dict[str, Any]))
+            case _:
+                return look(self._node, request.argument(list[int]))
 
     def _environment(self, spec: StepSpec, ranks: RankMap, own: Mapping[str, str]) -> dict[str, str]:
         """Return the whole environment of the role's processes here; `own`: variables that win."""
@@ -164,6 +189,7 @@ class RoleAgent:
         """End what is left. Ranks that miss the conductor leave by themselves, and one of their nodes ends the job."""
         wait_until(lambda: not self._running, timeouts.RANKS_LEAVE_S, 0.05, 0.05)
         self._kill()
+        self._examiner.close()
         if self._temporary is not None:
             self._temporary.remove()
         if self._spec and self._ranks and any(engines.deserted for engines in self._engines):
@@ -185,23 +211,46 @@ def _start_here(command: list[str], environment: dict[str, str], fds: tuple[int,
     )
 
 
+def client_of(orders: Orders, name: str, node: str, rank: int = 0, world: int = 1) -> ControlClient:
+    """Begin to connect an agent to the conductor, which knows it by `name` and `rank`."""
+    return ControlClient(
+        f"tcp://{orders.address}:{orders.port}",
+        RunKeys.parse(orders.keys, "the agent's orders"),
+        name,
+        rank,
+        world,
+        host=node,
+        heartbeat_interval=orders.beat_s,
+        heartbeat_limit=orders.silent_s,
+    )
+
+
+def _absence(client: ControlClient, orders: Orders) -> str:
+    """Say why the conductor cannot be reached; empty: it was. Raises RoleDied when it has gone."""
+    said = ""
+    for patience_s in (timeouts.CONNECT_S, orders.limit_s):
+        try:
+            client.connect(patience_s)
+            return ""
+        except CallTimeout as error:
+            said = str(error)
+        try:
+            socket.create_connection((orders.address, orders.port), timeouts.CONNECT_S).close()
+        except OSError as error:
+            return error.strerror or str(error)
+    return said  # it is there, and does not answer
+
+
 def main() -> None:
     orders, node = Orders.from_environment(os.environ), node_name()
     os.environ.pop(VARIABLE)  # torchruns and engines need no keys of agents
-    if orders.step:
-        die_with_parent(os.getppid())
-        for number in IGNORED:
-            signal.signal(number, signal.SIG_IGN)
-        try:
-            sys.exit(RoleAgent(orders, node).serve())
-        except PlacementError as error:
-            sys.exit(f"error: {error}")
-    signal.alarm(int(orders.limit_s) + 5)  # whatever happens: no agent is left behind
-    examiner = Examiner(orders, node, os.environ)
+    die_with_parent(os.getppid())
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     try:
-        examiner.serve()
-    finally:
-        examiner.close()
+        sys.exit(Agent(orders, node).serve())
+    except PlacementError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cluster.network import LOOPBACK
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.nodes.facts import Orders
 from slurm_rlhf.nodes.node_look import NodeView
+from slurm_rlhf.nodes.srun import AGENT, RunningCommand, end
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.codec import decode
@@ -17,34 +22,50 @@ from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Peer
 
 
-class AgentServer:
-    """Listens for agents, which have keys of their own, and calls them. Any thread may use it."""
+class AgentServer(ABC):
+    """Starts an agent on each node and listens for it; agents have keys of their own. Any thread may use it."""
 
-    def __init__(
-        self,
-        address: str,
-        on_event: Callable[[Peer, str, dict[str, Any]], None],
-        on_lost: Callable[[Peer], None] | None = None,
-        beat_s: float = timeouts.AGENT_BEAT_S,
-        silent_s: float = timeouts.AGENT_SILENT_S,
-    ) -> None:
+    def __init__(self, run_dir: Path, address: str, timeout: Timeout) -> None:
         """Listen on `address` alone. Raises RunError where that is none of this node."""
-        keys = RunKeys.new()
-        self._times = beat_s, silent_s
+        self.run_dir = run_dir
+        self.timeout = timeout
+        self.residents: dict[str, Peer] = {}
+        """Node -> its agent, from before a run to its end."""
+        self._keys = RunKeys.new()
         self.server = ControlServer(
-            keys,
+            self._keys,
             host=address,
-            heartbeat_interval=beat_s,
-            heartbeat_limit=silent_s,
-            on_event=on_event,
-            on_lost=on_lost,
+            heartbeat_interval=timeout.heartbeat_interval,
+            heartbeat_limit=timeout.heartbeat,
+            on_event=self._note,
+            on_lost=self._lose,
         )
-        self._reached = (keys.text(), address, self.server.port)
+        self.address = address
 
-    def orders(self, run_dir: Path | str, **what: Any) -> Orders:
+    @abstractmethod
+    def begin(self, orders: Orders) -> None:
+        """Start an agent on each node; it does not wait for them. Raises RunError if that is not even begun."""
+
+    @abstractmethod
+    def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+        """Take the event of an agent, which is here, or tells how something ended that it has started."""
+
+    def _lose(self, peer: Peer) -> None:
+        """Take note that an agent is gone."""
+
+    def said(self) -> str:
+        """Return what the agents printed that do not reach this process, and the errors of what starts them."""
+        return ""
+
+    def over(self) -> bool:
+        """Tell whether all agents have ended."""
+        return False
+
+    def orders(self, **what: Any) -> Orders:
         """Return what lets an agent connect; `what`: other fields of its orders."""
-        beat_s, silent_s = self._times
-        return Orders(*self._reached, str(run_dir), beat_s=beat_s, silent_s=silent_s, **what)
+        reached = self._keys.text(), self.address, self.server.port
+        times = self.timeout.heartbeat_interval, self.timeout.heartbeat
+        return Orders(*reached, str(self.run_dir.absolute()), *times, **what)
 
     def call(
         self, peer: Peer, method: str, argument: Any = None, result: Any = None, limit_s: float = timeouts.AGENT_S
@@ -53,16 +74,48 @@ class AgentServer:
         reader = partial(decode, declared=result, name=f"the answer to {method}")
         return self.server.call(peer.role, peer.rank, method, argument, limit_s, reader)
 
-    def look(
-        self, peers: Mapping[str, Peer], pids: Mapping[str, Sequence[int]], directory: Path, within_s: float
-    ) -> None:
-        """Write into `directory` what each node sees of its processes, as far as it comes in time. Raises OSError."""
-        calls = [self.call(peers[node], "look", list(pids[node]), NodeView) for node in pids if node in peers]
+    def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
+        """Return what each node sees of its processes, as far as it comes in time."""
+        known = [node for node in pids if node in self.residents]
+        calls = [self.call(self.residents[node], "look", list(pids[node]), NodeView) for node in known]
         done, _ = wait(calls, within_s)
-        for call in done:
-            if call.exception() is None:
-                call.result().write(directory)
+        return [call.result() for call in done if call.exception() is None]
+
+    def unheard(self, seconds: float) -> set[str]:
+        """Return the nodes that were heard once, and of which no agent was heard for `seconds`."""
+        silent = self.server.silent(seconds)
+        return {
+            node
+            for node in self.residents
+            if not self.over() and all(peer.lost or peer in silent for peer in self.server.peers_on(node))
+        }
 
     def close(self) -> None:
         """Say goodbye: agents that are left end what they have started, and themselves."""
         self.server.close()
+
+
+class LocalAgents(AgentServer):
+    """Has one agent, a child of this process."""
+
+    def __init__(self, run_dir: Path, command: Sequence[str] = (sys.executable, "-m", AGENT)) -> None:
+        super().__init__(run_dir, LOOPBACK, Timeout())
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self._agent = RunningCommand([*command], run_dir / "logs" / "nodes.log")
+
+    def begin(self, orders: Orders) -> None:
+        self._agent.variables = orders.to_environment()
+        self._agent.start()
+
+    def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+        self.residents[peer.host] = peer
+
+    def said(self) -> str:
+        return self._agent.said()
+
+    def over(self) -> bool:
+        return self._agent.code is not None
+
+    def close(self) -> None:
+        super().close()
+        end([self._agent])

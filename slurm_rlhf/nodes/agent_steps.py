@@ -1,7 +1,8 @@
-"""Reach the agents in the steps of roles: tell them what to start, and hear how that ended."""
+"""Start the steps of a run in a Slurm job, tell their agents what to start, and hear how that ended."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import signal
 from collections import deque
@@ -12,14 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cluster.network import address_among
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.nodes.agent_server import AgentServer
-from slurm_rlhf.nodes.slurm_run import SlurmRun
-from slurm_rlhf.nodes.srun import RunningStep, Step
-from slurm_rlhf.nodes.step_spec import StepSpec
+from slurm_rlhf.nodes.facts import NODES, Orders
+from slurm_rlhf.nodes.srun import AGENT, HOST, Container, RunningStep, Step, end, nodes_step, role_step, wait_over
+from slurm_rlhf.nodes.step_spec import RANK_MAP, StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.polling import wait_until
+from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.messages import Peer
 
@@ -76,18 +81,59 @@ def names_in(nodes: str) -> list[str]:
 
 
 class AgentSteps(AgentServer):
-    """Starts the steps of a run and talks to their agents. The conductor's threads may all use it."""
+    """Starts the steps of a run in the job `slurm`, and talks to their agents. Any thread may use it."""
 
-    def __init__(self, run: SlurmRun, address: str) -> None:
-        """Listen on `address`, which the nodes reach."""
-        timeout = run.timeout
-        super().__init__(address, self._note, beat_s=timeout.heartbeat_interval, silent_s=timeout.heartbeat)
-        self._run = run
+    def __init__(
+        self,
+        run_dir: Path,
+        slurm: SlurmEnvironment,
+        topology: Topology,
+        container: Container = HOST,
+        timeout: Timeout | None = None,
+    ) -> None:
+        """`topology`: all nodes of the job. Raises PlacementError if this process cannot reach them."""
+        super().__init__(run_dir, address_among(slurm.job_nodes, slurm.node_name), timeout or Timeout())
+        self.slurm = slurm
+        self.logs = run_dir / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.run_id = f"{slurm.job_id}.{slurm.restart_count}.{secrets.token_hex(4)}"
+        """Name that no other start of the run has."""
+        self._container = container
+        # The tasks print into it, too: a node may not see the run directory.
+        self._nodes = self._step(nodes_step(topology, container), self.logs / "nodes.srun.log")
         self._steps: dict[str, AgentStep] = {}  # steps by the name of their start
+
+    def _step(self, step: Step, log: Path) -> RunningStep:
+        """Return a step whose tasks are agents; `log` is that of srun itself. It is not started yet."""
+        command = self._container.command(AGENT, step.name, gpus=bool(step.gpus))  # `ps` shows whose agents they are
+        return RunningStep(step, command, log)
+
+    def begin(self, orders: Orders) -> None:
+        self._nodes.variables = orders.to_environment()
+        self._nodes.start()
+
+    def said(self) -> str:
+        return self._nodes.said()
+
+    def over(self) -> bool:
+        return self._nodes.code is not None
+
+    def close(self) -> None:
+        super().close()
+        wait_over([self._nodes], timeouts.STEP_KILL_S)
+        end([self._nodes])
+
+    def write_map(self, ranks: RankMap) -> None:
+        """Let every process of the run find who is where."""
+        write_atomically(self.run_dir / RANK_MAP, json.dumps(ranks.to_json(), indent=1) + "\n")
+
+    def role_step(self, ranks: RankMap, role: str, only: Sequence[str] | None = None) -> Step:
+        """Return the step of a role, as `srun.role_step`."""
+        return role_step(ranks, role, self.logs, self._container, only)
 
     def start(self, step: Step, log: Path, spec: StepSpec, ranks: RankMap) -> AgentStep:
         """Start a step whose agents start `spec`; it does not wait for them, and ends with the calling thread."""
-        started = AgentStep(self._run.running(step, log), spec, ranks)
+        started = AgentStep(self._step(step, log), spec, ranks)
         self._start(started)
         return started
 
@@ -119,11 +165,14 @@ class AgentSteps(AgentServer):
         step.name, step.attempts = f"agent of {step.spec.role} ({secrets.token_hex(4)}) on", step.attempts + 1
         step.here, step.store, step.ending = {}, "", False
         self._steps[step.name] = step
-        step.running.variables = self.orders(step.spec.run_dir, step=step.name).to_environment()
+        step.running.variables = self.orders(step=step.name).to_environment()
         step.running.start()
 
     def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         name, _, node = peer.role.rpartition(" ")
+        if name == NODES:
+            self.residents[node] = peer
+            return
         step = self._steps.get(name)
         if step is None or step.name != name:
             return  # an earlier start of it
@@ -155,27 +204,13 @@ class AgentSteps(AgentServer):
         if (peer := step.here.get(node)) is not None:
             self.call(peer, "end", engine)
 
-    @property
-    def peers(self) -> dict[str, Peer]:
-        """Map each node to one of the agents there."""
-        steps = list(self._steps.values())
-        return {node: peer for step in steps for node, peer in list(step.here.items()) if not peer.lost}
-
     def end(self, steps: Sequence[AgentStep], done: bool = False, grace_s: float = 0.0) -> None:
         """End steps and wait until they are gone; `done`: what they have started is leaving, and gets `grace_s`."""
-
-        def wait_gone(seconds: float) -> None:
-            wait_until(lambda: all(step.running.code is not None for step in steps), seconds, 0.05, 0.05)
-
+        agents = [peer for step in steps for peer in list(step.here.values())]
         if done:
-            for peer in (peer for step in steps for peer in list(step.here.values())):
+            for peer in agents:
                 self.call(peer, "leave")
-            wait_gone(grace_s)
-        # SIGTERM makes srun kill its tasks. Steps that are left then have a node that does not answer: the end of the
-        # batch step ends the rest, and srun itself would wait for SlurmdTimeout.
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for step in steps:
-                step.running.signal(number)
-            wait_gone(timeouts.STEP_KILL_S)
-        for peer in (peer for step in steps for peer in list(step.here.values())):
+            wait_over([step.running for step in steps], grace_s)
+        end([step.running for step in steps])
+        for peer in agents:
             self.server.dismiss(peer.role, "its step was ended")

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.nodes import file_checks, network_checks, node_checks, speed_checks
 from slurm_rlhf.nodes.collect import collect
-from slurm_rlhf.nodes.facts import Introduction, NodeFacts, Orders
+from slurm_rlhf.nodes.facts import FACTS_LINE, Introduction, NodeFacts, Orders
 from slurm_rlhf.nodes.groups import Outcome, links, role_groups
 from slurm_rlhf.nodes.needs import Needs
 from slurm_rlhf.nodes.network_checks import names
 from slurm_rlhf.nodes.node_look import MISSING
 from slurm_rlhf.nodes.report import FAILED, Check, Report
-from slurm_rlhf.nodes.starters import Starter
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.replacement import chosen
-from slurm_rlhf.wire import timeouts
 
 if TYPE_CHECKING:
-    from slurm_rlhf.nodes.agents import Agents
+    from slurm_rlhf.nodes.agent_server import AgentServer
+    from slurm_rlhf.nodes.interview import Interview
 
 INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.65, 0.95
 """Parts of the time limit at which the next stage begins, whoever is missing."""
@@ -61,55 +60,52 @@ class Answer:
 
 
 class Examination:
-    """Examine the nodes of one question, once. Blocks for at most `limit_s`, and a few seconds to end the agents."""
+    """Examine the nodes of one question, once. Blocks for at most `limit_s`. Its agents stay."""
 
-    def __init__(self, question: Question, starter: Starter) -> None:
+    def __init__(self, question: Question, agents: AgentServer) -> None:
         self._question = question
-        self._starter = starter
+        self._agents = agents
 
     def run(self) -> Answer:
         """Return what was found. Raises RunError if no agent can be started, OSError for a bad run directory."""
-        from slurm_rlhf.nodes.agents import Agents
+        from slurm_rlhf.nodes.interview import Interview
 
         asked = self._question
-        agents = Agents(asked.address, self._starter, asked.limit_s)
-        try:
-            with canary_in(Path(asked.needs.run_dir)) as (canary, token):
-                self._starter.start(_orders(asked, agents, canary))
-                agents.meet(asked.nodes, INTRODUCED)
-                agents.learn({node: _peers(node, asked, agents.met) for node in list(agents.met)}, FACTS)
-            evidence = self._measured(agents, self._evidence(agents, token))
-        finally:
-            agents.close()
-            self._starter.end()
-        report = self._report(evidence, agents.seconds())
+        talk = Interview(self._agents, asked.limit_s)
+        with canary_in(Path(asked.needs.run_dir)) as (canary, token):
+            self._agents.begin(_orders(asked, self._agents, canary))
+            talk.meet(asked.nodes, INTRODUCED)
+            talk.learn({node: _peers(node, asked, talk.met) for node in list(talk.met)}, FACTS)
+        evidence = self._measured(talk, self._evidence(talk, token))
+        talk.end()
+        report = self._report(evidence, talk.seconds())
         ranks = self._placed(evidence)
         taken = {node.name for node in ranks.topology.nodes}
         gone = tuple(node for node in report.bad_nodes() if node not in taken)
         return Answer(replace(report, left_out=gone), ranks)
 
-    def _measured(self, agents: Agents, evidence: Evidence) -> Evidence:
+    def _measured(self, talk: Interview, evidence: Evidence) -> Evidence:
         """Add links and groups. A run that cannot start anyhow is to end in seconds, without them."""
         asked = self._question
         if not asked.measure:
             return evidence
         if not (asked.thorough or asked.spares) and self._report(evidence).verdict == FAILED:
             return replace(evidence, unmeasured="a run cannot start here anyhow")
-        away = self._cut_off(agents, evidence)
+        away = self._cut_off(talk, evidence)
         slots = {share.node: min(share.gpus) for shares in asked.ranks.roles.values() for share in shares}
         pairs = links([node for node in asked.nodes if node not in away], slots)
-        evidence = replace(evidence, links=agents.measure_links(pairs, asked.ranks.topology, LINKS))
+        evidence = replace(evidence, links=talk.measure_links(pairs, asked.ranks.topology, LINKS))
         ranks = self._placed(evidence)
-        away |= {node for node in evidence.nodes if node not in agents.here}
-        return replace(evidence, groups=agents.measure_groups(role_groups(ranks, away), ranks.topology, GROUPS))
+        away |= {node for node in evidence.nodes if node not in talk.here}
+        return replace(evidence, groups=talk.measure_groups(role_groups(ranks, away), ranks.topology, GROUPS))
 
-    def _evidence(self, agents: Agents, token: str) -> Evidence:
+    def _evidence(self, talk: Interview, token: str) -> Evidence:
         asked = self._question
         known = asked.equipment
         facts = {
-            node: replace(agents.facts[node], equipment=known.get(node, agents.facts[node].equipment))
+            node: replace(talk.facts[node], equipment=known.get(node, talk.facts[node].equipment))
             for node in asked.nodes
-            if node in agents.facts
+            if node in talk.facts
         }
         mine = dict(asked.versions)
         if asked.inside and facts:
@@ -117,21 +113,21 @@ class Examination:
         return Evidence(
             asked.nodes,
             asked.here,
-            f"{asked.here} ({asked.address}:{agents.server.port})",
+            f"{asked.here} ({self._agents.address}:{self._agents.server.port})",
             asked.needs,
             mine,
             token,
             facts,
             asked.job,
-            self._starter.said()[1],
+            "\n".join(line for line in self._agents.said().splitlines() if not line.startswith(FACTS_LINE)),
             asked.started,
             unmeasured="" if asked.measure else "preflight = quick",
         )
 
-    def _cut_off(self, agents: Agents, evidence: Evidence) -> set[str]:
+    def _cut_off(self, talk: Interview, evidence: Evidence) -> set[str]:
         """Return the nodes that take no part in measurements: silent, or not to be reached."""
         unreached = {node for each in names(evidence.facts).findings if each.verdict == FAILED for node in each.nodes}
-        return (set(self._question.nodes) - set(agents.met)) | unreached
+        return (set(self._question.nodes) - set(talk.met)) | unreached
 
     def _placed(self, evidence: Evidence) -> RankMap:
         """Return the rank map on good nodes, where there are nodes to spare."""
@@ -150,7 +146,9 @@ def look_here(asked: Question, environ: Mapping[str, str]) -> Report:
     begun = time.monotonic()
     with canary_in(Path(asked.needs.run_dir)) as (canary, token):
         needs = asked.needs
-        orders = Orders("", asked.address, 0, needs.run_dir, str(canary), needs.places, needs.sandbox, gpus=True)
+        orders = Orders(
+            "", asked.address, 0, needs.run_dir, 0.0, 0.0, "", str(canary), needs.places, needs.sandbox, True
+        )
         facts = collect(orders, asked.here, environ)
     seen = Evidence(
         asked.nodes,
@@ -178,16 +176,14 @@ def canary_in(run_dir: Path) -> Iterator[tuple[Path, str]]:
         canary.unlink(missing_ok=True)
 
 
-def _orders(asked: Question, agents: Agents, canary: Path) -> Orders:
+def _orders(asked: Question, agents: AgentServer, canary: Path) -> Orders:
     return agents.orders(
-        Path(asked.needs.run_dir).absolute(),
         canary=str(canary.absolute()),
         places=asked.needs.places,
         sandbox=asked.needs.sandbox,
         # Without GPUs the reason is of interest, but nvidia-smi on each node of a run on CPUs is not.
         gpus=bool(asked.needs.wanted.slots),
         groups=asked.measure,
-        connect_s=timeouts.CONNECT_S,
         limit_s=asked.limit_s,
     )
 

@@ -1,130 +1,83 @@
-"""Examine a node: collect its facts, try to reach others, measure links and groups.
-
-Where the conductor cannot be reached the facts are printed, so that the launcher brings them.
-"""
+"""Examine a node for the conductor: collect its facts, try to reach others, measure links and groups."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from slurm_rlhf.cluster.network import address_towards
-from slurm_rlhf.errors import CallTimeout, PlacementError, RoleDied
 from slurm_rlhf.nodes.collect import collect
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts, Orders, Reach
 from slurm_rlhf.nodes.group_host import GroupHost
 from slurm_rlhf.nodes.link_test import Answerer, measure
+from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.client import ControlClient
 
 _PROBES = 16  # connections that are tried at a time
 _BACKLOG = 4096
 
 
 class Examiner:
-    """Is the agent of a node before a run: it looks at the node, and takes part in measurements."""
+    """Looks at the node of an agent, and takes part in measurements.
 
-    def __init__(self, orders: Orders, node: str, environ: Mapping[str, str]) -> None:
+    The thread that calls `introduce` lives as long as the agent: a process that imports torch ends with it. Other
+    threads may call the rest.
+    """
+
+    def __init__(self, orders: Orders, node: str) -> None:
         self._orders = orders
         self._node = node
-        self._environ = environ
         self._secret = RunKeys.parse(orders.keys, "the agent's orders").client_secret
-        self._host = GroupHost() if orders.groups else None  # before there are threads
+        self._sockets: list[socket.socket] = []  # for links, and for the store of a group
+        self._host: GroupHost | None = None
 
-    def close(self) -> None:
-        """End what it has started."""
-        if self._host is not None:
-            self._host.end()
+    def introduce(self) -> Introduction:
+        """Get ready for measurements. Raises OSError and PlacementError."""
+        own = address_towards(self._orders.address)
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        self._sockets = [socket.create_server((own, 0), family=family, backlog=_BACKLOG) for _ in range(2)]
+        Answerer(self._sockets[0], self._secret, self._orders.limit_s)
+        self._host = GroupHost() if self._orders.groups else None
+        links, store = (each.getsockname()[1] for each in self._sockets)
+        return Introduction(own, links, store, time.time())
 
-    def serve(self) -> None:
-        """Do what the conductor asks until it says goodbye, or print the facts where it cannot be reached."""
-        orders, facts = self._orders, partial(collect, self._orders, self._node, self._environ)
-        try:
-            own = address_towards(orders.address)
-            family = socket.AF_INET6 if ":" in own else socket.AF_INET
-            links, store = (socket.create_server((own, 0), family=family, backlog=_BACKLOG) for _ in range(2))
-        except (OSError, PlacementError) as error:
-            cause = error.__cause__ or error
-            _print_facts(facts(), getattr(cause, "strerror", None) or str(cause))
-            return
-        Answerer(links, self._secret, orders.limit_s)
-        ports = links.getsockname()[1], store.getsockname()[1]
-        introduce = {"introduce": lambda: Introduction(own, *ports, time.time())}
-        with client_of(orders, self._node, self._node, introduce) as client, suppress(RoleDied):
-            known = facts()
-            if problem := _absence(client, orders):
-                _print_facts(known, problem)
-                return
-            while (request := client.receive()) is not None:
-                match request.method:
-                    case "facts":
-                        reached = reach(request.argument(dict[str, int]), orders.connect_s)
-                        request.reply(replace(known, reached=reached))
-                    case "link":
-                        request.reply(self._measured(*request.argument(tuple[str, int])))
-                    case "groups":
-                        self._take_part(request.argument(dict[str, Any]), store, client)
-                        request.reply()
+    def facts(self, peers: Mapping[str, int]) -> NodeFacts:
+        """Say what is known of this node, and whether it reaches others; `peers`: node -> port of its agent."""
+        return replace(collect(self._orders, self._node, os.environ), reached=reach(peers, timeouts.CONNECT_S))
 
-    def _measured(self, address: str, port: int) -> dict[str, Any]:
+    def link(self, address: str, port: int) -> dict[str, Any]:
+        """Measure the link to another agent; `error` says why that failed."""
         try:
             return measure(address, port, self._secret, self._orders.limit_s / 4)
         except OSError as error:
             return {"error": error.strerror or str(error)}
 
-    def _take_part(self, order: dict[str, Any], store: socket.socket, client: ControlClient) -> None:
+    def groups(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Start a process for each seat of `order`; return the reports of all of them."""
         assert self._host is not None, "the orders said nothing of groups"
-        for report in self._host.run({**order, "secret": self._secret}, store, self._environ):
-            client.event("group", **report)
+        return list(self._host.run({**order, "secret": self._secret}, self._sockets[1], os.environ))
 
+    def close(self) -> None:
+        """End what it has started; the node is examined."""
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # whoever waits for a guest wakes up
+            each.close()
+        if self._host is not None:
+            self._host.end()
+        self._sockets, self._host = [], None
 
-def client_of(
-    orders: Orders,
-    name: str,
-    node: str,
-    threaded: Mapping[str, Callable[[], Any]] | None = None,
-    rank: int = 0,
-    world: int = 1,
-) -> ControlClient:
-    """Begin to connect an agent to the conductor, which knows it by `name` and `rank`."""
-    return ControlClient(
-        f"tcp://{orders.address}:{orders.port}",
-        RunKeys.parse(orders.keys, "the agent's orders"),
-        name,
-        rank,
-        world,
-        host=node,
-        heartbeat_interval=orders.beat_s,
-        heartbeat_limit=orders.silent_s,
-        threaded=threaded,
-    )
-
-
-def _absence(client: ControlClient, orders: Orders) -> str:
-    """Say why the conductor cannot be reached; empty: it was. Raises RoleDied when it has gone."""
-    said = ""
-    for patience_s in (orders.connect_s, orders.limit_s):
-        try:
-            client.connect(patience_s)
-            return ""
-        except CallTimeout as error:
-            said = str(error)
-        try:
-            socket.create_connection((orders.address, orders.port), orders.connect_s).close()
-        except OSError as error:
-            return error.strerror or str(error)
-    return said  # it is there, and does not answer
-
-
-def _print_facts(facts: NodeFacts, problem: str) -> None:
-    print(json.dumps({"facts": asdict(replace(facts, conductor=problem))}), flush=True)
+    def print_facts(self, problem: str) -> None:
+        """Print the facts for the launcher to bring: the conductor cannot be reached because of `problem`."""
+        found = collect(self._orders, self._node, os.environ)
+        print(json.dumps({"facts": asdict(replace(found, conductor=problem))}), flush=True)
 
 
 def reach(peers: Mapping[str, int], timeout_s: float) -> tuple[Reach, ...]:

@@ -7,33 +7,35 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slurm_rlhf.wire import timeouts
-
 VARIABLE = "SLURM_RLHF_AGENT"
 """The environment variable of an agent; it holds keys, so it is no argument, which other users could read."""
+
+
+NODES = "nodes"
+"""Name of the step whose agents stay from before a run to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
     """Tell an agent who it is. The conductor listens at `address` and `port`, `keys` admit to it.
 
-    `step` names the start of a role's step, whose agents start processes; without it an agent examines its node.
+    `step` names the start of a role's step, whose agents start processes. Without it an agent stays from before the run
+    to its end, and the other fields say what it is to look at.
     """
 
     keys: str
     address: str
     port: int
     run_dir: str
+    beat_s: float
+    silent_s: float
+    step: str = ""
     canary: str = ""
     places: tuple[tuple[str, str], ...] = ()  # (key, path) that must be readable
     sandbox: str = ""  # reward.sandbox, to be tried; empty: nothing runs in one
     gpus: bool = False  # look at them
     groups: bool = False  # get ready to start processes for the collectives
-    connect_s: float = 5.0
-    limit_s: float = 60.0  # an agent that examines ends itself
-    step: str = ""
-    beat_s: float = timeouts.AGENT_BEAT_S
-    silent_s: float = timeouts.AGENT_SILENT_S
+    limit_s: float = 60.0  # of the examination
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -55,6 +57,9 @@ class Introduction:
     store: int  # port at which a store may listen
     clock: float  # seconds since the epoch
 
+
+FACTS_LINE = '{"facts": '
+"""Beginning of the line with its facts that an agent prints if it does not reach the conductor."""
 
 UNKNOWN = -1
 """A number that the node could not find out."""

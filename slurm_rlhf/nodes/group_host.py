@@ -13,7 +13,6 @@ from typing import Any
 from slurm_rlhf.cluster.network import address_of, is_loopback
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.environment import visible_gpus, without_injected
-from slurm_rlhf.nodes.facts import VARIABLE
 from slurm_rlhf.placement.topology import Node, Topology
 from slurm_rlhf.wire import timeouts
 
@@ -27,15 +26,14 @@ class GroupHost:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
-        environment = {name: value for name, value in without_injected(os.environ).items() if name != VARIABLE}
-        environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "slurm_rlhf.nodes.group_rank", str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env={**without_injected(os.environ), **one_thread},
         )
         theirs.close()
         self._socket = ours

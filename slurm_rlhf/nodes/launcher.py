@@ -22,7 +22,7 @@ from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.nodes.child_process import start_child
 from slurm_rlhf.nodes.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.nodes.environment import visible_gpus, without_gpu_choice
-from slurm_rlhf.nodes.node_look import look
+from slurm_rlhf.nodes.node_look import NodeView, look
 from slurm_rlhf.nodes.step_spec import StepSpec, torchrun_command
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
@@ -78,18 +78,15 @@ class Launcher(Protocol):
     def stopped(self) -> list[tuple[str, int]]:
         """Return (role, process id) of the torchruns that a signal has stopped, as far as this process sees them."""
 
-    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
-        """Let each node write what it sees of the processes `pids[node]` to `directory` (`nodes.node_look`).
+    def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
+        """Return what each node sees of the processes `pids[node]`. A node may be missing.
 
         The watchdog calls it, from its thread, when a run hangs. Blocks for `within_s` at most; raises OSError and
-        RunError. A node may write nothing.
+        RunError.
         """
 
-    def unreached(self, nodes: Sequence[str]) -> list[str]:
-        """Return those of `nodes` where nothing can be started any more; empty: there are none, or it is not known.
-
-        The conductor calls it when ranks did not come. Blocks for 20 s at most.
-        """
+    def unheard(self, seconds: float) -> set[str]:
+        """Return the nodes that were heard once, and of which no agent was heard for `seconds`. Does not block."""
 
     def stop(self, done: bool, grace_s: float) -> None:
         """End every process of every role, and wait until they are gone: a little longer than `grace_s`.
@@ -159,11 +156,11 @@ class LocalLauncher:
         if ROLLOUT in roles and self.engines is not None:
             self.engines.stop(False, 0.0)
 
-    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
-        look(self._node, pids[self._node]).write(directory)
+    def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
+        return [look(self._node, pids[self._node])]
 
-    def unreached(self, nodes: Sequence[str]) -> list[str]:
-        return []  # all is this machine
+    def unheard(self, seconds: float) -> set[str]:
+        return set()  # all is this machine
 
     def stop(self, done: bool, grace_s: float) -> None:
         if not done:

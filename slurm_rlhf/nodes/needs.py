@@ -23,7 +23,7 @@ from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
 from slurm_rlhf.nodes.accelerators import Wanted
-from slurm_rlhf.nodes.slurm_run import RANK_MAP
+from slurm_rlhf.nodes.step_spec import RANK_MAP
 from slurm_rlhf.placement.memory import read_models
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory, device_of, mount_of, size_of

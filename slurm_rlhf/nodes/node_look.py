@@ -9,7 +9,6 @@ Imports no torch: either takes a second.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import re
@@ -28,7 +27,6 @@ from slurm_rlhf.cluster.gpu_query import GpuLook, ask_gpus, is_busy, local_gpus
 from slurm_rlhf.cluster.processes import node_load, process_state
 from slurm_rlhf.config.architectures import wanted_modules
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.wire import timeouts
 
 SPY = "py-spy"
@@ -52,16 +50,6 @@ class NodeView:
     node: str
     load: str
     processes: tuple[ProcessView, ...]
-
-    @classmethod
-    def read(cls, path: Path) -> NodeView:
-        """Read what `write` wrote. Raises OSError, ValueError."""
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return cls(data["node"], data["load"], tuple(ProcessView(**each) for each in data["processes"]))
-
-    def write(self, directory: Path) -> None:
-        """Write it to a file of its node. Raises OSError."""
-        write_atomically(directory / f"{self.node}.json", json.dumps(asdict(self), indent=1) + "\n")
 
 
 def look(node: str, pids: Sequence[int], spy: str | None = None) -> NodeView:

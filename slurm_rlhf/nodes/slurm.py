@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps
 from slurm_rlhf.nodes.launcher import Ended
+from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.nodes.slurm_engines import SlurmEngines
-from slurm_rlhf.nodes.slurm_run import SlurmRun
-from slurm_rlhf.nodes.srun import RunningStep, look_step, role_step
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.polling import wait_until
-from slurm_rlhf.wire import timeouts
 
 
 class SlurmLauncher:
@@ -29,22 +24,21 @@ class SlurmLauncher:
 
     fixed = ""
 
-    def __init__(self, run: SlurmRun, ranks: RankMap) -> None:
-        """Raise PlacementError if this process cannot reach the nodes."""
-        self.unfit = run.unfit
-        self._run = run
+    def __init__(self, steps: AgentSteps, ranks: RankMap, unfit: Mapping[str, str]) -> None:
+        """`steps` stay open. Raises PlacementError if this process cannot reach the nodes."""
+        self.unfit = unfit
+        self._steps = steps
         self._ranks = ranks
         self._roles: list[AgentStep] = []
         self._written = False  # the rank map, into the run directory
         self._stopping = False
         self._lock = threading.Lock()
         self.engines: SlurmEngines | None = None
-        self.address = address_among(ranks.used_nodes, run.slurm.node_name)
-        self._steps = AgentSteps(run, self.address)
+        self.address = address_among(ranks.used_nodes, steps.slurm.node_name)
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         if ROLES[role].kind == "engine":
-            self.engines = SlurmEngines(self._run, self._ranks, self._steps)
+            self.engines = SlurmEngines(self._steps, self._ranks, self.unfit)
             self.engines.start(arguments, environment)
             return
         if not self._written:
@@ -52,11 +46,12 @@ class SlurmLauncher:
             if self.engines is not None:
                 self.engines.place_others(self._ranks)
             else:
-                self._run.write_map(self._ranks)
-        step = role_step(self._ranks, role, self._run.logs, self._run.container)
-        spec = StepSpec(role, str(self._run.run_dir), self._run.run_id, arguments, environment)
+                self._steps.write_map(self._ranks)
+        steps = self._steps
+        spec = StepSpec(role, str(steps.run_dir), steps.run_id, arguments, environment)
         with self._lock:
-            self._roles.append(self._steps.start(step, self._run.logs / f"{role}.srun.log", spec, self._ranks))
+            step = steps.role_step(self._ranks, role)
+            self._roles.append(steps.start(step, steps.logs / f"{role}.srun.log", spec, self._ranks))
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         with self._lock:
@@ -80,19 +75,14 @@ class SlurmLauncher:
     def stopped(self) -> list[tuple[str, int]]:
         return []  # torchruns are children of the agents
 
-    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
-        self._steps.look(self._steps.peers, pids, directory, within_s)
+    def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
+        return self._steps.look(pids, within_s)
 
-    def unreached(self, nodes: Sequence[str]) -> list[str]:
-        running = RunningStep(look_step(self._ranks, nodes), ["true"], self._run.logs / "unreached.srun.log")
-        running.start()
-        wait_until(lambda: running.code is not None, timeouts.NODE_REACHED_S, 0.05, 0.2)
-        running.signal(signal.SIGTERM)
-        return running.unreached()
+    def unheard(self, seconds: float) -> set[str]:
+        return self._steps.unheard(seconds)
 
     def stop(self, done: bool, grace_s: float) -> None:
         with self._lock:
             self._stopping = True
         engines = self.engines.forget() if self.engines is not None else []
         self._steps.end([*self._roles, *engines], done, grace_s)
-        self._steps.close()

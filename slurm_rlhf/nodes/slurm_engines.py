@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps, names_in
 from slurm_rlhf.nodes.engine_launcher import Environment
-from slurm_rlhf.nodes.slurm_run import SlurmRun
-from slurm_rlhf.nodes.srun import role_step
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.replacement import with_engine_on
@@ -22,9 +20,8 @@ from slurm_rlhf.placement.topology import Topology
 class SlurmEngines:
     """Implements `EngineLauncher` in a Slurm allocation; a node that is lost costs its own engines."""
 
-    def __init__(self, run: SlurmRun, ranks: RankMap, agents: AgentSteps) -> None:
-        self.unfit = run.unfit
-        self._run = run
+    def __init__(self, agents: AgentSteps, ranks: RankMap, unfit: Mapping[str, str]) -> None:
+        self.unfit = unfit
         self._ranks = ranks
         self._agents = agents
         self._arguments: list[str] = []
@@ -40,24 +37,25 @@ class SlurmEngines:
     @property
     def spares(self) -> list[str]:
         used = set(self._ranks.used_nodes)
-        return [node for node in self._run.slurm.job_nodes if node not in used]
+        return [node for node in self._agents.slurm.job_nodes if node not in used]
 
     def start(self, arguments: list[str], environment: Environment) -> None:
         self._arguments, self._environment = arguments, environment
-        self._run.write_map(self._ranks)
+        self._agents.write_map(self._ranks)
         with self._lock:  # another thread may look for ends already
             self._start(ROLLOUT, self._ranks.engine_nodes, None)
 
     def _start(self, name: str, node_of: dict[int, str], only: Sequence[int] | None) -> None:
         nodes = None if only is None else list(node_of.values())
-        step = role_step(self._ranks, ROLLOUT, self._run.logs, self._run.container, nodes)
-        started = self._agents.start(step, self._run.logs / f"{name}.srun.log", self._spec(only), self._ranks)
+        step, log = self._agents.role_step(self._ranks, ROLLOUT, nodes), self._agents.logs / f"{name}.srun.log"
+        started = self._agents.start(step, log, self._spec(only), self._ranks)
         self._steps.append(started)
         self._at |= {engine: (started, node) for engine, node in node_of.items()}
 
     def _spec(self, only: Sequence[int] | None) -> StepSpec:
         engines = None if only is None else list(only)
-        return StepSpec(ROLLOUT, str(self._run.run_dir), self._run.run_id, self._arguments, self._environment, engines)
+        run_dir, run_id = str(self._agents.run_dir), self._agents.run_id
+        return StepSpec(ROLLOUT, run_dir, run_id, self._arguments, self._environment, engines)
 
     def place_others(self, ranks: RankMap) -> None:
         """Note where the other roles are from now on, for the run directory and for `spares`."""
@@ -67,7 +65,7 @@ class SlurmEngines:
             nodes = (*ranks.topology.nodes, *(node for name, node in own.items() if name not in known))
             topology = Topology(nodes, ranks.topology.accelerator, ranks.topology.origin)
             self._ranks = RankMap(topology, {**ranks.roles, ROLLOUT: self._ranks.roles[ROLLOUT]})
-            self._run.write_map(self._ranks)
+            self._agents.write_map(self._ranks)
 
     def ended(self) -> list[tuple[int, str]]:
         with self._lock:
@@ -117,7 +115,7 @@ class SlurmEngines:
             if node != home:
                 self._ranks = with_engine_on(self._ranks, ROLLOUT, engine, node)
                 self._environment = {**self._environment, node: self._environment.get(node, self._environment[home])}
-                self._run.write_map(self._ranks)
+                self._agents.write_map(self._ranks)
             self._gone.discard(engine)
             self._sent.discard(engine)
             if node != home or not self._agents.start_more(step, node, self._spec([engine]), self._ranks):

@@ -17,7 +17,9 @@ from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes.child_process import start_child
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.topology import GPU
+from slurm_rlhf.placement.topology import GPU, Node, Topology
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.wire import timeouts
 
 AGENT = "slurm_rlhf.nodes.agent"
 """Module of the task of every step."""
@@ -42,7 +44,6 @@ SLURM_DEBUG, SLURM_NETWORK, SLURM_TASK_PROLOG and SLURM_TASK_EPILOG, SLURM_PMI_*
 """
 
 _TASK_ENDED = re.compile(r"^srun: error: (?P<nodes>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.MULTILINE)
-_NOT_STARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node (?P<node>[^\s:]+): ", re.MULTILINE)
 _PASSING_FAILURES = ("Unable to contact slurm controller", "Communication connection failure")
 """Texts of failures that another attempt may not meet, as of a Slurm controller that is restarting."""
 
@@ -113,53 +114,43 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in STEP_VARIABLES}
 
 
-class RunningStep:
-    """Run a step of the job. `log` takes the output of srun itself; that of the tasks goes to `step.output`."""
+class RunningCommand:
+    """Runs a command whose tasks are agents; `log` takes its output."""
 
-    def __init__(self, step: Step, command: list[str], log: Path) -> None:
-        self.step = step
+    def __init__(self, command: list[str], log: Path) -> None:
         self.log = log
         self.variables: Mapping[str, str] = {}
         """Variables of its tasks, from the next start on."""
-        self._command = step_command(step, command)
+        self._command = command
+        self._files = [log]
         self._sizes: dict[Path, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, or start it again. The step ends with the thread that calls this."""
-        self._sizes = {path: _size(path) for path in self._files()}
+        """Start it, or start it again. It ends with the thread that calls this."""
+        self._sizes = {path: _size(path) for path in self._files}
         environment = {**step_environment(os.environ), **self.variables}
         # SIGTERM makes srun end its tasks. Killed outright, it would leave them to the end of the job.
         self._process = start_child(self._command, self.log, environment, signal.SIGTERM)
 
     @property
     def code(self) -> int | None:
-        """Return the exit status of srun, None while it runs."""
+        """Return the exit status, None while it runs."""
         return None if self._process is None else self._process.poll()
 
-    def failures(self) -> list[tuple[str, str]]:
-        """Return (nodes, how) of the tasks that failed, in order, or of srun itself; empty while all is well."""
-        found = [(match["nodes"], f"ended: {match['how']}") for match in _TASK_ENDED.finditer(self._said(self.log))]
-        if found or self.code is None:
-            return found
-        return [(",".join(self.step.nodes), f"ended (srun {exit_text(self.code)})")]
+    @property
+    def alive(self) -> bool:
+        """Tell whether it was started, and has not ended."""
+        return self._process is not None and self._process.poll() is None
 
-    def unreached(self) -> list[str]:
-        """Return the nodes on which srun could not start the step."""
-        return _NOT_STARTED.findall(self._said(self.log))
-
-    def worth_another_try(self) -> bool:
-        """Tell whether it failed for a reason that may be gone the next time."""
-        said = "".join(self._said(path) for path in self._files())
-        return any(text in said for text in _PASSING_FAILURES)
+    def said(self) -> str:
+        """Return what it has printed since its start."""
+        return self._said(self.log)
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal srun if it still runs: SIGTERM makes it kill its tasks."""
-        if self._process is not None and self.code is None:
+        """Signal it if it still runs: SIGTERM makes srun kill its tasks."""
+        if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
-
-    def _files(self) -> list[Path]:
-        return [self.log, Path(self.step.output.replace("%N", self.step.nodes[0]))]
 
     def _said(self, path: Path) -> str:
         """Return what was written to `path` since the start."""
@@ -169,6 +160,45 @@ class RunningStep:
                 return file.read().decode("utf-8", errors="replace")
         except OSError:
             return ""
+
+
+class RunningStep(RunningCommand):
+    """Runs a step of the job. `log` takes the output of srun itself; that of the tasks goes to `step.output`."""
+
+    def __init__(self, step: Step, command: list[str], log: Path) -> None:
+        super().__init__(step_command(step, command), log)
+        self.step = step
+        if step.output:
+            self._files.append(Path(step.output.replace("%N", step.nodes[0])))
+
+    def failures(self) -> list[tuple[str, str]]:
+        """Return (nodes, how) of the tasks that failed, in order, or of srun itself; empty while all is well."""
+        found = [(match["nodes"], f"ended: {match['how']}") for match in _TASK_ENDED.finditer(self.said())]
+        if found or self.code is None:
+            return found
+        return [(",".join(self.step.nodes), f"ended (srun {exit_text(self.code)})")]
+
+    def worth_another_try(self) -> bool:
+        """Tell whether it failed for a reason that may be gone the next time."""
+        said = "".join(self._said(path) for path in self._files)
+        return any(text in said for text in _PASSING_FAILURES)
+
+
+def wait_over(commands: Sequence[RunningCommand], seconds: float) -> None:
+    """Wait until all are over, for `seconds` at most."""
+    wait_until(lambda: not any(each.alive for each in commands), seconds, 0.05, 0.05)
+
+
+def end(commands: Sequence[RunningCommand]) -> None:
+    """End what still runs, within seconds.
+
+    Steps that SIGTERM does not end have a node that does not answer: the end of the batch step ends the rest, and srun
+    itself would wait for SlurmdTimeout.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for each in commands:
+            each.signal(number)
+        wait_over(commands, timeouts.STEP_KILL_S)
 
 
 def _size(path: Path) -> int:
@@ -216,6 +246,18 @@ def container_of(config: Config) -> Container:
     return Container(slurm.container, slurm.container_runtime, mounts, slurm.container_python)
 
 
+def nodes_step(topology: Topology, container: Container = HOST) -> Step:
+    """Return the step with an agent on each node of the job, beside the roles."""
+    return Step(
+        name="nodes",
+        nodes=tuple(node.name for node in topology.nodes),
+        gpus=_gpus(topology, topology.nodes),
+        together=False,
+        uneven=_uneven(topology),
+        options=container.step_options(),
+    )
+
+
 def role_step(
     ranks: RankMap, role: str, logs: Path, container: Container = HOST, only: Sequence[str] | None = None
 ) -> Step:
@@ -225,25 +267,22 @@ def role_step(
     """
     places = [share.node for share in ranks.roles[role]]
     nodes = [ranks.topology.node(name) for name in places if only is None or name in only]
-    has_gpus = ranks.topology.accelerator == GPU
     return Step(
         name=role,
         nodes=tuple(node.name for node in nodes),
         cpus=min(node.cpus for node in nodes),
-        # All that the job has there: `nodes.environment` chooses among them, and NCCL needs to see the neighbours.
-        gpus=tuple(node.gpus for node in nodes) if has_gpus else (),
+        gpus=_gpus(ranks.topology, nodes),
         output=str(logs / f"{role}.%N.torchrun.log"),
         together=ROLES[role].kind != "engine",
-        uneven=len({node.gpus for node in ranks.topology.nodes}) > 1,
+        uneven=_uneven(ranks.topology),
         options=container.step_options(),
     )
 
 
-def look_step(ranks: RankMap, names: Sequence[str], container: Container = HOST) -> Step:
-    """Return a step of one task on each of the nodes `names`, beside the roles."""
-    nodes = [ranks.topology.node(name) for name in names]
-    uneven = len({node.gpus for node in ranks.topology.nodes}) > 1
-    gpus = tuple(node.gpus for node in nodes) if uneven else ()
-    return Step(
-        "look", tuple(names), cpus=1, gpus=gpus, uneven=uneven, together=False, options=container.step_options()
-    )
+def _gpus(topology: Topology, nodes: Sequence[Node]) -> tuple[int, ...]:
+    """Return all GPUs that the job has on `nodes`: agents choose among them, and NCCL needs to see the neighbours."""
+    return tuple(node.gpus for node in nodes) if topology.accelerator == GPU else ()
+
+
+def _uneven(topology: Topology) -> bool:
+    return len({node.gpus for node in topology.nodes}) > 1

@@ -13,6 +13,8 @@ from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.wire import timeouts
 
 WORKER_MODULE = "slurm_rlhf.ranks.rank_process"
+RANK_MAP = "rank_map.json"
+"""Name of a file in the run directory that says who is where."""
 TORCHRUN_MODULE = "slurm_rlhf.ranks.torchrun"
 
 

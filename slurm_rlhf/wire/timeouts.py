@@ -42,7 +42,6 @@ SECOND_TERM_S = 2.0  # a second SIGTERM after which a stop still counts as one b
 SIGNAL_HANDLED_S = 0.1  # Python's handler of a signal, which usually runs by then
 TORCHRUN_END_S = 3  # the ranks of a torchrun that has to end, before it kills them
 STEP_KILL_S = 3.0  # the end of a step's processes after they were killed
-NODE_REACHED_S = 20.0  # srun's word that a node does not answer: 3 s without a network, else MessageTimeout, 10 s
 REQUEUED_KILL_S = 20.0  # Slurm's SIGTERM to a job that was requeued
 REQUEUE_END_S = 60.0  # the end of the tries to requeue, before the end of the allocation
 REQUEUE_S = 600.0  # the tries to requeue, where the end of the allocation is not known
@@ -51,7 +50,6 @@ ENGINE_END_S = 2.0  # a launcher's word how an engine ended whose own ranks have
 ENGINE_GONE_S = 10.0  # a node's word that an engine's processes are gone; one that is cut off never says it
 GPU_LEFT_S = 5.0  # the processes of an earlier run that are about to leave a GPU
 MPI_S = 60.0  # a message or a barrier between processes of an MPI start, beyond what it waits for
-MPI_EXAMINE_S = 30.0  # a message between processes of an MPI start while nodes are examined
 MPI_CLOSED_S = 10.0  # the end of all ranks, beyond their grace
 MPI_LEAVE_S = 600.0  # the common end of an MPI start: the conductor may still ask Slurm to requeue the job
 
@@ -61,10 +59,8 @@ WORKER_END_S = 5.0  # the end of a worker's thread, which kills its processes
 
 # --- preflight ---
 CONNECT_S = 3.0  # a connection to another node's port, where one that does not answer counts as not reached
-PREFLIGHT_S = 5.0  # the end of the agents, or a measurement beyond its own limit
+PREFLIGHT_S = 5.0  # a measurement beyond its own limit
 AGENT_S = 60.0  # an agent's answer to a call; most come at once
-AGENT_BEAT_S = 1.0  # the pause between two heartbeats of an agent
-AGENT_SILENT_S = 10.0  # the silence of an agent after which it counts as gone
 CANARY_S = 5.0  # a file system that is slow to show a new file
 REPORT_S = 1.0  # the reports of the agents, before the time for a measurement is over
 GROUP_LEAVE_S = 10.0  # the others of a group that was measured, at its end

@@ -355,7 +355,8 @@ def warned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate`, with a warning of what was seen of its node."""
     monkeypatch.setattr(generate, "_look", lambda *_: EXAMINED)
     ranks: Any = SimpleNamespace(used_nodes=["n1"], topology=Topology.uniform(["n1"], 1))
-    generate.engine_launcher(Config(), root, ranks, ())
+    with generate.engine_launcher(Config(), root, ranks, ()):
+        pass
 
 
 def failed_comparison(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

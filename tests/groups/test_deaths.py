@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from slurm_rlhf.groups.deaths import Death, Deaths, RoleRanks, Standstills, StartLogs, culprits
-from slurm_rlhf.groups.silence import silent_nodes, unheard
+from slurm_rlhf.groups.silence import silent_nodes
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.placement.rank_map import NodeShare
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.messages import Peer
 
@@ -140,28 +138,6 @@ def test_a_torchrun_that_stands_still_is_told_while_its_ranks_start() -> None:
     assert still.longer_than(12.0, stopped, [ranks("actor")], 114.0) == []  # before the hello; from now on
     assert still.longer_than(12.0, [], starting, 200.0) == []
     assert still.longer_than(12.0, stopped, starting, 200.0) == []  # it went on in between
-
-
-SHARES = [NodeShare("n1", (0,), (0,)), NodeShare("n2", (0,), (1,)), NodeShare("n3", (0,), (2,))]
-
-
-def nobody(nodes: Sequence[str]) -> list[str]:
-    raise AssertionError(f"{nodes}: nothing is to be started where one node alone is silent")
-
-
-def test_the_only_node_of_which_nobody_is_heard_is_dead() -> None:
-    """No rank of the role came, because their torchruns wait for each other; other roles speak for two of the nodes."""
-    assert unheard(SHARES, (), {"n1", "n3"}, nobody) == [SHARES[1]]
-    assert unheard(SHARES, (0,), {"n3"}, nobody) == [SHARES[1]]
-    assert unheard(SHARES, (0, 2), (), nobody) == []
-    assert unheard(SHARES, (), {"n1", "n2", "n3"}, nobody) == []
-
-
-def test_of_several_silent_nodes_those_are_dead_where_nothing_can_be_started() -> None:
-    """They have one waiting role only, so nobody speaks for those that live."""
-    assert unheard(SHARES, (), {"n1"}, lambda nodes: [node for node in nodes if node == "n3"]) == [SHARES[2]]
-    assert unheard(SHARES, (), (), lambda nodes: ["n1", "n3", "n9"]) == [SHARES[0], SHARES[2]]
-    assert unheard(SHARES, (), {"n1"}, lambda nodes: []) == []
 
 
 def peer(role: str, rank: int, host: str, lost: str = "", silent: bool = False) -> Peer:

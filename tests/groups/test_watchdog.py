@@ -25,7 +25,7 @@ from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import MOST_RESTARTS, Watchdog
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.nodes.node_look import look
+from slurm_rlhf.nodes.node_look import NodeView, look
 from slurm_rlhf.observe.timing import LEARNED, UNKNOWN
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
@@ -81,8 +81,8 @@ class Peers:
     def ended(self) -> list[Ended]:
         return []
 
-    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
-        look("n1", pids["n1"]).write(directory)
+    def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
+        return [look("n1", pids["n1"])]
 
     def stop(self, done: bool, grace_s: float) -> None:
         for process in self.started:

@@ -22,7 +22,7 @@ WITHOUT_LOCKS = Path(__file__).parents[1] / "support" / "without_locks.py"
 
 
 def orders(run_dir: Path, *places: tuple[str, str]) -> Orders:
-    return Orders("", "127.0.0.1", 0, str(run_dir), str(run_dir / "canary"), places)
+    return Orders("", "127.0.0.1", 0, str(run_dir), 1.0, 20.0, canary=str(run_dir / "canary"), places=places)
 
 
 def test_a_good_machine(tmp_path: Path) -> None:

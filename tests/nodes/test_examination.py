@@ -8,23 +8,29 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
+from waiting import HANG_S, until
 
 from slurm_rlhf.cli import preflight
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes.accelerators import Wanted
-from slurm_rlhf.nodes.agents import Agents, skew
+from slurm_rlhf.nodes.agent_server import LocalAgents
 from slurm_rlhf.nodes.examination import Examination, Question, look_here
 from slurm_rlhf.nodes.groups import Lineup
+from slurm_rlhf.nodes.interview import Interview, skew
 from slurm_rlhf.nodes.link_test import Answerer, measure
 from slurm_rlhf.nodes.needs import Needs, allocation_problem, earlier_nodes, needs_of
 from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.report import FAILED, OK, draw
-from slurm_rlhf.nodes.starters import AGENT, CommandStarter, here
+from slurm_rlhf.nodes.srun import AGENT
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 
@@ -62,50 +68,58 @@ def question(run_dir: Path, measure: bool = False) -> Question:
     )
 
 
-def test_an_agent_reports_and_ends(tmp_path: Path) -> None:
-    answer = Examination(question(tmp_path), here()).run()
-    assert answer.report.verdict == OK, draw(answer.report)
-    assert [check.name for check in answer.report.checks][:2] == ["answers", "run directory"]
-    assert list(tmp_path.iterdir()) == []  # neither the canary nor anything of the agent
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[LocalAgents]:
+    with closing(LocalAgents(tmp_path)) as found:
+        yield found
+
+
+def test_an_agent_reports_and_stays(agents: LocalAgents, tmp_path: Path) -> None:
+    report = Examination(question(tmp_path), agents).run().report
+    assert report.verdict == OK, draw(report)
+    assert [check.name for check in report.checks][:2] == ["answers", "run directory"]
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]  # the canary is gone
+    (view,) = agents.look({NODE: [os.getpid()], "elsewhere": [1]}, HANG_S)
+    assert view.processes[0].state
+    assert (agents.unheard(HANG_S), agents.unheard(-1.0)) == (set(), {NODE})
+    agents.close()
+    assert agents.over()
+    assert agents.unheard(-1.0) == set()  # agents that have all ended tell nothing of their nodes
 
 
 @pytest.mark.slow
-def test_the_groups_of_the_rank_map_work_together(tmp_path: Path) -> None:
-    """Four processes, of one import of torch: the engine's, the actor's and the sync group."""
-    answer = Examination(question(tmp_path, measure=True), here()).run()
+def test_the_groups_of_the_rank_map_work_together(agents: LocalAgents, tmp_path: Path) -> None:
+    """Four processes, of one import of torch, which ends with the measurements: engine's, actor's and sync group."""
+    answer = Examination(question(tmp_path, measure=True), agents).run()
     assert answer.report.verdict == OK, draw(answer.report)
     told = answer.report.checks[-1].said
     for name in ("TP group engine 0 (2 ranks)", "ZeRO group actor (2 ranks)", "sync group weight sync (4 ranks)"):
         assert name in told
     assert "MB/s" in told
+    agent = psutil.Process(agents.residents[NODE].pid)
+    until(lambda: not agent.children(), "the end of the process that has imported torch")
+    assert agent.is_running()
 
 
-def test_without_groups_nothing_is_measured() -> None:
+def test_without_groups_nothing_is_measured(agents: LocalAgents) -> None:
     """Every node may be cut off."""
-    agents = Agents("127.0.0.1", here(), 5.0)
-    try:
-        topology = Topology.uniform([NODE], 2)
-        assert agents.measure_groups(Lineup("groups", (), ()), topology, 1.0) == []
-        assert agents.measure_links(Lineup("links", (), ()), topology, 1.0) == []
-    finally:
-        agents.close()
+    talk, topology = Interview(agents, 5.0), Topology.uniform([NODE], 2)
+    assert talk.measure_groups(Lineup("groups", (), ()), topology, 1.0) == []
+    assert talk.measure_links(Lineup("links", (), ()), topology, 1.0) == []
 
 
-def test_an_agent_that_does_not_reach_the_conductor(tmp_path: Path) -> None:
-    starter = CommandStarter([sys.executable, "-c", DEAF], os.environ)
-    asked = question(tmp_path)
-    report = Examination(asked, starter).run().report
-    assert report.verdict == OK  # one machine: nobody has to reach it
-    starter = CommandStarter([sys.executable, "-c", DEAF], os.environ)
-    two = Examination(Question(**{**_fields(asked), "nodes": (NODE, "elsewhere")}), starter).run().report
-    failed = {check.name: check.findings[0] for check in two.checks if check.verdict == FAILED}
+@pytest.mark.parametrize("nodes", [(NODE,), (NODE, "elsewhere")])
+def test_an_agent_that_does_not_reach_the_conductor(tmp_path: Path, nodes: tuple[str, ...]) -> None:
+    with closing(LocalAgents(tmp_path, [sys.executable, "-c", DEAF])) as agents:
+        report = Examination(replace(question(tmp_path), nodes=nodes), agents).run().report
+    failed = {check.name: check.findings[0] for check in report.checks if check.verdict == FAILED}
+    if len(nodes) == 1:
+        assert not failed  # nobody has to reach it
+        return
     assert failed["answers"].nodes == ("elsewhere",)
+    assert "the launcher says" not in failed["answers"].said
     assert failed["conductor"].nodes == (NODE,)
     assert "Connection refused" in failed["conductor"].said
-
-
-def _fields(asked: Question) -> dict[str, object]:
-    return {name: getattr(asked, name) for name in Question.__dataclass_fields__}
 
 
 def test_nothing_is_started_for_the_quick_look(tmp_path: Path) -> None:
@@ -134,6 +148,7 @@ def test_needs_of_a_configuration(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path))
     config.actor.model_name_or_path = str(tmp_path / "none")
     config.data.prompt_dataset = str(tmp_path / "prompts.jsonl")
+    (tmp_path / "prompts.jsonl").touch()
     needs = needs_of(config, question(tmp_path).ranks, None, "")
     assert needs.space is None  # the size of the model is not known
     assert dict(needs.places) == {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,10 @@ from played_agents import WRITE_ORDERS, PlayedAgent
 from waiting import HANG_S, until
 
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.nodes.agent_steps import AgentSteps
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.nodes.node_look import NodeView, look
+from slurm_rlhf.nodes.node_look import look
 from slurm_rlhf.nodes.slurm import SlurmLauncher
-from slurm_rlhf.nodes.slurm_run import SlurmRun
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -42,11 +42,10 @@ class Bench:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.run_dir = root / "run"
-        (self.run_dir / "logs").mkdir(parents=True)
-        (self.run_dir / ".control").mkdir()
         sizes = [RoleSize("actor", 2, 2), RoleSize("reference", 2, 2)]
-        ranks = place(Topology.uniform(NODES, 8), sizes)
-        self.launcher = SlurmLauncher(SlurmRun(self.run_dir, allocation()), ranks)
+        topology = Topology.uniform(NODES, 8)
+        self.steps = AgentSteps(self.run_dir, allocation(), topology)
+        self.launcher = SlurmLauncher(self.steps, place(topology, sizes), {})
 
     def srun(self, script: str) -> None:
         program = self.root / "bin" / "srun"
@@ -77,6 +76,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
     bench.launcher.stop(False, 0)
+    bench.steps.close()
 
 
 def test_a_step_that_returns_0_before_anybody_said_done_has_ended(bench: Bench) -> None:
@@ -170,42 +170,45 @@ def test_stop_waits_for_ranks_that_are_done_and_is_hard_on_the_others(bench: Ben
     assert bench.launcher.ended()[-1].role == "actor"
 
 
-def test_each_node_looks_at_its_own_processes(bench: Bench, tmp_path: Path) -> None:
-    bench.srun("exec sleep 60")
-    bench.start("reference")
+@pytest.fixture
+def residents(bench: Bench) -> list[PlayedAgent]:
+    """The agents of the step over all nodes."""
+    bench.srun(f"echo $* >$logs/step; while [[ ! -e $logs/end ]]; do sleep 0.1; done; exec sleep {HANG_S}")
+    bench.steps.begin(bench.steps.orders())
     until(lambda: bench.starts, "the step")
-    agents = [bench.agent(node) for node in NODES]
-    agents[0].started("10.0.0.1:24001")
-    agents[1].started()
-    looking = threading.Thread(target=bench.launcher.look, args=({NODES[0]: [1], NODES[1]: [2, 3]}, tmp_path, HANG_S))
-    looking.start()
-    for agent, node, pids in zip(agents, NODES, ([1], [2, 3]), strict=True):
-        request, asked = agent.asked("look")
-        assert asked == pids
-        request.reply(look(node, [os.getpid(), 2**22 + 1]))
-    looking.join()
-    one, other = (NodeView.read(tmp_path / f"{node}.json") for node in NODES)
+    found = [bench.agent(node) for node in NODES]
+    until(lambda: len(bench.steps.residents) == len(NODES), "its agents")
+    return found
+
+
+def test_each_node_looks_at_its_own_processes(bench: Bench, residents: list[PlayedAgent]) -> None:
+    pids = {NODES[0]: [1], NODES[1]: [2, 3]}
+    with ThreadPoolExecutor() as pool:
+        views = pool.submit(bench.launcher.look, pids, HANG_S)
+        for agent, node in zip(residents, NODES, strict=True):
+            request, asked = agent.asked("look")
+            assert asked == pids[node]
+            request.reply(look(node, [os.getpid(), 2**22 + 1]))
+    one, other = sorted(views.result(), key=lambda view: view.node)
     assert one.processes[0].state[0] in "RS"
     assert one.load.startswith("load ")
     assert (other.node, other.processes[1].state) == (NODES[1], "")  # no such process
     assert one.processes[0].spy or one.processes[0].no_spy
 
 
-def test_nodes_that_do_not_answer_are_not_waited_for(bench: Bench, tmp_path: Path) -> None:
-    bench.srun("exec sleep 60")
-    bench.start("reference")
-    until(lambda: bench.starts, "the step")
-    bench.agent(NODES[0]).started("10.0.0.1:24001")
-    bench.launcher.look({node: [1] for node in NODES}, tmp_path, 1.0)
-    assert not list(tmp_path.glob("*.json"))
+def test_nodes_that_do_not_answer_are_not_waited_for(bench: Bench, residents: list[PlayedAgent]) -> None:
+    assert bench.launcher.look({node: [1] for node in (*NODES, "n9")}, 1.0) == []
 
 
-def test_nodes_where_nothing_can_be_started_are_those_that_srun_names(bench: Bench) -> None:
-    """The words are those of Slurm 22.05 about a node that had crashed, and about one whose network was cut."""
-    bench.srun("[[ $* == *--nodelist=127.0.0.1,127.0.0.2* && $* == *--overlap* && ${@: -1} == true ]]")
-    assert bench.launcher.unreached(NODES) == []
-    failed = f"Task launch for StepId=1.0 failed on node {NODES[1]}: Communication connection failure"
-    bench.srun(f"echo 'srun: error: {failed}'; echo 'srun: error: Application launch failed'; exit 1")
-    assert bench.launcher.unreached(NODES) == [NODES[1]]
-    bench.srun("exit 0")
-    assert bench.launcher.unreached(NODES) == []  # what was said the last time is no news
+def test_a_node_is_heard_while_one_of_its_agents_is(bench: Bench, residents: list[PlayedAgent]) -> None:
+    step = (bench.run_dir / "logs" / "step").read_text()
+    assert "--job-name=nodes" in step
+    assert "--no-kill" in step
+    assert f"--nodelist={','.join(NODES)}" in step
+    assert bench.launcher.unheard(HANG_S) == set()
+    residents[1].client.close()
+    until(lambda: bench.launcher.unheard(HANG_S) == {NODES[1]}, "its goodbye")
+    bench.start("actor")
+    until(lambda: bench.starts == 2, "the step of a role")
+    bench.agent(NODES[1])
+    until(lambda: bench.launcher.unheard(HANG_S) == set(), "another agent of that node")

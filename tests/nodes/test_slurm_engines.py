@@ -15,7 +15,6 @@ from waiting import until
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.nodes.agent_steps import AgentSteps
 from slurm_rlhf.nodes.slurm_engines import SlurmEngines
-from slurm_rlhf.nodes.slurm_run import SlurmRun
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -33,14 +32,11 @@ JOB = {
 class Bench:
     def __init__(self, root: Path) -> None:
         self.root, self.run_dir = root, root / "run"
-        (self.run_dir / "logs").mkdir(parents=True)
-        (self.run_dir / ".control").mkdir()
         ranks = place(Topology.uniform(NODES, 2), [RoleSize("rollout", 2, 2, engines=4)])
         slurm = read_slurm(JOB)
         assert slurm is not None
-        run = SlurmRun(self.run_dir, slurm)
-        self.agents = AgentSteps(run, NODES[0])
-        self.engines = SlurmEngines(run, ranks, self.agents)
+        self.agents = AgentSteps(self.run_dir, slurm, Topology.uniform((*NODES, SPARE), 2))
+        self.engines = SlurmEngines(self.agents, ranks, {})
 
     def srun(self, script: str) -> None:
         program = self.root / "bin" / "srun"

@@ -237,7 +237,7 @@ def test_bad_input_is_named_before_any_model_loads(slurm: Cluster, config: Path)
     assert "actor.num_nodes = 8, but there are 2 nodes" in many
     assert "gpu002: numpy 1.0.0, here " in unlike
     assert "Traceback" not in said
-    assert not (slurm.shared / "bad" / "logs").exists()
+    assert [path.name for path in (slurm.shared / "bad" / "logs").iterdir()] == ["nodes.srun.log"]
 
 
 # --- slurm quickstart -------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from training_runs import metrics, train, workspace
 from slurm_rlhf.bench.sync import Spec, measure, parameters_of
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.nodes.accelerators import Wanted
+from slurm_rlhf.nodes.agent_steps import AgentSteps
 from slurm_rlhf.nodes.examination import Examination, Question
 from slurm_rlhf.nodes.needs import Needs
 from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.srun import STEP_VARIABLES, Step, step_command
-from slurm_rlhf.nodes.starters import by_srun
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import Topology
 
@@ -38,7 +40,10 @@ def look(place: Place) -> Finding:
         ranks=ranks,
         place=lambda names: ranks,
     )
-    report = Examination(asked, by_srun(nodes, gpus=[gpus] * len(nodes))).run().report
+    slurm = read_slurm(os.environ)
+    assert slurm is not None
+    with closing(AgentSteps(Path(place.scratch, "run"), slurm, ranks.topology)) as steps:
+        report = Examination(asked, steps).run().report
     report.require()
     if report.notes() and not place.rehearse:
         raise AssertionError(" ".join(report.notes()))

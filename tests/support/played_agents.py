@@ -7,8 +7,8 @@ from typing import Any
 
 from waiting import HANG_S
 
-from slurm_rlhf.nodes.examiner import client_of
-from slurm_rlhf.nodes.facts import VARIABLE, Orders
+from slurm_rlhf.nodes.agent import client_of
+from slurm_rlhf.nodes.facts import NODES, VARIABLE, Orders
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.messages import Request
 
@@ -22,7 +22,7 @@ class PlayedAgent:
     def __init__(self, orders: Path, node: str) -> None:
         read = Orders.from_environment({VARIABLE: orders.read_text(encoding="utf-8")})
         self.step = read.step
-        self.client: ControlClient = client_of(read, f"{read.step} {node}", node)
+        self.client: ControlClient = client_of(read, f"{read.step or NODES} {node}", node)
         self.client.connect(HANG_S)
         self.client.event("here")
 

@@ -68,26 +68,9 @@ class Communicator:
         self._wait(self._comm.Ibcast([buffer, self._mpi.BYTE], root=0), "broadcast", timeout_s)
         return json.loads(buffer)
 
-    def send(self, rank: int, value: Any) -> None:
-        """Send a small message to `rank`; messages arrive in order. Blocks until it is handed over."""
-        self._wait(self._comm.Isend([json.dumps(value).encode(), self._mpi.BYTE], dest=rank), "message", timeouts.MPI_S)
-
-    def receive(self) -> Any:
-        """Return the next message from any rank, or None; does not block."""
-        status = self._mpi.Status()
-        if not self._comm.Iprobe(source=self._mpi.ANY_SOURCE, tag=self._mpi.ANY_TAG, status=status):
-            return None
-        data = bytearray(status.Get_count(self._mpi.BYTE))
-        self._comm.Recv([data, self._mpi.BYTE], source=status.source, tag=status.tag)
-        return json.loads(data)
-
-    def barrier(self, timeout_s: float) -> None:
-        """Wait for all ranks; CallTimeout when that takes longer than `timeout_s`."""
-        self._wait(self._comm.Ibarrier(), "barrier", timeout_s)
-
     def leave(self) -> None:
         """Wait for all ranks, then leave MPI. A launcher takes a process that ends without it for a crash."""
-        self.barrier(timeouts.MPI_LEAVE_S)
+        self._wait(self._comm.Ibarrier(), "barrier", timeouts.MPI_LEAVE_S)
         self._mpi.Finalize()
 
     def _wait(self, request: Any, what: str, timeout_s: float) -> None:

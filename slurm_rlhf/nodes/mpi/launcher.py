@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.processes import KEYS
-from slurm_rlhf.config.schema import Timeout
+from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.nodes.agent_server import AgentServer
+from slurm_rlhf.nodes.facts import Orders
 from slurm_rlhf.nodes.launcher import Ended
+from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.messages import Peer
+
+
+class MpiAgents(AgentServer):
+    """Knows the agents of the ranks, which exist already and wait for their orders."""
+
+    def __init__(self, run_dir: Path, address: str, timeout: Timeout, orders: int) -> None:
+        """`orders`: number of a file; what is written there reaches all ranks."""
+        super().__init__(run_dir, address, timeout)
+        self._orders = orders
+        self.news: deque[Ended] = deque()
+
+    def begin(self, orders: Orders) -> None:
+        with open(self._orders, "w", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(orders)) + "\n")
+
+    def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+        if event == "here":
+            self.residents.setdefault(peer.host, peer)
+        else:
+            log = RunDirectory(self.run_dir).role_log(peer.role, f"{peer.host}.mpi", peer.rank)
+            self.news.append(Ended(peer.role, peer.host, str(data["how"]), log))
+
+    def _lose(self, peer: Peer) -> None:
+        how = "was ended by the MPI launcher, which ends all ranks when one is gone; its own output names it"
+        self.news.append(Ended(peer.role, peer.host, how, Path("/dev/null")))
 
 
 class MpiLauncher:
@@ -33,20 +61,18 @@ class MpiLauncher:
     unfit: Mapping[str, str] = {}
     engines = None  # none can be started again
 
-    def __init__(self, run_dir: Path, ranks: RankMap, address: str, timeout: Timeout) -> None:
-        self._directory = RunDirectory(run_dir)
+    def __init__(self, agents: MpiAgents, ranks: RankMap) -> None:
+        self._agents = agents
         self._ranks = ranks
-        self._start_s = timeout.start
-        self.address = address
+        self.address = agents.address
         self._run_id = secrets.token_hex(6)
-        self._news: deque[Ended] = deque()
-        self.agents = AgentServer(address, self._note, self._lose, timeout.heartbeat_interval, timeout.heartbeat)
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
-        first, *others = self.agents.server.wait_for(role, self._ranks.world(role), self._start_s)
-        keys = self._directory.keys.read_text(encoding="utf-8")
+        first, *others = self._agents.server.wait_for(role, self._ranks.world(role), self._agents.timeout.start)
+        directory = RunDirectory(self._agents.run_dir)
+        keys = directory.keys.read_text(encoding="utf-8")
         own = {node: {**variables, KEYS: keys} for node, variables in environment.items()}
-        spec = StepSpec(role, str(self._directory.root), self._run_id, arguments, own)
+        spec = StepSpec(role, str(directory.root), self._run_id, arguments, own)
 
         def start_others(answer: Future[str]) -> None:
             for peer in others if answer.exception() is None else ():
@@ -55,40 +81,31 @@ class MpiLauncher:
         self._start(first, spec).add_done_callback(start_others)
 
     def _start(self, peer: Peer, spec: StepSpec) -> Future[str]:
-        return self.agents.call(peer, "start", (spec, self._ranks.to_json()), str)
-
-    def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
-        if event == "ended":
-            log = self._directory.role_log(peer.role, f"{peer.host}.mpi", peer.rank)
-            self._news.append(Ended(peer.role, peer.host, str(data["how"]), log))
-
-    def _lose(self, peer: Peer) -> None:
-        how = "was ended by the MPI launcher, which ends all ranks when one is gone; its own output names it"
-        self._news.append(Ended(peer.role, peer.host, how, Path("/dev/null")))
+        return self._agents.call(peer, "start", (spec, self._ranks.to_json()), str)
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         raise RunError(self.fixed)
 
     def ended(self) -> list[Ended]:
-        return [self._news.popleft() for _ in range(len(self._news))]
+        return [self._agents.news.popleft() for _ in range(len(self._agents.news))]
 
     def stopped(self) -> list[tuple[str, int]]:
         return []  # ranks are children of the MPI launcher
 
-    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
-        self.agents.look({peer.host: peer for peer in self._present()}, pids, directory, within_s)
+    def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
+        return self._agents.look(pids, within_s)
 
-    def unreached(self, nodes: Sequence[str]) -> list[str]:
-        return []  # nothing can be started anywhere
+    def unheard(self, seconds: float) -> set[str]:
+        return self._agents.unheard(seconds)
 
     def stop(self, done: bool, grace_s: float) -> None:
         """Let all ranks leave, or end them; their agents leave MPI together."""
         for peer in self._present():
-            self.agents.call(peer, "leave")
+            self._agents.call(peer, "leave")
         if done:
             wait_until(lambda: not self._present(), grace_s, 0.05, 0.05)
-        wait([self.agents.call(peer, "kill") for peer in self._present()], timeouts.MPI_CLOSED_S)
-        self.agents.close()
+        wait([self._agents.call(peer, "kill") for peer in self._present()], timeouts.MPI_CLOSED_S)
+        self._agents.close()
 
     def _present(self) -> list[Peer]:
-        return [peer for role in self._ranks.roles for peer in self.agents.server.peers(role) if not peer.lost]
+        return [peer for role in self._ranks.roles for peer in self._agents.server.peers(role) if not peer.lost]

@@ -22,10 +22,9 @@ from typing import IO
 
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import STORE_FD, STORE_RANKS
-from slurm_rlhf.nodes.agent import RoleAgent
+from slurm_rlhf.nodes.agent import Agent, client_of
 from slurm_rlhf.nodes.child_process import bound_to_parent, start_child
 from slurm_rlhf.nodes.environment import IGNORED, visible_gpus, without_injected
-from slurm_rlhf.nodes.examiner import client_of
 from slurm_rlhf.nodes.facts import Orders
 from slurm_rlhf.nodes.mpi.assignment import Assignment
 from slurm_rlhf.nodes.mpi.communicator import Communicator
@@ -44,16 +43,18 @@ def follow(world: Communicator, ranks: RankMap, assignment: Assignment, start_s:
             RankAgent(Orders(**orders), ranks, assignment).serve()
 
 
-def lead(world: Communicator, ranks: RankMap, assignment: Assignment, start_s: float, conductor: list[str]) -> int:
+def lead(
+    world: Communicator, ranks: RankMap, assignment: Assignment, start_s: float, conductor: list[str], said: str
+) -> int:
     """Be the agent of rank 0, and run the command `conductor`; return its exit code.
 
-    It gets the number of a file, into which it writes the orders of the agents.
+    It reads `said`, and gets the number of a file, into which it writes the orders of the agents.
     """
     reading, writing = os.pipe()
     # In a session of its own: a launcher that kills rank 0's process group leaves it the time to say what happened.
     child = subprocess.Popen(
         bound_to_parent([*conductor, str(writing)], signal.SIGTERM),
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,  # mpirun gives ranks a terminal, whatever its own output is
         pass_fds=[writing],
         start_new_session=True,
@@ -61,6 +62,9 @@ def lead(world: Communicator, ranks: RankMap, assignment: Assignment, start_s: f
     )
     os.close(writing)
     assert child.stdout is not None
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin as start:
+        start.write(said.encode())
     copying = threading.Thread(target=_copy, args=(child.stdout,), name="conductor-output", daemon=True)
     copying.start()
 
@@ -69,11 +73,11 @@ def lead(world: Communicator, ranks: RankMap, assignment: Assignment, start_s: f
             child.send_signal(number)
 
     with _step_signals(relay):
-        with open(reading, encoding="utf-8") as orders:
-            said = orders.readline()  # empty: it has ended
-        world.broadcast(json.loads(said) if said else None, start_s)
-        if said:
-            RankAgent(Orders(**json.loads(said)), ranks, assignment).serve()
+        with open(reading, encoding="utf-8") as file:
+            orders = file.readline()  # empty: it has ended
+        world.broadcast(json.loads(orders) if orders else None, start_s)
+        if orders:
+            RankAgent(Orders(**json.loads(orders)), ranks, assignment).serve()
         copying.join()
     return code if (code := child.wait()) >= 0 else 128 - code
 
@@ -101,7 +105,7 @@ def torch_variables(ranks: RankMap, own: Assignment, store: str) -> dict[str, st
     }
 
 
-class RankAgent(RoleAgent):
+class RankAgent(Agent):
     """Is the parent of one rank, which has a slot of its own."""
 
     def __init__(self, orders: Orders, ranks: RankMap, own: Assignment) -> None:
@@ -112,6 +116,10 @@ class RankAgent(RoleAgent):
 
     def _client(self) -> ControlClient:
         return client_of(self._orders, self._own.role, self._node, rank=self._number, world=self._world)
+
+    def _unreached(self, problem: str) -> None:
+        where = f"{self._orders.address}:{self._orders.port}"
+        print(f"{self._node} cannot reach the conductor at {where}: {problem}", file=sys.stderr, flush=True)
 
     @property
     def _over(self) -> bool:

@@ -1,11 +1,11 @@
-"""Reach the agents of an examination: what they say, and what they measure: links round by round, then groups."""
+"""Ask the agents of an examination: what they say, and what they measure: links round by round, then groups."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -15,12 +15,10 @@ from slurm_rlhf.errors import WireError
 from slurm_rlhf.nodes.agent_server import AgentServer
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts
 from slurm_rlhf.nodes.groups import Group, Lineup, Outcome, orders_for, outcomes
-from slurm_rlhf.nodes.starters import Starter
 from slurm_rlhf.placement.topology import GPU, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.codec import read
-from slurm_rlhf.wire.messages import Peer
 
 T = TypeVar("T")
 _PAUSE_S = 0.02
@@ -29,19 +27,15 @@ SUSPICIOUS = 0.5
 """Of the fastest link: what is below is measured once more, alone, for a busy moment of a node is no slow link."""
 
 
-class Agents(AgentServer):
-    """Calls the agents of one examination, and holds what they have said so far. Used from one thread."""
+class Interview:
+    """Asks the agents of one examination, and holds what they have said so far. Used from one thread."""
 
-    def __init__(self, address: str, starter: Starter, limit_s: float) -> None:
-        """Raise RunError where `address` is none of this node."""
-        super().__init__(address, self._note)
+    def __init__(self, agents: AgentServer, limit_s: float) -> None:
         self.met: dict[str, Introduction] = {}
         """Node -> where its agent is reached; the agents that have introduced themselves."""
         self.facts: dict[str, NodeFacts] = {}
-        self.reports: list[Mapping[str, Any]] = []
-        """What members of groups have said of them."""
         self._skews: dict[str, float] = {}
-        self._starter = starter
+        self._agents = agents
         self._limit_s = limit_s
         self._begun = time.monotonic()
         self._clock = time.time()
@@ -49,7 +43,7 @@ class Agents(AgentServer):
     @property
     def here(self) -> list[str]:
         """Return the nodes whose agents can be called."""
-        return [node for node in list(self.met) if not self.server.peers(node)[0].lost]
+        return [node for node in list(self.met) if not self._agents.residents[node].lost]
 
     def seconds(self) -> float:
         """Return the time since the begin."""
@@ -65,11 +59,11 @@ class Agents(AgentServer):
 
         def all_known() -> bool:
             for node in nodes:
-                if node not in asked and self.server.peers(node):
+                if node not in asked and node in self._agents.residents:
                     asked.add(node)
                     answer = self._ask(node, "introduce", None, Introduction)
                     answer.add_done_callback(partial(self._take_introduction, node, time.time()))
-            return self._starter.over() or set(nodes) <= {*self.met, *self.printed()}
+            return self._agents.over() or set(nodes) <= {*self.met, *self.printed()}
 
         wait_until(all_known, self.left(until), _PAUSE_S)
 
@@ -82,13 +76,13 @@ class Agents(AgentServer):
             self.facts.setdefault(node, facts)
 
     def _ask(self, node: str, method: str, argument: Any, result: Any) -> Future[Any]:
-        return self.call(self.server.peers(node)[0], method, argument, result, max(self.left(1.0), 0.0))
+        return self._agents.call(self._agents.residents[node], method, argument, result, max(self.left(1.0), 0.0))
 
     def gather(self, calls: Mapping[str, Future[T]], until: float) -> dict[str, T]:
         """Return the answers that come before this part of the time is over."""
 
         def enough() -> bool:
-            return all(call.done() for call in calls.values()) or self._starter.over()
+            return all(call.done() for call in calls.values()) or self._agents.over()
 
         wait_until(enough, self.left(until), _PAUSE_S, _PAUSE_S)
         done = {node: call for node, call in calls.items() if call.done() and call.exception() is None}
@@ -98,7 +92,7 @@ class Agents(AgentServer):
         """Return the facts that agents printed: those that do not reach this process."""
         found = {}
         now = time.time()
-        for line in self._starter.said()[0].splitlines():
+        for line in self._agents.said().splitlines():
             try:
                 facts: NodeFacts = read(NodeFacts, json.loads(line)["facts"], "what an agent printed")
             except (WireError, ValueError, KeyError, TypeError):
@@ -113,9 +107,6 @@ class Agents(AgentServer):
             self._skews[node] = skew(asked, said.clock, time.time())
             self.met[node] = said
 
-    def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
-        self.reports.append(data)
-
     def _on_gpus(self, topology: Topology) -> bool:
         """Tell whether ranks compute on GPUs: there are some, and torch is built for them everywhere."""
         return topology.accelerator == GPU and all(each.equipment.get("cuda_build") for each in self.facts.values())
@@ -124,30 +115,24 @@ class Agents(AgentServer):
         """Measure the pairs of `lineup`: over NCCL where ranks use it, which has networks of its own, else over TCP."""
         if self._on_gpus(topology):
             return self.measure_groups(lineup, topology, until)
-        for stage in lineup.stages:
-            self._measure_round(lineup, stage, until)
-        seen = self._link_outcomes(lineup)
+        reports = [said for stage in lineup.stages for said in self._measure_round(lineup, stage, until)]
+        seen = outcomes(lineup, reports)
         for each in seen:
             if each.figures is not None and each.figures.rate < SUSPICIOUS * max(map(_rate, seen)):
-                self._measure_round(lineup, (each.group,), until)
-        again = self._link_outcomes(lineup)
-        return [max(pair, key=_rate) for pair in zip(seen, again, strict=True)]
+                reports += self._measure_round(lineup, (each.group,), until)
+        return [max(pair, key=_rate) for pair in zip(seen, outcomes(lineup, reports), strict=True)]
 
-    def _link_outcomes(self, lineup: Lineup) -> list[Outcome]:
-        reports = [*self.reports]
-        for group in lineup.groups:  # the other end has seen the same
-            reports += [{**said, "seat": group.seats[1]} for said in self.reports if said.get("group") == group.name]
-        return outcomes(lineup, reports)
-
-    def _measure_round(self, lineup: Lineup, stage: tuple[Group, ...], until: float) -> None:
+    def _measure_round(self, lineup: Lineup, stage: Sequence[Group], until: float) -> list[Mapping[str, Any]]:
         """Let all pairs of a round measure at the same time; nobody else is on their links then."""
-        calls, firsts = {}, {}
+        calls, pairs = {}, {}
         for group in stage:
             here, there = (lineup.seats[seat].node for seat in group.seats)
             met = self.met[there]
             calls[here] = self._ask(here, "link", (met.address, met.links), dict[str, Any])
-            firsts[here] = {"seat": group.seats[0], "group": group.name}
-        self.reports += [{**firsts[here], **said} for here, said in self.gather(calls, until).items()]
+            pairs[here] = group
+        answers = self.gather(calls, until).items()
+        # The other end has seen the same.
+        return [{**said, "group": pairs[at].name, "seat": seat} for at, said in answers for seat in pairs[at].seats]
 
     def measure_groups(self, lineup: Lineup, topology: Topology, until: float) -> list[Outcome]:
         """Let a process for each seat of `lineup` go through its groups."""
@@ -171,9 +156,13 @@ class Agents(AgentServer):
                 "seats_in_all": len(lineup.seats),
                 "limit_s": max(self.left(until) - timeouts.REPORT_S, timeouts.REPORT_S),
             }
-            calls[node] = self._ask(node, "groups", order, None)
-        self.gather(calls, until)
-        return outcomes(lineup, self.reports)
+            calls[node] = self._ask(node, "groups", order, list[dict[str, Any]])
+        return outcomes(lineup, [report for said in self.gather(calls, until).values() for report in said])
+
+    def end(self) -> None:
+        """Let the agents end what they have started for measurements; they stay."""
+        for node in self.here:
+            self._ask(node, "examined", None, None)
 
 
 def skew(asked: float, clock: float, heard: float) -> float:
