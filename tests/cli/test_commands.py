@@ -113,7 +113,7 @@ def test_prompts_that_repeat_or_hold_their_answers_are_told(file: Path, capsys: 
         ("prompts.jsonl", '{"input": \n', "prompts.jsonl:1: not valid JSON"),
         ("prompts.jsonl", '{"input": "a"}\n', "fewer than rollout.batch_size"),
         ("reward.py", "def (", "reward.py"),
-        ("reward.py", "def reward_func(completions): return []", "TRL's completions are `responses` here"),
+        ("reward.py", "def reward_func(responses, level): return []", "a parameter 'level' that nothing is passed for"),
     ],
 )
 def test_files_that_a_run_could_not_use_are_told(

@@ -292,8 +292,9 @@ def test_every_number_has_a_range_that_holds_its_default() -> None:
     ranges = {name: key.allowed for name, key in all_keys().items() if key.allowed is not None}
     assert set(ranges) == numbers
     for name, allowed in ranges.items():
-        default = all_keys()[name].default
-        assert all(value in allowed for value in (default if isinstance(default, list) else [default])), name
+        default, words = all_keys()[name].default, all_keys()[name].words
+        values = default if isinstance(default, list) else [default]
+        assert all(value in words or value in allowed for value in values), name
         assert float("nan") not in allowed  # noqa: PLW0177
 
 
