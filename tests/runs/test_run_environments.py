@@ -81,7 +81,7 @@ def test_a_guessing_game_is_won_more_often_than_one_guess_can(tmp_path: Path, se
     rows = metrics(tmp_path / "run")
     rewards = [row["reward"] for row in rows]
     print([round(reward, 3) for reward in rewards], [round(row["turns"], 2) for row in rows][-8:])
-    # A policy that finds two of the digits stays at two thirds for long: seed 7 ends at 0.71, seed 8 at 0.99.
+    # A policy that finds two of the digits stays at two thirds for long: seeds 7, 8 and 9 end at 0.71, 0.99 and 1.
     assert statistics.mean(rewards[-8:]) > 0.5
 
 
