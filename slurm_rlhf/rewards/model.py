@@ -21,7 +21,7 @@ from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.polling import in_thread
-from slurm_rlhf.records import F32, LOST, Prompt, Trajectory, pack
+from slurm_rlhf.records import LOST, Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.scored import Rewards, joined, parse_answer
 from slurm_rlhf.wire.calls import ForwardBatch, RewardCalls
@@ -106,25 +106,17 @@ class ModelRewards:
 def episode_rewards(prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
     """Return the rewards, scores and logs that environments have given `trajectories`, [N].
 
-    A lost episode is not trained on. It gets the mean of the others of its prompt, which leaves their baseline as is.
+    Lost episodes are skipped.
     """
-    kept = np.array([one.finish_reason != LOST for one in trajectories], dtype=np.bool_)
-    owner = np.array([one.prompt for one in trajectories])
-
-    def filled(values: list[float]) -> F32:
-        found = np.array(values, dtype=np.float32)
-        for row in np.flatnonzero(~kept):
-            peers = found[kept & (owner == owner[row])]
-            found[row] = peers.mean() if len(peers) else 0.0
-        return found
-
+    lost = np.array([one.finish_reason == LOST for one in trajectories], dtype=np.bool_)
     scored = any(one.score is not None for one in trajectories)
     names = sorted({name for one in trajectories for name in one.logs})
     logs = {name: [one.logs[name] for one in trajectories if name in one.logs] for name in names}
     return Rewards(
-        filled([one.reward for one in trajectories]),
-        filled([one.score or 0.0 for one in trajectories]) if scored else None,
+        np.array([one.reward for one in trajectories], dtype=np.float32),
+        np.array([one.score or 0.0 for one in trajectories], dtype=np.float32) if scored else None,
         {name: np.array([np.mean(values)], dtype=np.float32) for name, values in logs.items()},
+        skipped=lost if lost.any() else None,
     )
 
 

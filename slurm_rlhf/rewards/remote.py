@@ -24,7 +24,7 @@ from slurm_rlhf.observe.run_log import SERVER_AWAITED, SERVER_BACK
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.items import Item, by_prompt, items_of
 from slurm_rlhf.rewards.scored import Rewards, joined, parse_answer
-from slurm_rlhf.wire.timeouts import CONNECT_S, REWARD_AWAITED_S, REWARD_RETRY_S
+from slurm_rlhf.wire import timeouts
 
 HEALTH = "/health"
 LARGEST = 64 << 20
@@ -70,7 +70,7 @@ class RemoteRewards:
         token = token_of(config.reward.token)
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=httpx.Timeout(config.timeout.reward, connect=CONNECT_S, pool=None),
+            timeout=httpx.Timeout(config.timeout.reward, connect=timeouts.CONNECT_S, pool=None),
             limits=httpx.Limits(max_connections=AT_ONCE),
             trust_env=False,
         )
@@ -93,7 +93,7 @@ class RemoteRewards:
         found = []
         for server in self._servers:
             try:
-                status = self._http.get(server.rstrip("/") + HEALTH, timeout=CONNECT_S).status_code
+                status = self._http.get(server.rstrip("/") + HEALTH, timeout=timeouts.CONNECT_S).status_code
             except self._errors as error:
                 found.append(f"{server}: {type(error).__name__}: {error}")
             else:
@@ -129,10 +129,10 @@ class RemoteRewards:
                 self._tell(False, f"{SERVER_BACK}: the run goes on")
                 return parse_answer(answer, len(items), server, none=True)
             tries += 1
-            if time.monotonic() - max(since, self._answered) > REWARD_AWAITED_S:
+            if time.monotonic() - max(since, self._answered) > timeouts.REWARD_AWAITED_S:
                 self._tell(True, f"{SERVER_AWAITED}: {why}")
                 self.waits()
-            pause_s = pause_s or min(REWARD_RETRY_S, 0.05 * 2**tries)
+            pause_s = pause_s or min(timeouts.REWARD_RETRY_S, 0.05 * 2**tries)
             self._closed.wait(pause_s * random.uniform(0.5, 1.0) if tries >= len(self._servers) else 0)
         raise RewardError("the connections to the reward servers were closed")
 

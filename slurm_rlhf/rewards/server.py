@@ -14,7 +14,7 @@ from typing import Any
 from slurm_rlhf.errors import RewardError, WorkerError
 from slurm_rlhf.rewards.items import Item
 from slurm_rlhf.rewards.remote import HEALTH, LARGEST
-from slurm_rlhf.wire.timeouts import REWARD_IDLE_S
+from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.pool import WorkerPool
 
 
@@ -62,7 +62,7 @@ def items_in(body: Any) -> list[Item]:
 class _Request(BaseHTTPRequestHandler):
     server: RewardServer
     protocol_version = "HTTP/1.1"
-    timeout = REWARD_IDLE_S  # silence of a connection, which is closed then
+    timeout = timeouts.REWARD_IDLE_S  # silence of a connection, which is closed then
 
     def do_GET(self) -> None:
         self._say(200 if self.path == HEALTH else 404, {"status": "ok"} if self.path == HEALTH else {})

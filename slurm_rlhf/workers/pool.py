@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from slurm_rlhf.cluster.processes import KEYS, exit_text
 from slurm_rlhf.errors import WorkerError
-from slurm_rlhf.wire.timeouts import POLL_S, WORKER_END_S, WORKER_STACK_S
+from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.channel import Channel
 
 LATE, ENDED, MEMORY, RAISED, GONE = "late", "ended", "memory", "raised", "gone"
@@ -103,7 +103,7 @@ class WorkerPool:
                     calls.popleft().answer.cancel()
             self.changed.notify_all()
         for worker in self._workers:
-            worker.join(WORKER_END_S)
+            worker.join(timeouts.WORKER_END_S)
 
     def take(self, worker: _Worker) -> _Call | None:
         """Wait for a call for this worker, those to what lives in it first; None: the pool is closed."""
@@ -230,7 +230,7 @@ class _Worker(threading.Thread):
         try:
             self._channel.socket.settimeout(timeout_s)
             self._channel.send(message)
-            self._channel.socket.settimeout(POLL_S)
+            self._channel.socket.settimeout(timeouts.POLL_S)
             answer = self._received(until)
         except TimeoutError:
             self._show_stack()
@@ -274,7 +274,7 @@ class _Worker(threading.Thread):
 
     def _how(self) -> str:
         try:
-            return exit_text(self._process.wait(WORKER_STACK_S))
+            return exit_text(self._process.wait(timeouts.WORKER_STACK_S))
         except subprocess.TimeoutExpired:
             return "closed its connection"
 
@@ -282,7 +282,7 @@ class _Worker(threading.Thread):
         """Have the process write where it is to the log, which ends it."""
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             self._process.send_signal(signal.SIGABRT)
-            self._process.wait(WORKER_STACK_S)
+            self._process.wait(timeouts.WORKER_STACK_S)
 
     def _end(self) -> None:
         """End the process and all that it has started, and wait for it."""

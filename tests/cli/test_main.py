@@ -45,7 +45,7 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.stages.record import StageRecord
 
 TOP = [name for name in commands() if " " not in name]
-WITHOUT_FILE = {"status", "cancel", "docs", "migrate", "completion", "init", "report"}
+WITHOUT_FILE = {"status", "cancel", "docs", "migrate", "completion", "init", "report", "serve-reward"}
 """Commands whose argument is a run and not a configuration."""
 OTHERS = {"bench", "check-parity", "generate", "eval"}
 """Commands whose tests have their help pages."""
@@ -98,7 +98,7 @@ def test_help_of_a_command(
     assert max(map(len, out.splitlines())) <= 120
     assert cli.main([name, "--help", "actor"]) == 0
     out, err = capsys.readouterr()
-    key, default = ("model_name_or_path PATH", "[empty]") if name == "sft" else ("num_nodes INT", "[1]")
+    key, default = ("model_name_or_path PATH", "[empty]") if name in ("sft", "dpo") else ("num_nodes INT", "[1]")
     assert re.search(rf"^  --actor\.{key}\s", out, re.MULTILINE)
     assert default in out
     assert "--critic." not in out
@@ -335,7 +335,7 @@ def failing(error: BaseException) -> Callable[[], int]:
         lambda root: tell(EXAMINED),
         lambda root: GenerateJob.tell(SimpleNamespace(config=Config()), WILD),  # type: ignore[arg-type]
         lambda root: StageRecord.say(
-            SimpleNamespace(_world=SimpleNamespace(rank=0), _paths=SimpleNamespace(root=root / "none")),  # type: ignore[arg-type]
+            SimpleNamespace(_name="sft", _world=SimpleNamespace(rank=0), _paths=SimpleNamespace(root=root / "none")),  # type: ignore[arg-type]
             WILD,
         ),
         lambda root: mpi_start._refuse(SimpleNamespace(broadcast=lambda message: None), RunError(WILD)),  # type: ignore[arg-type]

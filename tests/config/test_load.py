@@ -15,6 +15,7 @@ from slurm_rlhf.config.keys import Key, all_keys, documentation, get, put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import EvalDataSet
+from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.config.text import dump_toml, help_text
 from slurm_rlhf.errors import ConfigError
 
@@ -199,6 +200,15 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         pass_k=st.none() | st.lists(st.integers(), max_size=2),
         answer_pattern=st.none() | text,
     )
+    parts = st.builds(
+        RewardPart,
+        name=text,
+        weight=numbers,
+        clip=st.lists(numbers, min_size=2, max_size=2) | st.just([]),
+        remote_url=st.sampled_from(["", '/a "b"/ü', "http://h:1,https://i"]),
+        preset_value=text,
+        model=st.booleans(),
+    )
     kinds: dict[str, st.SearchStrategy[Any]] = {
         "str": st.sampled_from(key.choices) if key.choices else text,
         # Paths are made absolute once; the NUL byte cannot be in one.
@@ -207,6 +217,7 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         "float": numbers,
         "bool": st.booleans(),
         "list[int]": st.lists(st.integers(), max_size=3),
+        "list[part]": st.lists(parts, max_size=2),
         "list[dataset]": st.lists(data_sets, max_size=2),
         "list[float]": st.lists(numbers, max_size=3),
         "list[str]": st.lists(text, max_size=3),

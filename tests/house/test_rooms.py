@@ -242,7 +242,7 @@ def dotted(module: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-WITH_TORCH = ("engine", "parity", "process_groups", "ranks", "trainer", "weights")
+WITH_TORCH = ("engine", "parity", "process_groups", "ranks", "stages", "trainer", "weights")
 LIGHT_ROOMS = {*FLOOR} - {*WITH_TORCH, "bench", "docs", "observe"}
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS]
 """What a login node and the conductor import."""

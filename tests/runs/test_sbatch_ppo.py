@@ -94,7 +94,7 @@ def test_memory_is_there_on_common_machines(
 def test_nothing_but_the_users_files_is_missing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(SBATCH / f"{name}.toml"), "--dry_run"]) == 2
     problems = capsys.readouterr().err
-    assert set(re.findall(r"\b(\w+\.\w+)[ :]", problems)) <= {
+    assert set(re.findall(r"\b(\w+\.\w+): ", problems)) <= {
         *("actor.model_name_or_path", "data.prompt_dataset", "reward.remote_url")
     }
     assert "no such file" in problems
