@@ -102,7 +102,7 @@ def test_prompts_that_repeat_or_hold_their_answers_are_told(file: Path, capsys: 
     ends = "warning: 50 % of the prompts end with a message of the assistant"
     assert re.search(f"^evaluation [^:]+: {ends}", out, re.MULTILINE)
     notes: list[str] = []
-    Inputs.read(load_config(file, words), notes.append)
+    Inputs.read(load_config(file, words), notes.append).close()
     assert sum(ends in note for note in notes) == 1
 
 

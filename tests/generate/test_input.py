@@ -180,11 +180,14 @@ def scored(scores: Scores, *labels: str) -> list[tuple[float | None, str]]:
     return scores(prompts, answers)
 
 
-def test_a_row_that_the_reward_function_cannot_score_is_one_bad_row(tmp_path: Path) -> None:
+def test_a_row_that_the_reward_function_cannot_score_is_one_bad_row(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     config = Config()
     config.reward.remote_url = str(tmp_path / "reward.py")
     scores = Scores.of(config, tmp_path / "reward.log")
+    request.addfinalizer(scores.close)
     with pytest.raises(RewardError, match="ZeroDivisionError"):  # it has never scored anything: it is the function
         scored(scores, "0")
     found = scored(scores, "2", "0", "4")

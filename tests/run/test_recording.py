@@ -388,6 +388,7 @@ def test_max_steps_counts_beyond_the_episodes(tmp_path: Path, episodes: int, mos
     config = inputs_of(tmp_path, 3)
     config.train.num_episodes, config.train.max_steps = episodes, most
     inputs = Inputs.read(config, print)
+    inputs.close()
     assert inputs.total_steps == steps
     assert len([inputs.order.next() for _ in range(steps)]) == steps
     assert None not in [PromptOrder(3, 1, inputs.order.episodes, 0).next() for _ in range(steps)]
@@ -397,6 +398,6 @@ def test_max_steps_counts_beyond_the_episodes(tmp_path: Path, episodes: int, mos
 def test_a_model_that_was_never_compared_is_noted_before_anything_starts(tmp_path: Path) -> None:
     config = inputs_of(tmp_path, 1)
     notes: list[str] = []
-    Inputs.read(config, notes.append)
+    Inputs.read(config, notes.append).close()
     assert [note for note in notes if "is a OtherForCausalLM, which was never compared" in note] == notes[:1]
     assert notes[0].startswith("warning: actor.model_name_or_path: ")
