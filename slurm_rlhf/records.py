@@ -89,7 +89,7 @@ class Trajectory(Record):
     score: float | None = None  # by the environment, by the task's own measure
     logs: dict[str, float] = {}  # by the environment, to be averaged and logged
     counts: dict[str, int] = {}  # calls of tools, and errors of tools by kind
-    digests: list[tuple[int, int]] = []  # of the tokens of each turn, made where they were sampled, see `digest`
+    digests: list[tuple[int, int]] = []  # checksum of each turn, made where it was sampled: `digest`
 
 
 def digest(token_ids: I32) -> tuple[int, int]:
@@ -106,7 +106,7 @@ class EngineLoad(Record):
     busy_s: float = 0.0  # with at least one request
     queued_s: float = 0.0  # seconds that requests waited for a place in the batch, summed over requests
     kv_usage: float = 0.0  # highest share of the KV cache in use, 0 to 1
-    prompt_tokens: int = 0  # of requests that have begun
+    prompt_tokens: int = 0  # tokens of the prompts of requests that have begun
     cached_tokens: int = 0  # those of them whose keys and values were in the prefix cache
 
     def add(self, other: EngineLoad) -> None:

@@ -72,7 +72,7 @@ class Arguments:
     command: Command
     files: list[Path]  # a later file overrides an earlier one
     overrides: list[str]
-    words: list[str]  # what a command without files takes
+    words: list[str]  # words of a command that takes no files
     options: dict[str, Any]  # name -> value; those not given have their default, or are absent if they have none
 
     def error(self, text: str) -> ConfigError:

@@ -17,7 +17,7 @@ from slurm_rlhf.errors import ConfigError, RunError
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class NewRun:
     """Hold the answers to the questions of `slurm-rlhf init`."""
 
     name: str  # the run's name, also for its files and its job
@@ -37,7 +37,7 @@ class Start:
         return max(self.nodes * self.gpus, 1)
 
 
-def toml(start: Start) -> str:
+def toml(start: NewRun) -> str:
     """Write the configuration: GRPO, with all roles in turns on all GPUs, for any number of GPUs."""
     colocated = start.gpus > 0
     prompts = math.ceil(64 / start.slots) * start.slots  # at least 64, and divisible by the number of ranks
@@ -64,7 +64,7 @@ def reward() -> str:
     return _filled("reward.py.txt")
 
 
-def script(start: Start) -> str:
+def script(start: NewRun) -> str:
     """Write the batch script of a job that saves and requeues itself before its time is up."""
     headers = {
         "job-name": start.name,
@@ -127,7 +127,7 @@ def write_files(arguments: Arguments) -> int:
     return 0
 
 
-def choose(name: str, given: dict[str, str], partitions: list[Partition], ask: Ask) -> Start:
+def choose(name: str, given: dict[str, str], partitions: list[Partition], ask: Ask) -> NewRun:
     """Take the answers from `given`, or ask for them. Raises ConfigError for an answer that is not possible."""
 
     def value(option: str, question: str, default: str) -> str:
@@ -150,7 +150,7 @@ def choose(name: str, given: dict[str, str], partitions: list[Partition], ask: A
     if gpus % size:
         raise ConfigError(f"--tensor_parallel_size={size} does not divide the {gpus} GPUs of a node")
     limit = partition.time if partition and partition.time != "infinite" else ""
-    return Start(
+    return NewRun(
         name,
         value("model", "Directory of the model?", "models/MY_MODEL"),
         value("prompts", "File with the prompts?", "prompts.jsonl"),
@@ -163,7 +163,7 @@ def choose(name: str, given: dict[str, str], partitions: list[Partition], ask: A
     )
 
 
-def next_steps(start: Start, slurm: bool) -> list[str]:
+def next_steps(start: NewRun, slurm: bool) -> list[str]:
     """List the next steps for the user."""
     steps = []
     if not Path(start.model).is_dir():

@@ -20,7 +20,7 @@ from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import printable
-from slurm_rlhf.nodes.examination import Answer, Examination, Question, look_here
+from slurm_rlhf.nodes.examination import Examination, Examined, Question, look_here
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, needs_of
 from slurm_rlhf.nodes.node_look import versions
@@ -88,7 +88,7 @@ def tell(report: Report) -> None:
         print(f"preflight: {count} checks of {nodes} nodes in {report.seconds:.1f} s", flush=True)
 
 
-def examine(config: Config, ranks: RankMap, steps: AgentSteps | None, full: bool = False) -> Answer:
+def examine(config: Config, ranks: RankMap, steps: AgentSteps | None, full: bool = False) -> Examined:
     """Examine the nodes of the allocation, or this machine. `full`: also links and groups, whatever `preflight` is.
 
     Blocks for at most `timeout.preflight` and a few seconds; the agents of `steps` stay. Raises RunError, and DiskError
@@ -99,14 +99,14 @@ def examine(config: Config, ranks: RankMap, steps: AgentSteps | None, full: bool
             return _examine_allocation(config, ranks, steps, full)
         asked = local_question(config, ranks)
         if not full:
-            return Answer(look_here(asked, os.environ), ranks)
+            return Examined(look_here(asked, os.environ), ranks)
         from slurm_rlhf.nodes.agent_server import LocalAgents
 
         with closing(LocalAgents(Path(config.run_dir))) as agents:
             return Examination(asked, agents).run()
 
 
-def _examine_allocation(config: Config, ranks: RankMap, steps: AgentSteps, full: bool) -> Answer:
+def _examine_allocation(config: Config, ranks: RankMap, steps: AgentSteps, full: bool) -> Examined:
     spares, slurm = config.cluster.spares, steps.slurm
     nodes: Sequence[str] = slurm.job_nodes if spares else ranks.used_nodes
     needs = _for_spares(_needs(config, ranks, slurm, "ask for them with sbatch --gpus-per-node"), nodes)

@@ -111,7 +111,7 @@ class RewardPart:
     function: str = ""
     preset: str = ""
     preset_value: str = ""
-    model: bool = False  # that of reward.model_name_or_path
+    model: bool = False  # true: the score of reward.model_name_or_path
 
 
 @dataclass(slots=True)

@@ -117,7 +117,7 @@ def formats() -> tuple[ToolFormat, ...]:
 class ToolReader:
     """Reads the calls of one model, and writes calls as its chat template takes them."""
 
-    name: str  # of the format
+    name: str  # name of the format
     read: Read
     as_text: bool  # the template takes arguments as JSON text
 

@@ -52,7 +52,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Examined:
     """Hold what was found, and the rank map of the nodes that a run should take."""
 
     report: Report
@@ -66,7 +66,7 @@ class Examination:
         self._question = question
         self._agents = agents
 
-    def run(self) -> Answer:
+    def run(self) -> Examined:
         """Return what was found. Raises RunError if no agent can be started, OSError for a bad run directory."""
         from slurm_rlhf.nodes.interview import Interview
 
@@ -82,7 +82,7 @@ class Examination:
         ranks = self._placed(evidence)
         taken = {node.name for node in ranks.topology.nodes}
         gone = tuple(node for node in report.bad_nodes() if node not in taken)
-        return Answer(replace(report, left_out=gone), ranks)
+        return Examined(replace(report, left_out=gone), ranks)
 
     def _measured(self, talk: Interview, evidence: Evidence) -> Evidence:
         """Add links and groups. A run that cannot start anyhow is to end in seconds, without them."""

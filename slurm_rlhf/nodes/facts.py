@@ -35,7 +35,7 @@ class Orders:
     sandbox: str = ""  # reward.sandbox, to be tried; empty: nothing runs in one
     gpus: bool = False  # look at them
     groups: bool = False  # get ready to start processes for the collectives
-    limit_s: float = 60.0  # of the examination
+    limit_s: float = 60.0  # seconds that the examination may take
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}

@@ -41,8 +41,8 @@ class Rates:
     forward: float = 0.50
     prefill: float = 0.50
     memory: float = 0.80
-    step_s: float = 1.5e-3  # of an engine's step, beside the model
-    layer_s: float = 20e-6  # of a layer's two sums over TP ranks, beside their bytes
+    step_s: float = 1.5e-3  # an engine's step takes so much more than its model
+    layer_s: float = 20e-6  # a layer's two sums over TP ranks take so much more than their bytes
 
 
 RATES = Rates()
@@ -103,7 +103,7 @@ def predict(
     count, longest = config.rollout.batch_size * config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens
     prompt = max(1, min(prompt, config.data.max_len - longest))
     responses = response_lengths(count, mean_response or MEAN * longest, longest)
-    batch = Batch(responses, [prompt + response for response in responses], prompt)
+    batch = PredictedBatch(responses, [prompt + response for response in responses], prompt)
     engines = min(config.vllm.num_engines, count)
     work = {role: Work(config, role, shape, gpu, links, batch) for role, shape in models.items() if role != ROLLOUT}
     forward = {role: one.forward() for role, one in work.items()}
@@ -141,7 +141,7 @@ def predict(
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PredictedBatch:
     """Hold the lengths of a step's sequences."""
 
     responses: Sequence[int]
@@ -158,7 +158,7 @@ class Work:
     shape: ModelShape
     gpu: Gpu
     links: Links
-    batch: Batch
+    batch: PredictedBatch
 
     def flops(self, backward: bool = False) -> float:
         """Count the FLOPs of a pass over all sequences."""

@@ -84,7 +84,7 @@ class ModelRewards:
     """Spread responses over the ranks of the reward role."""
 
     role: RoleHandle[RewardCalls]
-    max_tokens: int  # of a micro-batch
+    max_tokens: int  # tokens of a micro-batch at most
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
         """Compute the rewards of `trajectories`, [N], from any thread; a model knows no step.

@@ -132,7 +132,7 @@ class RemoteRewards:
             if time.monotonic() - max(since, self._answered) > timeouts.REWARD_AWAITED_S:
                 self._tell(True, f"{SERVER_AWAITED}: {why}")
                 self.waits()
-            pause_s = pause_s or min(timeouts.REWARD_RETRY_S, 0.05 * 2**tries)
+            pause_s = pause_s or min(timeouts.REWARD_RETRY_S, 0.05 * 2 ** min(tries, 10))
             self._closed.wait(pause_s * random.uniform(0.5, 1.0) if tries >= len(self._servers) else 0)
         raise RewardError("the connections to the reward servers were closed")
 

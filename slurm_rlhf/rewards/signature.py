@@ -70,7 +70,7 @@ class Taken:
     places: tuple[str, ...]
     names: tuple[str, ...]
     trl: bool = False  # names are keywords of TRL and columns of the data
-    columns: tuple[str, ...] | None = ()  # of the data, passed where there are such; None: all
+    columns: tuple[str, ...] | None = ()  # columns that it gets, where the data has them; None: all
 
     def call(self, function: Callable[..., Any], items: Sequence[Item], step: int) -> Any:
         """Call `function` for `items` and return its answer; a coroutine is run to its end. Raises what it raises."""

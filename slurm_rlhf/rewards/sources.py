@@ -23,8 +23,8 @@ def reward_source(
     """Make the source that `reward` names, but for a reward model; `close_source` ends it.
 
     `printed`: the file for what functions print in workers; None: it is printed as usual. `note` tells the user of
-    servers that do not answer. A function that the script
-    itself has registered runs here: no other process knows it. Raises ConfigError, RewardError.
+    servers that do not answer. A function that the script itself has registered runs here: no other process knows it.
+    Raises ConfigError, RewardError.
     """
     reward = config.reward
     if reward.sources:

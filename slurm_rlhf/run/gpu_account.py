@@ -18,7 +18,7 @@ from slurm_rlhf.placement.memory import Models, read_models
 from slurm_rlhf.placement.model_shape import batch_flops, mfu
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import I32, Experience, SyncConnection
-from slurm_rlhf.run.prediction import Compared, Prediction
+from slurm_rlhf.run.prediction import PhaseSeconds, Prediction
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 
@@ -148,7 +148,7 @@ class GpuAccount:
         way = self.way()
         return {name: value for name in ("backend", "interface") if (value := getattr(way, name, ""))}
 
-    def compared(self) -> dict[str, Compared]:
+    def compared(self) -> dict[str, PhaseSeconds]:
         """Compare seconds of phases with their prediction; empty without engines, or for an unknown card or model."""
         card = find_gpu(cards[0]) if len(cards := self._cards()) == 1 else None
         if card is None or not card.bf16_tflops or self._flops is None or not has_engines(self.config):

@@ -17,11 +17,11 @@ MEASURED = {"sampling": "time/rollout", "forward": "time/forward", "update": "ti
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class PhaseSeconds:
     """Hold the seconds of a phase of a step."""
 
     predicted: float
-    measured: float  # median of the steps of this session
+    measured: float  # median of the steps since the start
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Prediction:
 
     config: Config
     _seconds: dict[str, list[float]] = field(default_factory=dict, init=False)
-    _lengths: list[tuple[float, float]] = field(default_factory=list, init=False)  # of prompts and responses, means
+    _lengths: list[tuple[float, float]] = field(default_factory=list, init=False)  # mean tokens of prompt and response
 
     def step(self, experience: Experience, timings: Mapping[str, float]) -> None:
         """Note a step; `timings` holds its phases, as `time/<phase>`."""
@@ -40,7 +40,7 @@ class Prediction:
             if name in timings and not (ahead and phase == "sampling"):
                 self._seconds.setdefault(phase, []).append(timings[name])
 
-    def compared(self, models: Models, gpu: Gpu) -> dict[str, Compared]:
+    def compared(self, models: Models, gpu: Gpu) -> dict[str, PhaseSeconds]:
         """Predict the phases on cards of kind `gpu`, and put what was measured beside; empty before the first step.
 
         The first of several steps does not count: kernels are compiled in it.
@@ -50,12 +50,12 @@ class Prediction:
         prompt, response = (mean(of) for of in zip(*self._lengths, strict=True))
         found = predict(self.config, models, gpu, USUAL_LINKS, 0.0, response, round(prompt))
         return {
-            phase: Compared(found.phases[phase], median(seconds[1:] or seconds))
+            phase: PhaseSeconds(found.phases[phase], median(seconds[1:] or seconds))
             for phase, seconds in self._seconds.items()
         }
 
 
-def words(compared: Mapping[str, Compared]) -> str:
+def words(compared: Mapping[str, PhaseSeconds]) -> str:
     """Put predicted and measured seconds side by side; empty: nothing was compared."""
     pairs = [f"{phase} {each.predicted:.3g}/{each.measured:.3g}" for phase, each in compared.items()]
     return f"seconds of a step, predicted/measured: {', '.join(pairs)}" if pairs else ""

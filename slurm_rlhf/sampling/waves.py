@@ -85,7 +85,7 @@ class ActorWaves(Waves):
     """
 
     rollout: RoleHandle[ActorCalls]  # type: ignore[assignment]
-    _calls: list[Future[GenerateAnswer]]  # of the wave
+    _calls: list[Future[GenerateAnswer]]  # calls of the wave
 
     @property
     def ready(self) -> Sequence[int]:

@@ -22,7 +22,7 @@ from typing import Literal
 
 from slurm_rlhf.errors import ConfigError, cut
 from slurm_rlhf.sandbox import launcher
-from slurm_rlhf.sandbox.commands import COMMANDS, HOME, LACKS, NONE, Job, Limits, readable, variables
+from slurm_rlhf.sandbox.commands import COMMANDS, HOME, LACKS, NONE, Limits, SandboxJob, readable, variables
 from slurm_rlhf.wire import timeouts
 
 KEY = "reward.sandbox"
@@ -39,7 +39,7 @@ _MISSING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProgramEnd:
     """Say how a program ended."""
 
     how: Literal["exit", "time", "memory", "output"]  # by itself or a signal, or at the limit of this name
@@ -48,7 +48,7 @@ class Ended:
     seconds: float
 
 
-def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: bytes, limits: Limits) -> Ended:
+def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: bytes, limits: Limits) -> ProgramEnd:
     """Run `program` in a sandbox of `kind` and wait for its end.
 
     `files`: name -> text; the program finds them in the directory that stands for `{work}` in its words. `given` is its
@@ -62,7 +62,7 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
         user = random.randrange(1 << 20, 1 << 31) if own_user else 0
         home = HOME if kind in ("bubblewrap", "apptainer") else work
         _fill(Path(work), files, user)
-        job = Job(_tool(kind), work, readable(os.environ, _PROGRAMS), limits, own_user)
+        job = SandboxJob(_tool(kind), work, readable(os.environ, _PROGRAMS), limits, own_user)
         rules = asdict(limits) | {"user": user, "readable": job.readable, "writable": work}
         rules |= {"processes": limits.processes + _counted_too(kind, own_user)}
         rules |= {"landlock": kind == "landlock", "filter": kind != NONE}
@@ -88,7 +88,7 @@ def _fill(work: Path, files: Mapping[str, str], user: int) -> None:
             os.chown(path, user, user)
 
 
-def _follow(process: subprocess.Popen[bytes], limits: Limits) -> Ended:
+def _follow(process: subprocess.Popen[bytes], limits: Limits) -> ProgramEnd:
     """Read what a process group prints until it ends or reaches a limit, and end all of it."""
     began = time.monotonic()
     assert process.stdout is not None
@@ -122,7 +122,7 @@ def _follow(process: subprocess.Popen[bytes], limits: Limits) -> Ended:
     finally:
         _end(process)
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return Ended(how, code, bytes(found[: limits.output]), time.monotonic() - began)
+    return ProgramEnd(how, code, bytes(found[: limits.output]), time.monotonic() - began)
 
 
 def _is_over(process: subprocess.Popen[bytes]) -> bool:

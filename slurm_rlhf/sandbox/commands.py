@@ -29,7 +29,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SandboxJob:
     """Say what a command line is for: `work` is a directory of the job's own, with its files."""
 
     tool: str  # path of bwrap or apptainer; empty: the kind needs none
@@ -55,7 +55,7 @@ def variables(environ: Mapping[str, str], home: str) -> dict[str, str]:
     return kept | fixed | {"HOME": home, "TMPDIR": home, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def bubblewrap(job: Job, program: Sequence[str]) -> list[str]:
+def bubblewrap(job: SandboxJob, program: Sequence[str]) -> list[str]:
     """Give the program namespaces of its own for all but time."""
     words = [job.tool, "--die-with-parent", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     words += ["--unshare-cgroup-try", *([] if job.own_user else ["--unshare-user"]), "--hostname", "sandbox"]
@@ -66,7 +66,7 @@ def bubblewrap(job: Job, program: Sequence[str]) -> list[str]:
     return [*words, "--ro-bind", job.work, job.work, "--remount-ro", "/", "--chdir", HOME, "--", *program]
 
 
-def apptainer(job: Job, program: Sequence[str]) -> list[str]:
+def apptainer(job: SandboxJob, program: Sequence[str]) -> list[str]:
     """Give the program namespaces by Apptainer, whose image is the job's empty directory `image`."""
     words = [job.tool, "--silent", "exec", "--cleanenv", "--containall", "--no-mount", "cwd,hostfs,bind-paths"]
     for path in (*job.readable, job.work):
@@ -76,12 +76,12 @@ def apptainer(job: Job, program: Sequence[str]) -> list[str]:
     return [*words, "--no-eval", "--pwd", HOME, f"{job.work}/image", *program]
 
 
-def plain(job: Job, program: Sequence[str]) -> list[str]:
+def plain(job: SandboxJob, program: Sequence[str]) -> list[str]:
     """Start the program as it is; the launcher does what is done."""
     return list(program)
 
 
-COMMANDS: dict[str, Callable[[Job, Sequence[str]], list[str]]] = {
+COMMANDS: dict[str, Callable[[SandboxJob, Sequence[str]], list[str]]] = {
     "bubblewrap": bubblewrap,
     "apptainer": apptainer,
     "landlock": plain,

@@ -38,7 +38,7 @@ class TokenBatch:
     targets: Tensor  # int64 [A], the response tokens
     row: PackedRow | None  # None: every sequence has a row
     first: int = 0  # place of this rank's first action among those of all ranks that compute the row
-    actions: int = 0  # of all these ranks
+    actions: int = 0  # actions of all ranks that compute the row
 
     def whole(self, values: Tensor) -> Tensor:
         """Return the numbers of all actions, given those that this rank has computed, [A]. Collective with a group."""

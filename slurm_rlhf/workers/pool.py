@@ -44,7 +44,7 @@ class _Call:
     method: str
     arguments: tuple[Any, ...]
     timeout_s: float
-    life: int | None = None  # of the worker, for a call to what lives in it
+    life: int | None = None  # number of the worker process that the call is for; None: any
     answer: Future[Any] = field(default_factory=Future)
 
 
@@ -61,7 +61,7 @@ class WorkerPool:
         self.failed: Counter[str] = Counter()
         """Kind -> calls that failed so."""
         self.changed = threading.Condition()
-        self.calls: deque[_Call] = deque()  # that any worker may take
+        self.calls: deque[_Call] = deque()  # calls that any worker may take
         self.closed = False
         self._workers = [_Worker(self, number) for number in range(count)]
         for worker in self._workers:

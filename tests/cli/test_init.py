@@ -12,7 +12,7 @@ import pytest
 
 from slurm_rlhf.cli import init
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.cli.init import Start, choose, script, toml
+from slurm_rlhf.cli.init import NewRun, choose, script, toml
 from slurm_rlhf.cluster.resources import best, parse_modules, parse_partitions, proposed
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import running_roles
@@ -25,7 +25,7 @@ small|4|gpu:a100:4|infinite|64+|up
 old|2|gpu:v100:8|1-00:00:00|40|down
 unlike text
 """
-GPU = Start("mine", "models/m", "prompts.jsonl", 2, 8, 2, "gpu", "1-00:00:00", "project")
+GPU = NewRun("mine", "models/m", "prompts.jsonl", 2, 8, 2, "gpu", "1-00:00:00", "project")
 
 
 def silent(question: str, default: str) -> str:
@@ -75,7 +75,7 @@ def test_answers_and_options_are_settled_and_what_cannot_be_is_refused() -> None
 @pytest.mark.parametrize(
     "start", [GPU, replace(GPU, nodes=3, gpus=6), replace(GPU, nodes=1, gpus=1, tensor_parallel_size=1)]
 )
-def test_the_configuration_is_sound_on_any_number_of_gpus(start: Start, tmp_path: Path) -> None:
+def test_the_configuration_is_sound_on_any_number_of_gpus(start: NewRun, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(toml(start))
     config = load_config(tmp_path / "mine.toml")
     assert list(rule_problems(config)) == []

@@ -10,9 +10,9 @@ from waiting import scaled
 
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.sandbox import box
-from slurm_rlhf.sandbox.commands import COMMANDS, LACKS, Job, Limits, readable, variables
+from slurm_rlhf.sandbox.commands import COMMANDS, LACKS, Limits, SandboxJob, readable, variables
 
-JOB = Job("/opt/tool", "/tmp/job", ("/usr", "/opt/python"), Limits(5), own_user=False)
+JOB = SandboxJob("/opt/tool", "/tmp/job", ("/usr", "/opt/python"), Limits(5), own_user=False)
 
 
 def test_bubblewrap_shares_nothing_and_writes_nowhere() -> None:

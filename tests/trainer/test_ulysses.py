@@ -139,8 +139,8 @@ def close(ours: Any, theirs: Any, bound: float = 1e-5) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name in CASES for size in SIZES_OF.get(name, [2])])
 def test_numbers_and_gradients_are_those_of_one_rank(out: Path, name: str, size: int) -> None:
-    one = torch.load(out / f"{name}.1.0", weights_only=False)
-    ranks = [torch.load(out / f"{name}.{size}.{rank}", weights_only=False) for rank in range(4)]
+    one = torch.load(out / f"{name}.1.0", weights_only=True)
+    ranks = [torch.load(out / f"{name}.{size}.{rank}", weights_only=True) for rank in range(4)]
     bound = 0.05 if name == "bf16" else 1e-5
     for found in ranks:
         for key in ("numbers", "scores"):
