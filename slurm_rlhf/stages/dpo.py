@@ -20,6 +20,8 @@ from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.stages.examples import Examples, load_pairs
 from slurm_rlhf.stages.record import StageRecord
 from slurm_rlhf.stages.stage import Stage, StageTrainer, fingerprint
+from slurm_rlhf.trainer.batch import TokenBatch
+from slurm_rlhf.trainer.distributed import undisturbed
 
 
 class DpoTrainer(StageTrainer):
@@ -31,22 +33,20 @@ class DpoTrainer(StageTrainer):
     def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """Compute {"logprobs": fp32 [A]} in eval mode; micro-batches as rows of `exp`. Collective."""
         module = self.backend.module
-        module.eval()
-        found = self._per_action(
-            exp,
-            micro,
-            lambda batch: self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)[0],
-        )
-        module.train()
-        return {"logprobs": found}
+        with undisturbed(module, self.world.device):
+            module.eval()
+            return {"logprobs": self._per_action(exp, micro, self._forward)}
+
+    def _forward(self, batch: TokenBatch) -> Tensor:
+        logprobs: Tensor = self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)[0]
+        return logprobs
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         """Add up the losses of this micro-batch's pairs, divided by the pairs of the whole step."""
         keys, device = self.config.dpo, self.world.device
         batch = self._collate(part)
-        logprobs = self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)[0]
         owner = torch.from_numpy(np.repeat(np.arange(len(part)), part.response_lens)).to(device)
-        sums = torch.zeros(len(part), device=device).index_add(0, owner, batch.whole(logprobs).float())
+        sums = torch.zeros(len(part), device=device).index_add(0, owner, batch.whole(self._forward(batch)).float())
         reference = torch.zeros(len(part), device=device)
         if "ref_logprobs" in part.columns:
             known = response_sums(part.columns["ref_logprobs"], part.action_mask, part.action_offsets)
@@ -89,7 +89,9 @@ class DpoStage(Stage):
             return
         model = model_contents(Path(config.actor.model_name_or_path))
         file = record.root / f"reference-{model[:16]}-{fingerprint(examples)[:16]}-{config.ds.param_dtype}.npy"
-        if file.is_file():
+        there = torch.tensor([float(file.is_file())], device=trainer.world.device)
+        dist.all_reduce(there)  # a file system may show it to some ranks later
+        if there == trainer.world.size:
             experience.columns["ref_logprobs"] = np.load(file)
             return
         record.say(f"computing the reference's log-probs of {len(examples)} pairs, once")

@@ -88,6 +88,10 @@ new weights come, for a minute at most: they meet the next batch half way howeve
 which are greedy, do not wait. In the update to policy version 2 its process stands still for six seconds."""
 
 
+BATCHES = ("--reward.workers=0",)
+"""One call of the reward function takes a whole batch, so that it sees which prompts are trained on together."""
+
+
 class Whole:
     """A run that SIGTERM stopped after its second step, with requests in flight, and the one that went on."""
 
@@ -100,7 +104,7 @@ class Whole:
         self.rows = metrics(self.run_dir)
 
     def _train(self, config: Path) -> None:
-        with started(config, self.run_dir, *WORLD, warm=True) as run:
+        with started(config, self.run_dir, *WORLD, *BATCHES, warm=True) as run:
             run.wait_for_step(2)
             run.process.terminate()
             self.stopped, self.first = run.wait()
@@ -108,7 +112,7 @@ class Whole:
             self.log = run.log()
         self.saved = json.loads((self.run_dir / "summary.json").read_text())
         self.state = json.loads(max((self.run_dir / "checkpoints").glob("*/state.json")).read_text())
-        self.code, self.second = train(config, self.run_dir, *WORLD, warm=True)
+        self.code, self.second = train(config, self.run_dir, *WORLD, *BATCHES, warm=True)
 
     def asked(self) -> list[list[str]]:
         """Prompts of the batches that were scored, in order; of a batch done again only the last time."""

@@ -46,7 +46,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     half = ["--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:4", "--cpus-per-task=4", "--mem=8000"]
     holds = Holds(config)
     holds.hold(PACE, "0.1")  # runs without an end leave the cores to what is tested
-    two = ("--actor.num_gpus_per_node=2", "--train.max_restarts=1", "--ckpt.save_steps=8")
+    two = ("--actor.num_gpus_per_node=2", "--train.max_restarts=1", "--ckpt.save_steps=8", "--reward.workers=0")
     job = slurm.submit(config, second, half, *SMALL, *ENDLESS, *two, f"--timeout.hang={TOLD_S}")
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start")
     with interactive(slurm, config, first) as login:
