@@ -95,8 +95,14 @@ def _batches(config: Config) -> Iterator[str]:
             yield f"{product} responses do not divide over {sizes} ranks{shared}: use a multiple of {many}"
 
 
+_MANY = 1_000_000
+"""Responses of a step that nobody samples, and of which finding the divisors takes a second."""
+
+
 def _divisors(whole: int, wanted: int) -> str:
-    """Name the divisors of `whole` that are nearest to `wanted`."""
+    """Name the divisors of `whole` that are nearest to `wanted`, unless it would take long to find them."""
+    if whole > _MANY:
+        return "a number that divides it"
     valid = [n for n in range(1, whole + 1) if whole % n == 0]
     near = sorted(sorted(valid, key=lambda n: abs(n - wanted))[:2])
     return " or ".join(str(n) for n in near)
@@ -305,7 +311,9 @@ class ColocationRules(Rules):
         slots, taken = actor.num_nodes * actor.num_gpus_per_node, vllm.num_engines * vllm.tensor_parallel_size
         if not _turns(self.config) or (taken == slots and actor.num_gpus_per_node % vllm.tensor_parallel_size == 0):
             return False
-        widths = [width for width in range(1, actor.num_gpus_per_node + 1) if actor.num_gpus_per_node % width == 0]
+        widths = [
+            width for width in range(1, min(actor.num_gpus_per_node, 64) + 1) if actor.num_gpus_per_node % width == 0
+        ]
         return {"slots": slots, "taken": taken, "fits": " or ".join(f"{slots // width} x {width}" for width in widths)}
 
     def colocated_nodes(self) -> Broken:

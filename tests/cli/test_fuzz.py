@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.cluster.slurm_environment import read_slurm
@@ -117,6 +117,7 @@ def test_keys_with_any_values(folder: Path, table: dict[str, Any]) -> None:
 
 
 @given(st.lists(st.tuples(WORDS, ODD | TEXT, st.booleans()), min_size=1, max_size=3))
+@example([("rollout.batch_size", "9" * 400, False)])
 @fuzz("overrides")
 def test_any_words_on_the_command_line(words: list[tuple[str, str, bool]]) -> None:
     line = [part for key, value, joined in words for part in ([f"--{key}={value}"] if joined else [f"--{key}", value])]
