@@ -60,7 +60,7 @@ class ActiveRequest:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
-    adapter: Any = None  # what samples all of it, where the engine keeps several; None: the weights of each step
+    adapter: Any = None  # policy that samples all of it, where the engine keeps several; None: each step its weights
 
     def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
         """Append what one step of policy `version` has sampled; a span ends where the policy changes."""
@@ -133,7 +133,7 @@ class Status:
     waiting: int  # requests without a place in the batch
     kv_usage: float  # share of the KV cache that is taken, 0 to 1; 0 where it has no fixed size
     attention: str  # kernels of the layers; empty: not known
-    prompt_tokens: int = 0  # of all requests, since the engine was started
+    prompt_tokens: int = 0  # prompt tokens of all requests since the engine was started
     cached_tokens: int = 0  # those of them whose keys and values were in the prefix cache
 
 

@@ -102,7 +102,7 @@ class NodeFacts:
     memlock: int = UNKNOWN  # bytes that a process may lock; UNKNOWN: no limit
     most_files: int = UNKNOWN  # files that a process may open; UNKNOWN: no limit
     infiniband: bool = False
-    compiler: str = ""  # what is missing to compile for Python; empty: nothing
+    compiler: str = ""  # parts that are missing to compile for Python; empty: none
     locks: tuple[str, ...] = ()  # locks of torch extensions that nobody builds there
     addresses: tuple[str, ...] = ()
     interface: str = ""  # interface on the way to the conductor

@@ -67,7 +67,7 @@ class StepTime:
 
     phases: Mapping[str, float]  # sampling, forward, update, sync
     step: float
-    binds: str  # what a step waits for longest
+    binds: str  # name of the phase or part that a step waits for longest
     idle: float  # share of all GPU seconds without work
     mfu_update: float
     mfu: float
