@@ -62,7 +62,7 @@ class Lane:
         self.report: list[str] = []
         self._cache = tempfile.TemporaryDirectory(prefix="lane-")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-o", f"cache_dir={self._cache.name}", *arguments],
+            [sys.executable, "-m", "pytest", "-o", f"cache_dir={self._cache.name}", "--durations=20", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
