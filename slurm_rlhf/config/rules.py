@@ -19,6 +19,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     algorithm = list(algorithm_problems(config))
     yield from key_problems(config)
     yield from _frozen(config)
+    yield from _compiled(config) if config.ds.compile else ()
     yield from algorithm
     if next(out_of_range(config), None) is not None:
         return
@@ -70,6 +71,24 @@ def _frozen(config: Config) -> Iterator[str]:
             yield f"{name}.zero_stage takes 0 or 3, got {group.zero_stage}: a frozen model has parameters only to cut"
         elif group.offload and group.zero_stage != 3:
             yield f"{name}.offload needs {name}.zero_stage = 3: only parameters that ZeRO-3 has cut can be moved"
+
+
+def _compiled(config: Config) -> Iterator[str]:
+    """Check that nothing in a layer is beyond the compiler."""
+    stages = {"ds": config.ds.zero_stage, "ref": config.ref.zero_stage, "reward": config.reward.zero_stage}
+    excluded = {f"{name}.zero_stage = 3": (stage == 3, "its layers gather") for name, stage in stages.items()}
+    excluded |= {
+        "ds.ulysses_size": (config.ds.ulysses_size > 1, "ranks exchange inside of layers"),
+        "ds.use_liger_kernel": (config.ds.use_liger_kernel, "the compiler makes such kernels itself"),
+        "train.gradient_checkpointing = selective": (
+            config.checkpointing == "selective",
+            "the compiler chooses itself what a layer keeps: use off or full",
+        ),
+        "rollout.engine = hf": (not has_engines(config), "the actor's layers also take single tokens"),
+    }
+    for key, (found, why) in excluded.items():
+        if found:
+            yield f"ds.compile = true excludes {key}: {why}. Change the one or leave out the other"
 
 
 def _batches(config: Config) -> Iterator[str]:

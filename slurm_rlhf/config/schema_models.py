@@ -218,6 +218,12 @@ class Ds:
     """So many neighbouring ranks of each role compute a micro-batch together, a part of its tokens each, and exchange
     heads for attention: long sequences then take that much less memory for activations. The model's attention heads,
     and the ranks of actor, critic, reference and reward model, must be multiples of it. `slurm-rlhf docs models`."""
+    compile: bool = False
+    """Compile the layers of all models but engines' (torch.compile): fewer, larger kernels, at the price of minutes at
+    the first steps. Needs a C++ compiler, and on GPUs Triton, on the nodes."""
+    use_liger_kernel: bool = False
+    """Compute norms, rotations and gated products by the Triton kernels of the package liger-kernel, on GPUs, for the
+    models that it knows; log-probs stay chunked (train.logprob_chunk_tokens)."""
     attn_implementation: str = "sdpa"
     """A name of Hugging Face. sdpa: eager for models that have no sdpa, or cap their attention scores, which sdpa
     ignores."""

@@ -131,7 +131,7 @@ def least_recomputed(config: Config, models: Models, gpu: int) -> tuple[Config, 
     """
     if config.train.gradient_checkpointing != "auto" or config.actor.gradient_checkpointing_enable:
         return config, account(config, models, gpu)
-    for way in ("off", "full") if config.ds.zero_stage == 3 else ("off", "selective", "full"):
+    for way in ("off", "full") if config.ds.zero_stage == 3 or config.ds.compile else ("off", "selective", "full"):
         settled = changed(config, {"train.gradient_checkpointing": way})
         found = account(settled, models, gpu)
         trainers = [row for row in found.rows if row.there and ROLES[row.role].kind == "trained"]

@@ -180,7 +180,9 @@ class Startup:
             role: handle for role, handle in self.supervisor.roles.items() if not isinstance(handle, EngineHandle)
         }
         engines = f"; starting {self.supervisor.roles[ROLLOUT].world} engines" if pool else ""
-        self.run.reporting.note(f"loading {', '.join(trainers)}{engines}")
+        ways = [f"activation checkpointing {config.checkpointing}"]
+        ways += ["layers compiled"] * config.ds.compile + ["Liger's kernels"] * config.ds.use_liger_kernel
+        self.run.reporting.note(f"loading {', '.join(trainers)}{engines}; {', '.join(ways)}")
         starts: dict[str, list[Future[StartAnswer]]] = {
             role: handle.start_all(StartCalls.start, optimizer_steps(config, role, self.inputs.total_steps))
             for role, handle in trainers.items()

@@ -5,6 +5,7 @@ masking_utils.py sdpa_mask(*, batch_size, q_length, kv_length, attention_mask, a
 integrations/deepspeed.py set_hf_deepspeed_config(hf_deepspeed_config_obj)
 integrations/deepspeed.py unset_hf_deepspeed_config()
 integrations/deepspeed.py _hf_deepspeed_config_weak_ref
+modeling_layers.py GradientCheckpointingLayer
 modeling_utils.py PreTrainedModel._init_weights(self, module)
 modeling_rope_utils.py ROPE_INIT_FUNCTIONS
 modeling_rope_utils.py _compute_longrope_parameters(config, device, *, seq_len, layer_type)
@@ -52,6 +53,13 @@ def boolean_mask(**asked: Any) -> Tensor | None:
 
     mask: Tensor | None = sdpa_mask(**asked | {"allow_is_causal_skip": False})
     return mask
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """List the layers of a model that can be checkpointed."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 class _DeepSpeedConfig:

@@ -21,6 +21,7 @@ from slurm_rlhf.trainer import packing
 from slurm_rlhf.trainer._transformers import packed_rows_are_known, restore_buffers
 from slurm_rlhf.trainer.backends import gathering, is_sharded
 from slurm_rlhf.trainer.batch import PackedRow
+from slurm_rlhf.trainer.faster_layers import compile_layers, take_liger_kernels
 from slurm_rlhf.trainer.forward_fixes import fix_frequencies, switch_off
 from slurm_rlhf.trainer.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
 from slurm_rlhf.trainer.optimizer_state import Fragment
@@ -204,8 +205,7 @@ def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor, row
     if row is not None:  # all that is known of the lengths: a layer that has to ask the device waits for it
         ends = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
         longest = {"max_length_q": max(row.lengths), "max_length_k": max(row.lengths)}
-        where = {"position_ids": row.position_ids, packing.LENGTHS: row.lengths, **ends, **longest}
-        where |= {packing.GROUP: row.group} if row.group else {}
+        where = {"position_ids": row.position_ids, packing.ROW: row, **ends, **longest}
     with packed_rows_are_known():
         states = body(input_ids=input_ids, use_cache=False, **where).last_hidden_state
     return states.flatten(0, 1).index_select(0, action_index)
@@ -235,6 +235,10 @@ def _load(kind: Any, path: Path, ds: Ds, checkpointing: str, max_len: int) -> An
     if layout_of(ds, str(path)).packed:
         _compare_packed(model.base_model, str(path))
     checkpoint_layers(model, checkpointing)
+    if ds.use_liger_kernel:
+        take_liger_kernels(model)
+    if ds.compile:
+        compile_layers(model)
     return model
 
 
@@ -252,7 +256,7 @@ def _from_pretrained(kind: Any, path: Path, ds: Ds) -> Any:
         )
 
     if ds.attn_implementation == "sdpa" and layout_of(ds, str(path)).packed:
-        packing.register()
+        packing.register(ds.compile)
         return load(packing.NAME)
     cap = getattr(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(), SCORE_CAP, None)
     if ds.attn_implementation != "sdpa":

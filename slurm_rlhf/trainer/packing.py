@@ -7,7 +7,7 @@ cache it lets sequences see their neighbours, and says nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,22 +16,24 @@ from torch.nn import functional
 
 from slurm_rlhf.trainer._torch import note_kernel
 from slurm_rlhf.trainer._transformers import boolean_mask
-from slurm_rlhf.trainer.ulysses import SequenceGroup
+from slurm_rlhf.trainer.batch import PackedRow
 
 NAME = "packed"
 """Attention implementation of transformers that `register` adds."""
 
-LENGTHS, GROUP = "packed_lengths", "sequence_group"
-"""Arguments of `attention` beside those that all attention of transformers knows."""
+ROW = "packed_row"
+"""Argument of `attention` beside those that all attention of transformers knows. Compiled layers hand it on unread: a
+graph that had numbers out of it would be made anew for other lengths."""
 
 _LARGEST_HEAD = 256  # dimensions of a head, for flash attention
 
 
-def register() -> None:
-    """Add the attention `NAME` to transformers."""
+def register(compiled: bool = False) -> None:
+    """Add the attention `NAME` to transformers; `compiled`: layers that are compiled call it as it is."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attention)
+    # torch.compiler imports the compiler, which takes a second.
+    AttentionInterface.register(NAME, torch.compiler.disable(attention) if compiled else attention)
     AttentionMaskInterface.register(NAME, _mask)
 
 
@@ -53,32 +55,30 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    packed_lengths: Sequence[int] = (),
-    sequence_group: SequenceGroup | None = None,
+    packed_row: PackedRow | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention; query [B, H, L, D], key and value [B, K, L, D], result [B, L, H, D].
 
-    `cu_seq_lens_q`: int32 [N+1], where the sequences of a packed row (B = 1) begin, and its end; None: every row is one
-    sequence. `packed_lengths`: their tokens, on the host, which need not wait for the device then.
-    `sequence_group`: ranks that compute the row together; L is of this rank's tokens then. Collective with it.
+    `packed_row`: the sequences of B = 1 row; None: every row is one sequence. With a group L is of this rank's tokens,
+    and the call is collective.
     """
-    if sequence_group is not None:
-        q, k, v = map(sequence_group.to_heads, (query, key, value))
+    if packed_row is not None and packed_row.group is not None:
+        group = packed_row.group
+        q, k, v = map(group.to_heads, (query, key, value))
         how: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
-        how |= {"cu_seq_lens_q": cu_seq_lens_q, LENGTHS: packed_lengths}
-        found, _ = attention(module, q, k, v, None, **how)
-        return sequence_group.to_tokens(found.transpose(1, 2)).transpose(1, 2), None
+        found, _ = attention(module, q, k, v, None, packed_row=replace(packed_row, group=None), **how)
+        return group.to_tokens(found.transpose(1, 2)).transpose(1, 2), None
     if attention_mask is not None:
         return _masked(query, key, value, attention_mask, scaling, softcap).transpose(1, 2), None
-    if cu_seq_lens_q is None:
+    if packed_row is None:
         return _causal(query, key, value, scaling, sliding_window, softcap).transpose(1, 2), None
     half = query.dtype != torch.float32
     if query.is_cuda and half and softcap is None and query.shape[-1] <= _LARGEST_HEAD:
-        return _flash(query, key, value, cu_seq_lens_q, max(packed_lengths), scaling, sliding_window), None
-    parts = []
-    for q, k, v in zip(*(tensor.split(list(packed_lengths), dim=2) for tensor in (query, key, value)), strict=True):
+        longest = max(packed_row.lengths)
+        return _flash(query, key, value, packed_row.bounds, longest, scaling, sliding_window), None
+    parts, lengths = [], list(packed_row.lengths)
+    for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
         parts.append(_causal(q, k, v, scaling, sliding_window, softcap))
     return torch.cat(parts, dim=2).transpose(1, 2), None
 

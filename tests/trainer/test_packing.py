@@ -15,7 +15,7 @@ from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.trainer import packing
-from slurm_rlhf.trainer.batch import collate
+from slurm_rlhf.trainer.batch import PackedRow, collate
 from slurm_rlhf.trainer.models import load_critic, load_policy, load_reward
 
 FP32 = Ds(param_dtype="fp32")
@@ -118,6 +118,6 @@ def test_flash_attention_gets_the_lengths_and_the_window(monkeypatch: pytest.Mon
     bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
     for window in (None, 3, 100):
         flash = packing._flash(q, k, v, bounds, 7, 0.3, window)
-        how = {"scaling": 0.3, "sliding_window": window, "cu_seq_lens_q": bounds, "packed_lengths": (5, 7)}
+        how = {"scaling": 0.3, "sliding_window": window, "packed_row": PackedRow(bounds[None], bounds, (5, 7))}
         plain, _ = packing.attention(torch.nn.Identity(), q, k, v, None, **how)
         torch.testing.assert_close(flash, plain)
