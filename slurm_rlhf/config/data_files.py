@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from slurm_rlhf.config.hub import is_hub_name
+from slurm_rlhf.config.hub import remote_name
 from slurm_rlhf.errors import DataError
 
 WHAT = "a file or directory of prompts (JSONL, CSV, Parquet or Arrow)"
@@ -62,7 +62,7 @@ def data_files(path: Path | str) -> list[Path]:
         return _directory(place)
     if found := sorted(glob.glob(str(path))):
         return [file for each in found for file in data_files(each)]
-    if len(place.parts) > 3 and is_hub_name(name := "/".join(place.parts[-2:])) and not place.parent.exists():
+    if name := remote_name(str(place)):
         raise DataError(
             f"no such file: {place}. If {name} is a data set of the Hugging Face hub: `slurm-rlhf prefetch FILE.toml` "
             "downloads it where there is a network, as on a login node, and prints the line for the file"
