@@ -1,4 +1,7 @@
-"""Find the files of a data set: one file, several by a pattern, or a directory of the library `datasets`."""
+"""Find the files of a data set: one file, several by a pattern, or a directory of the library `datasets`.
+
+Several data sets are joined by commas. What `data.map` and `data.filter` say is read here, too.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from slurm_rlhf.config.hub import is_hub_name
+from slurm_rlhf.config.hub import remote_name
 from slurm_rlhf.errors import DataError
 
 WHAT = "a file or directory of prompts (JSONL, CSV, Parquet or Arrow)"
@@ -19,12 +22,39 @@ _PART = re.compile(r"(.+?)-\d{5}-of-\d{5}(-\w+)?")
 """Name of a part of a data set on the hub: its split, its number, and the number of all."""
 
 
+_CONDITION = re.compile(r"\s*([^<>=!]*[^<>=!\s])\s*(!=|<=|>=|=|<|>)\s*(.*?)\s*", re.DOTALL)
+
+
+def condition(text: str) -> tuple[str, str, str] | None:
+    """Read an entry of data.filter or data.map: the column, =, !=, <, <=, > or >=, and the text behind it.
+
+    None: it is none, as where a number is needed behind < and is not there.
+    """
+    found = _CONDITION.fullmatch(text)
+    if found is None:
+        return None
+    column, sign, value = found.groups()
+    if sign[0] in "<>":
+        try:
+            float(value)
+        except ValueError:
+            return None
+    return column, sign, value
+
+
+def parts(path: Path | str) -> list[str]:
+    """Return the data sets that `path` joins by commas; a comma in the name of a file that is there joins none."""
+    return [str(path)] if Path(path).exists() else [part.strip() for part in str(path).split(",")]
+
+
 def data_files(path: Path | str) -> list[Path]:
-    """List the files whose rows, one after the other, are the data set `path`.
+    """List the files whose rows, one after the other, are the data set `path`, or the several that it joins.
 
     A directory is what `datasets` saves (`save_to_disk`), or holds files of one format and one split, as those of the
     hub do. Raises DataError for a path without such files: what it is, and what to write instead.
     """
+    if len(several := parts(path)) > 1:
+        return [file for part in several for file in data_files(part)]
     place = Path(path)
     if place.is_file():
         return [place]
@@ -32,10 +62,10 @@ def data_files(path: Path | str) -> list[Path]:
         return _directory(place)
     if found := sorted(glob.glob(str(path))):
         return [file for each in found for file in data_files(each)]
-    if len(place.parts) > 3 and is_hub_name(name := "/".join(place.parts[-2:])) and not place.parent.exists():
+    if name := remote_name(str(place)):
         raise DataError(
-            f"no such file: {place}. If {name} is a data set of the Hugging Face hub: `hf download {name} --repo-type "
-            "dataset --local-dir DIR` where there is a network, and name a file of DIR"
+            f"no such file: {place}. If {name} is a data set of the Hugging Face hub: `slurm-rlhf prefetch FILE.toml` "
+            "downloads it where there is a network, as on a login node, and prints the line for the file"
         )
     raise DataError(f"no such file: {place}")
 

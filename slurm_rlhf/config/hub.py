@@ -1,10 +1,10 @@
-"""Models of the Hugging Face hub by their name, OWNER/NAME: from its cache, or from its network."""
+"""Models, data sets and kernels of the Hugging Face hub by their name, OWNER/NAME: from its cache, or its network."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slurm_rlhf.config.keys import get, put
@@ -21,6 +21,15 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def is_hub_name(text: str) -> bool:
     """Return whether `text` has the form OWNER/NAME."""
     return _NAME.fullmatch(text) is not None
+
+
+def remote_name(text: str) -> str:
+    """Return OWNER/NAME where `text` may mean it: a name, or a path of which neither OWNER nor NAME is there."""
+    if is_hub_name(text):
+        return text
+    place = Path(text)
+    name = "/".join(place.parts[-2:])
+    return name if len(place.parts) > 3 and is_hub_name(name) and not place.parent.exists() else ""
 
 
 def named(text: str, base: Path) -> str:
@@ -57,18 +66,22 @@ def fetch_models(config: Config, say: Callable[[str], None]) -> None:
             put(config, key, download(name, key))
 
 
-def download(name: str, key: str = "") -> str:
-    """Return the directory of a model of the hub, downloaded if need be. Raises ModelError."""
+def download(name: str, key: str = "", kind: str = "model", wanted: Sequence[str] = WANTED_FILES) -> str:
+    """Return the directory of a model (or `kind`: dataset) of the hub, with the `wanted` files, downloaded if need be.
+
+    Raises ModelError.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return str(snapshot_download(name, allow_patterns=WANTED_FILES, etag_timeout=10))
+        return str(snapshot_download(name, repo_type=kind, allow_patterns=list(wanted), etag_timeout=10))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        where = f"{key}: {name}" if key else name
+        where, typed = f"{key}: {name}" if key else name, "" if kind == "model" else f" --repo-type {kind}"
         raise ModelError(
-            f"{where}: no such directory, and the Hugging Face hub did not give a model of that name: {said} Where "
-            f"there is no network: `hf download {name}` on a login node, which shares its cache (HF_HOME) with the "
-            f"compute nodes, or `hf download {name} --local-dir DIR` elsewhere, and give DIR"
+            f"{where}: no such directory, and the Hugging Face hub did not give a {kind} of that name: {said} Where "
+            f"there is no network: `slurm-rlhf prefetch FILE.toml` or `hf download {name}{typed}` on a login node, "
+            f"which shares its cache (HF_HOME) with the compute nodes, or `hf download {name}{typed} --local-dir DIR` "
+            "elsewhere, and give DIR"
         ) from error

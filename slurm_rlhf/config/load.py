@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config import hub
+from slurm_rlhf.config.data_files import parts
 from slurm_rlhf.config.evaluation import resolved_entry
 from slurm_rlhf.config.keys import (
     DATA_SETS,
@@ -194,4 +195,6 @@ def _resolved(key: Key, value: Any, base: Path) -> Any:
         return value
     if key.name in hub.KEYS and (model := hub.named(value, base)):
         return model
-    return os.path.abspath(base / Path(value).expanduser())
+    whole = base / Path(value).expanduser()
+    several = parts(value) if key.name.endswith("dataset") and not whole.exists() else [value]
+    return ",".join(os.path.abspath(base / Path(part).expanduser()) for part in several)

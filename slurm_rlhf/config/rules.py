@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slurm_rlhf.config.algorithm_rules import FilterRules, LossRules, SamplingRules, algorithm_problems
 from slurm_rlhf.config.correction import correction_problems
+from slurm_rlhf.config.data_files import condition
 from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import INTERVALS, Broken, Rules, all_keys, changed_keys, get, unused
 from slurm_rlhf.config.reward_sources import runs_programs
@@ -197,6 +198,18 @@ class KeyRules(Rules):
     def input_key(self) -> Broken:
         """data.input_key is empty: name the column that holds the prompts (default: input)"""
         return not self.config.data.input_key
+
+    def columns_to_rename(self) -> Broken:
+        """data.map has {entry!r}: write NAME=COLUMN, as in input=question"""
+        return [{"entry": entry} for entry in self.config.data.map if (condition(entry) or "  ")[1] != "="]
+
+    def conditions(self) -> Broken:
+        """data.filter has {entry!r}: write COLUMN=VALUE, or !=, or one of <, <=, >, >= with a number behind it"""
+        return [{"entry": entry} for entry in self.config.data.filter if condition(entry) is None]
+
+    def weights(self) -> Broken:
+        """data.weights = {data.weights} sums to zero, which takes no row: give a data set that counts a positive one"""
+        return bool(self.config.data.weights) and not sum(self.config.data.weights)
 
     def template(self) -> Broken:
         """data.input_template needs exactly one {{}} where the prompt goes, got {data.input_template!r}: write {{{{ and

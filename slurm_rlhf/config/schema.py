@@ -24,7 +24,17 @@ layer and not of all. Under ZeRO-3 each micro-batch gathers the model again, so 
 class Data:
     prompt_dataset: FilePath = ""
     """Training prompts: a file of JSONL, CSV, Parquet or Arrow, several by a pattern (DIR/train-*.parquet), or a
-    directory of the hub or of the library `datasets`. Relative paths start at the directory of the TOML file."""
+    directory of the hub or of the library `datasets`; several of them are joined by commas. Relative paths start at
+    the directory of the TOML file."""
+    weights: Annotated[list[float], NOT_NEGATIVE] = field(default_factory=list)
+    """Shares of several data sets in the mixture, one number for each: no row comes twice, so there are as many rows as
+    the shares allow. Empty: all rows. A data set that is alone is taken whole."""
+    map: list[str] = field(default_factory=list)
+    """Columns to rename, `NAME=COLUMN`: ["input=question", "label=reward_model.ground_truth"], where a dot leads into
+    a column that holds a table. A row without COLUMN stays as it is. For evaluations, too."""
+    filter: list[str] = field(default_factory=list)
+    """Rows to take: those for which all of these hold, `COLUMN=VALUE` or with !=, <, <=, > or >= and a number, after
+    data.map: ["source=math", "difficulty<3"]. Not for evaluations."""
     reasoning_gym: str = ""
     """Names of tasks of reasoning-gym, by comma (basic_arithmetic,gcd), in place of data.prompt_dataset: prompts with
     their answers, made on the spot; data.max_samples of them, 0: 5000. Needs the extra [rewards]."""

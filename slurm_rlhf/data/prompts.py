@@ -35,7 +35,7 @@ class PromptSet:
     def load(
         cls, path: Path | str, tokenizer: Tokenizer, data: Data, max_prompt_tokens: int, max_samples: int = 0
     ) -> PromptSet:
-        """Read the first `max_samples` rows (0: all) of a file, as `read_rows`.
+        """Read the first `max_samples` rows (0: all) of a data set, as `read_rows`.
 
         The text is the column `data.input_key`, put into `data.input_template`. With `data.apply_chat_template` it is
         the message of a user, or the column holds a list of messages. `encode_prompts` tokenizes it. Prompts of more
@@ -43,7 +43,7 @@ class PromptSet:
         Raises DataError with file and line for a row without a usable prompt, and when no prompt is left; ModelError
         when a chat template is needed and the model has none.
         """
-        return cls.of(read_rows(Path(path), max_samples), Path(path), tokenizer, data, max_prompt_tokens)
+        return cls.of(read_rows(Path(path), max_samples, data), Path(path), tokenizer, data, max_prompt_tokens)
 
     @classmethod
     def of(

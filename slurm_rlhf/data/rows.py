@@ -9,21 +9,61 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.data_files import COLUMNAR, data_files
+from slurm_rlhf.config.data_files import COLUMNAR, data_files, parts
+from slurm_rlhf.config.schema import Data
+from slurm_rlhf.data.columns import Columns
 from slurm_rlhf.errors import ConfigError, DataError, cut
 
 Row = dict[str, Any] | DataError
 """The columns of a row, or the error that says what is wrong with it."""
 
 
-def read_rows(path: Path, max_rows: int = 0) -> Iterator[tuple[str, Row]]:
+def read_rows(path: Path, max_rows: int = 0, data: Data | None = None) -> Iterator[tuple[str, Row]]:
     """Yield where each row of a data set stands, and the row: at most `max_rows` (0: all).
 
-    `path` is a file, a pattern or a directory, as `data_files` takes it. Blank lines are no rows; the values of a CSV
-    file are text, those of its first line the columns. Raises DataError for a file that cannot be read at all,
-    ConfigError where pyarrow is missing.
+    `path` is a file, a pattern or a directory, as `data_files` takes it, or several by comma. Blank lines are no rows;
+    the values of a CSV file are text, those of its first line the columns. With `data` columns are renamed, rows
+    filtered and data sets mixed as it says. Raises DataError for a file that cannot be read at all, and for files with
+    unlike columns; ConfigError where pyarrow is missing, and for weights of another number of data sets.
     """
-    return islice((row for file in data_files(path) for row in _reader(file)), max_rows or None)
+    sets, columns = parts(path), Columns(data or Data())
+    if not (data and data.weights) or len(sets) == 1:
+        return islice((row for part in sets for row in _chosen(part, columns)), max_rows or None)
+    if len(data.weights) != len(sets):
+        raise ConfigError(
+            f"data.weights has {len(data.weights)} numbers, and {path} joins {len(sets)} data sets by commas: give "
+            "each its weight"
+        )
+    return islice(_mixed([list(_chosen(part, columns)) for part in sets], data.weights), max_rows or None)
+
+
+def _chosen(part: str, columns: Columns) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of one data set that `columns` takes, with its names."""
+    for file in data_files(part):
+        first = True
+        for where, row in _reader(file):
+            if isinstance(row, DataError):
+                yield where, row
+                continue
+            found = columns.renamed(row)
+            if first:
+                columns.compare(file, found)
+                first = False
+            try:
+                if columns.takes(found, where):
+                    yield where, found
+            except DataError as error:
+                yield where, error
+
+
+def _mixed(sets: list[list[tuple[str, Row]]], weights: list[float]) -> Iterator[tuple[str, Row]]:
+    """Yield rows in the shares of the weights, each at most once and spread evenly, so that any beginning has them."""
+    total = min(len(rows) / weight for rows, weight in zip(sets, weights, strict=True) if weight)
+    counts = [min(round(total * weight), len(rows)) for rows, weight in zip(sets, weights, strict=True)]
+    order = sorted(
+        ((number + 0.5) / count, place, number) for place, count in enumerate(counts) for number in range(count)
+    )
+    return (sets[place][number * len(sets[place]) // counts[place]] for _, place, number in order)
 
 
 def _reader(file: Path) -> Iterator[tuple[str, Row]]:

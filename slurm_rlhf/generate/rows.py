@@ -51,7 +51,7 @@ def read_dataset(config: Config, model: Path) -> tuple[int, PromptsOf]:
     Raises DataError if no row can be used, ModelError for a missing chat template.
     """
     dataset, data = Path(config.generate.dataset), config.data
-    rows = list(read_rows(dataset, config.generate.max_samples))
+    rows = list(read_rows(dataset, config.generate.max_samples, data))
     require_column(rows, data.input_key, dataset)
     tokenizer, longest = Tokenizer.load(model), data.max_len - config.rollout.max_new_tokens
     if data.apply_chat_template:

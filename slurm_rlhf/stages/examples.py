@@ -103,7 +103,7 @@ def _load(
     answers: list[list[str]] = []
 
     def rows() -> Iterator[tuple[int, str, Row]]:
-        for index, (where, row) in enumerate(read_rows(path, data.max_samples)):
+        for index, (where, row) in enumerate(read_rows(path, data.max_samples, data)):
             whole, found = answered(row, where)
             answers.append(found)
             yield index, where, whole

@@ -204,7 +204,7 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         RewardPart,
         name=text,
         weight=numbers,
-        clip=st.lists(numbers, min_size=2, max_size=2) | st.just([]),
+        clip=st.lists(numbers, min_size=2, max_size=2, unique=True).map(sorted) | st.just([]),
         remote_url=st.sampled_from(["", '/a "b"/ü', "http://h:1,https://i"]),
         preset_value=text,
         model=st.booleans(),

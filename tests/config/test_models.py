@@ -201,7 +201,8 @@ def test_without_a_network_one_sentence_says_how_to_get_the_model(
 def test_what_the_hub_gives_takes_the_place_of_the_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, list[str]]] = []
 
-    def download(name: str, allow_patterns: list[str], etag_timeout: float) -> str:
+    def download(name: str, repo_type: str, allow_patterns: list[str], etag_timeout: float) -> str:
+        assert repo_type == "model"
         asked.append((name, allow_patterns))
         return str(put_into(cache, name))
 

@@ -1,0 +1,121 @@
+"""Read the data sets of a configuration as the commands that train on them do, to show what a model will see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.schema import Config, StageKeys
+from slurm_rlhf.data.prompts import BadRow, prompts_of
+from slurm_rlhf.data.rows import read_rows
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ConfigError, cut, shortened
+from slurm_rlhf.records import Prompt
+from slurm_rlhf.report.data_page import DataView, ShownRow
+from slurm_rlhf.report.page import CHARACTERS, tokens_within
+
+_LINES = 5
+"""Rows that are left out, of those that are named."""
+
+
+def views(config: Config, rows: int) -> Iterator[DataView]:
+    """Read each data set that the configuration names, for training and for `generate`, with its first rows.
+
+    Raises UserError.
+    """
+    model = config.actor.model_name_or_path
+    prompts = [("data.prompt_dataset", config.data.prompt_dataset, model, config.data.max_samples)]
+    answered = config.generate
+    prompts.append(("generate.dataset", answered.dataset, answered.model_name_or_path, answered.max_samples))
+    stages = [field.name for field in fields(Config) if isinstance(get(config, field.name), StageKeys)]
+    trained = {name: get(config, f"{name}.dataset") for name in stages}
+    if any([*trained.values(), config.data.prompt_dataset]) and not model:
+        raise ConfigError("actor.model_name_or_path is not set: name the directory of the model, for its tokenizer")
+    for key, path, directory, most in prompts:
+        if path:
+            yield _prompts(key, Path(path), Tokenizer.load(directory), config, most, rows)
+    for name, path in trained.items():
+        if path:
+            yield _examples(name, Path(path), Tokenizer.load(model), config, rows)
+
+
+def _prompts(key: str, path: Path, tokenizer: Tokenizer, config: Config, most: int, rows: int) -> DataView:
+    """Look at prompts, whose responses are sampled."""
+    data = config.data
+    read = [(index, *row) for index, row in enumerate(read_rows(path, most, data))]
+    found = list(prompts_of(read, tokenizer, data, data.max_len - config.rollout.max_new_tokens))
+    kept = [one for one in found if isinstance(one, Prompt)]
+    bad = sorted((one for one in found if isinstance(one, BadRow)), key=lambda one: one.index)
+    view = DataView(key, str(path), [len(prompt.token_ids) for prompt in kept])
+    view.facts += _facts("prompts", [prompt.token_ids.tobytes() for prompt in kept], [p.text for p in kept], view)
+    view.dropped = _unread(path, len(read), most, config)
+    long = [one for one in bad if one.long]
+    if long:
+        places = shortened((read[one.index][1] for one in long), _LINES)
+        limit = data.max_len - config.rollout.max_new_tokens
+        view.dropped.append(f"{len(long)} longer than {limit} tokens (data.max_len - rollout.max_new_tokens): {places}")
+    refused = [f"a run refuses it: {one.error}" for one in bad if not one.long]
+    view.dropped += [*refused[:_LINES], *([f"and {len(refused) - _LINES} more"] if len(refused) > _LINES else [])]
+    for prompt in kept[:rows]:
+        label = "" if prompt.label is None else f", label {cut(repr(prompt.label), 80)}"
+        none = [False] * len(prompt.token_ids)
+        view.rows.append(_row(f"{read[prompt.index][1]}{label}", prompt.token_ids.tolist(), none, tokenizer))
+    return view
+
+
+def _examples(name: str, path: Path, tokenizer: Tokenizer, config: Config, rows: int) -> DataView:
+    """Look at the examples of a stage: prompts with the answers that are trained on."""
+    from slurm_rlhf.stages.stage import named_stage
+
+    examples = named_stage(name).load(path, tokenizer, config)
+    found, width = examples.experience, examples.width
+    view = DataView(f"{name}.dataset", str(path), found.lengths.tolist())
+    ids = np.split(found.token_ids, found.token_offsets[1:-1])
+    masks = np.split(found.action_mask, found.action_offsets[1:-1])
+    whole = [b"|".join(part.tobytes() for part in ids[first : first + width]) for first in range(0, len(ids), width)]
+    texts = [tokenizer.decode(ids[first].tolist()) for first in range(0, len(ids), width)]
+    view.facts += _facts("examples", whole, texts, view)
+    view.facts.append(f"{int(found.action_mask.sum())} of {len(found.token_ids)} tokens are in the loss")
+    view.dropped = _unread(path, len(examples) + examples.dropped, config.data.max_samples, config)
+    if examples.dropped:
+        view.dropped.append(f"{examples.dropped} longer than data.max_len = {config.data.max_len} tokens")
+    for place in range(min(rows, len(examples)) * width):
+        mask = [False] * int(found.prompt_lens[place]) + masks[place].tolist()
+        part = f", answer {place % width + 1} of {width}" if width > 1 else ""
+        view.rows.append(_row(f"example {place // width + 1}{part}", ids[place].tolist(), mask, tokenizer))
+    return view
+
+
+def _facts(what: str, whole: Sequence[bytes], texts: Sequence[str], view: DataView) -> list[str]:
+    """Describe how many there are, how long they are, and those that come twice."""
+    lengths, several = view.lengths, Counter(whole)
+    lines = [f"{len(whole)} {what}"]
+    if lengths:
+        lines.append(f"{min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.1f} in the mean")
+    repeated = len(whole) - len(several)
+    most, count = several.most_common(1)[0] if several else (b"", 1)
+    shown = f"; {count} times: {cut(repr(texts[whole.index(most)]), 80)}" if repeated else ""
+    return [*lines, f"duplicates: {repeated or 'none'}{shown}"]
+
+
+def _unread(path: Path, read: int, most: int, config: Config) -> list[str]:
+    """Say how many rows data.filter, data.weights and the key of the first rows leave out."""
+    data = config.data
+    if not (data.filter or data.weights or most):
+        return []
+    every = sum(1 for _ in read_rows(path, 0, replace(data, filter=[], weights=[])))
+    taken = sum(1 for _ in read_rows(path, 0, replace(data, weights=[]))) if data.filter else every
+    mixed = sum(1 for _ in read_rows(path, 0, data)) if data.weights else taken
+    counts = {"data.filter": every - taken, "data.weights": taken - mixed, "max_samples": mixed - read}
+    return [f"{count} by {key}" for key, count in counts.items() if count]
+
+
+def _row(title: str, ids: list[int], loss: list[bool], tokenizer: Tokenizer) -> ShownRow:
+    pieces = tokenizer.pieces(ids)
+    count = tokens_within(pieces, CHARACTERS)
+    return ShownRow(f"{title}, {len(ids)} tokens", pieces[:count], loss[:count], len(ids))

@@ -1,0 +1,90 @@
+"""`slurm-rlhf data`: what the model will see of prompts, examples and pairs, on the terminal and as a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import make_tiny
+
+from slurm_rlhf.cli import data as command
+from slurm_rlhf.cli.main import main
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f'"{path.name}"'
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration with the data sets of three commands."""
+    make_tiny(tmp_path / "model")
+    prompts = [{"input": f"{number}+1=", "label": str(number + 1), "level": number} for number in (1, 2, 3, 1)]
+    long = [{"input": "1" * 40, "label": "<b>"}, {"output": "no input", "label": "", "level": 0}]
+    sft = [{"input": "1+1=", "output": "2", "level": 0}, {"input": "1" * 40, "output": "2", "level": 0}]
+    pairs = [{"input": "1+1=", "chosen": "2", "rejected": "3", "level": 0}]
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[actor]\nmodel_name_or_path = "model"\n[rollout]\nmax_new_tokens = 4\n[data]\nmax_len = 16\n'
+        f"prompt_dataset = {written(tmp_path / 'p.jsonl', prompts + [{**row, 'level': 0} for row in long])}\n"
+        f"[sft]\ndataset = {written(tmp_path / 's.jsonl', sft)}\n"
+        f"[dpo]\ndataset = {written(tmp_path / 'd.jsonl', pairs)}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    return config
+
+
+def test_it_shows_tokens_masks_lengths_and_what_is_left_out(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", str(file), "--data.filter=level<3"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    prompts, examples = out.split("sft.dataset: ")
+    examples, pairs = examples.split("dpo.dataset: ")
+    for line in (
+        "  3 prompts",
+        "  duplicates: 1; 2 times: '1+1='",
+        "  left out: 1 by data.filter",
+        f"  left out: 1 longer than 12 tokens (data.max_len - rollout.max_new_tokens): {file.parent}/p.jsonl:5",
+        f"  left out: a run refuses it: {file.parent}/p.jsonl:6: no column 'input' (columns: output, label, level): "
+        "fix the row or set data.input_key",
+        "    1│+│1│=",
+    ):
+        assert line in prompts.splitlines()
+    assert "  left out: 1 longer than data.max_len = 16 tokens" in examples.splitlines()
+    assert "    1│+│1│=│[2]│[<eos>]" in examples.splitlines()
+    assert "  2 of 6 tokens are in the loss" in examples.splitlines()
+    assert [line for line in pairs.splitlines() if "│" in line] == [
+        "    1│+│1│=│[2]│[<eos>]",
+        "    1│+│1│=│[3]│[<eos>]",
+    ]
+    page = (file.parent / "data.html").read_text()
+    assert '<span class="none">=</span><span class="loss">2</span>' in page
+    assert page.count('class="bar"') == 3
+    assert "src=" not in page
+
+
+def test_the_page_escapes_what_data_say(file: Path) -> None:
+    row = [{"input": "1+1=", "label": "<script>alert(1)</script>"}]
+    written(file.parent / "p.jsonl", row)
+    assert main(["data", str(file), "--output=page.html"]) == 0
+    page = (file.parent / "page.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_a_terminal_gets_colours(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.sys.stdout, "isatty", lambda: True)
+    assert main(["data", str(file), "--data.prompt_dataset=", "--dpo.dataset="]) == 0
+    assert "\x1b[2m=\x1b[0m│\x1b[30;42m2\x1b[0m" in capsys.readouterr().out
+
+
+def test_without_a_data_set_it_says_what_to_set(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", str(file), "--data.prompt_dataset=", "--dpo.dataset=", "--sft.dataset="]) == 2
+    assert "no data set is named: set data.prompt_dataset" in capsys.readouterr().err
+    assert main(["data", str(file), "--output=nowhere/x.html"]) == 2
+    assert "there is no directory" in capsys.readouterr().err
