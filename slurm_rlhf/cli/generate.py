@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments
-from slurm_rlhf.cli.preflight import OFF, begin, question, steps_of
+from slurm_rlhf.cli.preflight import OFF, question, steps_of
 from slurm_rlhf.cli.train import configured, launcher_on
 from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.config.data_files import data_files
@@ -63,7 +63,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
     directory.mkdir(parents=True, exist_ok=True)
     with steps_of(config, directory) as steps:
         if config.preflight == OFF:
-            begin(steps)
+            steps.begin(steps.orders())
         else:
             report = _look(config, directory, ranks, places, steps)
             report.require()
@@ -72,19 +72,22 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
         yield launcher_on(directory, ranks, {}, steps)
 
 
-def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps: AgentSteps | None) -> Report:
+def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps: AgentSteps) -> Report:
     """Examine each node by itself: engines do not talk to each other, so links between nodes do not matter."""
+    slurm = steps.slurm
     needs = Needs(
         run_dir=str(directory),
         wanted=Wanted.by(ranks, config),
         ranks_on={share.node: len(share.ranks) for share in ranks.roles[ROLLOUT]},
         places=tuple(places),
-        granted_by="start it where nvidia-smi shows GPUs" if steps is None else "ask for them with --gpus-per-node",
+        granted_by="start it where nvidia-smi shows GPUs" if slurm is None else "ask for them with --gpus-per-node",
         lock=lock_problem(directory),
     )
-    slurm = None if steps is None else steps.slurm
     asked = replace(question(config, ranks, needs, ranks.used_nodes, slurm), measure=False)
-    return look_here(asked, os.environ) if steps is None else Examination(asked, steps).run().report
+    if slurm is not None:
+        return Examination(asked, steps).run().report
+    steps.begin(steps.orders())
+    return look_here(asked, os.environ)
 
 
 def merge_parts(arguments: Arguments) -> int:

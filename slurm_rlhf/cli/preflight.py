@@ -43,39 +43,35 @@ def show(report: Report, as_json: bool) -> int:
 
 
 @contextmanager
-def steps_of(config: Config, run_dir: Path) -> Iterator[AgentSteps | None]:
-    """Yield what starts the steps of a run in the Slurm job of this process, None outside of a job.
+def steps_of(config: Config, run_dir: Path) -> Iterator[AgentSteps]:
+    """Yield what starts the steps of a run in the Slurm job of this process, or on this machine.
 
     Raises PlacementError.
     """
-    if (slurm := read_slurm(os.environ)) is None:
-        yield None
-        return
-    from slurm_rlhf.nodes.agent_steps import AgentSteps
+    from slurm_rlhf.nodes.agent_steps import AgentSteps, LocalAgents
 
+    slurm, topology = read_slurm(os.environ), nodes_here(os.environ)
     with run_directory_kept(run_dir):
-        steps = AgentSteps(run_dir, slurm, nodes_here(os.environ), container_of(config), config.timeout)
+        steps: AgentSteps = (
+            AgentSteps(run_dir, slurm, topology, container_of(config), config.timeout)
+            if slurm
+            else LocalAgents(run_dir, topology, config.timeout)
+        )
     with closing(steps):
         yield steps
 
 
-def before_run(config: Config, ranks: RankMap, steps: AgentSteps | None) -> tuple[RankMap, dict[str, str]]:
+def before_run(config: Config, ranks: RankMap, steps: AgentSteps) -> tuple[RankMap, dict[str, str]]:
     """Examine the nodes before a run, and return the rank map to use and the bad nodes with their problems.
 
     The rank map differs from `ranks` if spares replace bad nodes. Raises PlacementError if the run cannot start.
     """
     if config.preflight == OFF:
-        begin(steps)
+        steps.begin(steps.orders())
         return ranks, {}
     answer = examine(config, ranks, steps)
     tell(answer.report)
     return answer.ranks, answer.report.unfit()
-
-
-def begin(steps: AgentSteps | None) -> None:
-    """Start the agents of the nodes, which nobody asks before the run."""
-    if steps is not None:
-        steps.begin(steps.orders())
 
 
 def tell(report: Report) -> None:
@@ -88,26 +84,26 @@ def tell(report: Report) -> None:
         print(f"preflight: {count} checks of {nodes} nodes in {report.seconds:.1f} s", flush=True)
 
 
-def examine(config: Config, ranks: RankMap, steps: AgentSteps | None, full: bool = False) -> Examined:
+def examine(config: Config, ranks: RankMap, steps: AgentSteps, full: bool = False) -> Examined:
     """Examine the nodes of the allocation, or this machine. `full`: also links and groups, whatever `preflight` is.
 
     Blocks for at most `timeout.preflight` and a few seconds; the agents of `steps` stay. Raises RunError, and DiskError
     for a run directory that cannot be written.
     """
     with run_directory_kept(Path(config.run_dir)):
-        if steps is not None:
-            return _examine_allocation(config, ranks, steps, full)
+        if steps.slurm is not None:
+            return _examine_allocation(config, ranks, steps, steps.slurm, full)
         asked = local_question(config, ranks)
-        if not full:
-            return Examined(look_here(asked, os.environ), ranks)
-        from slurm_rlhf.nodes.agent_server import LocalAgents
-
-        with closing(LocalAgents(Path(config.run_dir))) as agents:
-            return Examination(asked, agents).run()
+        if full:
+            return Examination(asked, steps).run()
+        steps.begin(steps.orders())
+        return Examined(look_here(asked, os.environ), ranks)
 
 
-def _examine_allocation(config: Config, ranks: RankMap, steps: AgentSteps, full: bool) -> Examined:
-    spares, slurm = config.cluster.spares, steps.slurm
+def _examine_allocation(
+    config: Config, ranks: RankMap, steps: AgentSteps, slurm: SlurmEnvironment, full: bool
+) -> Examined:
+    spares = config.cluster.spares
     nodes: Sequence[str] = slurm.job_nodes if spares else ranks.used_nodes
     needs = _for_spares(_needs(config, ranks, slurm, "ask for them with sbatch --gpus-per-node"), nodes)
     asked = replace(

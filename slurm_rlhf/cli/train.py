@@ -26,7 +26,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import listed, split_overrides
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.nodes.launcher import Launcher, LocalLauncher
+from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.placement.rank_map import RankMap
 
@@ -100,16 +100,15 @@ def train_here(config: Config) -> int:
         return conductor.run_here(config, ranks, launcher_on(run_dir, ranks, unfit, steps))
 
 
-def launcher_on(run_dir: Path, ranks: RankMap, unfit: Mapping[str, str], steps: AgentSteps | None) -> Launcher:
-    """Make the launcher of the nodes: srun steps in a Slurm allocation, else child processes."""
-    if steps is None:
-        return LocalLauncher(run_dir, ranks)
-    from slurm_rlhf.nodes.slurm import SlurmLauncher
+def launcher_on(run_dir: Path, ranks: RankMap, unfit: Mapping[str, str], steps: AgentSteps) -> Launcher:
+    """Make the launcher of the nodes, and in a Slurm job say where it runs."""
+    from slurm_rlhf.nodes.agent_launcher import AgentLauncher
 
-    nodes, job = ranks.used_nodes, steps.slurm.job_id
-    print(f"job {job} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
-    print(f"to look inside: {attach_line(str(job), nodes[0])}", flush=True)
-    return SlurmLauncher(steps, ranks, unfit)
+    if steps.slurm is not None:
+        nodes, job = ranks.used_nodes, steps.slurm.job_id
+        print(f"job {job} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
+        print(f"to look inside: {attach_line(str(job), nodes[0])}", flush=True)
+    return AgentLauncher(steps, ranks, unfit)
 
 
 def _say(text: str) -> None:

@@ -99,12 +99,9 @@ def _private(base: Path) -> Path:
     """Make a directory in `base` that belongs to this user and that no other user can read."""
     root = base / f"slurm_rlhf.{os.getuid()}"
     try:
-        root.mkdir(mode=0o700)
-    except FileExistsError:
-        found = root.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            return Path(tempfile.mkdtemp(prefix=f"{root.name}.", dir=base))
-    return root
+        return private_directory(root)
+    except PermissionError:  # another user has it
+        return Path(tempfile.mkdtemp(prefix=f"{root.name}.", dir=base))
 
 
 def _abandoned(directory: Path) -> bool:

@@ -95,7 +95,7 @@ def nodes_here(environ: Mapping[str, str]) -> Topology:
 
 def _this_machine(environ: Mapping[str, str]) -> Topology:
     gpus = local_gpus(environ)
-    name, cpus = socket.gethostname().partition(".")[0], len(os.sched_getaffinity(0))
+    name, cpus = node_name(environ), len(os.sched_getaffinity(0))
     return Topology((Node(name, len(gpus), cpus, gpus),), GPU if gpus else CPU)
 
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rlhf.cluster.processes import exit_text, running, usual_cause
-from slurm_rlhf.cluster.slurm_notation import expand
-from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.nodes.launcher import Ended
+from slurm_rlhf.nodes.launcher import Ended, names_in
 from slurm_rlhf.observe.log_tail import FailedProcess, first_failure, quoted
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.calls import StartCalls
@@ -103,10 +101,6 @@ class RoleRanks:
         return [peer for peer in self.peers if self.here and not running(peer.pid)]
 
     @property
-    def hurt(self) -> bool:
-        return bool(self.gone)
-
-    @property
     def unknown(self) -> bool:
         """Tell whether a rank has not said hello: nobody knows its process."""
         return len(self.peers) < self.world
@@ -161,7 +155,7 @@ class Deaths:
 
         `stopped`: role and process id of the torchruns that a signal has stopped. They do not end when a rank does.
         """
-        hurt, still = {one.role: one for one in known if one.hurt}, dict(stopped)
+        hurt, still = {one.role: one for one in known if one.gone}, dict(stopped)
         ended = {end.role for end in (*self.ends, *ends)}
         fresh = [*ends, *(self._end_of(one, still[role]) for role, one in hurt.items() if role in still.keys() - ended)]
         if fresh and not self.ends:
@@ -199,7 +193,7 @@ class Deaths:
     @property
     def sure(self) -> bool:
         """Tell whether a torchrun has reported a rank that was killed: then the cause is not the death of a node."""
-        failed = [self._logs.first_failure(end.role, node) for end in self.ends for node in names_of(end.node)]
+        failed = [self._logs.first_failure(end.role, node) for end in self.ends for node in names_in(end.node)]
         return any(one is not None and _BY_ITSELF.search(exit_text(one.exitcode)) for one in failed)
 
     def verdict(self, known: Sequence[RoleRanks], name: Callable[[Peer], str]) -> tuple[Ended, str]:
@@ -218,7 +212,7 @@ class Deaths:
 def _describe(end: Ended, ranks: RoleRanks | None, logs: StartLogs, name: Callable[[Peer], str]) -> str:
     """Say how a group ended, by the report of its torchrun, or else by which of its ranks are gone."""
     peers = ranks.peers if ranks else []
-    for node in names_of(end.node):
+    for node in names_in(end.node):
         failed = logs.first_failure(end.role, node)
         if failed is not None:
             same = [peer for peer in peers if (peer.host, peer.pid) == (node, failed.pid)]
@@ -254,11 +248,3 @@ class Standstills:
             for (role, pid), since in self._since.items()
             if now - since > limit_s
         ]
-
-
-def names_of(nodes: str) -> list[str]:
-    """List the nodes of an `Ended`; another launcher may have written something that is no list."""
-    try:
-        return expand(nodes)
-    except PlacementError:
-        return [nodes]

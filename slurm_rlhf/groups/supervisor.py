@@ -16,12 +16,12 @@ from slurm_rlhf.cluster.processes import raise_descriptors, running
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Standstills, StartLogs, names_of
+from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Standstills, StartLogs
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.groups.silence import Silence, conductor_stood_still
 from slurm_rlhf.groups.state import Unit
 from slurm_rlhf.nodes.engine_launcher import EngineEnds, Environment
-from slurm_rlhf.nodes.launcher import Launcher
+from slurm_rlhf.nodes.launcher import Launcher, names_in
 from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
@@ -321,11 +321,11 @@ class Supervisor:
             if dead or waited_s < self._silence.patience_s:
                 return
         end, what = self._deaths.verdict(known, self._named)
-        self._fail(end.role, names_of(end.node), what, self._logs.of_end(end))
+        self._fail(end.role, names_in(end.node), what, self._logs.of_end(end))
 
     def _on_dead_nodes(self) -> list[Peer]:
         """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
-        known = self._silence.heard_nodes().union(*(names_of(end.node) for end in self._deaths.ends))
+        known = self._silence.heard_nodes().union(*(names_in(end.node) for end in self._deaths.ends))
         return [peer for peer in self._silence.ranks() if peer.host not in known]
 
     def silent_nodes(self) -> set[str]:

@@ -3,9 +3,10 @@
 Agents: `agent` is the task of every step, and `agent_server` the conductor's end of the connections to agents. In the
 step `nodes`, over all nodes from before a run to its end, an agent examines its node (`examiner` with `collect`, which
 returns `facts`), and looks at its processes in a hang (`node_look`). In a role's step it is the parent of the role's
-processes (`children`, `child_process`), which get an `environment` and what `step_spec` says.
-Starting: `launcher` (the protocol, and one machine), `engine_launcher` (the same for engines), `slurm` and
-`slurm_engines` with `agent_steps` and `srun` (the steps of a job), `mpi/` (all of MPI).
+processes (`children`, `child_process`), which get an `environment` and what `step_spec` says. Without Slurm one agent,
+a child of the conductor, does both.
+Starting: `launcher` and `engine_launcher` (what starts roles and engines), `agent_launcher` and `agent_engines` with
+`agent_steps` and `srun` (in a Slurm job, and on one machine), `mpi/` (all of MPI).
 Jobs: `requeue` (the next job of a run), `orphan` (a job that has lost its first node), `submitit_job`.
 Examining: `examination` asks the nodes by an `interview` and judges, `needs` says what a run wants of them;
 `group_host` starts a light process per rank for the collectives that `groups` lists. Pure: `network_checks`,

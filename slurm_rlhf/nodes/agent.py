@@ -2,7 +2,8 @@
 
 The agents of the step `nodes` stay from before a run to its end: they examine their nodes (`examiner`), and look at its
 processes in a hang. In the step of a role an agent is the parent of the role's processes there: the conductor says what
-to start (`nodes.agent_steps`), and hears how that ends. Imports no torch, and never forks.
+to start (`nodes.agent_steps`), and hears how that ends. Without Slurm one agent is all of this. Imports no torch, and
+never forks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,9 @@ from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
 from slurm_rlhf.cluster.network import own_address
 from slurm_rlhf.cluster.processes import STORE_FD, die_with_parent, exit_text
 from slurm_rlhf.cluster.resources import node_name
-from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.errors import CallTimeout, PlacementError, RoleDied
-from slurm_rlhf.nodes.child_process import bound_to_parent
+from slurm_rlhf.nodes.child_process import start_child
 from slurm_rlhf.nodes.children import EngineRanks
 from slurm_rlhf.nodes.environment import IGNORED, INTERFACES, interface_to_others, node_environment, visible_gpus
 from slurm_rlhf.nodes.examiner import Examiner
@@ -34,6 +35,7 @@ from slurm_rlhf.nodes.orphan import await_end
 from slurm_rlhf.nodes.step_spec import StepSpec, share_on, torchrun_command
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
+from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
@@ -54,10 +56,10 @@ class Agent:
         self._examiner = Examiner(orders, node)
         self._spec: StepSpec | None = None
         self._ranks: RankMap | None = None
-        self._process: subprocess.Popen[bytes] | None = None  # a torchrun, or the rank of an MPI start
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # role -> its torchrun, or the rank of an MPI start
         self._engines: list[EngineRanks] = []  # one for each start
         self._temporary: LocalDirectory | None = None
-        self._reported = False  # the process has ended, and the conductor knows
+        self._code: int | None = None  # exit status of the process that ended last
         self._leaving = False
 
     def _client(self) -> ControlClient:
@@ -73,32 +75,35 @@ class Agent:
             while not self._over:
                 if (request := client.receive(timeouts.POLL_S)) is not None:
                     self._obey(request)
-                for engine, how in self._ends():
-                    client.event("ended", engine=engine, how=how)
+                for role, engine, how in self._ends():
+                    client.event("ended", role=role, engine=engine, how=how)
         self._end()
-        code = self._process.returncode if self._process is not None else 0
+        code = self._code or 0
         return code if code >= 0 else 128 - code
 
     def _unreached(self, problem: str) -> None:
         self._examiner.print_facts(problem)
 
-    def _ends(self) -> Iterator[tuple[int | None, str]]:
-        """Yield what has ended since the last call: an engine, or the process, and how."""
-        if self._process is not None and not self._reported and (code := self._process.poll()) is not None:
-            self._reported = True
-            yield None, exit_text(code)
+    def _ends(self) -> Iterator[tuple[str, int | None, str]]:
+        """Yield what has ended since the last call: the role, an engine or None for its process, and how."""
+        for role, process in list(self._processes.items()):
+            if (code := process.poll()) is not None:
+                self._code = code
+                del self._processes[role]
+                yield role, None, exit_text(code)
         for engine, how in (news for engines in self._engines for news in engines.ended()):
             print(f"engine {engine}: {how}", flush=True)
-            yield engine, how
+            yield ROLLOUT, engine, how
 
     @property
     def _over(self) -> bool:
-        return self._reported or (self._leaving and not self._running)
+        of_role = bool(self._orders.step) and self._code is not None
+        return of_role or (self._leaving and not self._running)
 
     @property
     def _running(self) -> bool:
-        process = self._process is not None and self._process.poll() is None
-        return process or any(engines.running for engines in self._engines)
+        processes = any(process.poll() is None for process in self._processes.values())
+        return processes or any(engines.running for engines in self._engines)
 
     def _obey(self, request: Request) -> None:
         match request.method:
@@ -114,7 +119,7 @@ class Agent:
                 self._leaving = True
                 request.reply()
             case "kill":
-                self._kill()
+                self._kill(request.argument(list[str]))
                 request.reply()
             case "introduce":
                 request.reply(self._examiner.introduce())
@@ -150,10 +155,14 @@ class Agent:
         self._temporary = self._temporary or take_temporary()
         interface = interface_to_others(ranks, self._node)
         logs = Path(spec.run_dir) / "logs"
-        return node_environment(os.environ, spec.role, logs, self._temporary.path, own, interface)
+        return node_environment(os.environ, spec.role, logs, self._temporary.path, own, interface, spec.caches)
 
-    def _start(self, spec: StepSpec, ranks: RankMap) -> str:
-        """Start what is asked for; return where other nodes of a role find this one, as `StepSpec.store`."""
+    def _start(self, spec: StepSpec, ranks: RankMap) -> tuple[str, int]:
+        """Start what is asked for.
+
+        Return where other nodes of a role find this one, as `StepSpec.store`, and the process id of the role's torchrun
+        or rank, which is 0 for engines.
+        """
         self._spec, self._ranks = spec, ranks
         share = share_on(ranks, spec.role, self._node)
         own = {**spec.environment[self._node], **visible_gpus(ranks.topology, self._node, share.gpus, os.environ)}
@@ -170,45 +179,48 @@ class Agent:
             run_dir = Path(spec.run_dir)
             self._engines.append(EngineRanks(run_dir, ranks, self._node, spec.arguments, environment, spec.engines))
             self._engines[-1].start()
-            return ""
+            return "", 0
         command = torchrun_command(spec, ranks, self._node, f"{environment['TMPDIR']}/torchrun")
         # torchrun would end its workers at SIGTERM, and with them what they have not saved.
         command[3:3] = ["--signals-to-handle=SIGINT"]
         if len(ranks.roles[spec.role]) == 1 or spec.store:
-            self._process = _start_here(command, environment)
-            return ""
+            return "", self._start_child(spec, command, environment)
         # The port is bound here, and the socket handed down: no other process can take it in between.
         address = own_address(self._node, environment.get("GLOO_SOCKET_IFNAME", ""))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as store:
             environment[STORE_FD] = str(store.fileno())
-            self._process = _start_here(command, environment, (store.fileno(),))
-            return f"{address}:{store.getsockname()[1]}"
+            pid = self._start_child(spec, command, environment, (store.fileno(),))
+            return f"{address}:{store.getsockname()[1]}", pid
+
+    def _start_child(
+        self, spec: StepSpec, command: list[str], environment: dict[str, str], fds: tuple[int, ...] = ()
+    ) -> int:
+        """Start a torchrun, and return its process id."""
+        log = RunDirectory(Path(spec.run_dir)).role_log(spec.role, self._node, "torchrun")
+        self._processes[spec.role] = process = start_child(command, log, environment, pass_fds=fds)
+        return process.pid
 
     def _end(self) -> None:
         """End what is left. Ranks that miss the conductor leave by themselves, and one of their nodes ends the job."""
         wait_until(lambda: not self._running, timeouts.RANKS_LEAVE_S, 0.05, 0.05)
-        self._kill()
+        deserted = any(engines.deserted for engines in self._engines)
+        self._kill([*self._processes, ROLLOUT])
         self._examiner.close()
         if self._temporary is not None:
             self._temporary.remove()
-        if self._spec and self._ranks and any(engines.deserted for engines in self._engines):
+        if self._spec and self._ranks and deserted:
             await_end(self._spec, self._ranks, self._node, f"tcp://{self._orders.address}:{self._orders.port}")
 
-    def _kill(self) -> None:
-        """End every process by force, and wait for it."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        for engines in self._engines:
+    def _kill(self, roles: Collection[str]) -> None:
+        """End every process of `roles` by force, and wait for it; that they ended is no news."""
+        for role in self._processes.keys() & set(roles):
+            process = self._processes.pop(role)
+            process.kill()
+            self._code = process.wait()
+        for engines in self._engines if ROLLOUT in roles else ():
             engines.kill()
-
-
-def _start_here(command: list[str], environment: dict[str, str], fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-    """Start a torchrun whose output goes where that of this process does."""
-    return subprocess.Popen(
-        bound_to_parent(command), stdin=subprocess.DEVNULL, env=environment, pass_fds=fds, start_new_session=True
-    )
+        self._engines = [] if ROLLOUT in roles else self._engines
 
 
 def client_of(orders: Orders, name: str, node: str, rank: int = 0, world: int = 1) -> ControlClient:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -10,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.nodes.facts import Orders
 from slurm_rlhf.nodes.node_look import NodeView
-from slurm_rlhf.nodes.srun import AGENT, RunningCommand, end
+from slurm_rlhf.nodes.step_spec import StepSpec
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.codec import decode
@@ -74,6 +73,10 @@ class AgentServer(ABC):
         reader = partial(decode, declared=result, name=f"the answer to {method}")
         return self.server.call(peer.role, peer.rank, method, argument, limit_s, reader)
 
+    def start_there(self, peer: Peer, spec: StepSpec, ranks: RankMap) -> Future[tuple[str, int]]:
+        """Let an agent start `spec`; the Future has where others find it, and its process id. Does not block."""
+        return self.call(peer, "start", (spec, ranks.to_json()), tuple[str, int])
+
     def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
         """Return what each node sees of its processes, as far as it comes in time."""
         known = [node for node in pids if node in self.residents]
@@ -93,29 +96,3 @@ class AgentServer(ABC):
     def close(self) -> None:
         """Say goodbye: agents that are left end what they have started, and themselves."""
         self.server.close()
-
-
-class LocalAgents(AgentServer):
-    """Has one agent, a child of this process."""
-
-    def __init__(self, run_dir: Path, command: Sequence[str] = (sys.executable, "-m", AGENT)) -> None:
-        super().__init__(run_dir, LOOPBACK, Timeout())
-        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        self._agent = RunningCommand([*command], run_dir / "logs" / "nodes.log")
-
-    def begin(self, orders: Orders) -> None:
-        self._agent.variables = orders.to_environment()
-        self._agent.start()
-
-    def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
-        self.residents[peer.host] = peer
-
-    def said(self) -> str:
-        return self._agent.said()
-
-    def over(self) -> bool:
-        return self._agent.code is not None
-
-    def close(self) -> None:
-        super().close()
-        end([self._agent])

@@ -7,23 +7,34 @@ import secrets
 import signal
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.network import address_among
+from slurm_rlhf.cluster.network import LOOPBACK, address_among
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
-from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.schema_jobs import Timeout
-from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.nodes.agent_server import AgentServer
 from slurm_rlhf.nodes.facts import NODES, Orders
-from slurm_rlhf.nodes.srun import AGENT, HOST, Container, RunningStep, Step, end, nodes_step, role_step, wait_over
+from slurm_rlhf.nodes.launcher import names_in
+from slurm_rlhf.nodes.srun import (
+    AGENT,
+    HOST,
+    Container,
+    RunningStep,
+    Step,
+    end,
+    nodes_step,
+    role_step,
+    step_command,
+    wait_over,
+)
 from slurm_rlhf.nodes.step_spec import RANK_MAP, StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.messages import Peer
@@ -44,6 +55,7 @@ class AgentStep:
     ranks: RankMap
     name: str = ""  # name of this start of the step
     store: str = ""  # where the torchruns meet
+    torchrun: int = 0  # process id of the one that started last; 0: unknown
     here: dict[str, Peer] = field(default_factory=dict)  # agents by node
     said: deque[tuple[str, int | None, str]] = field(default_factory=deque)
     attempts: int = 0
@@ -72,41 +84,37 @@ class AgentStep:
         return not self.said and not self._reported and not self._ended
 
 
-def names_in(nodes: str) -> list[str]:
-    """List the nodes that srun named; where it wrote something else, that."""
-    try:
-        return expand(nodes)
-    except PlacementError:
-        return [nodes]
-
-
 class AgentSteps(AgentServer):
     """Starts the steps of a run in the job `slurm`, and talks to their agents. Any thread may use it."""
 
     def __init__(
         self,
         run_dir: Path,
-        slurm: SlurmEnvironment,
+        slurm: SlurmEnvironment | None,
         topology: Topology,
         container: Container = HOST,
         timeout: Timeout | None = None,
     ) -> None:
         """`topology`: all nodes of the job. Raises PlacementError if this process cannot reach them."""
-        super().__init__(run_dir, address_among(slurm.job_nodes, slurm.node_name), timeout or Timeout())
+        self.nodes = [node.name for node in topology.nodes]
+        address = address_among(self.nodes, slurm.node_name) if slurm else LOOPBACK
+        super().__init__(run_dir, address, timeout or Timeout())
         self.slurm = slurm
         self.logs = run_dir / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.run_id = f"{slurm.job_id}.{slurm.restart_count}.{secrets.token_hex(4)}"
+        self.run_id = f"{run_dir.name}.{secrets.token_hex(8)}"
         """Name that no other start of the run has."""
         self._container = container
         # The tasks print into it, too: a node may not see the run directory.
-        self._nodes = self._step(nodes_step(topology, container), self.logs / "nodes.srun.log")
-        self._steps: dict[str, AgentStep] = {}  # steps by the name of their start
+        self._nodes = self._step(nodes_step(topology, container), "nodes")
+        self._steps: dict[str, AgentStep] = {}  # steps by the name of their start, without Slurm by role
 
-    def _step(self, step: Step, log: Path) -> RunningStep:
-        """Return a step whose tasks are agents; `log` is that of srun itself. It is not started yet."""
+    def _step(self, step: Step, name: str) -> RunningStep:
+        """Return a step whose tasks are agents; `name` is that of its log. It is not started yet."""
         command = self._container.command(AGENT, step.name, gpus=bool(step.gpus))  # `ps` shows whose agents they are
-        return RunningStep(step, command, log)
+        if self.slurm is None:
+            return RunningStep(step, command, self.logs / f"{name}.log")
+        return RunningStep(step, step_command(step, command), self.logs / f"{name}.srun.log")
 
     def begin(self, orders: Orders) -> None:
         self._nodes.variables = orders.to_environment()
@@ -127,13 +135,13 @@ class AgentSteps(AgentServer):
         """Let every process of the run find who is where."""
         write_atomically(self.run_dir / RANK_MAP, json.dumps(ranks.to_json(), indent=1) + "\n")
 
-    def role_step(self, ranks: RankMap, role: str, only: Sequence[str] | None = None) -> Step:
-        """Return the step of a role, as `srun.role_step`."""
-        return role_step(ranks, role, self.logs, self._container, only)
+    def start(self, spec: StepSpec, ranks: RankMap, name: str = "", only: Sequence[str] | None = None) -> AgentStep:
+        """Start a step whose agents start `spec`; it does not wait for them, and ends with the calling thread.
 
-    def start(self, step: Step, log: Path, spec: StepSpec, ranks: RankMap) -> AgentStep:
-        """Start a step whose agents start `spec`; it does not wait for them, and ends with the calling thread."""
-        started = AgentStep(self._step(step, log), spec, ranks)
+        `name` is that of its log, the role's by default; `only`: the nodes, all of the role's by default.
+        """
+        step = role_step(ranks, spec.role, self.logs, self._container, only)
+        started = AgentStep(self._step(step, name or spec.role), spec, ranks)
         self._start(started)
         return started
 
@@ -142,7 +150,7 @@ class AgentSteps(AgentServer):
         peer = step.here.get(node)
         if peer is None or peer.lost or step.running.code is not None:
             return False
-        self.call(peer, "start", (spec, ranks.to_json()), str)
+        self.start_there(peer, spec, ranks)
         return True
 
     def will_run(self, step: AgentStep) -> bool:
@@ -188,13 +196,13 @@ class AgentSteps(AgentServer):
         alone = len(nodes) == 1 or not step.running.step.together
         if alone or node == nodes[0] or step.store:
             spec = replace(step.spec, environment={node: step.spec.environment[node]}, store=step.store)
-            answer = self.call(step.here[node], "start", (spec, step.ranks.to_json()), str)
+            answer = self.start_there(step.here[node], spec, step.ranks)
             if not alone and node == nodes[0]:
                 answer.add_done_callback(partial(self._let_meet, step, step.name))
 
-    def _let_meet(self, step: AgentStep, name: str, answer: Future[str]) -> None:
+    def _let_meet(self, step: AgentStep, name: str, answer: Future[tuple[str, int]]) -> None:
         if answer.exception() is None and step.name == name:
-            step.store = answer.result()
+            step.store, _ = answer.result()
             for node in step.here:
                 if node != step.running.step.nodes[0]:
                     self._order(step, node)
@@ -214,3 +222,50 @@ class AgentSteps(AgentServer):
         end([step.running for step in steps])
         for peer in agents:
             self.server.dismiss(peer.role, "its step was ended")
+
+
+class LocalAgents(AgentSteps):
+    """Has one agent, a child of this process, which starts all roles."""
+
+    def __init__(self, run_dir: Path, topology: Topology, timeout: Timeout | None = None) -> None:
+        super().__init__(run_dir, None, topology, timeout=timeout)
+
+    def start(self, spec: StepSpec, ranks: RankMap, name: str = "", only: Sequence[str] | None = None) -> AgentStep:
+        """Let the agent start `spec`; it starts again itself where somebody has killed it."""
+        if self.over():
+            for peer in self.residents.values():
+                self.server.give_up(peer.role, peer.rank, "it has ended")
+            self.residents.clear()
+            self.begin(self.orders())
+        wait_until(lambda: bool(self.residents) or self.over(), self.timeout.start, timeouts.POLL_S, timeouts.POLL_S)
+        self._steps[spec.role] = started = AgentStep(self._nodes, spec, ranks, here=self.residents)
+        for peer in self.residents.values():
+            self.start_there(peer, spec, ranks).add_done_callback(partial(self._note_torchrun, started))
+        return started
+
+    def start_there(self, peer: Peer, spec: StepSpec, ranks: RankMap) -> Future[tuple[str, int]]:
+        return super().start_there(peer, replace(spec, caches=False), ranks)
+
+    @staticmethod
+    def _note_torchrun(step: AgentStep, answer: Future[tuple[str, int]]) -> None:
+        if answer.exception() is None:
+            _, step.torchrun = answer.result()
+
+    def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+        if event == "here":
+            self.residents[peer.host] = peer
+        elif event == "ended":
+            self._steps[data["role"]].said.append((peer.host, data["engine"], str(data["how"])))
+
+    def end(self, steps: Sequence[AgentStep], done: bool = False, grace_s: float = 0.0) -> None:
+        """End the processes of steps and wait until they are gone; `done`: all are leaving, and get `grace_s`."""
+        for peer in self.residents.values():
+            if done:
+                self.call(peer, "leave")
+                wait_over([self._nodes], grace_s)
+            wait([self.call(peer, "kill", [step.spec.role for step in steps])], timeouts.STEP_KILL_S)
+
+    def close(self) -> None:
+        if not self.residents:  # it is starting, and would not hear the goodbye
+            self._nodes.signal(signal.SIGKILL)
+        super().close()

@@ -60,15 +60,6 @@ class EngineRanks:
         for engine in self._engines.values():
             self._start(engine)
 
-    def start_again(self, number: int) -> None:
-        """Start the ranks of an engine that has ended."""
-        engine = self._engines[number]
-        self._kill(engine)
-        for process in engine.ranks:
-            process.wait()
-        engine.ranks, engine.how = [], ""
-        self._start(engine)
-
     def _start(self, engine: _Engine) -> None:
         """Start the ranks of an engine; where there are several, the first opens the store at which they meet.
 

@@ -57,23 +57,25 @@ def without_injected(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def node_environment(
-    environ: Mapping[str, str], role: str, logs: Path, cache: Path, own: Mapping[str, str], interface: str
+    environ: Mapping[str, str],
+    role: str,
+    logs: Path,
+    temporary: Path,
+    own: Mapping[str, str],
+    interface: str,
+    caches: bool = True,
 ) -> dict[str, str]:
     """Return the whole environment of `role` on a node, made from that of the step.
 
     What the user exported wins over our diagnosis settings and over `interface` (empty: unknown). Two things win over
-    what the user exported: `own`, the role's variables, and `cache`, the directory for temporary files, and for
-    compiled kernels if train.kernel_cache keeps none.
+    what the user exported: `own`, the role's variables, and `temporary`, the directory for temporary files, with
+    `caches` also for compiled kernels if train.kernel_cache keeps none.
     """
     kept = without_injected(environ)
     networks = dict.fromkeys(INTERFACES, interface) if interface else {}
-    local = {**cache_variables(cache), "TMPDIR": str(cache)}
-    return without_gpu_choice({**diagnosis_variables(role, logs), **networks, **kept, **local, **own})
-
-
-def without_gpu_choice(environ: Mapping[str, str]) -> dict[str, str]:
-    """Copy `environ` without the variables that would choose among the visible GPUs once more."""
-    return {name: value for name, value in environ.items() if name not in OTHER_CHOICES}
+    local = {**(cache_variables(temporary) if caches else {}), "TMPDIR": str(temporary)}
+    found = {**diagnosis_variables(role, logs), **networks, **kept, **local, **own}
+    return {name: value for name, value in found.items() if name not in OTHER_CHOICES}
 
 
 def visible_gpus(topology: Topology, node: str, slots: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:

@@ -114,15 +114,17 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in STEP_VARIABLES}
 
 
-class RunningCommand:
-    """Runs a command whose tasks are agents; `log` takes its output."""
+class RunningStep:
+    """Runs a step, whose tasks are agents. `log` takes the output of `command`; that of tasks goes to `step.output`."""
 
-    def __init__(self, command: list[str], log: Path) -> None:
+    def __init__(self, step: Step, command: list[str], log: Path) -> None:
+        """`command`: that of srun, or without Slurm the one task."""
+        self.step = step
         self.log = log
         self.variables: Mapping[str, str] = {}
         """Variables of its tasks, from the next start on."""
         self._command = command
-        self._files = [log]
+        self._files = [log, *([Path(step.output.replace("%N", step.nodes[0]))] if step.output else [])]
         self._sizes: dict[Path, int] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -161,22 +163,12 @@ class RunningCommand:
         except OSError:
             return ""
 
-
-class RunningStep(RunningCommand):
-    """Runs a step of the job. `log` takes the output of srun itself; that of the tasks goes to `step.output`."""
-
-    def __init__(self, step: Step, command: list[str], log: Path) -> None:
-        super().__init__(step_command(step, command), log)
-        self.step = step
-        if step.output:
-            self._files.append(Path(step.output.replace("%N", step.nodes[0])))
-
     def failures(self) -> list[tuple[str, str]]:
-        """Return (nodes, how) of the tasks that failed, in order, or of srun itself; empty while all is well."""
+        """Return (nodes, how) of the tasks that failed, in order, or of the command; empty while all is well."""
         found = [(match["nodes"], f"ended: {match['how']}") for match in _TASK_ENDED.finditer(self.said())]
         if found or self.code is None:
             return found
-        return [(",".join(self.step.nodes), f"ended (srun {exit_text(self.code)})")]
+        return [(",".join(self.step.nodes), f"ended ({Path(self._command[0]).name} {exit_text(self.code)})")]
 
     def worth_another_try(self) -> bool:
         """Tell whether it failed for a reason that may be gone the next time."""
@@ -184,21 +176,21 @@ class RunningStep(RunningCommand):
         return any(text in said for text in _PASSING_FAILURES)
 
 
-def wait_over(commands: Sequence[RunningCommand], seconds: float) -> None:
+def wait_over(steps: Sequence[RunningStep], seconds: float) -> None:
     """Wait until all are over, for `seconds` at most."""
-    wait_until(lambda: not any(each.alive for each in commands), seconds, 0.05, 0.05)
+    wait_until(lambda: not any(each.alive for each in steps), seconds, 0.05, 0.05)
 
 
-def end(commands: Sequence[RunningCommand]) -> None:
+def end(steps: Sequence[RunningStep]) -> None:
     """End what still runs, within seconds.
 
     Steps that SIGTERM does not end have a node that does not answer: the end of the batch step ends the rest, and srun
     itself would wait for SlurmdTimeout.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for each in commands:
+        for each in steps:
             each.signal(number)
-        wait_over(commands, timeouts.STEP_KILL_S)
+        wait_over(steps, timeouts.STEP_KILL_S)
 
 
 def _size(path: Path) -> int:

@@ -24,7 +24,8 @@ class StepSpec:
 
     `run_id` names this start of the role, the same on every node. `environment` maps a node to the variables of the
     role's processes there. `engines`: those of a node that are meant; None: all. `store`: where the first of the
-    role listens, as host:port; empty: this is the first.
+    role listens, as host:port; empty: this is the first. `caches`: what libraries compile goes to the node's own disk,
+    as the user's directories may be on a shared one.
     """
 
     role: str
@@ -34,6 +35,7 @@ class StepSpec:
     environment: Mapping[str, Mapping[str, str]]
     engines: list[int] | None = None
     store: str = ""
+    caches: bool = True
 
 
 def share_on(ranks: RankMap, role: str, node: str) -> NodeShare:

@@ -124,7 +124,7 @@ def test_a_stopped_torchrun_does_not_end_when_a_rank_does(gone: int, tmp_path: P
 
 
 def test_processes_of_another_machine_are_not_looked_for(gone: int) -> None:
-    assert not ranks("actor", gone, here=False).hurt
+    assert not ranks("actor", gone, here=False).gone
 
 
 def test_a_torchrun_that_stands_still_is_told_while_its_ranks_start() -> None:

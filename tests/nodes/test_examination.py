@@ -22,7 +22,7 @@ from slurm_rlhf.cli import preflight
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes.accelerators import Wanted
-from slurm_rlhf.nodes.agent_server import LocalAgents
+from slurm_rlhf.nodes.agent_steps import LocalAgents
 from slurm_rlhf.nodes.examination import Examination, Question, look_here
 from slurm_rlhf.nodes.groups import Lineup
 from slurm_rlhf.nodes.interview import Interview, skew
@@ -35,6 +35,7 @@ from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 
 NODE = socket.gethostname().partition(".")[0]
+HERE = Topology((Node(NODE, 4),), CPU)
 DEAF = (
     "import json, os, runpy\n"
     "orders = json.loads(os.environ['SLURM_RLHF_AGENT'])\n"
@@ -52,7 +53,7 @@ def _outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def question(run_dir: Path, measure: bool = False) -> Question:
     ranks = place(
-        Topology((Node(NODE, 4),), CPU),
+        HERE,
         [RoleSize("actor", num_nodes=1, num_gpus_per_node=2), RoleSize("rollout", num_nodes=1, engines=1, tp=2)],
     )
     return Question(
@@ -70,7 +71,7 @@ def question(run_dir: Path, measure: bool = False) -> Question:
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[LocalAgents]:
-    with closing(LocalAgents(tmp_path)) as found:
+    with closing(LocalAgents(tmp_path, HERE)) as found:
         yield found
 
 
@@ -110,7 +111,8 @@ def test_without_groups_nothing_is_measured(agents: LocalAgents) -> None:
 
 @pytest.mark.parametrize("nodes", [(NODE,), (NODE, "elsewhere")])
 def test_an_agent_that_does_not_reach_the_conductor(tmp_path: Path, nodes: tuple[str, ...]) -> None:
-    with closing(LocalAgents(tmp_path, [sys.executable, "-c", DEAF])) as agents:
+    with closing(LocalAgents(tmp_path, HERE)) as agents:
+        agents._nodes._command = [sys.executable, "-c", DEAF]
         report = Examination(replace(question(tmp_path), nodes=nodes), agents).run().report
     failed = {check.name: check.findings[0] for check in report.checks if check.verdict == FAILED}
     if len(nodes) == 1:

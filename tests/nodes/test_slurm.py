@@ -13,10 +13,10 @@ from played_agents import WRITE_ORDERS, PlayedAgent
 from waiting import HANG_S, until
 
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.nodes.agent_launcher import AgentLauncher
 from slurm_rlhf.nodes.agent_steps import AgentSteps
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.nodes.node_look import look
-from slurm_rlhf.nodes.slurm import SlurmLauncher
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -45,7 +45,7 @@ class Bench:
         sizes = [RoleSize("actor", 2, 2), RoleSize("reference", 2, 2)]
         topology = Topology.uniform(NODES, 8)
         self.steps = AgentSteps(self.run_dir, allocation(), topology)
-        self.launcher = SlurmLauncher(self.steps, place(topology, sizes), {})
+        self.launcher = AgentLauncher(self.steps, place(topology, sizes), {})
 
     def srun(self, script: str) -> None:
         program = self.root / "bin" / "srun"

@@ -13,8 +13,8 @@ from played_agents import WRITE_ORDERS, PlayedAgent
 from waiting import until
 
 from slurm_rlhf.cluster.slurm_environment import read_slurm
+from slurm_rlhf.nodes.agent_engines import AgentEngines
 from slurm_rlhf.nodes.agent_steps import AgentSteps
-from slurm_rlhf.nodes.slurm_engines import SlurmEngines
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -36,7 +36,7 @@ class Bench:
         slurm = read_slurm(JOB)
         assert slurm is not None
         self.agents = AgentSteps(self.run_dir, slurm, Topology.uniform((*NODES, SPARE), 2))
-        self.engines = SlurmEngines(self.agents, ranks, {})
+        self.engines = AgentEngines(self.agents, ranks, {})
 
     def srun(self, script: str) -> None:
         program = self.root / "bin" / "srun"

@@ -18,7 +18,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import CallTimeout, ConfigError, RoleDied
 from slurm_rlhf.groups.run_lock import MOST_RESTARTS, refuse_restart, refuse_short_time
-from slurm_rlhf.nodes.launcher import LocalLauncher
 from slurm_rlhf.observe.run_log import read_events, read_samples
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import place
@@ -85,11 +84,8 @@ def test_a_sample_has_all_that_is_known_of_a_response(tmp_path: Path, capsys: py
     events = next((tmp_path / "tensorboard").iterdir()).read_bytes()
     assert b"    response 5" in events
     assert b"samples/5" in events
-
-
-def test_no_samples_are_kept_where_none_are_wanted(tmp_path: Path) -> None:
-    reporting(tmp_path, samples=0).samples(*batch_of(5))
-    assert not (tmp_path / "samples.jsonl").exists()
+    reporting(tmp_path / "without", samples=0).samples(*batch_of(5))
+    assert not (tmp_path / "without" / "samples.jsonl").exists()
 
 
 def test_a_resumed_run_writes_later_samples_again(tmp_path: Path) -> None:
@@ -205,10 +201,8 @@ def test_what_goes_wrong_is_said_once_and_the_run_goes_on(tmp_path: Path, capsys
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-# --- reporting --------------------------------------------------------------------------------------------------------
-
-
 ONE = place(Topology.uniform(["n1"], 1), [RoleSize("actor", 1, 1)])
+LAUNCHER: Any = None  # for conductors whose work is replaced
 
 
 def test_a_checkpoint_that_takes_too_long_for_the_signals_lead_is_warned_of_once(
@@ -335,7 +329,7 @@ def test_a_run_that_broke_says_last_from_where_it_goes_on(
     config = Config(run_dir=str(tmp_path), resume=resume)
     config.logger.progress, config.logger.tensorboard = "plain", False
     with pytest.raises(RoleDied, match=r"role actor died$"):
-        lead_run(config, ONE, LocalLauncher(tmp_path, ONE), "n1", Continuation())
+        lead_run(config, ONE, LAUNCHER, "n1", Continuation())
     last, word = capsys.readouterr().out.splitlines()[-1], "the same command" if resume == "auto" else "--resume=auto"
     goes_on = f"{word} goes on from the newest checkpoint, {tmp_path}/checkpoints/step_000005"
     assert last == (goes_on if saved else f"there is no checkpoint yet: {word} begins anew")
@@ -363,8 +357,7 @@ def test_what_the_scheduler_arranged_is_said_last_and_the_exit_code_tells_whethe
     monkeypatch.setattr(Conductor, "work", hang)
     config = Config(run_dir=str(tmp_path))
     config.logger.progress, config.logger.tensorboard = "plain", False
-    launcher = LocalLauncher(tmp_path, ONE)
-    assert lead_run(config, ONE, launcher, "n1", Requeues()) == code
+    assert lead_run(config, ONE, LAUNCHER, "n1", Requeues()) == code
     *_, stopped, last = capsys.readouterr().out.splitlines()
     assert stopped == f"stopped by {reason.what}; there is no checkpoint yet"
     assert last == "job 7 is requeued"

@@ -36,8 +36,8 @@ class PlayedAgent:
     def started(self, store: str = "") -> Any:
         """What it is told to start: the fields of a `StepSpec`."""
         request, (spec, _) = self.asked("start")
-        request.reply(store)
+        request.reply((store, 0))
         return spec
 
     def ended(self, how: str, engine: int | None = None) -> None:
-        self.client.event("ended", engine=engine, how=how)
+        self.client.event("ended", role="", engine=engine, how=how)

@@ -74,14 +74,11 @@ class MpiLauncher:
         own = {node: {**variables, KEYS: keys} for node, variables in environment.items()}
         spec = StepSpec(role, str(directory.root), self._run_id, arguments, own)
 
-        def start_others(answer: Future[str]) -> None:
+        def start_others(answer: Future[tuple[str, int]]) -> None:
             for peer in others if answer.exception() is None else ():
-                self._start(peer, replace(spec, store=answer.result()))
+                self._agents.start_there(peer, replace(spec, store=answer.result()[0]), self._ranks)
 
-        self._start(first, spec).add_done_callback(start_others)
-
-    def _start(self, peer: Peer, spec: StepSpec) -> Future[str]:
-        return self._agents.call(peer, "start", (spec, self._ranks.to_json()), str)
+        self._agents.start_there(first, spec, self._ranks).add_done_callback(start_others)
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         raise RunError(self.fixed)
@@ -104,7 +101,7 @@ class MpiLauncher:
             self._agents.call(peer, "leave")
         if done:
             wait_until(lambda: not self._present(), grace_s, 0.05, 0.05)
-        wait([self._agents.call(peer, "kill") for peer in self._present()], timeouts.MPI_CLOSED_S)
+        wait([self._agents.call(peer, "kill", [peer.role]) for peer in self._present()], timeouts.MPI_CLOSED_S)
         self._agents.close()
 
     def _present(self) -> list[Peer]:

@@ -121,21 +121,16 @@ class RankAgent(Agent):
         where = f"{self._orders.address}:{self._orders.port}"
         print(f"{self._node} cannot reach the conductor at {where}: {problem}", file=sys.stderr, flush=True)
 
-    @property
-    def _over(self) -> bool:
-        return self._leaving and not self._running  # all leave MPI together
-
-    def _start(self, spec: StepSpec, ranks: RankMap) -> str:
+    def _start(self, spec: StepSpec, ranks: RankMap) -> tuple[str, int]:
         if spec.store:
-            self._start_rank(spec, ranks, spec.store, None)
-            return spec.store
+            return spec.store, self._start_rank(spec, ranks, spec.store, None)
         address = address_among([share.node for share in ranks.roles[spec.role]], self._node)
         with socket.create_server((address, 0), backlog=1024) as store:
-            self._start_rank(spec, ranks, where := f"{address}:{store.getsockname()[1]}", store)
-        return where
+            where = f"{address}:{store.getsockname()[1]}"
+            return where, self._start_rank(spec, ranks, where, store)
 
-    def _start_rank(self, spec: StepSpec, ranks: RankMap, where: str, store: socket.socket | None) -> None:
-        """Start the rank; `store`: the socket of the role's store, in its first rank."""
+    def _start_rank(self, spec: StepSpec, ranks: RankMap, where: str, store: socket.socket | None) -> int:
+        """Start the rank, and return its process id; `store`: the socket of the role's store, in its first rank."""
         share = share_on(ranks, spec.role, self._node)
         variables = {
             **spec.environment[self._node],
@@ -153,7 +148,8 @@ class RankAgent(Agent):
         fds = (store.fileno(),) if store is not None else ()
         log = RunDirectory(Path(spec.run_dir)).role_log(spec.role, f"{self._node}.mpi", self._number)
         with _step_signals(signal.SIG_IGN):
-            self._process = start_child(command, log, environment, pass_fds=fds, new_session=False)
+            self._processes[spec.role] = start_child(command, log, environment, pass_fds=fds, new_session=False)
+        return self._processes[spec.role].pid
 
 
 @contextmanager

@@ -1,22 +1,23 @@
-"""Start the roles in a Slurm allocation: one `srun` step per role, an agent on each of its nodes."""
+"""Start the roles by agents: under Slurm one `srun` step per role with an agent on each node, else one agent."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
 
-from slurm_rlhf.cluster.network import address_among
+from slurm_rlhf.cluster.network import LOOPBACK, address_among
+from slurm_rlhf.cluster.processes import process_state
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
+from slurm_rlhf.nodes.agent_engines import AgentEngines
 from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.nodes.node_look import NodeView
-from slurm_rlhf.nodes.slurm_engines import SlurmEngines
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 
 
-class SlurmLauncher:
-    """Implement `nodes.launcher.Launcher` inside `sbatch` and `salloc`.
+class AgentLauncher:
+    """Implement `nodes.launcher.Launcher` inside `sbatch` and `salloc`, and on one machine.
 
     The exit of srun proves nothing: if the only node of a role dies, srun returns 0; if one of several dies, it does
     not return before SlurmdTimeout. A task that srun reports as failed has failed; only the ranks can report success.
@@ -33,12 +34,12 @@ class SlurmLauncher:
         self._written = False  # the rank map, into the run directory
         self._stopping = False
         self._lock = threading.Lock()
-        self.engines: SlurmEngines | None = None
-        self.address = address_among(ranks.used_nodes, steps.slurm.node_name)
+        self.engines: AgentEngines | None = None
+        self.address = address_among(ranks.used_nodes, steps.slurm.node_name) if steps.slurm else LOOPBACK
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         if ROLES[role].kind == "engine":
-            self.engines = SlurmEngines(self._steps, self._ranks, self.unfit)
+            self.engines = AgentEngines(self._steps, self._ranks, self.unfit)
             self.engines.start(arguments, environment)
             return
         if not self._written:
@@ -50,8 +51,7 @@ class SlurmLauncher:
         steps = self._steps
         spec = StepSpec(role, str(steps.run_dir), steps.run_id, arguments, environment)
         with self._lock:
-            step = steps.role_step(self._ranks, role)
-            self._roles.append(steps.start(step, steps.logs / f"{role}.srun.log", spec, self._ranks))
+            self._roles.append(steps.start(spec, self._ranks))
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         with self._lock:
@@ -73,7 +73,8 @@ class SlurmLauncher:
         return news
 
     def stopped(self) -> list[tuple[str, int]]:
-        return []  # torchruns are children of the agents
+        here = [(item.spec.role, item.torchrun) for item in self._roles if item.torchrun]
+        return [(role, pid) for role, pid in here if process_state(pid).startswith("T")]
 
     def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
         return self._steps.look(pids, within_s)

@@ -1,4 +1,4 @@
-"""Start the engines of a Slurm job: one step with an agent on each of their nodes, which starts them again, too.
+"""Start the engines by agents: under Slurm one step with an agent on each node, which starts them again, too.
 
 An engine that moves to a node without such an agent gets a step of its own.
 """
@@ -9,16 +9,17 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from slurm_rlhf.config.roles import ROLLOUT
-from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps, names_in
+from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps
 from slurm_rlhf.nodes.engine_launcher import Environment
+from slurm_rlhf.nodes.launcher import names_in
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.replacement import with_engine_on
 from slurm_rlhf.placement.topology import Topology
 
 
-class SlurmEngines:
-    """Implements `EngineLauncher` in a Slurm allocation; a node that is lost costs its own engines."""
+class AgentEngines:
+    """Implements `EngineLauncher`; a node that is lost costs its own engines."""
 
     def __init__(self, agents: AgentSteps, ranks: RankMap, unfit: Mapping[str, str]) -> None:
         self.unfit = unfit
@@ -37,7 +38,7 @@ class SlurmEngines:
     @property
     def spares(self) -> list[str]:
         used = set(self._ranks.used_nodes)
-        return [node for node in self._agents.slurm.job_nodes if node not in used]
+        return [node for node in self._agents.nodes if node not in used]
 
     def start(self, arguments: list[str], environment: Environment) -> None:
         self._arguments, self._environment = arguments, environment
@@ -47,8 +48,7 @@ class SlurmEngines:
 
     def _start(self, name: str, node_of: dict[int, str], only: Sequence[int] | None) -> None:
         nodes = None if only is None else list(node_of.values())
-        step, log = self._agents.role_step(self._ranks, ROLLOUT, nodes), self._agents.logs / f"{name}.srun.log"
-        started = self._agents.start(step, log, self._spec(only), self._ranks)
+        started = self._agents.start(self._spec(only), self._ranks, name, nodes)
         self._steps.append(started)
         self._at |= {engine: (started, node) for engine, node in node_of.items()}
 
