@@ -14,6 +14,7 @@ from slurm_rlhf.config.check import check, warnings
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError, cut
+from slurm_rlhf.workers.http_client import health_of
 
 if TYPE_CHECKING:
     from slurm_rlhf.data.prompts import PromptSet
@@ -29,6 +30,9 @@ def check_run(arguments: Arguments) -> int:
     """Print what a run would read and do. Raises UserError if something is wrong."""
     config = load_config(arguments.files, arguments.overrides)
     check(config)
+    if away := [one for one in health_of(config) if one.away]:
+        listed = "; ".join(f"{one.key}: {one.url}: {one.away}" for one in away)
+        raise RewardError(f"servers that are not there: {listed}: start them, or correct the address or the token")
     require_fit(memory_on(config, layout_somewhere(config)))
     source = config.data.prompt_dataset or config.data.reasoning_gym
     print(f"keys, files and model directories are right; reading {source}", flush=True)
@@ -85,15 +89,14 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
     if inputs.reward is None:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
+    from slurm_rlhf.rewards.model import Scoring
+    from slurm_rlhf.rewards.weighted import WeightedRewards
+
     if inputs.environments is not None:
-        yield f"rewards: by the environment in {inputs.environments.file}"
+        beside = ", and other rewards are added" if isinstance(inputs.reward, WeightedRewards) else ""
+        yield f"rewards: by the environment in {inputs.environments.file}{beside}"
         yield from inputs.environments.lines()
         return
-    from slurm_rlhf.rewards.model import Scoring
-    from slurm_rlhf.rewards.sources import unhealthy
-
-    if away := unhealthy(inputs.reward):
-        raise RewardError(f"reward servers that are not there: {'; '.join(away)}: start them, or correct the address")
     if config.reward.model_name_or_path:
         yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"
         return

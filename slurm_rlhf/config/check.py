@@ -104,21 +104,13 @@ def check_eval(config: Config) -> None:
 def _reward_function(config: Config) -> Iterator[str]:
     """Check the source of rewards where engines are the only ranks."""
     reward = config.reward
-    if config.env.path:
-        yield from _file("env.path", config.env.path, ENVIRONMENTS)
-        if reward.remote_url or reward.function:
-            yield "env.path and a reward function are both set: scores come from one of them, leave one out"
     if reward.model_name_or_path:
         yield (
             "reward.model_name_or_path: responses are not scored by a reward model here: use a reward function "
-            "(reward.remote_url), or leave it out"
+            "(reward.remote_url), a server (slurm-rlhf serve-reward), or leave it out"
         )
-    named = [f"reward.{name}" for name in ("remote_url", "function", "preset") if getattr(reward, name)]
-    if len(named) > 1:
-        yield f"{' and '.join(named)} are both set: leave one out"
-    yield from preset(config)
-    if reward.remote_url:
-        yield from _reward_file(config)
+    elif config.env.path or reward.sources or any(getattr(reward, name) for name in REWARD_SOURCES):
+        yield from reward_source(config)
 
 
 def _no_training_run(config: Config) -> Iterator[str]:
@@ -258,7 +250,7 @@ def _slurm(config: Config) -> Iterator[str]:
 
 def reward_source(config: Config) -> Iterator[str]:
     """Check the keys that name where rewards come from: exactly one of them is needed."""
-    source = config.reward.remote_url
+    yield from _file_or_servers("env.path", config.env.path, ENVIRONMENTS)
     if config.reward.sources:
         yield from part_problems(config)
         for part in config.reward.sources:
@@ -268,30 +260,27 @@ def reward_source(config: Config) -> Iterator[str]:
         return
     yield from preset(config)
     named = [f"reward.{name}" for name in REWARD_SOURCES if getattr(config.reward, name)]
-    named += ["env.path"] if config.env.path else []
     if len(named) > 1:
         both = "both" if len(named) == 2 else "all"
         yield f"{' and '.join(named)} are {both} set: rewards come from one source, leave all out but one"
-    elif not named:
+    elif not named and not config.env.path:
         known = " nor ".join(f"reward.{name} ({what})" for name, what in REWARD_SOURCES.items())
         yield f"neither {known} nor env.path (an environment) is set: name one"
-    elif config.env.path:
-        yield from _file("env.path", config.env.path, ENVIRONMENTS)
-    elif source:
-        yield from _reward_file(config)
+    yield from _reward_file(config)
 
 
 def _reward_file(config: Config) -> Iterator[str]:
-    """Check the file or the servers of reward.remote_url."""
-    source = config.reward.remote_url
-    if not source.startswith(("http://", "https://")):
-        if not source:
-            return
-        yield from _file("reward.remote_url", source, "a Python file with reward_func")
+    yield from _file_or_servers("reward.remote_url", config.reward.remote_url, "a Python file with reward_func")
+
+
+def _file_or_servers(key: str, value: str, what: str) -> Iterator[str]:
+    """Check the file or the servers that a key names, if it names any."""
+    if not value.startswith(("http://", "https://")):
+        yield from _file(key, value, what) if value else ()
         return
-    for url in source.split(","):
+    for url in value.split(","):
         if not url.strip().startswith(("http://", "https://")):
-            yield f"reward.remote_url: {url.strip()!r} is no http:// or https:// address, as the first one is"
+            yield f"{key}: {url.strip()!r} is no http:// or https:// address, as the first one is"
 
 
 def reward_statistics(path: str) -> tuple[float, float] | None:

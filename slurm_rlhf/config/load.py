@@ -37,6 +37,7 @@ COMMAND_LINE = "the command line"
 NOT_PATHS = {
     "resume": ("auto", "never"),
     "reward.remote_url": ("http://", "https://"),
+    "env.path": ("http://", "https://"),
     "train.kernel_cache": ("auto", "none"),
 }
 """Key of a path -> other words that it takes."""

@@ -16,6 +16,9 @@ from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.errors import meant
 
 FIELDS = tuple(field.name for field in fields(RewardPart))
+ENVIRONMENT, BESIDE = "environment", "source"
+"""Components of the reward where env.path has another source beside it: the environment's, and that of a source that
+is no entry of reward.sources."""
 SOURCES = ("remote_url", "function", "preset", "model")
 PRESET_LIBRARIES = {
     "math": ("math_verify", "math-verify"),
@@ -73,6 +76,8 @@ def part_problems(config: Config) -> Iterator[str]:
     reward = config.reward
     names = [part.name for part in reward.sources]
     for name, count in Counter(names).items():
+        if name == ENVIRONMENT and config.env.path:
+            yield f"reward.sources: the name {name!r} is that of the rewards of env.path: choose another"
         if count > 1 or not _NAME.fullmatch(name):
             yield (
                 f"reward.sources: the name {name!r} is "

@@ -1,7 +1,8 @@
-"""Plays the environments of many episodes in the processes of a pool."""
+"""Plays the environments of many episodes in the processes of a pool, here or on servers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,24 @@ import msgspec
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.environments.kinds import Instances
 from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
+from slurm_rlhf.environments.remote import RemoteLease, RemotePool
 from slurm_rlhf.errors import EpisodeError, WorkerError
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.workers.http_client import Servers, servers_of, token_of
 from slurm_rlhf.workers.pool import GONE, LATE, RAISED, Code, Lease, WorkerPool
 
 T = TypeVar("T")
-CODE = (Instances.__module__, Instances.__name__)
+AT_ONCE = 256
+"""Calls of servers that are in flight at most."""
+
+
+def code_of(file: str) -> Code:
+    """Name what the processes make: the environments of a file."""
+    return Code(Instances.__module__, Instances.__name__, {"file": file})
 
 
 class Homeless(Exception):
-    """Says that the process of an environment was ended by another environment in it."""
+    """Says that the process of an environment was ended by another environment in it, or that its server is away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class Home:
     """
 
     host: Host
-    lease: Lease
+    lease: Lease | RemoteLease
     number: int
 
     async def begin(self, start: Start) -> Begun:
@@ -59,7 +69,7 @@ class Home:
         except WorkerError as error:
             if error.kind == GONE:
                 raise Homeless from None
-            file = "" if error.kind == RAISED else f"{self.host.file}: "
+            file = "" if error.kind == RAISED or self.host.servers else f"{self.host.file}: "
             advice = "; make it faster or raise timeout.environment" if error.kind == LATE else ""
             raise EpisodeError(f"{file}{error}{advice}") from error
         return msgspec.convert(answer, made)
@@ -68,17 +78,28 @@ class Home:
 class Host:
     """Has the processes in which environments live, each with many of them."""
 
-    def __init__(self, config: Config, printed: Path | None) -> None:
-        """Start the processes. `printed`: the file for what environments print; None: it is printed as usual."""
-        self.file, self.timeout_s = config.env.path, config.timeout.environment
-        code, start_s = Code(*CODE, {"file": self.file}), config.timeout.connect
-        self._pool = WorkerPool(code, config.env.workers, config.env.memory_mb, start_s, printed)
+    def __init__(self, config: Config, printed: Path | None, note: Callable[[str], None]) -> None:
+        """Start the processes, unless they are on servers.
+
+        `printed`: the file for what environments print; None: it is printed as usual. `note` tells the user of servers
+        that do not answer. Raises ConfigError.
+        """
+        env, self.timeout_s, self.start_s = config.env, config.timeout.environment, config.timeout.connect
+        self.file = env.path
+        self.servers: Servers | None = None
+        self._pool: WorkerPool | RemotePool
+        if servers_of(env.path):
+            token = token_of(env.token, "env.token")
+            self.servers = Servers(env.path, token, note, at_once=AT_ONCE, silence_s=timeouts.SERVER_SILENT_S)
+            self._pool = RemotePool(self.servers)
+        else:
+            self._pool = WorkerPool(code_of(env.path), env.workers, env.memory_mb, self.start_s, printed)
 
     def describe(self) -> dict[str, Tools]:
         """Describe each environment, once all processes have loaded the file. Raises EpisodeError."""
         try:
             self._pool.ready()
-            found = self._pool.submit("describe", timeout_s=self._pool.start_s).result()
+            found = self._pool.submit("describe", timeout_s=self.start_s).result()
         except WorkerError as error:
             raise EpisodeError(str(error)) from error
         return msgspec.convert(found, dict[str, Tools])

@@ -199,7 +199,7 @@ def answer_rows(
             directory.config.write_text(dump_toml(config), encoding="utf-8")
         environments = None
         if config.env.path:
-            environments = Environments(config, Tokenizer.load(model), directory.reward_log)
+            environments = Environments(config, Tokenizer.load(model), directory.reward_log, print)
         job = GenerateJob(config, directory, ranks, launcher, output, pending, progress, environments)
         try:
             if environments is not None:

@@ -27,7 +27,7 @@ from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
 from slurm_rlhf.generate.output import JobProgress, OutputLine
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.records import LOST, EngineLoad, Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.model import RewardSource, Scoring, episode_rewards
+from slurm_rlhf.rewards.model import RewardSource, Scoring
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.rewards.sources import close_source, reward_source
 from slurm_rlhf.sampling.batches import PromptGroup
@@ -71,12 +71,11 @@ class Scores:
     def of(cls, config: Config, printed: Path) -> Scores:
         """Load the function that the configuration names, if it names one. Raises ConfigError, RewardError."""
         load_plugins(config.train.plugins)
-        if config.env.path:
-            return cls(Scoring(episode_rewards, config.timeout.reward))
         reward = config.reward
-        if not (reward.remote_url or reward.function or reward.preset or reward.sources):
+        if not (config.env.path or reward.remote_url or reward.function or reward.preset or reward.sources):
             return cls(None)
         source = reward_source(config, printed, print)
+        assert source is not None  # `check_generate` refuses a reward model
         return cls(Scoring(source, config.timeout.reward, printed, print), source)
 
     def close(self) -> None:

@@ -241,6 +241,7 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
         node_checks.limits(facts, needs),
         node_checks.gpus(facts, needs),
         *([node_checks.sandboxes(facts)] if needs.sandbox else []),
+        *([network_checks.servers(needs.servers)] if needs.servers else []),
         *([node_checks.compilers(facts)] if needs.wanted.slots else []),
     ]
     if seen.unmeasured:

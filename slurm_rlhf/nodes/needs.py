@@ -28,6 +28,7 @@ from slurm_rlhf.placement.memory import read_models
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory, device_of, mount_of, size_of
 from slurm_rlhf.wire import timeouts
+from slurm_rlhf.workers.http_client import Health, health_of
 
 _FILES_OF_A_RANK = 4
 _FILES_BESIDE = 32
@@ -63,10 +64,11 @@ class Needs:
     lock: str = ""  # why the run directory cannot be locked
     earlier: tuple[str, ...] = ()  # nodes of the last start in this directory; empty: there was none
     allocation: str = ""  # how the job differs from what its environment says
+    servers: tuple[Health, ...] = ()  # of rewards and environments, as the conductor sees them
 
 
 def needs_of(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, granted_by: str) -> Needs:
-    """Find out what a run wants. Reads the run directory and asks Slurm; blocks for up to 10 s if that is silent."""
+    """Find out what a run wants. Reads the run directory, asks Slurm and servers, up to 13 s if they are silent."""
     run_dir = Path(config.run_dir)
     ranks_on: dict[str, int] = {}
     for shares in ranks.roles.values():
@@ -84,6 +86,7 @@ def needs_of(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, gra
         lock=lock_problem(run_dir),
         earlier=earlier_nodes(run_dir),
         allocation=allocation_problem(slurm) if slurm is not None else "",
+        servers=tuple(health_of(config)),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from slurm_rlhf.errors import shortened
 from slurm_rlhf.nodes.facts import NodeFacts
 from slurm_rlhf.nodes.report import FAILED, WARNING, Check, Finding
+from slurm_rlhf.workers.http_client import Health
 
 Facts = Mapping[str, NodeFacts]
 
@@ -146,6 +147,23 @@ def clocks(facts: Facts) -> Check:
         if abs(each.skew_s) >= SKEW_S
     )
     return Check("clocks", f"all within {SKEW_S:g} s", found)
+
+
+def servers(found: Sequence[Health]) -> Check:
+    """Name the servers of rewards and environments that are away. A run waits for them, so it may start."""
+    away = tuple(
+        Finding(
+            WARNING,
+            (),
+            f"{one.key}: {one.url} is not there: {one.away}",
+            "Start it (slurm-rlhf serve-reward, serve-env), or correct the address or the token: the run waits "
+            "while none answers",
+        )
+        for one in found
+        if one.away
+    )
+    told = "; ".join(f"{one.url} serves {one.serves or one.key}" for one in found if not one.away)
+    return Check("servers", told, away)
 
 
 def _duration(seconds: float) -> str:

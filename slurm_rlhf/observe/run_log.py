@@ -199,13 +199,13 @@ def engines_lost(events: Sequence[RunEvent]) -> dict[int, str]:
     return lost
 
 
-SERVER_AWAITED = "warning: the run waits for a reward server"
-SERVER_BACK = "warning: a reward server answers again"
+SERVER_AWAITED = "warning: the run waits for a server"
+SERVER_BACK = "warning: a server answers again"
 """Beginnings of the events between which a run is paused."""
 
 
 def server_awaited(events: Sequence[RunEvent]) -> str:
-    """Return the text that says for which reward server the run waits; empty: for none."""
+    """Return the text that says for which server the run waits; empty: for none."""
     waited = ""
     for event in events:
         if event.event in BEGINS or event.text.startswith(SERVER_BACK):
@@ -251,6 +251,7 @@ class Sample:
     logprobs: list[float | None]  # computed by the engine
     actor_logprobs: list[float | None]  # computed by the actor, before the update
     observed: list[int] = field(default_factory=list)  # begin and end of each observation in `tokens`, in turn
+    failed: str = ""  # why the reward could not be computed; empty: it could
 
 
 def choose(seed: int, step: int, count: int, total: int) -> list[int]:
@@ -272,7 +273,7 @@ class SampleLog:
 def read_samples(path: Path, wanted: Container[int] | None = None) -> list[Sample]:
     """Read the samples in the lines `wanted` (None: all lines); skip lines that hold something else."""
     names = {one.name for one in fields(Sample)}
-    needed = names - {"observed"}  # which earlier versions did not write
+    needed = names - {"observed", "failed"}  # which earlier versions did not write
     try:
         rows = [row for row in iterate_rows(path, wanted=wanted) if row.keys() >= needed]
     except OSError:

@@ -194,7 +194,7 @@ class Scoring:
         """Tell the user how many responses have no reward of their own, and why. Raises RewardError if none has one."""
         if found.failed is None:
             return
-        kinds = Counter(kind for kind in found.failed.tolist() if kind)
+        kinds = Counter(why.partition(":")[0] for why in found.failed.tolist() if why)
         listed = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
         said = f"the rewards of {kinds.total()} of {len(found.rewards)} responses failed ({listed})"
         said += f"; {self._log} shows them" if self._log else ""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RewardError, WorkerError
+from slurm_rlhf.errors import RewardError, WorkerError, cut
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import of_item
 from slurm_rlhf.rewards.items import Item, by_prompt, items_of
@@ -22,6 +22,8 @@ from slurm_rlhf.rewards.scored import Rewards, joined, parse_answer
 from slurm_rlhf.workers.pool import RAISED, Code, WorkerPool
 
 FAIL, SKIP = "fail", "skip"
+LONGEST = 300
+"""Characters of the reason that the report shows of a reward that failed."""
 
 
 class PooledRewards:
@@ -96,5 +98,5 @@ class PooledRewards:
         return Rewards(
             np.array([value], dtype=np.float32),
             skipped=np.array([self._on_error == SKIP]),
-            failed=np.array([error.kind]),
+            failed=np.array([f"{error.kind}: {cut(said, LONGEST)}"]),
         )

@@ -28,7 +28,7 @@ class Rewards:
     extra_logs: dict[str, F32] = field(default_factory=dict)  # name -> values to average and log, [N] or [1]
     components: dict[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward
     skipped: Bool | None = None  # [N], responses without a reward, which are not trained on; None: there are none
-    failed: NDArray[np.str_] | None = None  # [N], how the computation of each failed; empty: it did not
+    failed: NDArray[np.str_] | None = None  # [N], `KIND: why` of each that could not be computed; empty: it could
 
     def select(self, rows: slice | NDArray[np.int64]) -> Rewards:
         """Return the entries of the responses `rows`, in that order; a value for all of them is that of each."""

@@ -6,7 +6,6 @@ its name, and prompts and completions are messages where the data has messages. 
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Sequence
@@ -57,6 +56,8 @@ OF_TRL: dict[str, Argument] = {
 }
 """Keyword of TRL -> how it is made; columns of the data come beside them."""
 _MARKS = ("completions", "completion_ids")
+ENVIRONMENTS = "environments"
+"""Keyword of TRL for the objects that have played the episodes."""
 
 
 def _ignored(*given: Any) -> None:
@@ -82,7 +83,7 @@ class Taken:
         else:
             named = {name: ARGUMENTS[name](items, step) for name in self.names}
         answer = function(*(ARGUMENTS[name](items, step) for name in self.places), **named)
-        return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+        return _awaited(answer) if inspect.isawaitable(answer) else answer
 
     @staticmethod
     def _keyword(name: str, items: Sequence[Item], step: int) -> Any:
@@ -96,8 +97,14 @@ class Taken:
         return [copy.deepcopy(item["row"].get(name)) for item in items]
 
 
-async def _awaited(answer: Any) -> Any:
-    return await answer
+def _awaited(answer: Any) -> Any:
+    """Run a coroutine, or whatever can be awaited, to its end."""
+    import asyncio  # a third of a worker's start, which few functions need
+
+    async def waiting() -> Any:
+        return await answer
+
+    return asyncio.run(waiting())
 
 
 def taken(function: Callable[..., Any], where: str) -> Taken:
@@ -112,6 +119,11 @@ def taken(function: Callable[..., Any], where: str) -> Taken:
     except (TypeError, ValueError):  # a builtin or an extension has none
         return Taken(BY_PLACE, ())
     kinds = inspect.Parameter
+    if any(p.name == ENVIRONMENTS and p.default is kinds.empty for p in parameters):
+        raise RewardError(
+            f"{where} takes {ENVIRONMENTS!r}, which live in other processes: let the environment return the reward by "
+            "get_reward, and leave the function out"
+        )
     all_names = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
     if any(p.name in _MARKS for p in parameters):
         plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]

@@ -1,4 +1,4 @@
-"""Make the source of rewards that the configuration names."""
+"""Make the source of rewards that the configuration names; an environment's rewards are one beside the others."""
 
 from __future__ import annotations
 
@@ -6,32 +6,46 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurm_rlhf.config.keys import changed
-from slurm_rlhf.config.reward_sources import settings_of
+from slurm_rlhf.config.reward_sources import BESIDE, ENVIRONMENT, settings_of
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_models import REWARD_SOURCES, RewardPart
 from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
-from slurm_rlhf.rewards.model import RewardSource
+from slurm_rlhf.rewards.model import RewardSource, episode_rewards
 from slurm_rlhf.rewards.pooled import PooledRewards
-from slurm_rlhf.rewards.remote import RemoteRewards, servers_of
+from slurm_rlhf.rewards.remote import RemoteRewards
 from slurm_rlhf.rewards.weighted import WeightedRewards
 from slurm_rlhf.user_files import is_of_script
+from slurm_rlhf.workers.http_client import Servers, servers_of
 from slurm_rlhf.workers.pool import Code
 
 
 def reward_source(
     config: Config, printed: Path | None = None, note: Callable[[str], None] = lambda text: None
-) -> RewardSource:
-    """Make the source that `reward` names, but for a reward model; `close_source` ends it.
+) -> RewardSource | None:
+    """Make the source that `reward` and `env` name, None for a reward model alone; `close_source` ends it.
 
     `printed`: the file for what functions print in workers; None: it is printed as usual. `note` tells the user of
     servers that do not answer. A function that the script itself has registered runs here: no other process knows it.
     Raises ConfigError, RewardError.
     """
     reward = config.reward
-    if reward.sources:
-        alone = [changed(config, settings_of(part)) for part in reward.sources]
-        pairs = zip(reward.sources, alone, strict=True)
-        made = [None if part.model else reward_source(one, printed, note) for part, one in pairs]
-        return WeightedRewards(reward.sources, made)
+    found: list[tuple[RewardPart, RewardSource | None]] = []
+    if config.env.path:
+        found.append((RewardPart(name=ENVIRONMENT), episode_rewards))
+    for part in reward.sources:
+        alone = changed(config, settings_of(part))
+        found.append((part, None if part.model else _one_source(alone, printed, note)))
+    if not reward.sources and any(getattr(reward, name) for name in REWARD_SOURCES):
+        found.append((RewardPart(name=BESIDE), _one_source(config, printed, note)))
+    if len(found) == 1 and not reward.sources:
+        return found[0][1]
+    return WeightedRewards([part for part, _ in found], [source for _, source in found])
+
+
+def _one_source(config: Config, printed: Path | None, note: Callable[[str], None]) -> RewardSource | None:
+    reward = config.reward
+    if reward.model_name_or_path:
+        return None
     if servers_of(reward.remote_url):
         return RemoteRewards(config, note)
     if reward.preset:
@@ -50,9 +64,9 @@ def parts_of(source: RewardSource | None) -> list[RewardSource]:
     return [part for part in parts if part is not None]
 
 
-def unhealthy(source: RewardSource | None) -> list[str]:
-    """Ask the reward servers of a source whether they are there; list those that are not, and why."""
-    return [why for part in parts_of(source) if isinstance(part, RemoteRewards) for why in part.unhealthy()]
+def servers_in(source: RewardSource | None) -> list[Servers]:
+    """List what asks the servers of a source."""
+    return [part.servers for part in parts_of(source) if isinstance(part, RemoteRewards)]
 
 
 def close_source(source: RewardSource | None) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.polling import in_thread
-from slurm_rlhf.records import F32, Bool, Prompt, Trajectory
+from slurm_rlhf.records import F32, LOST, Bool, Prompt, Trajectory
 from slurm_rlhf.rewards.items import by_prompt
 from slurm_rlhf.rewards.scored import Rewards
 
@@ -33,7 +33,11 @@ class WeightedRewards:
             asking = source or self.model
             assert asking is not None
             asked.append(in_thread(partial(asking, prompts, trajectories, step), "reward"))
-        return weighted(self._parts, [call.result() for call in asked], by_prompt(prompts))
+        found = weighted(self._parts, [call.result() for call in asked], by_prompt(prompts))
+        lost = np.array([one.finish_reason == LOST for one in trajectories], dtype=np.bool_)
+        if lost.any():  # whatever other sources make of what is left of them
+            found.skipped = lost if found.skipped is None else found.skipped | lost
+        return found
 
 
 def weighted(parts: Sequence[RewardPart], found: Sequence[Rewards], groups: Sequence[Sequence[int]]) -> Rewards:
@@ -44,7 +48,7 @@ def weighted(parts: Sequence[RewardPart], found: Sequence[Rewards], groups: Sequ
     count = len(found[0].rewards)
     total, logs, components = np.zeros(count), dict[str, F32](), dict[str, F32]()
     skipped = np.stack([np.zeros(count, np.bool_) if each.skipped is None else each.skipped for each in found])
-    failed = np.zeros(count, np.str_).astype("U8")
+    failed = np.zeros(count, np.str_)
     for part, one, out in zip(parts, found, skipped, strict=True):
         values = np.clip(one.rewards, part.clip[0], part.clip[1]) if part.clip else one.rewards
         total += np.where(out, 0.0, part.weight * values)

@@ -26,6 +26,7 @@ from slurm_rlhf.algorithms.policy_losses import aggregation_of
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_shaping import summed
 from slurm_rlhf.config.correction import before_update, correction_of
+from slurm_rlhf.config.reward_sources import ENVIRONMENT
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, actor_is_reference
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, I32, REPETITION, STOP, Bool, Experience
@@ -151,7 +152,8 @@ def component_weights(config: Config) -> dict[str, float]:
     """Return the weight of each component of the reward that is to be used; empty: all of them, with weight 1."""
     keys, weights = config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights
     if not keys:
-        return {part.name: part.weight for part in config.reward.sources}
+        own = {ENVIRONMENT: 1.0} if config.env.path and config.reward.sources else {}
+        return own | {part.name: part.weight for part in config.reward.sources}
     return dict(zip(keys, weights or [1.0] * len(keys), strict=True))
 
 

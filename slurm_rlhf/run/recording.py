@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 MEMORY = spec_of(RankCalls.memory).name
 
+FAILED_SAMPLES = 4
+"""Responses of a step that are recorded because their rewards failed."""
 COST = 0.01
 """Share of the run's time that reports may take."""
 
@@ -158,12 +160,14 @@ class Recorder:
 
     @spared
     def samples(self, batch: Batch, experience: Experience) -> list[Sample]:
-        """Record a few responses of a step, and return them."""
+        """Record a few responses of a step and some whose rewards failed, and return them."""
         count = min(self._settings.samples, len(batch.trajectories))
         if not count or batch.scored is None:
             return []
         chosen = choose(self._seed, batch.step, count, len(batch.trajectories))
-        found = [sample_of(batch, experience, row, self.pieces) for row in chosen]
+        failed = [] if batch.scored.failed is None else np.flatnonzero(batch.scored.failed != "").tolist()
+        rows = sorted({*chosen, *failed[:FAILED_SAMPLES]})
+        found = [sample_of(batch, experience, row, self.pieces) for row in rows]
         for sample in found:
             self._samples.append(sample)
         return found
@@ -236,6 +240,7 @@ def sample_of(
         tokens=pieces(trajectory.response_ids.tolist()) if pieces else [],
         logprobs=numbers("rollout_logprobs"),
         actor_logprobs=numbers("logprobs"),
+        failed="" if batch.scored.failed is None else str(batch.scored.failed[row]),
         observed=np.flatnonzero(np.diff(~trajectory.action_mask, prepend=False, append=False)).tolist(),
     )
 

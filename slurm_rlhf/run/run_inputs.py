@@ -21,12 +21,13 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
 from slurm_rlhf.rewards.function import REGISTERED
-from slurm_rlhf.rewards.model import RewardSource, episode_rewards
+from slurm_rlhf.rewards.model import RewardSource
 from slurm_rlhf.rewards.reasoning_gym import task_rows
-from slurm_rlhf.rewards.sources import close_source, reward_source, unhealthy
+from slurm_rlhf.rewards.sources import close_source, reward_source, servers_in
 from slurm_rlhf.run.self_check import PromptFindings
 from slurm_rlhf.sampling.environment import Environments
 from slurm_rlhf.user_files import is_of_script
+from slurm_rlhf.workers.http_client import Servers
 
 _MODEL = "actor.model_name_or_path"
 _OF_A_START = ("run_dir", "resume")
@@ -80,22 +81,20 @@ class Inputs:
             prompts.fingerprint(),
         )
         total = config.train.max_steps or order.total
-        reward: RewardSource | None = None
-        environments = None
-        if config.env.path:
-            reward = episode_rewards
-        elif config.reward.sources or not config.reward.model_name_or_path:
-            reward = reward_source(config, printed, note)
-            for why in unhealthy(reward):
-                note(f"warning: a reward server is not there: {why}")
+        reward, environments = reward_source(config, printed, note), None
         findings = PromptFindings.of(prompts, tokenizer, config.data)
         path = config.actor.model_name_or_path
         model = {path: model_contents(Path(path))}
         if config.env.path:  # last: it starts processes
-            environments = Environments(config, tokenizer, printed)
+            environments = Environments(config, tokenizer, printed, note)
             for name, found in (("data.prompt_dataset", prompts), *sets):
                 environments.check_rows(found, name)
         return cls(prompts, evaluation, order, reward, environments, total, findings, tokenizer, model)
+
+    def servers(self) -> list[Servers]:
+        """List what asks servers of rewards and environments."""
+        own = self.environments and self.environments.host.servers
+        return [*servers_in(self.reward), *([own] if own else [])]
 
     def close(self) -> None:
         """End the processes of environments and of the source of rewards."""

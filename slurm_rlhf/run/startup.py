@@ -28,8 +28,6 @@ from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
-from slurm_rlhf.rewards.remote import RemoteRewards
-from slurm_rlhf.rewards.sources import parts_of
 from slurm_rlhf.rewards.weighted import WeightedRewards
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.gpu_account import GpuAccount
@@ -239,9 +237,8 @@ class Startup:
         scale, message = reward_scale(config)
         if message:
             note(message)
-        for part in parts_of(inputs.reward):
-            if isinstance(part, RemoteRewards):
-                part.waits = self.watchdog.waits
+        for servers in inputs.servers():
+            servers.waits = self.watchdog.waits
         model = ModelRewards(roles[REWARD], config.train.forward_tokens) if REWARD in roles else None
         if isinstance(inputs.reward, WeightedRewards):
             inputs.reward.model = model

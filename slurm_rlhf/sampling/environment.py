@@ -66,14 +66,21 @@ class Episode:
 class Environments:
     """Makes the episodes of a run with the environments in the user's file."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, printed: Path | None = None) -> None:
-        """`printed`: the file for what the environments print; None: it is printed as usual. Blocks while they load.
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        printed: Path | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Load the environments; blocks, also while no server of env.path answers, of which `note` tells the user.
 
+        `printed`: the file for what they print; None: it is printed as usual.
         Raises EpisodeError for a file without usable environments, ModelError for a chat template without room for
         turns or tools.
         """
-        self.file, self.config, self.tokenizer = Path(config.env.path), config, tokenizer
-        self.host = Host(config, printed)
+        self.file, self.config, self.tokenizer = config.env.path, config, tokenizer
+        self.host = Host(config, printed, note)
         try:
             self.described = self.host.describe()
             templated = config.data.apply_chat_template
@@ -220,7 +227,7 @@ class Turns(Episode):
         if begun.text is not None:
             ids = environments.tokenizer.encode(begun.text)
         elif begun.messages is not None:
-            ids = self._tokens.prompt(begun.messages, self._tools.schemas, str(environments.file))
+            ids = self._tokens.prompt(begun.messages, self._tools.schemas, environments.file)
         else:
             self._go_on()
             return

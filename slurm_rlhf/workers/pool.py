@@ -57,7 +57,7 @@ class WorkerPool:
         `memory_mb`: what a worker may hold in memory, in MiB; 0: any amount. `start_s`: seconds until it has loaded its
         code. `printed`: the file for what workers print; None: it is printed as usual.
         """
-        self.code, self.memory_mb, self.start_s, self.printed = code, memory_mb, start_s, printed
+        self.code, self.count, self.memory_mb, self.start_s, self.printed = code, count, memory_mb, start_s, printed
         self.failed: Counter[str] = Counter()
         """Kind -> calls that failed so."""
         self.changed = threading.Condition()

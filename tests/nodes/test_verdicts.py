@@ -15,6 +15,7 @@ from slurm_rlhf.nodes.facts import NodeFacts, Place, Reach
 from slurm_rlhf.nodes.needs import Needs, Quota, Space, nodes_differ
 from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
 from slurm_rlhf.wire.codec import read
+from slurm_rlhf.workers.http_client import Health
 
 NODES = ("n1", "n2", "n3", "n4")
 HERE = {"python": "3.11.7", "torch": "2.13.0", "nccl": "2.29.7"}
@@ -238,6 +239,20 @@ def test_a_node_without_a_sandbox_and_one_with_a_weak_one() -> None:
     none = examined(needs=needs, nodes=dict(there), sandbox="", no_sandbox="n3 has no such sandbox")
     assert none.bad_nodes() == ("n3",)
     assert "sandbox" not in draw(examined(nodes=there, odd=""))
+
+
+def test_servers_that_are_away_are_named_with_their_key() -> None:
+    there = Health("env.path", "http://a:1", "/p/game.py", "")
+    report = examined(needs=replace(NEEDS, servers=(there,)), odd="")
+    assert report.verdict == OK
+    assert "http://a:1 serves /p/game.py" in draw(report)
+    away = Health("reward.remote_url", "http://b:2", "", "ConnectError: refused")
+    report = examined(needs=replace(NEEDS, servers=(there, away)), odd="")
+    assert report.verdict == WARNING
+    assert [one.said for one in report.findings] == [
+        "reward.remote_url: http://b:2 is not there: ConnectError: refused"
+    ]
+    assert report.bad_nodes() == ()
 
 
 def test_a_bad_node_that_a_spare_stands_in_for() -> None:

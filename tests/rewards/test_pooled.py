@@ -90,7 +90,8 @@ SHORT = {"timeout__reward": scaled(1.0), "reward__memory_mb": 300}
 def test_a_number_takes_the_place_of_each_reward_that_fails(run: Run, tmp_path: Path, per_prompt: int) -> None:
     found = run(BAD, per_prompt, reward__on_error=-0.5, **SHORT)
     assert found.failed is not None
-    assert found.failed.tolist() == KINDS
+    assert [why.partition(":")[0] for why in found.failed.tolist()] == KINDS
+    assert found.failed[5].endswith("reward.py:15: reward_func raised ValueError: no")
     assert found.rewards.tolist() == [1, -0.5, 2, -0.5, 3, -0.5, -0.5, -0.5, -0.5, 2]
     log = (tmp_path / "reward.log").read_text()
     for response, kind in zip(BAD, KINDS, strict=True):
@@ -163,5 +164,5 @@ def assert_scored(run: Run, count: int) -> None:
     found = run(responses, 20, timeout__reward=scaled(0.4), reward__on_error=-1.0, reward__workers=4)
     assert found.failed is not None
     expected = ["late", "ended"] * (count // 100) + [""] * (count - len(bad))
-    assert found.failed.tolist() == expected
+    assert [why.partition(":")[0] for why in found.failed.tolist()] == expected
     assert found.rewards.tolist() == [-1.0] * len(bad) + [float(len(text)) for text in responses[len(bad) :]]

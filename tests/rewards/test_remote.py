@@ -19,8 +19,9 @@ from waiting import HANG_S, scaled, until
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
-from slurm_rlhf.rewards.remote import RemoteRewards, token_of
+from slurm_rlhf.rewards.remote import RemoteRewards
 from slurm_rlhf.rewards.server import RewardServer
+from slurm_rlhf.workers.http_client import Health, health_of, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 
 pytestmark = pytest.mark.slow
@@ -126,6 +127,12 @@ def client(*servers: str, timeout_s: float = HANG_S, token: str = "") -> Iterato
         source.close()
 
 
+def healths(*servers: str, token: str = "") -> list[Health]:
+    config = Config()
+    config.reward.remote_url, config.reward.token = ",".join(servers), token
+    return health_of(config)
+
+
 def sampled(*responses: str) -> tuple[list[Prompt], list[Trajectory]]:
     ids = np.array([1], dtype=np.int32)
     rest = (ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop")
@@ -165,7 +172,7 @@ def test_what_is_wrong_is_one_line_with_the_server(fault: str) -> None:
 
 
 def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurm_rlhf.rewards.remote.LARGEST", 1000)
+    monkeypatch.setattr("slurm_rlhf.workers.http_client.LARGEST", 1000)
     with served(lambda request, body: say(request, 200, b" " * 5000)) as server, client(url(server)) as (source, _):
         with pytest.raises(RewardError, match="answered more than"):
             source(*sampled("a"))
@@ -189,8 +196,10 @@ def test_of_two_servers_the_one_that_is_there_answers() -> None:
         pass
     with served() as server, client(url(gone), url(server)) as (source, notes):
         assert source(*sampled(*TEXTS)).rewards.tolist() == list(range(40))
-        assert [line.partition(":8")[0] for line in source.unhealthy()] != []
-        assert len(source.unhealthy()) == 1
+        assert {one.url: bool(one.away) for one in healths(url(gone), url(server))} == {
+            url(gone): True,
+            url(server): False,
+        }
     assert notes == []
 
 
@@ -200,11 +209,11 @@ def test_a_server_that_is_down_pauses_and_its_return_goes_on() -> None:
     with client(f"http://127.0.0.1:{port}") as (source, notes), ThreadPoolExecutor(1) as threads:
         asked = threads.submit(source, *sampled(*TEXTS))
         until(lambda: notes)
-        assert notes[0].startswith(f"warning: the run waits for a reward server: http://127.0.0.1:{port}: ConnectError")
+        assert notes[0].startswith(f"warning: the run waits for a server: http://127.0.0.1:{port}: ConnectError")
         assert not asked.done()
         with served(port=port):
             assert asked.result(HANG_S).rewards.tolist() == list(range(40))
-    assert notes[1:] == ["warning: a reward server answers again: the run goes on"]
+    assert notes[1:] == ["warning: a server answers again: the run goes on"]
 
 
 def test_closing_ends_what_waits() -> None:
@@ -226,7 +235,7 @@ def own_server(tmp_path: Path, token: str = "") -> Iterator[RewardServer]:
     (tmp_path / "reward.py").write_text(BODY)
     given = {"source": str(tmp_path / "reward.py"), "function": "", "plugins": []}
     pool = WorkerPool(Code("slurm_rlhf.rewards.function", "served", given), 1, 0, HANG_S, tmp_path / "log")
-    server = RewardServer(("127.0.0.1", 0), pool, HANG_S, token)
+    server = RewardServer(("127.0.0.1", 0), pool, HANG_S, str(tmp_path / "reward.py"), token)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
@@ -246,8 +255,11 @@ def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch
     with own_server(tmp_path, "s3cret") as server:
         with client(url(server), token="env:REWARD_SECRET") as (source, _):
             assert source(*sampled("1", "2", "3")).rewards.tolist() == [7, 14, 21]
-            assert source.unhealthy() == []
-            with pytest.raises(RewardError, match=r"status 422: .*reward.py:2: reward_func raised ValueError"):
+            (health,) = healths(url(server), token="env:REWARD_SECRET")
+            assert (health.serves, health.away) == (str(tmp_path / "reward.py"), "")
+            with pytest.raises(
+                RewardError, match=r"http://127.0.0.1:\d+: .*reward.py:2: reward_func raised ValueError"
+            ):
                 source(*sampled("x"))
         with client(url(server)) as (source, _), pytest.raises(RewardError, match="status 401"):
             source(*sampled("1"))
@@ -262,8 +274,12 @@ def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch
 def test_tokens_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_SECRET", " a ")
     (tmp_path / "token").write_text("b\n")
-    assert (token_of("env:REWARD_SECRET"), token_of(str(tmp_path / "token")), token_of("")) == ("a", "b", "")
+    assert (token_of("env:REWARD_SECRET", "k"), token_of(str(tmp_path / "token"), "k"), token_of("", "k")) == (
+        "a",
+        "b",
+        "",
+    )
     with pytest.raises(ConfigError, match=r"reward\.token = env:NOT_THERE: the variable NOT_THERE is not set"):
-        token_of("env:NOT_THERE")
+        token_of("env:NOT_THERE", "reward.token")
     with pytest.raises(ConfigError, match=r"reward\.token: .*absent cannot be read"):
-        token_of(str(tmp_path / "absent"))
+        token_of(str(tmp_path / "absent"), "reward.token")

@@ -14,7 +14,11 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.records import LOST, STOP, Prompt, Trajectory
+from slurm_rlhf.rewards.model import episode_rewards
 from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.sources import close_source
+from slurm_rlhf.rewards.sources import reward_source as made_source
 from slurm_rlhf.rewards.weighted import weighted
 from slurm_rlhf.run.experience import component_weights
 
@@ -43,6 +47,34 @@ def test_scores_logs_and_failures_are_kept() -> None:
     assert (found.scores.tolist(), found.failed.tolist()) == ([0, 1], ["", "late"])
     assert {name: values.tolist() for name, values in found.extra_logs.items()} == {"b/x": [3], "b/y": [4, 5]}
     assert found.skipped is None
+
+
+def test_an_environment_counts_beside_another_source_and_its_lost_episodes_are_skipped() -> None:
+    config, ids = Config(), np.array([1], dtype=np.int32)
+    config.env.path, config.reward.preset = "game.py", "exact"
+    assert list(reward_source(config)) == ["env.path: no such file: game.py"]
+    source = made_source(config)
+    try:
+        prompts, found = [], []
+        for number, (text, reason, reward) in enumerate((("7", STOP, 0.5), ("8", STOP, 0.5), ("7", LOST, 0.0))):
+            floats, mask = np.zeros(1, np.float32), np.ones(1, np.bool_)
+            prompts.append(Prompt(number, "p", ids, "7", {"input": "p"}))
+            found.append(Trajectory(number, 0, ids, ids, floats, mask, reason, text, [], reward=reward))
+        assert source is not None
+        answer = source(prompts, found, 1)
+    finally:
+        close_source(source)
+    assert answer.skipped is not None
+    assert answer.skipped.tolist() == [False, False, True]
+    assert answer.rewards[:2].tolist() == [1.5, 0.5]
+    assert answer.components["environment"][:2].tolist() == [0.5, 0.5]
+    assert answer.components["source"][:2].tolist() == [1.0, 0.0]
+    config.reward.preset, config.reward.sources = "", [RewardPart("environment", preset="exact")]
+    assert "the name 'environment' is that of the rewards of env.path" in "\n".join(reward_source(config))
+    config.reward.sources = [RewardPart("a", 0.5, preset="exact")]
+    assert component_weights(config) == {"environment": 1.0, "a": 0.5}
+    config.reward.sources = []
+    assert made_source(config) is episode_rewards
 
 
 FILE = """

@@ -88,6 +88,16 @@ def test_a_sample_has_all_that_is_known_of_a_response(tmp_path: Path, capsys: py
     assert not (tmp_path / "without" / "samples.jsonl").exists()
 
 
+def test_responses_whose_rewards_failed_are_among_the_samples_with_the_reason(tmp_path: Path) -> None:
+    shown, (batch, experience) = reporting(tmp_path, samples=1), batch_of(5)
+    assert batch.scored is not None
+    batch.scored.failed = np.array(["", "late: it did not return", "", "", "raised: no", ""])
+    shown.samples(batch, experience)
+    found = {sample.response: sample.failed for sample in read_samples(tmp_path / "samples.jsonl")}
+    assert found.items() >= {"response 1": "late: it did not return", "response 4": "raised: no"}.items()
+    assert len(found) <= 3
+
+
 def test_a_resumed_run_writes_later_samples_again(tmp_path: Path) -> None:
     first = reporting(tmp_path)
     for step in (1, 2, 3):

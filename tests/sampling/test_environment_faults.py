@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
+from played_episodes import FAULTS, FAULTY, played
 from random_models import tiny_tokenizer
 from waiting import scaled
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import EpisodeError
-from slurm_rlhf.records import LOST, STOP, Prompt, Sampling, Trajectory, VersionSpan, digest
+from slurm_rlhf.records import LOST, STOP, Trajectory
 from slurm_rlhf.sampling import environment
 from slurm_rlhf.sampling.environment import Environments
-
-FAULTY = """
-import os, signal, time
-
-class Environment:
-    def __init__(self):
-        self.turns = 0
-
-    def reset(self, row):
-        self.fault = row["fault"]
-        if self.fault == "reset":
-            raise ValueError("no reset")
-
-    def step(self, messages):
-        self.turns += 1
-        if self.turns == 2:
-            if self.fault == "raises":
-                raise ValueError("no step")
-            if self.fault == "hangs":
-                time.sleep(3600)
-            if self.fault == "nothing":
-                return None
-            if self.fault == "kills":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.fault == "exits":
-                os._exit(3)
-        return "1", 1.0, self.turns == 3
-"""
-FAULTS = ("", "", "", "", "", "", "reset", "raises", "nothing", "kills", "exits")
 
 
 @pytest.fixture(scope="module")
@@ -66,31 +36,9 @@ def made(tmp_path: Path, tokenizer: Tokenizer, **settings: Any) -> Environments:
     return Environments(config, tokenizer)
 
 
-async def episode(environments: Environments, prompt: Prompt) -> Trajectory:
-    """Play an episode whose every turn is `4`."""
-    ids = np.array(environments.tokenizer.encode("4"), dtype=np.int32)
-    floats, mask = np.zeros(1, dtype=np.float32), np.ones(1, dtype=np.bool_)
-    playing = environments.begin(prompt, Sampling(max_new_tokens=8), 0)
-    try:
-        whole = await playing.start()
-        while whole is None:
-            spans, said = [VersionSpan(0, 1, 0)], environments.tokenizer.decode(ids.tolist())
-            answer = Trajectory(prompt.index, 0, ids, ids, floats, mask, STOP, said, spans, digests=[digest(ids)])
-            whole = await playing.take(answer)
-        return whole
-    finally:
-        playing.drop()
-
-
 def play(environments: Environments, faults: list[str]) -> list[Trajectory]:
-    ids = np.array(environments.tokenizer.encode("2+2="), dtype=np.int32)
-    prompts = [Prompt(i, "2+2=", ids, None, {"input": "2+2=", "fault": f}, "input") for i, f in enumerate(faults)]
-
-    async def all_of_them() -> list[Trajectory]:
-        return list(await asyncio.gather(*(episode(environments, prompt) for prompt in prompts)))
-
     try:
-        return asyncio.run(all_of_them())
+        return played(environments, faults)
     finally:
         pids = environments.host.pids()
         environments.close()

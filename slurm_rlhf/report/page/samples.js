@@ -63,6 +63,7 @@ function sampleCard(sample, state) {
   return el("div", { class: "card sample" },
     el("div", { class: "row" }, el("span", { class: "reward" }, `reward ${number(sample.reward)}`), el("span", { class: "soft small" }, facts.join(" · ")),
       el("button", { onclick: () => state.only(sample.prompt_index) }, "same prompt")),
+    sample.failed ? el("div", { class: "small" }, `its reward failed: ${sample.failed}`) : null,
     el("pre", { class: "prompt" }, highlighted(sample.prompt, wanted)),
     el("pre", { class: "response" }, coloured ? tokenSpans(sample, state.colouring) : highlighted(sample.response, wanted)));
 }

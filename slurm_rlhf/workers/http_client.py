@@ -1,0 +1,208 @@
+"""Asks servers over HTTP: those of `serve-reward` and `serve-env`, and others that answer alike.
+
+A server that is down, busy or at fault is asked again, the next one first, with growing pauses until one answers. What
+a server refuses is no fault of its own: the request is not repeated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from slurm_rlhf.errors import ConfigError, WorkerError, cut
+from slurm_rlhf.observe.run_log import SERVER_AWAITED, SERVER_BACK
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.workers.pool import ENDED, GONE, RAISED
+
+if TYPE_CHECKING:
+    from slurm_rlhf.config.schema import Config
+
+HEALTH = "/health"
+LARGEST = 64 << 20
+"""Bytes of a request, and of an answer, at most."""
+REFUSED = 422
+"""Status of a call that failed on the server; the answer has `kind` and `error` of its WorkerError."""
+_PASSING = (408, 425, 429, 500, 502, 503, 504)
+"""Status of a server that may answer later."""
+
+
+def servers_of(value: str) -> list[str]:
+    """List the URLs of servers in a key's value; empty: it names a file."""
+    return [url.strip() for url in value.split(",")] if value.startswith(("http://", "https://")) else []
+
+
+def token_of(token: str, key: str) -> str:
+    """Read the token that `key` names: `env:VARIABLE` or a file. Raises ConfigError."""
+    if not token:
+        return ""
+    kind, _, name = token.partition(":")
+    if kind == "env":
+        if not os.environ.get(name):
+            raise ConfigError(f"{key} = {token}: the variable {name} is not set: export it, or name a file")
+        return os.environ[name].strip()
+    try:
+        return Path(token).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {token} cannot be read: {error}") from error
+
+
+class Servers:
+    """Asks one of several servers, in turn. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        value: str,
+        token: str,
+        note: Callable[[str], None],
+        *,
+        at_once: int,
+        silence_s: float,
+        total_s: float = math.inf,
+    ) -> None:
+        """`value`: URLs, as `servers_of` reads them; `at_once`: requests in flight at most.
+
+        `silence_s`: of a server, after which it counts as away, as after `total_s` of a request. `note` tells the user
+        that no server answers, and that one does again.
+        """
+        import httpx
+
+        self.urls, self._total_s, self._note = servers_of(value), total_s, note
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=httpx.Timeout(silence_s, connect=timeouts.CONNECT_S, pool=None),
+            limits=httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once),
+            trust_env=False,
+        )
+        self._errors = httpx.HTTPError
+        self.waits: Callable[[], None] = lambda: None
+        """Is called again and again while no server answers."""
+        self._turn = count()
+        self.requests = ThreadPoolExecutor(at_once, "request")
+        """Threads for requests."""
+        self._closed, self._lock, self._down = threading.Event(), threading.Lock(), False
+        self._answered = 0.0  # when a server answered last
+
+    def close(self) -> None:
+        """Give up what is asked, and close the connections."""
+        self._closed.set()
+        self.requests.shutdown(wait=False, cancel_futures=True)
+        self._http.close()
+
+    def ask(self, body: Any, only: str = "") -> tuple[str, Any]:
+        """Send a request; return the server that answered, and its answer, as JSON has it. Blocks.
+
+        `only`: asks this server alone, and once. Raises WorkerError for what a server refuses, of kind `gone` where
+        `only` does not answer, of kind `ended` once this is closed.
+        """
+        first, tries, since = next(self._turn), 0, time.monotonic()
+        while not self._closed.is_set():
+            server = only or self.urls[(first + tries) % len(self.urls)]
+            answer, why, pause_s = self._asked(server, body)
+            if not why:
+                self._answered = time.monotonic()
+                self._tell(False, f"{SERVER_BACK}: the run goes on")
+                return server, answer
+            if only:
+                raise WorkerError(GONE, why)
+            tries += 1
+            if time.monotonic() - max(since, self._answered) > timeouts.SERVER_AWAITED_S:
+                self._tell(True, f"{SERVER_AWAITED}: {why}")
+                self.waits()
+            pause_s = pause_s or min(timeouts.SERVER_RETRY_S, 0.05 * 2 ** min(tries, 10))
+            self._closed.wait(pause_s * random.uniform(0.5, 1.0) if tries >= len(self.urls) else 0)
+        raise WorkerError(ENDED, "the connections to the servers were closed")
+
+    def _asked(self, server: str, body: Any) -> tuple[Any, str, float]:
+        """Ask a server; return its answer, or why it may answer later, and after how many seconds it wants that."""
+        until = time.monotonic() + self._total_s
+        try:
+            with self._http.stream("POST", server, json=body) as answered:
+                text, status = bytearray(), answered.status_code
+                for piece in answered.iter_bytes():
+                    text += piece
+                    if len(text) > LARGEST:
+                        said = f"{server} answered more than {LARGEST >> 20} MiB: let it answer less"
+                        raise WorkerError(RAISED, said)
+                    if time.monotonic() > until:
+                        return None, f"{server} did not answer within {self._total_s:g} s", 0.0
+                if status in _PASSING:
+                    return None, f"{server} answered status {status}", _seconds(answered.headers.get("Retry-After", ""))
+        except self._errors as error:
+            return None, f"{server}: {type(error).__name__}: {error}", 0.0
+        said = cut(bytes(text).decode(errors="replace"), 200)
+        try:
+            answer = json.loads(bytes(text))
+        except ValueError:
+            answer = None
+            if status < 300:
+                return None, f"{server} answered what is no JSON: {said!r}", 0.0
+        if status == REFUSED and isinstance(answer, dict) and isinstance(answer.get("error"), str):
+            raise WorkerError(str(answer.get("kind", RAISED)), f"{server}: {answer['error']}")
+        if status >= 300:
+            raise WorkerError(RAISED, f"{server} answered status {status}: {said}: correct the address or the token")
+        return answer, "", 0.0
+
+    def _tell(self, down: bool, text: str) -> None:
+        with self._lock:
+            changed, self._down = self._down is not down, down
+        if changed:
+            self._note(text)
+
+
+def _seconds(header: str) -> float:
+    with suppress(ValueError):
+        return min(max(float(header), 0.0), 60.0)
+    return 0.0
+
+
+class Health(NamedTuple):
+    """Says how a server is."""
+
+    key: str  # names it
+    url: str
+    serves: str  # in its own words; empty: it does not say
+    away: str  # why it is of no use; empty: it is there
+
+
+def servers_named(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Yield key, URL and place of the token for each server of a run."""
+    reward = config.reward
+    values = [("reward.remote_url", reward.remote_url, reward.token), ("env.path", config.env.path, config.env.token)]
+    values += [(f"reward.sources, {part.name}", part.remote_url, reward.token) for part in reward.sources]
+    for key, value, token in values:
+        for url in servers_of(value):
+            yield key, url, token
+
+
+def health_of(config: Config) -> list[Health]:
+    """Ask each server of a run whether it is there, all at once; blocks for a few seconds. Raises ConfigError."""
+    asked = [(key, url, token_of(token, f"{key.partition('.')[0]}.token")) for key, url, token in servers_named(config)]
+    if not asked:
+        return []
+    with ThreadPoolExecutor(len(asked)) as threads:
+        return list(threads.map(lambda one: _health(*one), asked))
+
+
+def _health(key: str, url: str, token: str) -> Health:
+    """Ask one server. Any answer but 401, 403 and 5xx is one: servers of others need not know the page."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        found = httpx.get(url.rstrip("/") + HEALTH, headers=headers, timeout=timeouts.CONNECT_S, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return Health(key, url, "", f"{type(error).__name__}: {error}")
+    status, serves = found.status_code, ""
+    with suppress(ValueError, AttributeError):
+        serves = str(found.json().get("serves", ""))
+    return Health(key, url, serves, f"status {status}" if status in (401, 403) or status >= 500 else "")
