@@ -9,7 +9,7 @@ from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.reward_sources import settings_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
-from slurm_rlhf.rewards.model import RewardSource
+from slurm_rlhf.rewards.model import RewardSource, no_rewards
 from slurm_rlhf.rewards.pooled import PooledRewards
 from slurm_rlhf.rewards.remote import RemoteRewards, servers_of
 from slurm_rlhf.rewards.weighted import WeightedRewards
@@ -32,6 +32,8 @@ def reward_source(
         pairs = zip(reward.sources, alone, strict=True)
         made = [None if part.model else reward_source(one, printed, note) for part, one in pairs]
         return WeightedRewards(reward.sources, made)
+    if not (reward.remote_url or reward.preset or reward.function):
+        return no_rewards
     if servers_of(reward.remote_url):
         return RemoteRewards(config, note)
     if reward.preset:
