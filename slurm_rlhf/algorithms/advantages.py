@@ -129,6 +129,16 @@ def gae(
     return advantages, returns
 
 
+def teacher_advantages(logprobs: F32, teacher: F32, action_mask: Bool) -> F32:
+    """Compute log p_teacher - log p_policy of each sampled token, [A]; zero at masked positions.
+
+    Its mean over the policy's tokens is the reverse KL divergence of a token with the other sign, and taken as the
+    advantage, without a discount, it lowers that. logprobs [A]: of the policy before the update.
+    Sources: Lu, On-Policy Distillation (Thinking Machines, 2025); Agarwal et al., GKD (2023), arXiv 2306.13649.
+    """
+    return np.where(action_mask, teacher - logprobs, np.float32(0.0)).astype(np.float32)
+
+
 def whiten(x: ArrayLike, action_mask: Bool, no_std_norm: bool = False) -> F32:
     """Give x [A] mean 0 and standard deviation 1 over the actions of the whole batch; zero at masked positions.
 

@@ -1,4 +1,4 @@
-"""Compute the losses of preference pairs: DPO and its kin, on summed log-probs of whole answers.
+"""Compute the losses of preferences: DPO and its kin on summed log-probs of answers, Bradley-Terry on scores.
 
 Row 2 i is the chosen answer of pair i, row 2 i + 1 the rejected one. All sums are over the answer's tokens, the
 end-of-sequence token included.
@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slurm_rlhf.records import F32
 
 if TYPE_CHECKING:  # losses call methods of tensors only, so that this room needs no torch
     from torch import Tensor
@@ -87,3 +91,60 @@ LOSSES: dict[str, Loss] = {"dpo": _dpo, "ipo": _ipo, "simpo": _simpo, "orpo": _o
 
 WITHOUT_REFERENCE = ("simpo", "orpo")
 """Losses that compare with no reference."""
+
+
+KTO = "kto"
+"""The `dpo.loss_type` whose answers come alone, each called good or bad: its loss is `kto`."""
+
+
+def kto(log_ratio: Tensor, good: Tensor, kl: Tensor, beta: float, weights: tuple[float, float]) -> Tensor:
+    """Compute w (1 - sigmoid(beta (h - z))) of a good answer, w (1 - sigmoid(beta (z - h))) of a bad one, [N].
+
+    h: `log_ratio` [N], of the policy to the reference. good [N]: 1 or 0. weights: w of good and of bad answers.
+    z: `kl`, a number without gradient, the KL divergence to the reference over the whole optimizer step (`kto_kl`).
+    Source: Ethayarajh et al., KTO (2024), arXiv 2402.01306, eq. 8.
+    """
+    sign = 2 * good - 1
+    return (good * weights[0] + (1 - good) * weights[1]) * (beta * sign * (kl - log_ratio)).sigmoid()
+
+
+def kto_kl(log_ratios: float, examples: int) -> float:
+    """Estimate KTO's z: the mean log-ratio of answers to other prompts, at least 0.
+
+    `log_ratios`: their sum over the `examples` of the step. Source: as `kto`, section 4.1; TRL, `kto_trainer.py`.
+    """
+    return max(0.0, log_ratios / examples)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
+    """Compute -log sigmoid(s_chosen - s_rejected - margin) of scores, [N] each.
+
+    Sources: Ouyang et al., Training language models to follow instructions (2022), eq. 1; with margins: Touvron et al.,
+    Llama 2 (2023), eq. 2.
+    """
+    return _softplus(margin - (chosen - rejected))
+
+
+BINS = 10
+
+
+def judged(scores: F32) -> dict[str, float]:
+    """Measure the scores of held-out pairs, fp32 [2 N]: how often, how far and how surely the chosen answer is ahead.
+
+    accuracy: share of the pairs whose chosen answer has the higher score; half of one that are equal. margin: mean
+    difference. calibration_error: |probability - share that is right| of the score that is ahead, by BINS equal bins of
+    the probability sigmoid(|difference|) from 0.5 to 1, in the mean over pairs (Guo et al., On Calibration of Modern
+    Neural Networks (2017), eq. 3). mean, std: of all scores, which is what normalises them.
+    """
+    difference = scores[::2].astype(np.float64) - scores[1::2]
+    sure = 1 / (1 + np.exp(-np.abs(difference)))
+    right = (np.sign(difference) + 1) / 2
+    bins = np.minimum((2 * BINS * (sure - 0.5)).astype(np.int64), BINS - 1)
+    gaps = np.bincount(bins, sure - right, BINS)
+    return {
+        "accuracy": float(right.mean()),
+        "margin": float(difference.mean()),
+        "calibration_error": float(np.abs(gaps).sum() / len(difference)),
+        "mean": float(scores.mean(dtype=np.float64)),
+        "std": float(scores.std(dtype=np.float64)),
+    }

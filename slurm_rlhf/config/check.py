@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -25,18 +24,27 @@ from slurm_rlhf.config.model_directory import (
     check_model_directory,
     check_tensor_parallel,
     read_config,
-    require_tokenizer,
     uncompared,
 )
 from slurm_rlhf.config.reward_sources import part_problems, preset, settings_of
-from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
-from slurm_rlhf.config.rules import colocated, key_problems, length_problems, out_of_range, rule_problems, unused_note
+from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, has_reward, has_teacher, running_roles
+from slurm_rlhf.config.rules import (
+    PreferenceRules,
+    colocated,
+    key_problems,
+    length_problems,
+    out_of_range,
+    rule_problems,
+    unused_note,
+)
+from slurm_rlhf.config.same_tokenizer import check_same_tokenizer
 from slurm_rlhf.config.schema import Config, StageKeys
 from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
 from slurm_rlhf.errors import ConfigError, DataError, ModelError, UserError
 
 MODEL = "reward.model_name_or_path"
+TEACHER = "algo.distill.model_name_or_path"
 GENERATED_BY = "generate.model_name_or_path"
 
 
@@ -54,22 +62,20 @@ def check_colocation(config: Config) -> None:
 
 
 def check_stage(config: Config, stage: str) -> None:
-    """Check everything that `slurm-rlhf sft` or `dpo` can know beforehand; raises as `check` does."""
+    """Check everything that a stage (`slurm-rlhf sft`, `rm`, `dpo`) can know beforehand; raises as `check` does."""
     keys: StageKeys = get(config, stage)
     problems = list(key_problems(config))
     problems += _output(f"{stage}.output_dir", keys.output_dir, "where to write the trained model")
     problems += _new(f"{stage}.output_dir", keys.output_dir)
     problems += _data(f"{stage}.dataset", keys.dataset)
-    if stage == "dpo" and config.dpo.label_smoothing and config.dpo.loss_type not in ("dpo", "simpo"):
-        problems.append(
-            f"dpo.label_smoothing = {config.dpo.label_smoothing:g} has no effect with dpo.loss_type = "
-            f"{config.dpo.loss_type}: leave one of them out"
-        )
-    problems += _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
+    if stage == "rm" and config.rm.eval_dataset:
+        problems += _data("rm.eval_dataset", config.rm.eval_dataset)
+    if stage == "dpo":
+        problems += PreferenceRules(config).problems()
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
-    _raise(
-        problems, _errors_of(_check_model, key, actor, config.data.max_len, head=True, sampled=False) if actor else ()
-    )
+    problems += _needed(key, actor, "the directory of the model")
+    how = {"head": stage != "rm", "sampled": False, "tokenizer": True}
+    _raise(problems, _errors_of(_check_model, key, actor, config.data.max_len, **how) if actor else ())
 
 
 def check_generate(config: Config) -> None:
@@ -95,8 +101,7 @@ def check_eval(config: Config) -> None:
         problems.append("there is nothing to evaluate: name JSONL files of prompts in eval.datasets")
     for one in data_sets(config):
         problems += _data(f"eval.datasets, {one.name}", one.path)
-    reward = config.reward
-    if not (config.env.path or reward.sources or any(getattr(reward, name) for name in REWARD_SOURCES)):
+    if not has_reward(config):
         problems.append("reward.remote_url is not set: name a Python file with reward_func, which scores the responses")
     _raise(problems, [])
 
@@ -151,6 +156,9 @@ def _model_problems(config: Config) -> Iterator[UserError]:
             yield from _errors_of(check_tensor_parallel, actor_key, actor, config.vllm.tensor_parallel_size)
         if config.reward.model_name_or_path:
             yield from _errors_of(check_reward_model, config)
+        if has_teacher(config):
+            teacher = config.algo.distill.model_name_or_path
+            yield from _errors_of(check_same_tokenizer, TEACHER, teacher, actor, "use a teacher of the actor's family")
 
 
 def _errors_of(rule: Callable[..., object], *arguments: Any, **named: Any) -> Iterator[UserError]:
@@ -161,8 +169,10 @@ def _errors_of(rule: Callable[..., object], *arguments: Any, **named: Any) -> It
         yield error
 
 
-def _check_model(key: str, path: str, max_len: int, *, head: bool, sampled: bool, engines: bool = True) -> None:
-    check_model_directory(key, path, tokenizer=head or key == MODEL)
+def _check_model(
+    key: str, path: str, max_len: int, *, head: bool, sampled: bool, engines: bool = True, tokenizer: bool = False
+) -> None:
+    check_model_directory(key, path, tokenizer=tokenizer or head or key == MODEL)
     check_length(key, path, max_len)
     check_architecture(key, path, head=head, sampled_len=max_len if sampled and engines else 0, engines=engines)
     if head or key == MODEL:
@@ -263,9 +273,9 @@ def reward_source(config: Config) -> Iterator[str]:
     if len(named) > 1:
         both = "both" if len(named) == 2 else "all"
         yield f"{' and '.join(named)} are {both} set: rewards come from one source, leave all out but one"
-    elif not named and not config.env.path:
+    elif not named and not config.env.path and not has_teacher(config):
         known = " nor ".join(f"reward.{name} ({what})" for name, what in REWARD_SOURCES.items())
-        yield f"neither {known} nor env.path (an environment) is set: name one"
+        yield f"neither {known} nor env.path (an environment) is set: name one, or a teacher (algo.distill)"
     yield from _reward_file(config)
 
 
@@ -306,36 +316,11 @@ def check_reward_model(config: Config) -> None:
     path = config.reward.model_name_or_path
     if config.reward.normalize_enable:
         reward_statistics(path)
-    difference = _difference(require_tokenizer(Path(path)), require_tokenizer(Path(config.actor.model_name_or_path)))
-    if difference:
-        raise ModelError(
-            f"{MODEL}: {path} has another tokenizer than actor.model_name_or_path ({difference}), and responses are "
-            "scored as the tokens that were sampled: use a reward model of the actor's family, or call this one from "
-            "a reward function (reward.remote_url), which gets the text"
-        )
-
-
-def _difference(file: Path, other: Path) -> str:
-    """Return the first token that two files tokenizer.json number differently; empty if there is none."""
-    if file.read_bytes() == other.read_bytes():
-        return ""
-    theirs, ours = _tokens(file), _tokens(other)
-    for token in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(token) != ours.get(token):
-            return f"token {token!r} is {theirs.get(token, 'missing')} there and {ours.get(token, 'missing')} here"
-    return ""
-
-
-def _tokens(file: Path) -> dict[str, int]:
-    """Return the id of each token, including added tokens."""
-    try:
-        body: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        vocab = body["model"]["vocab"]
-        if isinstance(vocab, list):  # Unigram: [token, score], the id is the place
-            vocab = {entry[0]: index for index, entry in enumerate(vocab)}
-        return {**vocab, **{added["content"]: added["id"] for added in body.get("added_tokens", [])}}
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise ModelError(f"{file}: not a tokenizer that can be read: {error}") from None
+    remedy = (
+        "use a reward model of the actor's family, or call this one from a reward function (reward.remote_url), which "
+        "gets the text"
+    )
+    check_same_tokenizer(MODEL, path, config.actor.model_name_or_path, remedy)
 
 
 TENSORBOARD = "tensorboard"

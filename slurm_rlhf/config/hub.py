@@ -11,7 +11,12 @@ from slurm_rlhf.config.keys import get, put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 
-KEYS = ("actor.model_name_or_path", "critic.model_name_or_path", "reward.model_name_or_path")
+KEYS = (
+    "actor.model_name_or_path",
+    "critic.model_name_or_path",
+    "reward.model_name_or_path",
+    "algo.distill.model_name_or_path",
+)
 """Keys that take a name."""
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Files to download of a model, without weights in other formats, which are there a second time."""

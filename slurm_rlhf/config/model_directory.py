@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from collections.abc import Collection, Mapping
@@ -147,7 +146,8 @@ def check_head(key: str, path: str, *, reward: bool) -> None:
         return
     shapes = {name: entry["shape"] for file in files for name, entry in _header(file)[0].items()}
     if reward:
-        reward_head(shapes, f"{key}: {path}")
+        head = reward_head(shapes, f"{key}: {path}")
+        check_head_shape(f"{key}: {path}", head, shapes[f"{head}.weight"], text_config(config).get("hidden_size"))
     elif config.get("tie_word_embeddings") is False and "text_config" not in config:
         rows = config.get("vocab_size")
         if sum(shape[:1] == [rows] for shape in shapes.values()) == 1:
@@ -156,6 +156,15 @@ def check_head(key: str, path: str, *, reward: bool) -> None:
                 f"has {rows} rows (vocab_size), the embeddings. Complete the directory, or set tie_word_embeddings = "
                 "true where both are one matrix"
             )
+
+
+def check_head_shape(where: str, head: str, shape: list[int], hidden: int | None) -> None:
+    """Check that the head has one output for states of size `hidden`, None: of any. Raises ModelError."""
+    if shape != [1, hidden or shape[-1]]:
+        raise ModelError(
+            f"{where}: {head}.weight has shape {shape}, not [1, {hidden or shape[-1]}]: a reward model gives one "
+            "number (num_labels = 1). Use another model."
+        )
 
 
 def _check_causal(key: str, path: str, config: Mapping[str, Any], head: bool) -> None:
@@ -373,23 +382,3 @@ def _layer_order(name: str) -> tuple[object, ...]:
     number = next((int(word) for word in words if word.isdecimal()), None)
     place = 1 if number is not None else 0 if "embed" in name else 2
     return (place, number or 0, name)
-
-
-_PIECES = 256
-"""Number of pieces of a file of weights that are compared, at even distances: training changes all of them, and to read
-a whole large model takes minutes."""
-_PIECE = 1 << 14
-"""Bytes of a piece."""
-
-
-def model_contents(model: Path) -> str:
-    """Return a hash of config.json and, of each file of weights, its name, its size and `_PIECES` pieces."""
-    found = hashlib.blake2b(digest_size=16)
-    for path in sorted([model / "config.json", *model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]):
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for place in range(0, size, max(size // _PIECES, _PIECE)):
-                file.seek(place)
-                found.update(file.read(_PIECE))
-    return found.hexdigest()

@@ -16,6 +16,7 @@ from slurm_rlhf.algorithms.registry import Algorithm, find_algorithm, load_plugi
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_models import REWARD_SOURCES
 
 
 def algorithm_of(config: Config) -> Algorithm:
@@ -29,14 +30,25 @@ def has_critic(config: Config) -> bool:
     return algorithm_of(config).needs_critic
 
 
+def has_teacher(config: Config) -> bool:
+    """Tell whether a teacher stands in the place of the reference."""
+    return bool(config.algo.distill.model_name_or_path)
+
+
 def has_reference(config: Config) -> bool:
-    """Tell whether log-probs of the policy before training are needed: for the KL penalty, or by the algorithm."""
-    return config.algo.kl.init_coef != 0 or algorithm_of(config).needs_reference
+    """Tell whether log-probs of a frozen model are needed: for the KL penalty, by the algorithm, or of a teacher."""
+    return config.algo.kl.init_coef != 0 or algorithm_of(config).needs_reference or has_teacher(config)
+
+
+def has_reward(config: Config) -> bool:
+    """Tell whether anything but a teacher says what is good."""
+    named = any(getattr(config.reward, name) for name in REWARD_SOURCES)
+    return bool(config.env.path or config.reward.sources or named)
 
 
 def actor_is_reference(config: Config) -> bool:
     """Tell whether the actor computes the reference's log-probs: without its adapter it is what training began with."""
-    return config.lora.rank > 0 and has_reference(config)
+    return config.lora.rank > 0 and has_reference(config) and not has_teacher(config)
 
 
 ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT = "actor", "critic", "reference", "reward", "rollout"
@@ -124,7 +136,7 @@ _ROWS = (
         letter="R",
         worker="slurm_rlhf.ranks.model_workers:ReferenceWorker",
         kind="frozen",
-        model_keys=("actor.model_name_or_path",),
+        model_keys=("algo.distill.model_name_or_path", "actor.model_name_or_path"),
         head=True,
         colocates=ACTOR,
         runs=lambda config: has_reference(config) and not actor_is_reference(config),

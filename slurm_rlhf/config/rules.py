@@ -11,7 +11,7 @@ from slurm_rlhf.config.data_files import condition
 from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import INTERVALS, Broken, Rules, all_keys, changed_keys, get, unused
 from slurm_rlhf.config.reward_sources import runs_programs
-from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, running_roles
+from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, has_teacher, running_roles
 from slurm_rlhf.config.schema import Config
 
 
@@ -222,6 +222,20 @@ class KeyRules(Rules):
         return bool(self.config.data.input_template) and fields != [""]
 
 
+class PreferenceRules(Rules):
+    """Check the keys of `slurm-rlhf dpo` against its loss."""
+
+    @unused("dpo.label_smoothing")
+    def no_smoothing(self) -> Broken:
+        """with dpo.loss_type = {dpo.loss_type}, it belongs to dpo and simpo: leave one of them out"""
+        return self.config.dpo.loss_type not in ("dpo", "simpo")
+
+    @unused("dpo.desirable_weight", "dpo.undesirable_weight")
+    def no_labels(self) -> Broken:
+        """with dpo.loss_type = {dpo.loss_type}, it belongs to kto: leave one of them out"""
+        return self.config.dpo.loss_type != "kto"
+
+
 class LengthRules(Rules):
     """Check that prompt and response fit together."""
 
@@ -242,6 +256,16 @@ class TrainingRules(Rules):
     def kl_target(self) -> Broken:
         """algo.kl.target needs a coefficient to start from: set algo.kl.init_coef above 0"""
         return bool(self.config.algo.kl.target and not self.config.algo.kl.init_coef)
+
+    def teacher_and_reference(self) -> Broken:
+        """algo.distill.model_name_or_path puts a teacher in the reference's place, and algo.kl.init_coef =
+        {algo.kl.init_coef:g} would penalise the distance to it a second time: set algo.kl.init_coef to 0"""
+        return has_teacher(self.config) and self.config.algo.kl.init_coef != 0
+
+    @unused("algo.distill.coef")
+    def no_teacher(self) -> Broken:
+        """without algo.distill.model_name_or_path, the teacher whose weight it is: set both, or leave it out"""
+        return not has_teacher(self.config)
 
     def heartbeats(self) -> Broken:
         """timeout.heartbeat = {timeout.heartbeat:g} must be at least four heartbeats: {least:g} for

@@ -43,13 +43,18 @@ class Data:
     input_key: str = "input"
     """Column with the prompt text."""
     chosen_key: str = "chosen"
-    """Column with the preferred answer of a pair, for `slurm-rlhf dpo`: a text, or messages that end with it."""
+    """Column with the preferred answer of a pair, for `slurm-rlhf rm` and `dpo`: a text, or messages that end with it.
+    """
     rejected_key: str = "rejected"
     """Column with the other answer."""
+    margin_key: str = "margin"
+    """Column with the number by which the score of a pair's preferred answer is to be ahead, for `slurm-rlhf rm`; 0
+    where a row lacks it."""
     output_key: str = "output"
-    """Column with the answer text; `slurm-rlhf sft` trains on it."""
+    """Column with the answer text; `slurm-rlhf sft` trains on it, and `dpo` with dpo.loss_type = kto."""
     label_key: str = "label"
-    """Column handed to the reward function as `labels` (None where a row lacks it)."""
+    """Column handed to the reward function as `labels` (None where a row lacks it); with dpo.loss_type = kto: true
+    where the answer is good."""
     input_template: str = ""
     """Format string around the prompt, with one `{}`; empty: the prompt as it is."""
     apply_chat_template: bool = False
@@ -302,7 +307,8 @@ class Logger:
 class StageKeys:
     dataset: FilePath = ""
     """Examples: a file or directory, as data.prompt_dataset. For sft with the columns data.input_key and
-    data.output_key; for dpo with data.input_key, data.chosen_key and data.rejected_key."""
+    data.output_key; for rm and dpo with data.input_key, data.chosen_key and data.rejected_key; with dpo.loss_type = kto
+    data.input_key, data.output_key and data.label_key."""
     output_dir: FilePath = ""
     """Where the trained model goes."""
     learning_rate: Annotated[float, POSITIVE] = 1e-5
@@ -323,20 +329,35 @@ class Sft(StageKeys):
 
 
 @dataclass(slots=True)
+class Rm(StageKeys):
+    """`slurm-rlhf rm` only."""
+
+    eval_dataset: FilePath = ""
+    """Pairs that it is not trained on, by whose scores it is judged and normalised at the end; empty: those of
+    rm.dataset."""
+
+
+@dataclass(slots=True)
 class Dpo(StageKeys):
     """`slurm-rlhf dpo` only."""
 
     learning_rate: Annotated[float, POSITIVE] = 5e-7
     """Peak learning rate of AdamW, cosine schedule."""
-    loss_type: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
-    """dpo and ipo compare with the model as it starts; simpo and orpo need no reference."""
+    loss_type: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
+    """dpo, ipo and kto compare with the model as it starts; simpo and orpo need no reference. kto takes no pairs, but
+    answers that are called good or bad."""
     beta: Annotated[float, POSITIVE] = 0.1
-    """How strongly dpo holds to the reference; ipo's regularisation; simpo's scale (2 is usual); orpo's weight of the
-    odds ratio."""
+    """How strongly dpo and kto hold to the reference; ipo's regularisation; simpo's scale (2 is usual); orpo's weight
+    of the odds ratio."""
     label_smoothing: Annotated[float, Range(0, 0.5)] = 0.0
     """dpo and simpo: the share of pairs whose preference is wrong (conservative DPO)."""
     simpo_gamma: Annotated[float, NOT_NEGATIVE] = 0.5
     """The margin that simpo asks for."""
+    desirable_weight: Annotated[float, POSITIVE] = 1.0
+    """kto: weight of the good answers. Where there are few of them, raise it: the sums of the weights of good and bad
+    answers should be within 1:1 and 4:3."""
+    undesirable_weight: Annotated[float, POSITIVE] = 1.0
+    """kto: weight of the bad answers."""
 
 
 @dataclass(slots=True)
@@ -344,7 +365,7 @@ class Config:
     run_dir: FilePath = ""
     """Where everything of the run goes; empty: runs/<name of the TOML file>."""
     resume: FilePath = "auto"
-    """auto (from the newest checkpoint: of run_dir, of `sft` in <sft.output_dir>.run; anew if there is none), never,
+    """auto (from the newest checkpoint: of run_dir, of a stage in <output_dir>.run; anew if there is none), never,
     or a checkpoint directory."""
     preflight: Literal["auto", "quick", "off"] = "auto"
     """Look at the nodes before weights load. auto: on several nodes also the links between them and all process groups
@@ -369,6 +390,7 @@ class Config:
     slurm: Slurm = field(default_factory=Slurm)
     cluster: Cluster = field(default_factory=Cluster)
     sft: Sft = field(default_factory=Sft)
+    rm: Rm = field(default_factory=Rm)
     dpo: Dpo = field(default_factory=Dpo)
     generate: Generate = field(default_factory=Generate)
 

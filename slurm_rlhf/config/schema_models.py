@@ -91,7 +91,8 @@ class Critic:
 @dataclass(slots=True)
 class Ref:
     num_nodes: Annotated[int, COUNT] = 1
-    """Nodes of this role. The reference starts only when algo.kl.init_coef is not zero, or the algorithm needs it."""
+    """Nodes of this role. The reference starts only when algo.kl.init_coef is not zero, the algorithm needs it,
+    or algo.distill.model_name_or_path names a teacher, which takes its place."""
     num_gpus_per_node: Annotated[int, COUNT] = 1
     """Accelerator slots of this role on each of its nodes."""
     zero_stage: Annotated[int, Range(0, 3)] = 0
@@ -282,6 +283,16 @@ class Kl:
 
 
 @dataclass(slots=True)
+class Distill:
+    model_name_or_path: FilePath = ""
+    """A teacher in the reference's place, with the actor's tokenizer: each token's advantage gets the log-prob that the
+    teacher gives it less the policy's (on-policy distillation, the reverse KL divergence). Size and ZeRO stage are
+    those of ref. Without a source of rewards the teacher alone says what is better."""
+    coef: Annotated[float, POSITIVE] = 1.0
+    """Weight of the teacher beside the advantages of the reward."""
+
+
+@dataclass(slots=True)
 class Correction:
     preset: Literal["auto", "none", "tis", "icepop", "seq_mask"] = "auto"
     """How the loss of a token is weighed by rho = its probability under the actor over that under the policy which
@@ -310,6 +321,7 @@ class Correction:
 class Algo:
     advantage: Advantage = field(default_factory=Advantage)
     kl: Kl = field(default_factory=Kl)
+    distill: Distill = field(default_factory=Distill)
     correction: Correction = field(default_factory=Correction)
     dynamic_filtering_enable: bool = False
     """Drop prompts whose responses all have the same score (DAPO's dynamic sampling), and sample others for them."""

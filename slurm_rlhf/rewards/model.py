@@ -120,6 +120,11 @@ def episode_rewards(prompts: list[Prompt], trajectories: list[Trajectory], step:
     )
 
 
+def no_rewards(prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
+    """Return rewards of 0 for `trajectories`, [N]: a teacher alone says what is better."""
+    return Rewards(np.zeros(len(trajectories), dtype=np.float32))
+
+
 def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
     """Make the scale that reward.normalize_enable asks for, and a line that says so. Raises ModelError."""
     if not config.reward.normalize_enable:

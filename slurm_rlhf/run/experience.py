@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from slurm_rlhf.algorithms import reward_shaping
-from slurm_rlhf.algorithms.advantages import estimate
+from slurm_rlhf.algorithms.advantages import estimate, teacher_advantages
 from slurm_rlhf.algorithms.batching import Shard, assemble
 from slurm_rlhf.algorithms.correction import COLUMN, CorrectionInputs, correct
 from slurm_rlhf.algorithms.losses import loss_weights, positive_weights
@@ -27,7 +27,7 @@ from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_shaping import summed
 from slurm_rlhf.config.correction import before_update, correction_of
 from slurm_rlhf.config.reward_sources import ENVIRONMENT
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, actor_is_reference
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, actor_is_reference, has_teacher
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, I32, REPETITION, STOP, Bool, Experience
 from slurm_rlhf.rewards.scored import Rewards
@@ -136,6 +136,10 @@ def fill_advantages(
         lengths=find_actions(whole, offsets).counts,
     )
     columns |= estimate(algorithm, inputs, no_whitening=advantage.no_whitening)
+    if has_teacher(config):
+        gap = teacher_advantages(columns["logprobs"], columns["ref_logprobs"], mask)
+        columns["advantages"] = columns["advantages"] + np.float32(config.algo.distill.coef) * gap
+        measured["teacher_gap"] = float(gap[mask].mean()) if mask.any() else 0.0
     metrics = {
         **measured,
         "reward_clipped": reward_shaping.clipped_share(_compared(algorithm, inputs), config.reward.clip_range),

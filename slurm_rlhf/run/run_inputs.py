@@ -12,7 +12,7 @@ from typing import Any
 from slurm_rlhf.algorithms.registry import KEY as ESTIMATOR
 from slurm_rlhf.config.check import warnings
 from slurm_rlhf.config.keys import get
-from slurm_rlhf.config.model_directory import model_contents
+from slurm_rlhf.config.model_contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml, toml_value
 from slurm_rlhf.data.order import PromptOrder

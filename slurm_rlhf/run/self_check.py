@@ -17,6 +17,7 @@ from slurm_rlhf.algorithms.batching import assemble
 from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.algorithms.reward_shaping import clip_warning
 from slurm_rlhf.config.correction import before_update, of_the_update
+from slurm_rlhf.config.roles import has_reward, has_teacher
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, missing_eos
@@ -92,7 +93,8 @@ class SelfCheck:
         self._shares("prompts", self.prompts.shares, verdicts.PROMPT_SHARES)
         if self.prompts.template:
             self.note(f"warning: {self.prompts.template}")
-        self._shares("rewards", metrics, verdicts.REWARD_SHARES)
+        if has_reward(self.config):
+            self._shares("rewards", metrics, verdicts.REWARD_SHARES)
         if wrong := verdicts.not_finite(exp.rewards):
             raise SelfCheckError(wrong)
         if garbled := other_text(trajectories, self.tokenizer, bool(self.config.rollout.stop)):
@@ -229,7 +231,7 @@ class SelfCheck:
         engines = np.repeat([t.engine for t in trajectories], exp.response_lens).astype(np.int32)
         verdict = verdicts.compare("engine", columns["rollout_logprobs"], columns["logprobs"], fresh, dtype, engines)
         results = [verdict if verdict.passed else self._with_cause(verdict, exp, fresh)]
-        if version == 0 and "ref_logprobs" in columns:
+        if version == 0 and "ref_logprobs" in columns and not has_teacher(self.config):
             results.append(
                 verdicts.compare("reference", columns["ref_logprobs"], columns["logprobs"], exp.action_mask, dtype)
             )

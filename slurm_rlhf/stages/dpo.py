@@ -1,4 +1,4 @@
-"""Training on preferences (`slurm-rlhf dpo`): DPO, IPO, SimPO, ORPO on pairs of answers."""
+"""Training on preferences (`slurm-rlhf dpo`): DPO, IPO, SimPO, ORPO on pairs of answers, KTO on answers alone."""
 
 from __future__ import annotations
 
@@ -12,46 +12,45 @@ from torch import Tensor
 
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.algorithms.packed import response_sums
-from slurm_rlhf.algorithms.preferences import LOSSES, WITHOUT_REFERENCE, Pairs
-from slurm_rlhf.config.model_directory import model_contents
+from slurm_rlhf.algorithms.preferences import KTO, LOSSES, WITHOUT_REFERENCE, Pairs, kto, kto_kl
+from slurm_rlhf.config.model_contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.records import F32, Experience
-from slurm_rlhf.stages.examples import Examples, load_pairs
+from slurm_rlhf.records import Experience
+from slurm_rlhf.stages.examples import Examples, load_judged, load_pairs
 from slurm_rlhf.stages.record import StageRecord
 from slurm_rlhf.stages.stage import Stage, StageTrainer, fingerprint
-from slurm_rlhf.trainer.batch import TokenBatch
-from slurm_rlhf.trainer.distributed import undisturbed
+from slurm_rlhf.trainer.trainers import LanguageModelTrainer
 
 
-class DpoTrainer(StageTrainer):
+class DpoTrainer(LanguageModelTrainer, StageTrainer):
     """Trains on pairs of answers on one rank; with a reference, `train_step` needs the column `ref_logprobs`."""
 
     def __init__(self, config: Config, total_steps: int) -> None:
         super().__init__(config, config.dpo.learning_rate, total_steps)
 
-    def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
-        """Compute {"logprobs": fp32 [A]} in eval mode; micro-batches as rows of `exp`. Collective."""
-        module = self.backend.module
-        with undisturbed(module, self.world.device):
-            module.eval()
-            return {"logprobs": self._per_action(exp, micro, self._forward)}
-
-    def _forward(self, batch: TokenBatch) -> Tensor:
-        logprobs: Tensor = self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)[0]
-        return logprobs
-
-    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
-        """Add up the losses of this micro-batch's pairs, divided by the pairs of the whole step."""
-        keys, device = self.config.dpo, self.world.device
+    def logprobs(self, part: Experience) -> Tensor:
+        """Compute the log-probs of the answers of a micro-batch, fp32 [A]. Collective."""
         batch = self._collate(part)
+        logprobs: Tensor = self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)[0]
+        return batch.whole(logprobs)
+
+    def _sums(self, part: Experience) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of whole answers by the policy, with gradient, and by the reference, fp32 [N] each."""
+        device = self.world.device
         owner = torch.from_numpy(np.repeat(np.arange(len(part)), part.response_lens)).to(device)
-        sums = torch.zeros(len(part), device=device).index_add(0, owner, batch.whole(self._forward(batch)).float())
+        sums = torch.zeros(len(part), device=device).index_add(0, owner, self.logprobs(part).float())
         reference = torch.zeros(len(part), device=device)
         if "ref_logprobs" in part.columns:
             known = response_sums(part.columns["ref_logprobs"], part.action_mask, part.action_offsets)
             reference = torch.from_numpy(known).to(device, torch.float32)
-        tokens = torch.from_numpy(part.response_lens).to(device, torch.float32)
+        return sums, reference
+
+    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
+        """Add up the losses of this micro-batch's pairs, divided by the pairs of the whole step."""
+        keys = self.config.dpo
+        sums, reference = self._sums(part)
+        tokens = torch.from_numpy(part.response_lens).to(self.world.device, torch.float32)
         pairs = Pairs(*(values[place::2] for values in (sums, reference, tokens) for place in (0, 1)))
         loss = LOSSES[keys.loss_type](pairs, keys.beta, keys.label_smoothing, keys.simpo_gamma).sum()
         margin = keys.beta * pairs.log_ratio.detach()
@@ -65,16 +64,46 @@ class DpoTrainer(StageTrainer):
         return loss / denominator, metrics
 
 
+class KtoTrainer(DpoTrainer):
+    """Trains on answers that are called good or bad: `examples.load_judged`."""
+
+    _kl = 0.0  # the divergence from the reference, over the whole step
+
+    def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
+        """Estimate the divergence by answers to other prompts, the odd rows, and train the even ones."""
+        total = torch.zeros((), device=self.world.device)
+        with torch.no_grad():
+            for rows in micro:
+                sums, reference = self._sums(exp.select([row for row in rows if row % 2]))
+                total += (sums - reference).sum()
+        dist.all_reduce(total)
+        self._kl = kto_kl(float(total) / self.layout.ranks, int(denominator))
+        return super().train_step(exp, [[row for row in rows if row % 2 == 0] for rows in micro], denominator)
+
+    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
+        """Add up the losses of this micro-batch's answers, divided by the answers of the whole step."""
+        keys, device = self.config.dpo, self.world.device
+        sums, reference = self._sums(part)
+        good = torch.from_numpy(part.rewards).to(device)
+        ratio, kl = sums - reference, torch.tensor(self._kl, device=device)
+        loss = kto(ratio, good, kl, keys.beta, (keys.desirable_weight, keys.undesirable_weight)).sum()
+        margin = keys.beta * (2 * good - 1) * ratio.detach()
+        preferred = (margin > 0).float().sum()
+        metrics = {"loss": loss.detach(), "kto_kl": kl * len(part), "preferred": preferred, "margin": margin.sum()}
+        return loss / denominator, metrics
+
+
 class DpoStage(Stage):
     """Trains on `dpo.dataset`."""
 
     name: ClassVar[str] = "dpo"
 
     def load(self, path: Path, tokenizer: Tokenizer, config: Config) -> Examples:
-        return load_pairs(path, tokenizer, config.data)
+        load = load_judged if config.dpo.loss_type == KTO else load_pairs
+        return load(path, tokenizer, config.data)
 
     def trainer(self, config: Config, total_steps: int) -> DpoTrainer:
-        return DpoTrainer(config, total_steps)
+        return (KtoTrainer if config.dpo.loss_type == KTO else DpoTrainer)(config, total_steps)
 
     def denominator(self, batch: Experience) -> float:
         return len(batch) / 2
@@ -84,7 +113,7 @@ class DpoStage(Stage):
 
         They are kept beside the checkpoint, under a hash of the model and the examples.
         """
-        config, experience = trainer.config, examples.experience
+        config, columns = trainer.config, examples.experience.columns
         if config.dpo.loss_type in WITHOUT_REFERENCE:
             return
         model = model_contents(Path(config.actor.model_name_or_path))
@@ -92,23 +121,11 @@ class DpoStage(Stage):
         there = torch.tensor([float(file.is_file())], device=trainer.world.device)
         dist.all_reduce(there)  # a file system may show it to some ranks later
         if there == trainer.world.size:
-            experience.columns["ref_logprobs"] = np.load(file)
+            columns["ref_logprobs"] = np.load(file)
             return
-        record.say(f"computing the reference's log-probs of {len(examples)} pairs, once")
-        ranks = trainer.world.size // trainer.layout.ranks
-        padded = [*range(len(examples)), *[len(examples) - 1] * (-len(examples) % ranks)]
-        whole = experience.select(examples.rows(padded))
-        micro = trainer.micro_batches(whole, examples)
-        rows = sorted(row for rows in micro for row in rows)
-        place = {row: number for number, row in enumerate(rows)}
-        own = trainer.logprobs(whole.select(rows), [[place[row] for row in rows] for rows in micro])["logprobs"]
-        found = torch.zeros(int(whole.action_offsets[-1]), dtype=torch.float32)
-        found[torch.from_numpy(whole.actions_of(rows))] = torch.from_numpy(own)
-        found = found.to(trainer.world.device)
-        dist.all_reduce(found)
-        known = (found / trainer.layout.ranks).cpu().numpy()[: len(experience.action_mask)]
-        experience.columns["ref_logprobs"] = known
+        record.say(f"computing the reference's log-probs of {len(examples)} examples, once")
+        columns["ref_logprobs"] = trainer.of_all(examples, trainer.logprobs, of_rows=False)
         if trainer.world.rank == 0:
             unfinished = file.with_suffix(".tmp.npy")
-            np.save(unfinished, known)
+            np.save(unfinished, columns["ref_logprobs"])
             unfinished.replace(file)

@@ -1,7 +1,8 @@
-"""The examples of a stage as packed experience: answers to prompts, or pairs of answers of which one is preferred."""
+"""The examples of a stage as packed experience: answers to prompts, pairs of answers, or answers called good or bad."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,15 @@ from slurm_rlhf.data.tokenizer import Tokenizer, continuations
 from slurm_rlhf.errors import DataError
 from slurm_rlhf.records import Experience
 
-Answered = tuple[dict[str, Any], list[str]]
-"""(a row with its prompt, the answers to it)."""
+Answered = tuple[dict[str, Any], list[str], float]
+"""(a row with its prompt, the answers to it, the number that the row gives them)."""
 
 
 @dataclass(slots=True)
 class Examples:
     """Hold prompts and answers; example i has the rows i * width to (i + 1) * width - 1."""
 
-    experience: Experience  # the answers, each with the end-of-sequence token, are the responses
+    experience: Experience  # answers, each with the end-of-sequence token, are responses; rewards: the row's number
     dropped: int  # examples with a sequence longer than data.max_len
     width: int = 1  # sequences of an example
 
@@ -53,17 +54,49 @@ def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
         if not isinstance(value, str):
             raise DataError(f"{where}: {data.output_key!r} must be a string, got {type(value).__name__}")
         assert isinstance(row, dict)
-        return row, [value]
+        return row, [value], 0.0
 
     return _load(path, tokenizer, data, answered, 1)
 
 
-def load_pairs(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
+def load_judged(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
+    """Load answers with a label: row 2 i is an answer, its number 1 where it is good and 0 where it is bad.
+
+    Row 2 i + 1 is the same prompt with the answer of the example half of the file away, by which KTO estimates its
+    divergence. An answer is a text or messages, as in `load_pairs`. Raises DataError with file and line for a row that
+    is not an example, and when none is left.
+    """
+
+    def answered(row: Row, where: str) -> Answered:
+        answer, before = _last(cell(row, data.output_key, "data.output_key", where), data.output_key, where)
+        good = cell(row, data.label_key, "data.label_key", where)
+        if good not in (True, False):
+            raise DataError(f"{where}: {data.label_key!r} (data.label_key) must be true or false, got {good!r}")
+        return _with_prompt(row, before, data, where), [answer], float(good)
+
+    alone = _load(path, tokenizer, data, answered, 1)
+    one = alone.experience
+    count, parts = len(alone), np.split(one.token_ids, one.token_offsets[1:-1])
+    kept: list[tuple[Any, Any]] = []
+    numbers: list[float] = []
+    for row in range(count):
+        mine, other = one.prompt_lens[row], (row + count // 2) % count
+        pair = [(parts[row][:mine], parts[each][one.prompt_lens[each] :]) for each in (row, other)]
+        if mine + one.response_lens[other] <= data.max_len:
+            kept += pair
+            numbers += [float(one.rewards[row])] * 2
+    if count < 2 or not kept:
+        raise DataError(f"{path}: {len(kept) // 2} usable examples: KTO compares the answers of two, bring more")
+    return Examples(_packed(kept, numbers), alone.dropped + count - len(kept) // 2, 2)
+
+
+def load_pairs(path: Path, tokenizer: Tokenizer, data: Data, margins: bool = False) -> Examples:
     """Load pairs of answers to one prompt: row 2 i is the one in `data.chosen_key`, row 2 i + 1 the rejected one.
 
     An answer is a text, or a list of messages that ends with the assistant's. The prompt is in `data.input_key`, or it
-    is the messages before the last one, the same in both (the implicit prompts of TRL). Raises DataError with file and
-    line for a row that is no pair, and when none is left.
+    is the messages before the last one, the same in both (the implicit prompts of TRL). With `margins` the number of a
+    pair is in `data.margin_key`, 0 where a row has none. Raises DataError with file and line for a row that is no pair,
+    and when none is left.
     """
 
     def answered(row: Row, where: str) -> Answered:
@@ -72,19 +105,36 @@ def load_pairs(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
         (chosen, before), (rejected, other) = (
             _last(value, column, where) for value, column in zip(values, keys.values(), strict=True)
         )
-        assert isinstance(row, dict)
         if chosen == rejected:
             raise DataError(f"{where}: the chosen answer equals the rejected one: leave the row out")
-        if data.input_key not in row:
-            if not before or before != other:
-                raise DataError(
-                    f"{where}: no column {data.input_key!r} (data.input_key), and the messages before the two answers "
-                    "are not the same prompt"
-                )
-            row = {**row, data.input_key: before}
-        return row, [chosen, rejected]
+        whole = _with_prompt(row, before if before == other else [], data, where)
+        return whole, [chosen, rejected], _margin(whole, data.margin_key, where) if margins else 0.0
 
     return _load(path, tokenizer, data, answered, 2)
+
+
+def _with_prompt(row: Row, before: list[Any], data: Data, where: str) -> dict[str, Any]:
+    """Return the row with its prompt: its own, or the messages before all of its answers."""
+    assert isinstance(row, dict)
+    if data.input_key not in row and not before:
+        raise DataError(
+            f"{where}: no column {data.input_key!r} (data.input_key), and no messages before the answers, or not the "
+            "same prompt before both"
+        )
+    return {data.input_key: before, **row}
+
+
+def _margin(row: dict[str, Any], column: str, where: str) -> float:
+    value = row.get(column)
+    if value is None:
+        return 0.0
+    try:
+        margin = float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise DataError(f"{where}: {column!r} (data.margin_key) must be a number, got {value!r}")
+    return margin
 
 
 def _last(value: Any, column: str, where: str) -> tuple[str, list[Any]]:
@@ -101,14 +151,17 @@ def _load(
     path: Path, tokenizer: Tokenizer, data: Data, answered: Callable[[Row, str], Answered], width: int
 ) -> Examples:
     answers: list[list[str]] = []
+    values: list[float] = []
 
     def rows() -> Iterator[tuple[int, str, Row]]:
         for index, (where, row) in enumerate(read_rows(path, data.max_samples, data)):
-            whole, found = answered(row, where)
+            whole, found, value = answered(row, where)
             answers.append(found)
+            values.append(value)
             yield index, where, whole
 
     sequences: list[tuple[Any, Any]] = []
+    numbers: list[float] = []
     prompts = []
     for found in prompts_of(rows(), tokenizer, data, data.max_len - 1):
         if not isinstance(found, BadRow):
@@ -125,15 +178,20 @@ def _load(
         ]
         if all(len(prompt) + len(response) <= data.max_len for prompt, response in example):
             sequences += example
+            numbers += [values[repeated[place].index]] * width
     if not answers:
         raise DataError(f"{path}: the file holds no examples")
     if not sequences:
         raise DataError(f"{path}: every example is longer than data.max_len = {data.max_len} tokens: raise it")
-    experience = Experience(
+    return Examples(_packed(sequences, numbers), len(answers) - len(sequences) // width, width)
+
+
+def _packed(sequences: list[tuple[Any, Any]], numbers: list[float]) -> Experience:
+    """Pack (prompt, response) of each sequence, and its number."""
+    return Experience(
         np.array([len(prompt) for prompt, _ in sequences], dtype=np.int32),
         np.array([len(response) for _, response in sequences], dtype=np.int32),
         np.concatenate([part for pair in sequences for part in pair]),
         np.ones(sum(len(response) for _, response in sequences), dtype=np.bool_),
-        np.zeros(len(sequences), dtype=np.float32),
+        np.array(numbers, dtype=np.float32),
     )
-    return Examples(experience, len(answers) - len(sequences) // width, width)

@@ -13,9 +13,10 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import Examples, load_examples
 from slurm_rlhf.stages.stage import Stage, StageTrainer
+from slurm_rlhf.trainer.trainers import LanguageModelTrainer
 
 
-class SftTrainer(StageTrainer):
+class SftTrainer(LanguageModelTrainer, StageTrainer):
     """Trains the answers of examples on one rank."""
 
     def __init__(self, config: Config, total_steps: int) -> None:

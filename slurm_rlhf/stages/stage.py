@@ -1,4 +1,4 @@
-"""A stage of training on a data set: `slurm-rlhf sft` and `dpo`, with the trainer that PPO uses."""
+"""A stage of training on a data set: `slurm-rlhf sft`, `rm` and `dpo`, with the trainers that PPO uses."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import hashlib
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import cut_batch
 from slurm_rlhf.config.keys import get
@@ -18,27 +20,51 @@ from slurm_rlhf.config.schema import Config, StageKeys
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError
-from slurm_rlhf.records import Experience
+from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.stages.examples import Examples
 from slurm_rlhf.stages.record import StageRecord, StopSignals, exit_code, words_of
-from slurm_rlhf.trainer.distributed import World, join_world
+from slurm_rlhf.trainer.distributed import World, join_world, undisturbed
 from slurm_rlhf.trainer.train_settings import Schedule
-from slurm_rlhf.trainer.trainers import LanguageModelTrainer
+from slurm_rlhf.trainer.trainers import TrainedModel
 
 PROGRESS_LINES = 40  # about so many
 
 
-class StageTrainer(LanguageModelTrainer):
-    """Trains the model of a stage on one rank."""
+class StageTrainer(TrainedModel):
+    """Trains the model of a stage on one rank; a base class beside the one of the kind of model."""
 
     def __init__(self, config: Config, learning_rate: float, total_steps: int) -> None:
         super().__init__(config, Schedule.of(config, learning_rate, total_steps, kind="cosine"))
+
+    @abstractmethod
+    def export_hf(self, directory: Path) -> None:
+        """Write the model and its tokenizer as a Hugging Face directory; an export already there is replaced."""
 
     def micro_batches(self, batch: Experience, examples: Examples) -> list[list[int]]:
         """Return this rank's micro-batches, as rows of `batch`; the rows of an example stay together."""
         layout, lengths = self.layout, examples.lengths(batch, self.layout.packed)
         _, micros = cut_batch(lengths, self.world.size, self.config.train.max_tokens_per_gpu, layout)
         return [examples.rows(micro) for micro in micros[self.world.rank // layout.ranks]]
+
+    def of_all(self, examples: Examples, answer: Callable[[Experience], Tensor], of_rows: bool) -> F32:
+        """Compute fp32 numbers of all examples in eval mode, the same on every rank: [A], or [N] with `of_rows`.
+
+        `answer` computes those of a micro-batch. Collective.
+        """
+        module, experience = self.backend.module, examples.experience
+        ranks = self.world.size // self.layout.ranks
+        padded = [*range(len(examples)), *[len(examples) - 1] * (-len(examples) % ranks)]
+        whole = experience.select(examples.rows(padded))
+        found = torch.zeros(len(whole) if of_rows else len(whole.action_mask))
+        with undisturbed(module, self.world.device), torch.no_grad():
+            module.eval()
+            for rows in self.micro_batches(whole, examples):
+                at = rows if of_rows else torch.from_numpy(whole.actions_of(rows))
+                found[at] = answer(whole.select(rows)).float().cpu()
+        found = found.to(self.world.device)
+        dist.all_reduce(found)
+        known: F32 = (found / self.layout.ranks).cpu().numpy()
+        return known[: len(experience if of_rows else experience.action_mask)]
 
 
 class Stage(ABC):
@@ -61,6 +87,10 @@ class Stage(ABC):
 
     def prepare(self, trainer: Any, examples: Examples, record: StageRecord) -> None:
         """Compute what the loss needs of the model before it is trained. Collective."""
+
+    def finish(self, trainer: Any, examples: Examples, record: StageRecord) -> dict[str, float]:
+        """Measure the model that is trained, for the metrics of the last step. Collective."""
+        return {}
 
 
 def train_stage(config: Config, stage: Stage) -> int:
@@ -123,9 +153,10 @@ def _order(config: Config, name: str, examples: Examples, world: World) -> Promp
 
 
 def fingerprint(examples: Examples) -> str:
-    """Return a hash of the examples' tokens, and of where answers begin and end."""
+    """Return a hash of the examples' tokens and numbers, and of where answers begin and end."""
     experience = examples.experience
-    return hashlib.sha256(experience.token_ids.tobytes() + experience.response_lens.tobytes()).hexdigest()
+    parts = (experience.token_ids, experience.response_lens, experience.rewards)
+    return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
 
 def _train(
@@ -150,6 +181,8 @@ def _train(
         # Which rank has a signal first is chance: all of them stop behind the same step.
         *sums, stopped = _sum_over_ranks([*metrics.values(), float(signals.number > 0)], trainer)
         means = {name: value / denominator for name, value in zip(metrics, sums, strict=True)}
+        if step == steps:
+            means |= stage.finish(trainer, examples, record)
         seconds, tokens = time.monotonic() - began, float(batch.response_lens.sum())
         row = means | {"lr": of_step["lr"], "grad_norm": of_step.get("grad_norm", math.nan), "tokens": tokens}
         record.step(step, {**row, "time/step": seconds, "perf/tokens_per_s": float(batch.lengths.sum()) / seconds})
@@ -176,6 +209,7 @@ def _sum_over_ranks(values: list[float], trainer: StageTrainer) -> list[float]:
 def named_stage(name: str) -> Stage:
     """Return the stage of a command."""
     from slurm_rlhf.stages.dpo import DpoStage
+    from slurm_rlhf.stages.rm import RmStage
     from slurm_rlhf.stages.sft import SftStage
 
-    return {"sft": SftStage, "dpo": DpoStage}[name]()
+    return {stage.name: stage for stage in (SftStage, RmStage, DpoStage)}[name]()

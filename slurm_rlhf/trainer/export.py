@@ -12,7 +12,8 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slurm_rlhf.config.schema import Ds
-from slurm_rlhf.errors import CheckpointError, SlurmRlhfError
+from slurm_rlhf.errors import CheckpointError, ModelError, SlurmRlhfError
 from slurm_rlhf.trainer.forward_fixes import restore_config
 from slurm_rlhf.trainer.lora import attach, merge, settings_of
 from slurm_rlhf.trainer.models import PolicyModule, load_policy
@@ -44,6 +45,9 @@ TOKENIZER_FILES = (
 ADAPTER = "adapter"
 """Directory, in an export of a policy with adapters, that has them alone, in PEFT's format."""
 
+HEAD = "score"
+"""Name of the head of transformers' sequence classification."""
+
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
@@ -57,24 +61,81 @@ def save_hf(model: Any, whole: Iterable[tuple[str, Tensor]], source: Path, out: 
     state = {name: full.cpu().clone() for name, full in whole if keep}
     if keep:
         adapter = merge(model, state)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        for left in out.parent.glob(f".{out.name}.*"):  # left by an export that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-            new, old = Path(scratch) / "new", Path(scratch) / "old"
-            _write(model, state, source, new)
+        with _replacing(out) as new:
+            _write(model, _with_buffers(model, state), source, new)
             if adapter:
                 _write_adapter(model, adapter, source, new / ADAPTER)
-            if out.exists():
-                out.rename(old)
-            new.rename(out)
+
+
+def save_reward(
+    body: Any,
+    whole: Iterable[tuple[str, Tensor]],
+    head: Tensor,
+    settings: dict[str, Any],
+    source: Path,
+    out: Path,
+    rank: int,
+) -> None:
+    """Write a reward model as transformers' sequence classification with one label, as `save_hf` does.
+
+    `whole`: the parameters of `body`; `head`: fp32 [1, H]; `settings`: fields of its config.json. Adapters are merged.
+    Raises ModelError as `classifier` does.
+    """
+    keep = rank == 0
+    state = {name: full.cpu().clone() for name, full in whole if keep}
+    if not keep:
+        return
+    merge(body, state)
+    model = classifier(body.config, settings)
+    prefix = model.base_model_prefix
+    named = {f"{prefix}.{name}": tensor for name, tensor in _with_buffers(body, state).items()}
+    with _replacing(out) as new:
+        _write(model, named | {f"{HEAD}.weight": head}, source, new)
+
+
+def classifier(config: Any, settings: dict[str, Any]) -> Any:
+    """Make transformers' sequence classification of a body with `config`, without numbers.
+
+    Raises ModelError where transformers has none with a linear layer `HEAD`.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    settled = type(config).from_dict({**config.to_dict(), "num_labels": 1, **settings})
+    try:
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(settled, dtype=config.dtype)
+    except ValueError as error:
+        raise ModelError(f"transformers has no sequence classification for a {config.model_type}: {error}") from None
+    if not isinstance(getattr(model, HEAD, None), torch.nn.Linear):
+        raise ModelError(
+            f"transformers' {type(model).__name__} has no linear layer {HEAD!r}, which reward models are saved with: "
+            "start from a decoder such as Qwen 3 or Llama"
+        )
+    return model
+
+
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """Give a directory to write in, which takes the name `out` when the block ends."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{out.name}.*"):  # left by an export that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        new, old = Path(scratch) / "new", Path(scratch) / "old"
+        yield new
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+
+
+def _with_buffers(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return state | {name: model.state_dict()[name].cpu() for name in sorted(buffers)}
 
 
 def _write(model: Any, state: dict[str, Tensor], source: Path, out: Path) -> None:
     from transformers import GenerationConfig
 
-    buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    state |= {name: model.state_dict()[name].cpu() for name in sorted(buffers)}
     # Some models come with generation settings that transformers refuses to save; the file is copied as it is.
     model.generation_config = GenerationConfig()
     model.save_pretrained(out, state_dict=state)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.model_directory import read_config
+from slurm_rlhf.config.roles import REFERENCE, ROLES
 from slurm_rlhf.config.schema import Config, Ref, Reward
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.trainer.backends import start_sharded
@@ -67,15 +68,15 @@ class Autocast(nn.Module):
 
 
 class FrozenPolicy:
-    """Computes with the policy that the actor starts from, in its precisions: equal to it before the first step."""
+    """Computes with the reference, in the actor's precisions: the policy that it starts from, or its teacher."""
 
     def __init__(self, config: Config) -> None:
         """Load the model. Raises ModelError."""
-        ds = stored_as(config.ds)
+        ds, path = stored_as(config.ds), ROLES[REFERENCE].model(config)[1]
 
         def load() -> nn.Module:
             module = load_policy(
-                config.actor.model_name_or_path,
+                path,
                 ds,
                 config.train.logprob_chunk_tokens,
                 max_len=config.data.max_len,
@@ -85,7 +86,7 @@ class FrozenPolicy:
 
         self.model = Frozen(config, config.ref, ds.param_dtype, load)
         self.temperature = config.rollout.temperature
-        self.layout = layout_of(config.ds, config.actor.model_name_or_path)
+        self.layout = layout_of(config.ds, path)
 
     def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """Compute {"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`. Collective."""

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_rlhf.config.layout import layout_of
-from slurm_rlhf.config.model_directory import REWARD_HEADS, check_model_directory, reward_head, weight_files
+from slurm_rlhf.config.model_directory import (
+    REWARD_HEADS,
+    check_head_shape,
+    check_model_directory,
+    reward_head,
+    weight_files,
+)
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.trainer import packing
@@ -290,12 +296,18 @@ class ValueHead(nn.Linear):
             self._exact = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
             self.to(dtype)
 
+    def drop_bias(self) -> None:
+        """Compute without a bias from now on."""
+        self.register_parameter("bias", None)
+        self._exact.pop("bias", None)
+
     def forward(self, hidden: Tensor) -> Tensor:
         """Return values, fp32 [A], of hidden states [A, H]."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return functional.linear(hidden.float(), self._fp32("weight"), self._fp32("bias")).squeeze(-1)
+            return functional.linear(hidden.float(), self.exact("weight"), self.exact("bias")).squeeze(-1)
 
-    def _fp32(self, name: str) -> Any:
+    def exact(self, name: str) -> Any:
+        """Return the fp32 numbers of `weight` or `bias` that it computes with; None without a bias."""
         parameter = getattr(self, name)
         if name not in self._exact:
             return parameter if parameter is None else parameter.float()
@@ -355,11 +367,7 @@ def load_head(directory: Path, hidden: int) -> ValueHead:
     found = reward_head(names, directory)
     key = f"{found}.weight"
     weight = _read(names[key], key)
-    if tuple(weight.shape) != (1, hidden):
-        raise ModelError(
-            f"{directory}: {key} has shape {list(weight.shape)}, not [1, {hidden}]: a reward model gives one number "
-            "(num_labels = 1). Use another model."
-        )
+    check_head_shape(str(directory), found, list(weight.shape), hidden)
     bias = f"{found}.bias"
     head = ValueHead(hidden, bias=bias in names)
     with torch.no_grad():

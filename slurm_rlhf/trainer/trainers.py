@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from slurm_rlhf.algorithms.lora import is_adapter
@@ -74,8 +76,8 @@ class TrainedModel(ABC):
         values = torch.stack(shares).tolist()  # one copy from the device for all
         return dict(zip(sums, values, strict=True)) | stats
 
-    def _collate(self, part: Experience) -> TokenBatch:
-        return collate(part, self.world.device, packed=self.layout.packed, group=self.group)
+    def _collate(self, part: Experience, read: NDArray[np.int64] | None = None) -> TokenBatch:
+        return collate(part, self.world.device, packed=self.layout.packed, group=self.group, read=read)
 
     def _per_action(self, exp: Experience, micro: list[list[int]], answer: Callable[[TokenBatch], Tensor]) -> F32:
         return per_action(exp, micro, self.world.device, answer, self.layout.packed, self.group)
@@ -224,18 +226,16 @@ class PolicyTrainer(LanguageModelTrainer):
         return not self.config.lora.rank or is_adapter(name)
 
 
-class ValueTrainer(TrainedModel):
-    """Trains the value model on one rank of the critic. `train_step` needs the columns `values` (old) and `returns`."""
+class HeadTrainer(TrainedModel):
+    """Trains the body of a language model and one linear output, `ValueHead`, on it."""
 
-    def __init__(self, config: Config, total_steps: int) -> None:
-        """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
-        self._path = ROLES[CRITIC].model(config)[1]
-        super().__init__(config, Schedule.of(config, config.critic.learning_rate, total_steps), CRITIC)
-        module = self.backend.module
-        self.origin = f"critic: starts from {self._path}, " + (
-            f"a reward model, and keeps its head ({module.head})" if module.head else "with a new head"
-        )
-        module.value_head.write_masters(self.backend.shards(module.value_head, "optimizer"))
+    _statistics: tuple[float, float] | None = None  # mean and std by which a reward model's scores are normalised
+
+    def __init__(self, config: Config, schedule: Schedule, role: str = ACTOR) -> None:
+        self._path = ROLES[role].model(config)[1]
+        super().__init__(config, schedule, role)
+        head = self.backend.module.value_head
+        head.write_masters(self.backend.shards(head, "optimizer"))
 
     def _load(self, ds: Ds) -> nn.Module:
         config = self.config
@@ -244,19 +244,42 @@ class ValueTrainer(TrainedModel):
             ds,
             config.train.seed,
             config.checkpointing,
-            statistics=reward_statistics(self._path) if config.reward.normalize_enable else None,
+            statistics=self._statistics,
             max_len=config.data.max_len,
         )
-
-    def values(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
-        """Compute {"values": fp32 [A]} of the state before each response token; micro-batches as rows of `exp`."""
-        return {"values": self._per_action(exp, micro, self._forward)}
 
     def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
         """Take a step as `TrainedModel.train_step`, and compute values with the new masters of the head."""
         metrics = super().train_step(exp, micro, denominator)
         self._read_masters()
         return metrics
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called, with the saved masters of the head. Raises CheckpointError."""
+        super().load(directory)
+        self._read_masters()
+
+    def _read_masters(self) -> None:
+        head = self.backend.module.value_head
+        head.read_masters(self.backend.shards(head, "optimizer"))
+
+
+class ValueTrainer(HeadTrainer):
+    """Trains the value model on one rank of the critic. `train_step` needs the columns `values` (old) and `returns`."""
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
+        path = ROLES[CRITIC].model(config)[1]
+        self._statistics = reward_statistics(path) if config.reward.normalize_enable else None
+        super().__init__(config, Schedule.of(config, config.critic.learning_rate, total_steps), CRITIC)
+        module = self.backend.module
+        self.origin = f"critic: starts from {path}, " + (
+            f"a reward model, and keeps its head ({module.head})" if module.head else "with a new head"
+        )
+
+    def values(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
+        """Compute {"values": fp32 [A]} of the state before each response token; micro-batches as rows of `exp`."""
+        return {"values": self._per_action(exp, micro, self._forward)}
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         device = self.world.device
@@ -271,12 +294,3 @@ class ValueTrainer(TrainedModel):
 
     def _forward(self, batch: TokenBatch) -> Tensor:
         return batch.whole(self.backend.forward(batch.input_ids, batch.action_index, row=batch.row))
-
-    def load(self, directory: Path) -> None:
-        """Continue where `save` was called, with the saved masters of the head. Raises CheckpointError."""
-        super().load(directory)
-        self._read_masters()
-
-    def _read_masters(self) -> None:
-        head = self.backend.module.value_head
-        head.read_masters(self.backend.shards(head, "optimizer"))

@@ -1,14 +1,15 @@
-"""The losses of preference pairs, against the formulas in float64."""
+"""The losses of preferences, against the formulas in float64."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from slurm_rlhf.algorithms.preferences import LOSSES, Pairs
+from slurm_rlhf.algorithms.preferences import LOSSES, Pairs, bradley_terry, judged, kto, kto_kl
 
 RANDOM = np.random.default_rng(5)
 N = 6
@@ -72,3 +73,62 @@ def test_large_margins_overflow_nowhere() -> None:
     loss.sum().backward()
     assert chosen.grad is not None
     assert chosen.grad.tolist() == [0.0, -1.0]
+
+
+def slopes(of: Callable[[list[float]], list[float]], at: list[float]) -> list[float]:
+    """Take the central differences of the sum of `of`, for each number."""
+    found = []
+    for place in range(len(at)):
+        ends = [sum(of([x + side * (i == place) for i, x in enumerate(at)])) for side in (1e-6, -1e-6)]
+        found.append((ends[0] - ends[1]) / 2e-6)
+    return found
+
+
+@pytest.mark.parametrize(("beta", "kl", "weights"), [(0.1, 0.0, (1.0, 1.0)), (1.5, 0.7, (1.0, 1.33))])
+def test_kto_is_its_formula_and_its_gradient_the_slope(beta: float, kl: float, weights: tuple[float, float]) -> None:
+    ratios, good = [-2.0, 0.4, 3.0, -0.1, 0.0], [1.0, 0.0, 1.0, 0.0, 1.0]
+
+    def wanted(at: list[float]) -> list[float]:
+        return [
+            weights[0] * (1 - sigmoid(beta * (h - kl))) if yes else weights[1] * (1 - sigmoid(beta * (kl - h)))
+            for h, yes in zip(at, good, strict=True)
+        ]
+
+    given = torch.tensor(ratios, dtype=torch.float64, requires_grad=True)
+    found = kto(given, torch.tensor(good, dtype=torch.float64), torch.tensor(kl, dtype=torch.float64), beta, weights)
+    np.testing.assert_allclose(found.detach().numpy(), wanted(ratios), rtol=1e-12)
+    found.sum().backward()
+    assert given.grad is not None
+    np.testing.assert_allclose(given.grad.numpy(), slopes(wanted, ratios), rtol=1e-5, atol=1e-9)
+
+
+def test_the_divergence_of_kto_is_never_below_zero() -> None:
+    assert (kto_kl(6.0, 4), kto_kl(-6.0, 4)) == (1.5, 0.0)
+
+
+def test_bradley_terry_is_its_formula_and_its_gradient_the_slope() -> None:
+    scores, margins = [1.5, -0.3, 2.0, 0.2, 0.1, -4.0], [0.0, 1.0, 0.5]
+
+    def wanted(at: list[float]) -> list[float]:
+        return [-math.log(sigmoid(at[i] - at[i + 3] - margin)) for i, margin in enumerate(margins)]
+
+    given = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+    found = bradley_terry(given[:3], given[3:], torch.tensor(margins, dtype=torch.float64))
+    np.testing.assert_allclose(found.detach().numpy(), wanted(scores), rtol=1e-12)
+    found.sum().backward()
+    assert given.grad is not None
+    np.testing.assert_allclose(given.grad.numpy(), slopes(wanted, scores), rtol=1e-5, atol=1e-9)
+
+
+def test_scores_are_judged_by_right_answers_and_by_how_sure_they_are() -> None:
+    chosen, rejected = [2.0, 0.0, 1.0, 5.0, 0.1], [1.0, 0.2, 1.0, -5.0, 0.0]
+    found = judged(np.array([each for pair in zip(chosen, rejected, strict=True) for each in pair], dtype=np.float32))
+    right = [1, 0, 0.5, 1, 1]
+    assert found["accuracy"] == pytest.approx(np.mean(right))
+    assert found["margin"] == pytest.approx(np.mean(np.subtract(chosen, rejected)), rel=1e-6)
+    sure = [sigmoid(abs(c - r)) for c, r in zip(chosen, rejected, strict=True)]  # bins of 0.05 from 0.5: 4, 0, 0, 9, 0
+    gaps = [sure[0] - 1, sure[1] + sure[2] + sure[4] - 1.5, sure[3] - 1]
+    assert found["calibration_error"] == pytest.approx(sum(map(abs, gaps)) / 5, rel=1e-6)
+    assert (found["mean"], found["std"]) == pytest.approx(
+        (np.mean(chosen + rejected), np.std(chosen + rejected)), rel=1e-6
+    )

@@ -98,7 +98,7 @@ def test_help_of_a_command(
     assert max(map(len, out.splitlines())) <= 120
     assert cli.main([name, "--help", "actor"]) == 0
     out, err = capsys.readouterr()
-    key, default = ("model_name_or_path PATH", "[empty]") if name in ("sft", "dpo") else ("num_nodes INT", "[1]")
+    key, default = ("model_name_or_path PATH", "[empty]") if name in ("sft", "rm", "dpo") else ("num_nodes INT", "[1]")
     assert re.search(rf"^  --actor\.{key}\s", out, re.MULTILINE)
     assert default in out
     assert "--critic." not in out

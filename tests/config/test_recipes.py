@@ -26,12 +26,12 @@ from slurm_rlhf.placement.rank_memory import GIB
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 RECIPES = sorted(path.stem for path in (SBATCH / "recipes").glob("*.toml"))
 NAMES = [
-    *("async_grpo", "cispo", "code_grpo", "dapo", "dr_grpo", "grpo", "grpo_lora"),
-    *("gspo", "ppo", "reinforce_pp", "rloo", "tools_grpo"),
+    *("async_grpo", "cispo", "code_grpo", "dapo", "distill", "dr_grpo", "grpo"),
+    *("grpo_lora", "gspo", "ppo", "reinforce_pp", "rloo", "tools_grpo"),
 ]
-WITH_A_TASK = {"code_grpo"}
-"""Recipes that bring a reward of their own, and so do not lie under the quickstart."""
-WITH_REFERENCE = {"ppo", "reinforce_pp", "rloo"}
+WITH_A_TASK = {"code_grpo", "distill"}
+"""Recipes that bring a reward or a teacher of their own, and so do not lie under the quickstart."""
+WITH_REFERENCE = {"distill", "ppo", "reinforce_pp", "rloo"}
 QUICKSTART = SBATCH / "quickstart.toml"
 
 GRPO: dict[str, object] = {
@@ -56,6 +56,7 @@ MAKES: dict[str, dict[str, object]] = {
         "rollout.n_samples_per_prompt": 16,
         "train.batch_size": 512,
     },
+    "distill": GRPO | {"rollout.n_samples_per_prompt": 4, "algo.distill.model_name_or_path": "../../models/Teacher-7B"},
     "dr_grpo": GRPO | {"algo.advantage.estimator": "dr_grpo"},
     "grpo": GRPO,
     "grpo_lora": GRPO | {"lora.rank": 32, "lora.alpha": 32.0, "actor.learning_rate": 1e-5},

@@ -17,8 +17,8 @@ from training_runs import COMMAND, Run, metrics, saved, summary, timeless, train
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
-RECIPES = sorted({path.stem for path in (SBATCH / "recipes").glob("*.toml")} - {"code_grpo"})
-"""All but those with a reward of their own."""
+RECIPES = sorted({path.stem for path in (SBATCH / "recipes").glob("*.toml")} - {"code_grpo", "distill"})
+"""All but those with a reward or a teacher of their own."""
 SMALL = (
     *("--train.max_steps=2", "--train.max_epochs=1", "--train.full_determinism=false"),
     *("--eval.dataset=", "--logger.tensorboard=false"),

@@ -70,7 +70,7 @@ def test_messages_hold_the_prompt_or_stand_behind_it(tmp_path: Path, tokenizer: 
         (PAIR | {"rejected": "2"}, "the chosen answer equals the rejected one"),
         (PAIR | {"chosen": 2}, "'chosen' must be a text, or a list of messages"),
         (PAIR | {"chosen": []}, "'chosen' must be a text, or a list of messages"),
-        ({"chosen": "2", "rejected": "3"}, r"no column 'input' .*not the same prompt"),
+        ({"chosen": "2", "rejected": "3"}, r"no column 'input' .*not the same prompt before both"),
     ],
 )
 def test_what_is_no_pair_is_named(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], said: str) -> None:
@@ -105,7 +105,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_job(directory)
     done = dpo(directory)
     assert done.returncode == 0, done.stderr
-    assert "dpo: computing the reference's log-probs of 32 pairs, once" in done.stdout
+    assert "dpo: computing the reference's log-probs of 32 examples, once" in done.stdout
     return directory
 
 

@@ -1,0 +1,92 @@
+"""Training of a reward model (`slurm-rlhf rm`): the chosen answer of a pair gets the higher score."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from slurm_rlhf.algorithms.losses import Metrics
+from slurm_rlhf.algorithms.preferences import bradley_terry, judged
+from slurm_rlhf.config.schema import Config, Ds
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.records import Experience
+from slurm_rlhf.stages.examples import Examples, load_pairs
+from slurm_rlhf.stages.record import StageRecord
+from slurm_rlhf.stages.stage import Stage, StageTrainer
+from slurm_rlhf.trainer.export import classifier, save_reward
+from slurm_rlhf.trainer.frozen import last_token
+from slurm_rlhf.trainer.trainers import HeadTrainer
+
+
+class RmTrainer(StageTrainer, HeadTrainer):
+    """Trains scores on one rank, at the token where transformers' sequence classification has them."""
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        super().__init__(config, config.rm.learning_rate, total_steps)
+        config_of_body = self.backend.module.model.config
+        classifier(config_of_body, {})  # whether transformers has one is to be known now, not at the end
+        tokenizer = Tokenizer.load(config.actor.model_name_or_path)
+        # transformers refuses batches without a padding token.
+        pad = config_of_body.get_text_config().pad_token_id
+        self.pad: int = tokenizer.eos_token_id if pad is None else pad
+        self.statistics: dict[str, float] = {}
+        """`mean` and `std` of the scores, by which they are normalised; known at the end."""
+
+    def _load(self, ds: Ds) -> nn.Module:
+        module: Any = super()._load(ds)
+        module.value_head.drop_bias()  # a difference of scores has none, nor has transformers' head
+        return module
+
+    def scores(self, part: Experience) -> Tensor:
+        """Compute the score of each sequence of a micro-batch, fp32 [N]. Collective."""
+        batch = self._collate(part, last_token(part, self.pad))
+        return batch.whole(self.backend.forward(batch.input_ids, batch.action_index, row=batch.row))
+
+    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
+        """Add up the losses of this micro-batch's pairs, divided by the pairs of the whole step."""
+        scores = self.scores(part)
+        chosen, rejected = scores[::2], scores[1::2]
+        loss = bradley_terry(chosen, rejected, torch.from_numpy(part.rewards[::2]).to(scores.device)).sum()
+        margin = (chosen - rejected).detach()
+        metrics = {"loss": loss.detach(), "preferred": (margin > 0).float().sum(), "margin": margin.sum()}
+        return loss / denominator, metrics
+
+    def export_hf(self, directory: Path) -> None:
+        module, backend, rank = self.backend.module, self.backend, self.world.rank
+        (head,) = [module.value_head.exact("weight").detach().cpu() for _ in backend.gathered(module.value_head)]
+        settings = {"pad_token_id": self.pad, **self.statistics}
+        source = Path(self.config.actor.model_name_or_path)
+        save_reward(module.model, backend.gathered(module.model), head, settings, source, directory, rank)
+
+
+class RmStage(Stage):
+    """Trains on `rm.dataset`, and measures on `rm.eval_dataset`."""
+
+    name: ClassVar[str] = "rm"
+
+    _held_out: Examples | None = None
+
+    def load(self, path: Path, tokenizer: Tokenizer, config: Config) -> Examples:
+        if config.rm.eval_dataset:
+            self._held_out = load_pairs(Path(config.rm.eval_dataset), tokenizer, config.data)
+        return load_pairs(path, tokenizer, config.data, margins=True)
+
+    def trainer(self, config: Config, total_steps: int) -> RmTrainer:
+        return RmTrainer(config, total_steps)
+
+    def denominator(self, batch: Experience) -> float:
+        return len(batch) / 2
+
+    def finish(self, trainer: RmTrainer, examples: Examples, record: StageRecord) -> dict[str, float]:
+        """Measure the scores of the held-out pairs, else of those that it was trained on, by `preferences.judged`."""
+        measured = self._held_out or examples
+        found = judged(trainer.of_all(measured, trainer.scores, of_rows=True))
+        # Scores that are all alike have no deviation to divide by.
+        trainer.statistics = {"mean": found["mean"], "std": max(found["std"], 1e-6)}
+        what = "held-out pairs" if self._held_out else "pairs that it was trained on"
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items())
+        record.say(f"{len(measured)} {what}: {shown}")
+        return {f"eval/{name}": value for name, value in found.items()}
