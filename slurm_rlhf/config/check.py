@@ -38,9 +38,10 @@ from slurm_rlhf.config.rules import (
     unused_note,
 )
 from slurm_rlhf.config.same_tokenizer import check_same_tokenizer
-from slurm_rlhf.config.schema import Config, StageKeys
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
+from slurm_rlhf.config.schema_stages import StageKeys
 from slurm_rlhf.errors import ConfigError, DataError, ModelError, UserError
 
 MODEL = "reward.model_name_or_path"

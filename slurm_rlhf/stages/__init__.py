@@ -5,5 +5,5 @@ packed experience), `view` (what `slurm-rlhf data` shows), `record` (metrics, lo
 signals), and a file for each stage.
 
 May import: the trainer and what is below it. To add a stage: a file with a subclass of `Stage`, its row in
-`stage.named_stage`, its group of keys in `config/schema.py`, and its row in `cli/commands.toml`.
+`stage.named_stage`, its group of keys in `config/schema_stages.py`, and its row in `cli/commands.toml`.
 """

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import cut_batch
 from slurm_rlhf.config.keys import get
-from slurm_rlhf.config.schema import Config, StageKeys
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_stages import StageKeys
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError

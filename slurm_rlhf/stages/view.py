@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from slurm_rlhf.config.keys import get
-from slurm_rlhf.config.schema import Config, StageKeys
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_stages import StageKeys
 from slurm_rlhf.data.prompts import BadRow, prompts_of
 from slurm_rlhf.data.rows import read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
