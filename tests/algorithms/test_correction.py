@@ -54,30 +54,24 @@ BY_HAND = np.log([4, 1, 0.25, 2, 2])
 
 
 @pytest.mark.parametrize(
-    ("level", "mode", "bounds", "expected"),
+    ("rule", "expected"),
     [
-        ("token", "truncate", (0, 1.5), [1.5, 1, 0.25, 1.5, 1.5]),
-        ("token", "clip", (0.5, 3), [3, 1, 0.5, 2, 2]),
-        ("token", "mask", (0.5, 3), [0, 1, 0, 2, 2]),
-        ("sequence", "truncate", (0, 3), [1, 1, 1, 3, 3]),
-        ("sequence", "clip", (0.5, 3), [1, 1, 1, 3, 3]),
-        ("sequence", "mask", (0.5, 3), [4, 1, 0.25, 0, 0]),
-        ("geometric", "truncate", (0, 1.5), [1, 1, 1, 1.5, 1.5]),
-        ("geometric", "clip", (0.5, 3), [1, 1, 1, 2, 2]),
-        ("geometric", "mask", (0.5, 1.5), [4, 1, 0.25, 0, 0]),
+        (CorrectionRule("token", "truncate", 0, 1.5), [1.5, 1, 0.25, 1.5, 1.5]),
+        (CorrectionRule("token", "clip", 0.5, 3), [3, 1, 0.5, 2, 2]),
+        (CorrectionRule("token", "mask", 0.5, 3), [0, 1, 0, 2, 2]),
+        (CorrectionRule("sequence", "truncate", 0, 3), [1, 1, 1, 3, 3]),
+        (CorrectionRule("sequence", "clip", 0.5, 3), [1, 1, 1, 3, 3]),
+        (CorrectionRule("sequence", "mask", 0.5, 3), [4, 1, 0.25, 0, 0]),
+        (CorrectionRule("geometric", "truncate", 0, 1.5), [1, 1, 1, 1.5, 1.5]),
+        (CorrectionRule("geometric", "clip", 0.5, 3), [1, 1, 1, 2, 2]),
+        (CorrectionRule("geometric", "mask", 0.5, 1.5), [4, 1, 0.25, 0, 0]),
+        (PRESETS["tis"], [2, 1, 0.25, 2, 2]),
+        (PRESETS["icepop"], [4, 1, 0, 2, 2]),  # 2 is inside of [0.5, 5], and so is 4; a quarter is not
+        (PRESETS["seq_mask"], [4, 1, 0.25, 0, 0]),  # the geometric means are 1 and 2
     ],
 )
-def test_level_and_mode_by_hand(level: Any, mode: Any, bounds: tuple[float, float], expected: list[float]) -> None:
-    found = weights_of(CorrectionRule(level, mode, *bounds), inputs_of(BY_HAND, [3, 2]))
-    assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_presets_by_hand() -> None:
-    assert weights_of(PRESETS["tis"], inputs_of(BY_HAND, [3, 2])) == pytest.approx([2, 1, 0.25, 2, 2], rel=1e-6)
-    # 2 is inside of [0.5, 5], and so is 4; a quarter is not.
-    assert weights_of(PRESETS["icepop"], inputs_of(BY_HAND, [3, 2])) == pytest.approx([4, 1, 0, 2, 2], rel=1e-6)
-    # The geometric mean is 1 in the first response, 2 in the second.
-    assert weights_of(PRESETS["seq_mask"], inputs_of(BY_HAND, [3, 2])) == pytest.approx([4, 1, 0.25, 0, 0], rel=1e-6)
+def test_level_and_mode_by_hand(rule: CorrectionRule, expected: list[float]) -> None:
+    assert weights_of(rule, inputs_of(BY_HAND, [3, 2])) == pytest.approx(expected, rel=1e-6)
 
 
 def test_bounds_belong_to_what_is_kept() -> None:
@@ -108,13 +102,10 @@ def test_off_policy_mask_by_hand() -> None:
     assert metrics["correction/dropped"] == metrics["correction/truncated"] == 0.5
 
 
-def test_without_a_correction_there_are_no_weights() -> None:
+def test_metrics_by_hand() -> None:
     weights, metrics = correct(None, 0.0, inputs_of(BY_HAND, [3, 2]))
     assert weights is None
     assert metrics["correction/dropped"] == metrics["correction/truncated"] == 0.0
-
-
-def test_metrics_by_hand() -> None:
     _, metrics = correct(PRESETS["tis"], 0.0, inputs_of(np.log([4, 1, 1, 0.5]), [4]))
     logs = [math.log(4), 0, 0, -math.log(2)]
     assert metrics == pytest.approx(
@@ -163,9 +154,6 @@ def test_columns_of_other_lengths_are_refused() -> None:
 def test_a_nan_of_the_actor_is_not_hidden() -> None:
     for rule in PRESETS.values():
         assert any(math.isnan(weight) for weight in weights_of(rule, inputs_of([math.nan, 0.0], [2])))
-
-
-# --- written out in float64, token by token --------------------------------------------------------------------------
 
 
 def written_out(
@@ -261,9 +249,6 @@ def experience(responses: list[list[Any]]) -> Experience:
     return Experience(np.ones_like(lens), lens, ids, mask, np.zeros(len(lens), dtype=np.float32), columns)
 
 
-# --- through the loss ------------------------------------------------------------------------------------------------
-
-
 def batch(seed: int, responses: int = 12) -> tuple[Experience, np.ndarray]:
     """Random responses with gaps and empty ones, and the new log-probs of their tokens."""
     rng = np.random.default_rng(seed)
@@ -328,9 +313,6 @@ def test_micro_batches_and_ranks_do_not_change_the_gradient() -> None:
     assert_allclose(together, whole, rtol=1e-6, atol=1e-9)
 
 
-# --- policy distance --------------------------------------------------------------------------------------------------
-
-
 def test_estimators_by_hand() -> None:
     # The policy gives the token 1/2; the reference 1/4 and 1: r = ln(1/2), ln 2.
     logprobs, ref = np.log([0.5, 0.5]), np.log([0.25, 1.0])
@@ -338,6 +320,9 @@ def test_estimators_by_hand() -> None:
     assert_allclose(approx_kl(logprobs, ref, "k1"), [ln2, -ln2], rtol=1e-6)
     assert_allclose(approx_kl(logprobs, ref, "k2"), [ln2**2 / 2] * 2, rtol=1e-6)
     assert_allclose(approx_kl(logprobs, ref, "k3"), [0.5 - 1 + ln2, 2 - 1 - ln2], rtol=1e-6)
+    assert_allclose(approx_kl([0.0], [1e-6], "k3"), [0.5e-12], rtol=1e-3)  # small ones do not cancel
+    with pytest.raises(ValueError, match="ref_logprobs has"):
+        approx_kl([0.0, 1.0], [0.0], "k1")
 
 
 def test_estimators_estimate_the_kl_of_the_two_distributions() -> None:
@@ -361,41 +346,22 @@ def test_extreme_log_ratios_stay_finite(pairs: list[tuple[float, float]]) -> Non
         assert_allclose(got, numbers, rtol=1e-6, atol=1e-30)
 
 
-def test_small_log_ratios_do_not_cancel() -> None:
-    assert_allclose(approx_kl([0.0], [1e-6], "k3"), [0.5e-12], rtol=1e-3)
-
-
-def test_other_lengths() -> None:
-    with pytest.raises(ValueError, match="ref_logprobs has"):
-        approx_kl([0.0, 1.0], [0.0], "k1")
-
-
-def test_fixed_controller_stays() -> None:
-    controller = KLController(0.01)
-    assert controller.update(100.0, 64) == 0.01
-    controller.load_state_dict({"coef": 0.5})
-    assert controller.coef == 0.01
-
-
-def test_adaptive_controller_by_hand() -> None:
+def test_controllers_by_hand() -> None:
+    fixed = KLController(0.01)
+    assert fixed.update(100.0, 64) == 0.01
+    fixed.load_state_dict({"coef": 0.5})
+    assert fixed.coef == 0.01
     controller = KLController(0.1, target=6.0, horizon=1000)
     assert controller.update(6.6, 100) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
     assert controller.update(600.0, 100) == pytest.approx(0.101 * 1.02)
     assert controller.update(0.0, 100) == pytest.approx(0.101 * 1.02 * 0.98)
     before = controller.coef
     assert controller.update(3.0, 0) == before
-
-
-def test_batch_larger_than_the_horizon_does_not_turn_the_coefficient_negative() -> None:
-    controller = KLController(0.1, target=6.0, horizon=1000)
-    assert controller.update(0.0, 100_000) == pytest.approx(0.08)
-
-
-def test_controller_refuses_a_kl_that_is_not_a_number() -> None:
-    controller = KLController(0.1, target=6.0)
     with pytest.raises(RunError, match=r"mean KL per response is nan.*learning_rate"):
         controller.update(math.nan, 4)
-    assert controller.coef == 0.1
+    assert controller.coef == before
+    # A batch that is larger than the horizon does not turn the coefficient negative.
+    assert KLController(0.1, target=6.0, horizon=1000).update(0.0, 100_000) == pytest.approx(0.08)
 
 
 def test_controller_state_goes_through_a_checkpoint() -> None:

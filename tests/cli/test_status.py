@@ -22,11 +22,9 @@ from hypothesis import strategies as st
 from loaded_packages import LIBRARIES, packages_loaded
 from waiting import HANG_S, until
 
-from slurm_rlhf.cli import main as cli
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cli.status import bar, sparkline, status_of
-from slurm_rlhf.cluster.processes import Session, read_session
-from slurm_rlhf.errors import printable
+from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.nodes.orphan import mark
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.wire import timeouts
@@ -41,7 +39,8 @@ COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import ma
 class Bench:
     """A run of job 12 and what slurmctld would say of it. `calls` are the commands that were asked."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
         self.run_dir, self.bin, self.log = root / "run", root / "bin", root / "job.log"
         (self.run_dir / "logs").mkdir(parents=True)
         self.bin.mkdir()
@@ -57,6 +56,11 @@ class Bench:
         file.write_text(f'#!/bin/sh\necho "{name} $@" >>{self.bin}/calls\n{script}\n')
         file.chmod(0o755)
 
+    def shown(self, word: object = None) -> str:
+        """What `status` prints of the run, or of `word`."""
+        assert main(["status", str(word or self.run_dir)]) == 0
+        return self.capsys.readouterr().out
+
     @property
     def calls(self) -> list[str]:
         file = self.bin / "calls"
@@ -70,39 +74,40 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    bench = Bench(tmp_path)
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
+    bench = Bench(tmp_path, capsys)
     monkeypatch.setenv("PATH", f"{bench.bin}:/usr/bin:/bin")
     return bench
 
 
-def shown(word: object, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["status", str(word)]) == 0
-    return capsys.readouterr().out
-
-
-def test_a_job_that_waits_has_a_place_in_its_queue(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_waits_has_a_place_in_its_queue(bench: Bench) -> None:
     bench.says("PENDING Partition=gpu StartTime=2026-03-02T18:20:00", "Priority")
     bench.wrote("stopped", 4)
     bench.program("squeue", "echo 7; echo 12; echo 30")
-    out = shown(12, capsys)
+    out = bench.shown(12)
     assert "queue       2 of 3 that wait in gpu, by priority" in out
     assert "start       Slurm expects it on Mon 02 Mar at 18:20, or earlier when others end early" in out
     assert bench.calls == ["scontrol show job -o 12", "squeue -h -t PENDING -p gpu -S -p,i -o %F"]
 
     bench.says("PENDING Partition=gpu StartTime=Unknown", "Priority")
     bench.program("squeue", "exit 1")
-    out = shown(12, capsys)
+    out = bench.shown(12)
     assert "PENDING: it waits in the queue" in out
     assert "queue  " not in out
     assert "start  " not in out
 
+    bench.says("PENDING", "BeginTime")
+    out = bench.shown()
+    assert "BeginTime: its time to begin has not come; after a requeue that takes about two minutes" in out
+    assert "run         " in out
+    assert ": stopped\n" in out
 
-def test_a_run_that_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+
+def test_a_run_that_goes_on(bench: Bench) -> None:
     bench.says("RUNNING", end="2020-01-01T00:00:00")
     bench.wrote("running", 4)
     for word in (bench.run_dir, 12):
-        out = shown(word, capsys)
+        out = bench.shown(word)
         assert "job         12 on gpu[001-002]: RUNNING: it runs\n            requeued 1 times" in out
         assert "look inside srun --jobid=12 --overlap --pty --nodes=1 --nodelist=gpu001 bash" in out
         assert f"run         {bench.run_dir}: running\n" in out
@@ -113,31 +118,22 @@ def test_a_run_that_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) ->
     assert bench.calls == ["scontrol show job -o 12"] * 2  # one call of the controller a question
 
 
-def test_a_run_that_starts_says_what_it_does(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_starts_says_what_it_does(bench: Bench) -> None:
     bench.says("RUNNING")
     for steps in (0, 4):  # 4: resumed; the pace of the start before says nothing of this one
         bench.wrote("running", steps)
         summary = bench.run_dir / "summary.json"
         said = {"starting": "loading actor, critic; starting 2 engines"}
         summary.write_text(json.dumps(json.loads(summary.read_text()) | said))
-        out = shown(bench.run_dir, capsys)
+        out = bench.shown()
         assert f"step        {steps}/10" in out
         assert "starting    loading actor, critic; starting 2 engines (0:0" in out
         assert "pace  " not in out
         assert "left  " not in out
     bench.says("NODE_FAIL")
-    out = shown(bench.run_dir, capsys)
+    out = bench.shown()
     assert "it was cut off in the middle" in out
     assert "starting    " not in out
-
-
-def test_a_pending_job_says_why(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.says("PENDING", "BeginTime")
-    bench.wrote("stopped", 4)
-    out = shown(bench.run_dir, capsys)
-    assert "BeginTime: its time to begin has not come; after a requeue that takes about two minutes" in out
-    assert "run         " in out
-    assert ": stopped\n" in out
 
 
 CLOSED_BY_PEER = """step 4
@@ -149,7 +145,7 @@ RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0
 """Of a rank whose collective fails before it misses the conductor: another has left."""
 
 
-def test_a_job_whose_first_node_is_gone(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_whose_first_node_is_gone(bench: Bench) -> None:
     """First the ranks alone know it, and when Slurm does, too, it lets a job with --no-kill go on without a script."""
     bench.says("RUNNING BatchHost=gpu001")
     bench.wrote("running", 4)
@@ -157,45 +153,42 @@ def test_a_job_whose_first_node_is_gone(bench: Bench, capsys: pytest.CaptureFixt
     left.write_text("step 4\nthe conductor is gone: nothing was heard of it for 12 s\n")
     stays.write_text("step 4\n")
     (bench.run_dir / "logs" / "conductor.gpu001.0.log").write_text("step 4\n")
-    assert f"run         {bench.run_dir}: running\n" in shown(bench.run_dir, capsys)
+    assert f"run         {bench.run_dir}: running\n" in bench.shown()
     stays.write_text("RoleDied: actor rank 2: the conductor at tcp://n:1 is lost: it was not heard from for 12 s\n")
     failed = bench.run_dir / "logs" / "actor.gpu003.3.log"
     failed.write_text(CLOSED_BY_PEER + "step 5\n")
-    assert f"run         {bench.run_dir}: running\n" in shown(bench.run_dir, capsys)
+    assert f"run         {bench.run_dir}: running\n" in bench.shown()
     failed.write_text(CLOSED_BY_PEER)
-    out = shown(bench.run_dir, capsys)
+    out = bench.shown()
     assert f"{bench.run_dir}: the conductor is gone: its ranks on gpu002, gpu003 say so, and have ended" in out
     assert "scontrol requeue" not in out
     bench.says("RUNNING BatchHost=gpu009")
-    out = shown(bench.run_dir, capsys)
+    out = bench.shown()
     assert "its first node gpu009 is gone, and with it the conductor: no process leads the run.\n" in out
     assert "Another node that had an engine requeues the job within a minute" in out
     assert "If no node does that: scontrol requeue 12\n" in out
 
 
-def test_who_has_ended_a_job_without_its_first_node(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_has_ended_a_job_without_its_first_node(bench: Bench) -> None:
     """`Restarts` is 1: the start that another node has requeued was the one before, a cancelled one is the last."""
     bench.wrote("running", 4)
     (bench.run_dir / ".control").mkdir()
-    (bench.run_dir / "logs" / "actor.gpu002.1.log").write_text(
-        "the conductor is gone: nothing was heard of it for 12 s\n"
-    )
+    said = "the conductor is gone: nothing was heard of it for 12 s\n"
+    (bench.run_dir / "logs" / "actor.gpu002.1.log").write_text(said)
     for state, restarts, words in (("PENDING", 0, "has requeued it"), ("CANCELLED", 1, "has cancelled it")):
         bench.says(state)
-        assert words not in shown(bench.run_dir, capsys)
-        assert "the conductor is gone: its ranks" not in shown(bench.run_dir, capsys)
+        assert words not in bench.shown()
+        assert "the conductor is gone: its ranks" not in bench.shown()
         mark(bench.run_dir, "12", restarts).write_text(f"its first node gpu001 was down: gpu002 {words}\n")
-        assert f"            its first node gpu001 was down: gpu002 {words}\n" in shown(bench.run_dir, capsys)
+        assert f"            its first node gpu001 was down: gpu002 {words}\n" in bench.shown()
 
 
 @pytest.mark.parametrize(("state", "code"), [("NODE_FAIL", "1:0"), ("OUT_OF_MEMORY", "0:125"), ("TIMEOUT", "0:15")])
-def test_a_run_that_was_cut_off_shows_the_newest_logs(
-    bench: Bench, state: str, code: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_was_cut_off_shows_the_newest_logs(bench: Bench, state: str, code: str) -> None:
     bench.says(state, code=code)
     bench.wrote("running", 4)
     (bench.run_dir / "logs" / "critic.gpu002.0.log").write_text("CUDA error: out of memory\n")
-    out = shown(bench.run_dir, capsys)
+    out = bench.shown()
     assert f": {state}: it " in out
     assert "it was cut off in the middle and could not say why; checkpoints are intact" in out
     assert "    CUDA error: out of memory\n" in out
@@ -203,10 +196,10 @@ def test_a_run_that_was_cut_off_shows_the_newest_logs(
     assert "left  " not in out
 
 
-def test_a_run_that_failed_shows_its_own_last_words(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_failed_shows_its_own_last_words(bench: Bench) -> None:
     bench.says("FAILED", code="1:0")
     bench.wrote("failed", 4, "role critic died: rank 0 on gpu002 is lost.\nThe last lines of x:\n    boom")
-    out = shown(bench.run_dir, capsys)
+    out = bench.shown()
     assert "FAILED: it ended with an exit code that is not 0 (exit code 1)" in out
     assert out.endswith("error: role critic died: rank 0 on gpu002 is lost.\nThe last lines of x:\n    boom\n")
 
@@ -214,36 +207,32 @@ def test_a_run_that_failed_shows_its_own_last_words(bench: Bench, capsys: pytest
 def test_a_job_that_slurmctld_has_forgotten(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.program("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     bench.wrote("finished", 10)
-    assert "12: slurmctld has forgotten it (MinJobAge), so it is over" in shown(bench.run_dir, capsys)
+    assert "12: slurmctld has forgotten it (MinJobAge), so it is over" in bench.shown()
     assert main(["status", "12"]) == 2
     assert "Give the run directory instead" in capsys.readouterr().err
 
 
-def test_without_a_controller_the_directory_still_tells(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.program("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+@pytest.mark.parametrize(
+    ("scontrol", "told"),
+    [
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", "Unable to contact slurm controller"),
+        (f"exec sleep {HANG_S}", "scontrol had no answer within 0.3 s"),  # it tries for 18 s
+    ],
+)
+def test_without_a_controller_the_directory_still_tells(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, scontrol: str, told: str
+) -> None:
+    assert timeouts.SLURM_STATUS_S <= 5
+    monkeypatch.setattr(timeouts, "SLURM_STATUS_S", 0.3 if "sleep" in scontrol else HANG_S)
+    bench.program("scontrol", scontrol)
     bench.wrote("running", 4)
-    out = shown(bench.run_dir, capsys)
-    assert "slurmctld says nothing about job 12: Unable to contact slurm controller" in out
+    out = bench.shown()
+    assert f"slurmctld says nothing about job 12: {told}" in out
     assert f"run         {bench.run_dir}: running\n" in out
     assert "step        4/10" in out
 
 
-def test_a_slurmctld_that_is_down_is_not_waited_for(
-    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """scontrol tries for 18 s; the run directory has what there is to know."""
-    assert timeouts.SLURM_STATUS_S <= 5
-    monkeypatch.setattr(timeouts, "SLURM_STATUS_S", 0.3)
-    bench.wrote("running", 3)
-    bench.program("scontrol", f"exec sleep {HANG_S}")
-    out = shown(bench.run_dir, capsys)
-    assert "slurmctld says nothing about job 12: scontrol had no answer within 0.3 s" in out
-    assert "step        3/10" in out
-
-
-def test_cancel_calls_scancel_once_and_save_first_leaves_a_file(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cancel_calls_scancel_once_or_leaves_a_file(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.says("RUNNING")
     bench.program("scancel", "")
     assert main(["cancel", str(bench.run_dir)]) == 0
@@ -268,15 +257,8 @@ def test_bad_words(command: str, words: list[str], capsys: pytest.CaptureFixture
     err = capsys.readouterr().err
     assert err.startswith("slurm-rlhf: error: ")
     assert "Traceback" not in err
-
-
-def test_a_session_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert read_session(tmp_path) is None
-    step = {"SLURM_JOB_ID": "13", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_ARRAY_JOB_ID": "12"}
-    session = Session.here({**step, "SLURM_ARRAY_TASK_ID": "3"})
-    session.write(tmp_path)
-    assert read_session(tmp_path) == session
-    assert (session.job_id, session.task, session.first_node) == ("13", "12_3", "n1")
+    assert main(["status", "--watch"]) == 2
+    assert "usage: slurm-rlhf status RUN [--watch]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -290,29 +272,13 @@ def test_commands_that_need_no_torch_do_not_load_it(bench: Bench, words: list[st
     assert not LIBRARIES & packages_loaded([*COMMAND, *words])
 
 
-def test_text_of_a_log_moves_no_cursor() -> None:
-    """Nor sets a title, clears the screen, fills the clipboard or turns the direction of what follows."""
-    wild = "a\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b2J\u202eb\r\n\tc"
-    assert printable(wild) == (r"a\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b2J\u202eb\r" + "\n\tc")
-
-
-# --- watch ------------------------------------------------------------------------------------------------------------
-
-
 SUMMARY = Summary("running", 0, 4, None, None, None, None, 1.0, 2.0, 0, {"actor": 1}, 1)
 
 
 def row(step: int) -> dict[str, Any]:
-    return {
-        "step": step,
-        "reward": step / 4,
-        "time/step": 2.0,
-        "time/rollout": 1.0,
-        "time/update": 0.5,
-        "time/sync": 0.5,
-        "perf/engine/0/tokens_per_s": 900.0,
-        "perf/engine/1/tokens_per_s": 300.0,
-    }
+    times = {"time/step": 2.0, "time/rollout": 1.0, "time/update": 0.5, "time/sync": 0.5}
+    engines = {"perf/engine/0/tokens_per_s": 900.0, "perf/engine/1/tokens_per_s": 300.0}
+    return {"step": step, "reward": step / 4, **times, **engines}
 
 
 @pytest.fixture
@@ -395,12 +361,6 @@ def test_on_a_terminal_it_stays_in_place(run: Path) -> None:
     assert b"4/4" in shown
 
 
-@pytest.mark.slow
-def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", "--watch"]) == 2
-    assert "usage: slurm-rlhf status RUN [--watch]" in capsys.readouterr().err
-
-
 def test_curves_and_bars_of_characters() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 1, 1], 2) == "▁█"
@@ -430,13 +390,9 @@ def test_a_bar_is_full_and_fair(parts: dict[str, float], width: int) -> None:
 def test_ctrl_c_ends_what_was_started_with_sigint_ignored(run: Path) -> None:
     """As a script starts `command &`, nohup a command, and some batch systems a job."""
     words = [sys.executable, "-m", "slurm_rlhf.cli", "status", str(run), "--watch"]
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
     with held(run):
-        process = subprocess.Popen(
-            ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = subprocess.Popen(ignoring, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)

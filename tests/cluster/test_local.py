@@ -24,6 +24,7 @@ from slurm_rlhf.cluster.gpu_query import (
 )
 from slurm_rlhf.cluster.local_directory import take_directory, take_temporary
 from slurm_rlhf.cluster.network import link_mbits, user_name
+from slurm_rlhf.cluster.processes import Session, read_session
 from slurm_rlhf.cluster.resources import local_topology
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
@@ -287,3 +288,12 @@ def test_ranks_take_the_gpus_in_turns_and_pass_for_hosts_where_they_are_too_many
     apart = share_gpus(["a", "a", "b"], gpus, one_machine=False)
     assert apart == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "0"}]
     assert share_gpus(["a", "b"], ()) == [{}, {}]
+
+
+def test_a_session_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_session(tmp_path) is None
+    step = {"SLURM_JOB_ID": "13", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_ARRAY_JOB_ID": "12"}
+    session = Session.here({**step, "SLURM_ARRAY_TASK_ID": "3"})
+    session.write(tmp_path)
+    assert read_session(tmp_path) == session
+    assert (session.job_id, session.task, session.first_node) == ("13", "12_3", "n1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from slurm_rlhf.errors import shortened, shortened_lines
+from slurm_rlhf.errors import printable, shortened, shortened_lines
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
 
@@ -58,3 +58,9 @@ def test_waiting_ends_with_what_is_awaited_or_with_the_deadline() -> None:
     assert not wait_until(lambda: False, 0.02)
     with pytest.raises(ZeroDivisionError):
         wait_until(lambda: 1 / 0, HANG_S)
+
+
+def test_text_of_a_log_moves_no_cursor() -> None:
+    """Nor sets a title, clears the screen, fills the clipboard or turns the direction of what follows."""
+    wild = "a\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b2J\u202eb\r\n\tc"
+    assert printable(wild) == (r"a\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b2J\u202eb\r" + "\n\tc")

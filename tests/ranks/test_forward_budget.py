@@ -12,10 +12,10 @@ from steps import make_step
 from slurm_rlhf.algorithms.layout import ROWS
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.records import Experience, Prompt, Trajectory
+from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
 from slurm_rlhf.rewards.model import ModelRewards, Scoring
 from slurm_rlhf.sampling.batches import Batch
-from slurm_rlhf.wire.calls import TrainAnswer
+from slurm_rlhf.wire.calls import ForwardBatch, TrainAnswer
 from slurm_rlhf.wire.handles import RoleHandle
 
 TRAINED = 40
@@ -95,3 +95,26 @@ def test_passes_without_gradients_have_their_own_budget(forward: int, budget: in
     for role in ("actor", "critic"):
         assert roles[role].largest["train_step"] == TRAINED // 9 * 9
         assert roles[role].count["train_step"] == 2 * 4
+
+
+def test_responses_are_spread_over_three_ranks_of_a_reward_model() -> None:
+    """Five of them: the last rank gets one again, so that all have equally many."""
+
+    class Role:
+        world = 3
+        layout = ROWS
+
+        def start_each(self, method: object, requests: list[ForwardBatch]) -> list[Future[Any]]:
+            answers: list[Future[Any]] = [Future() for _ in requests]
+            assert {len(request.experience) for request in requests} == {2}
+            for answer, request in zip(answers, requests, strict=True):
+                answer.set_result(request.experience.prompt_lens.astype(np.float32))
+            return answers
+
+    def response(size: int) -> Trajectory:
+        ids, mask = np.zeros(2, np.int32), np.ones(2, np.bool_)
+        span = [VersionSpan(0, 2, 0)]
+        return Trajectory(size, 0, np.zeros(size, np.int32), ids, np.zeros(2, np.float32), mask, "stop", "", span)
+
+    found = ModelRewards(Role(), 1000)([], [response(size) for size in (3, 1, 5, 2, 4)])  # type: ignore[arg-type]
+    assert found.rewards.tolist() == [3, 1, 5, 2, 4]

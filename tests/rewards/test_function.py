@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
 import sys
 import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from loaded_packages import packages_loaded
 from waiting import HANG_S
 
-from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import ConfigError, RewardError
-from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan, pack
+from slurm_rlhf.records import Experience, Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.model import ModelRewards, Scoring, printed_to
+from slurm_rlhf.rewards.model import Scoring, printed_to
 from slurm_rlhf.rewards.signature import ARGUMENTS, BY_PLACE, Taken, taken
-from slurm_rlhf.wire.calls import ForwardBatch
 from slurm_rlhf.wire.codec import decode, encode
 
 
@@ -43,8 +40,8 @@ def load(tmp_path: Path, body: str, name: str = "reward.py") -> RewardFunction:
 
 
 def returning(tmp_path: Path, expression: str) -> RewardFunction:
-    body = f"import numpy as np\n\ndef reward_func(queries, prompts, labels, **kwargs):\n    return {expression}\n"
-    return load(tmp_path, body)
+    head = "import numpy as np\nimport torch\n\ndef reward_func(queries, prompts, labels, **kwargs):\n"
+    return load(tmp_path, f"{head}    return {expression}\n")
 
 
 def test_arguments_are_those_of_openrlhf(tmp_path: Path) -> None:
@@ -64,25 +61,19 @@ def test_arguments_are_those_of_openrlhf(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    ["[1, 0.5]", "(True, 0.5)", "np.array([1, 0.5])", "np.float32([1, 0.5])", "[np.float64(1), np.array(0.5)]"],
+    [
+        *("[1, 0.5]", "(True, 0.5)", "np.array([1, 0.5])", "np.float32([1, 0.5])", "[np.float64(1), np.array(0.5)]"),
+        *("torch.tensor([1.0, 0.5], requires_grad=True)", "[torch.tensor(1), torch.tensor(0.5)]"),
+    ],
 )
 def test_numbers_in_every_form(tmp_path: Path, expression: str) -> None:
     assert returning(tmp_path, expression)(*batch()).rewards.tolist() == [1.0, 0.5]
 
 
-def test_tensors(tmp_path: Path) -> None:
-    body = (
-        "import torch\n\ndef reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': X, 'scores': Y}\n"
-    )
-    body = body.replace("X", "torch.tensor([1.0, 0.5], requires_grad=True)")
-    answer = load(tmp_path, body.replace("Y", "[torch.tensor(1), torch.tensor(0)]"))(*batch())
-    assert answer.rewards.tolist() == [1.0, 0.5]
-    assert answer.scores is not None
-    assert answer.scores.tolist() == [1.0, 0.0]
-
-
-def test_dict_with_scores_and_logs(tmp_path: Path) -> None:
-    answer = returning(tmp_path, "{'rewards': [2, 3], 'scores': [0, 1], 'extra_logs': {'a': 4, 'b': [5, 6]}}")(*batch())
+@pytest.mark.parametrize("one", ["1", "torch.tensor(1)"])
+def test_dict_with_scores_and_logs(tmp_path: Path, one: str) -> None:
+    said = f"{{'rewards': [2, 3], 'scores': [0, {one}], 'extra_logs': {{'a': 4, 'b': [5, 6]}}}}"
+    answer = returning(tmp_path, said)(*batch())
     assert answer.rewards.tolist() == [2.0, 3.0]
     assert answer.scores is not None
     assert answer.scores.tolist() == [0.0, 1.0]
@@ -140,12 +131,9 @@ def test_what_the_function_raises_is_told_with_its_line(tmp_path: Path) -> None:
     first = next((p, t) for p, t in zip(*batch(), strict=True) if not t.text.strip("<01>"))
     assert str(caught.value) == f"{told}{first[0].text!r} and the response {first[1].text!r}"
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_a_function_that_leaves_does_not_end_the_run_unexplained(tmp_path: Path) -> None:
-    reward = load(tmp_path, "import sys\n\ndef reward_func(*args, **kwargs):\n    sys.exit(3)\n")
-    with pytest.raises(RewardError, match=r"reward.py:4: reward_func raised SystemExit: 3"):
-        reward(*batch())
+    leaves = load(tmp_path, "import sys\n\ndef reward_func(*args, **kwargs):\n    sys.exit(3)\n", "leaves.py")
+    with pytest.raises(RewardError, match=r"leaves.py:4: reward_func raised SystemExit: 3"):
+        leaves(*batch())
 
 
 @pytest.mark.parametrize(
@@ -192,45 +180,14 @@ def test_neighbours_and_dataclasses_work(tmp_path: Path) -> None:
 
 
 def test_the_conductors_half_of_the_room_is_light() -> None:
-    code = (
-        "import sys, slurm_rlhf.rewards.function\n"
-        "import slurm_rlhf.engine.engine, slurm_rlhf.engine.vllm\n"
-        "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
-    assert done.stdout.strip() == "[]"
+    code = "import slurm_rlhf.rewards.function, slurm_rlhf.engine.engine, slurm_rlhf.engine.vllm"
+    assert not {"torch", "vllm", "transformers"} & packages_loaded([sys.executable, "-c", code])
 
 
 def test_a_builtin_that_tells_nothing_of_its_arguments_gets_three_by_place() -> None:
     with pytest.raises(ValueError, match="no signature"):
         inspect.signature(max)
     assert taken(max, "it") == Taken(BY_PLACE, ())
-
-
-def test_responses_are_spread_over_three_ranks_of_a_reward_model() -> None:
-    """Five of them: the last rank gets one again, so that all have equally many."""
-
-    class Role:
-        world = 3
-        layout = Layout()
-
-        def start_each(self, method: object, requests: list[ForwardBatch]) -> list[Future[Any]]:
-            answers: list[Future[Any]] = [Future() for _ in requests]
-            assert {len(request.experience) for request in requests} == {2}
-            for answer, request in zip(answers, requests, strict=True):
-                answer.set_result(request.experience.prompt_lens.astype(np.float32))
-            return answers
-
-    def response(size: int) -> Trajectory:
-        ids, mask = np.zeros(2, np.int32), np.ones(2, np.bool_)
-        span = [VersionSpan(0, 2, 0)]
-        return Trajectory(size, 0, np.zeros(size, np.int32), ids, np.zeros(2, np.float32), mask, "stop", "", span)
-
-    found = ModelRewards(Role(), 1000)([], [response(size) for size in (3, 1, 5, 2, 4)])  # type: ignore[arg-type]
-    assert found.rewards.tolist() == [3, 1, 5, 2, 4]
-
-
-# --- arguments --------------------------------------------------------------------------------------------------------
 
 
 ROWS: list[dict[str, Any]] = [
@@ -322,9 +279,6 @@ def test_coroutines_are_run_to_their_end(tmp_path: Path, body: str) -> None:
     assert load(tmp_path, body)(*batch()).rewards.tolist() == [3, 4]
 
 
-# --- TRL --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("definition", "expression"),
     [
@@ -400,9 +354,6 @@ def test_the_pages_example_runs_and_names_every_argument(tmp_path: Path) -> None
     assert answer.scores is not None
     assert answer.scores.tolist() == [1.0, 1.0, 0.0, 1.0]
     assert answer.extra_logs["cut_off"].tolist() == [0.0, 1.0, 0.0, 1.0]
-
-
-# --- printed ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_function_that_prints_does_so_into_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

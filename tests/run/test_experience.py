@@ -74,23 +74,23 @@ def test_the_lambda_of_the_critic() -> None:
     assert_array_equal(batch.columns["returns"], [2, 4, 5])
 
 
-def test_gamma_discounts_the_reward_of_the_last_token() -> None:
-    batch = experience([4.0], [3])
-    filled(config("reinforce", 1, algo__advantage__gamma=0.5, algo__advantage__no_whitening=True), batch)
-    assert_array_equal(batch.columns["advantages"], [1, 2, 4])
-
-
-def test_no_std_norm() -> None:
-    batch = experience([4.0, 0.0], [1, 3])
-    filled(config("reinforce_baseline", 2, algo__advantage__no_std_norm=True), batch)
-    assert_allclose(batch.columns["advantages"], [3, -1, -1, -1])
-    filled(config("group_norm", 2, algo__advantage__no_std_norm=True), batch)
-    assert_array_equal(batch.columns["advantages"], [2, -2, -2, -2])
-
-
-def test_without_a_reference_there_is_no_kl() -> None:
-    """A 0 would be read as a policy that stays where it was."""
-    assert not {"kl", "kl_coef"} & filled(config("reinforce", 2), experience([4.0, 0.0], [1, 3])).keys()
+@pytest.mark.parametrize(
+    ("estimator", "keys", "rewards", "lengths", "expected"),
+    [
+        ("reinforce", {"gamma": 0.5, "no_whitening": True}, [4.0], [3], [1, 2, 4]),
+        ("reinforce_baseline", {"no_std_norm": True}, [4.0, 0.0], [1, 3], [3, -1, -1, -1]),
+        ("group_norm", {"no_std_norm": True}, [4.0, 0.0], [1, 3], [2, -2, -2, -2]),
+    ],
+)
+def test_keys_of_advantages(
+    estimator: str, keys: dict[str, object], rewards: list[float], lengths: list[int], expected: list[float]
+) -> None:
+    batch = experience(rewards, lengths)
+    made = config(estimator, len(rewards), **{f"algo__advantage__{name}": value for name, value in keys.items()})
+    metrics = filled(made, batch)
+    assert_allclose(batch.columns["advantages"], expected)
+    # Without a reference there is no KL: a 0 would be read as a policy that stays where it was.
+    assert not {"kl", "kl_coef"} & metrics.keys()
 
 
 def test_components_reach_gdpo_with_their_weights() -> None:
@@ -178,22 +178,14 @@ def test_shuffled_rewards_keep_what_belongs_to_a_response_together() -> None:
     assert mixed.extra_logs["log"] == [0.0]
 
 
-# --- correction -------------------------------------------------------------------------------------------------------
-
-
 def config_of(*keys: str) -> Config:
     return load_config(None, [f"--{key}" for key in keys])
 
 
 def unlike() -> Experience:
     """Responses of 3 and 1 tokens, whose ratios are 4, 1, unknown and 1."""
-    lens = np.array([3, 1], dtype=np.int32)
-    columns = {
-        "logprobs": np.log([0.8, 0.5, 0.5, 0.5]).astype(np.float32),
-        "rollout_logprobs": np.array([math.log(0.2), math.log(0.5), math.nan, math.log(0.5)], dtype=np.float32),
-        "advantages": np.ones(4, dtype=np.float32),
-    }
-    made = Experience(lens, lens, np.zeros(8, np.int32), np.ones(4, np.bool_), np.zeros(2, np.float32), columns)
+    actor, engine = ([math.log(p) for p in given] for given in ([0.8, 0.5, 0.5, 0.5], [0.2, 0.5, math.nan, 0.5]))
+    made = experience([0.0, 0.0], [3, 1], logprobs=actor, rollout_logprobs=engine, advantages=[1.0] * 4)
     assert mask_not_finite(made) == 1
     return made
 
@@ -213,8 +205,7 @@ def test_weights_are_those_of_the_aggregation_times_the_correction(
     metrics = fill_correction(config, batch, AGE)
     assert metrics["correction/truncated"] == pytest.approx(1 / 3)
     assert fill_loss_weights(config, algorithm_of(config), batch, 0.0) == denominator
-    expected = np.array([2, 1, 0, 1]) * aggregated
-    assert batch.columns["loss_weights"].tolist() == pytest.approx(expected.tolist())
+    assert batch.columns["loss_weights"].tolist() == pytest.approx((np.array([2, 1, 0, 1]) * aggregated).tolist())
     assert "correction" not in batch.columns
     # The bonus is of the policy as it is now.
     assert batch.columns.get("entropy_weights", np.ones(4)).tolist() == aggregated
@@ -226,6 +217,10 @@ def test_measured_but_not_corrected() -> None:
     assert metrics["correction/log_rho_max"] == pytest.approx(math.log(4))
     assert fill_loss_weights(config, algorithm_of(config), batch, 0.0) == 3
     assert not {"loss_weights", "correction"} & set(batch.columns)
+    # With bypass the old log-probs are the engine's, and finite.
+    fill_passes(config_of("algo.correction.bypass=true"), {}, batch)
+    assert batch.columns["logprobs"].tolist() == pytest.approx([math.log(0.2), math.log(0.5), 0, math.log(0.5)])
+    assert "correction" not in batch.columns
 
 
 def test_tokens_that_are_dropped_stay_in_the_denominator() -> None:
@@ -244,13 +239,6 @@ def test_a_response_that_the_actor_has_left_behind_is_dropped_beyond_the_delta()
         metrics = fill_correction(config, batch, AGE)
         assert batch.columns["correction"].tolist() == [1, 1, 0, kept]  # the third is no action
         assert metrics["correction/dropped"] == pytest.approx((1 - kept) / 3)
-
-
-def test_with_bypass_the_old_log_probs_are_the_engines_and_finite() -> None:
-    config, batch = config_of("algo.correction.bypass=true"), unlike()
-    fill_passes(config, {}, batch)
-    assert batch.columns["logprobs"].tolist() == pytest.approx([math.log(0.2), math.log(0.5), 0, math.log(0.5)])
-    assert "correction" not in batch.columns
 
 
 class MovingActor:
@@ -276,8 +264,7 @@ def test_with_bypass_the_first_optimizer_step_measures_its_part_of_the_batch_age
     config.train.batch_size, config.algo.kl.init_coef = 2, 0.0
     prompt, spans = np.arange(3, dtype=np.int32), [VersionSpan(0, 1, 4), VersionSpan(1, 2, 5)]
     engine, mask = np.array([-1.0, -2.0], dtype=np.float32), np.ones(2, dtype=np.bool_)
-    tokens = np.zeros(2, dtype=np.int32)
-    trajectories = [Trajectory(i, 0, prompt, tokens, engine, mask, "stop", "", spans) for i in range(4)]
+    trajectories = [Trajectory(i, 0, prompt, prompt[:2], engine, mask, "stop", "", spans) for i in range(4)]
     batch = pack(trajectories, [0.0] * 4)
     batch.columns["advantages"] = np.ones(8, dtype=np.float32)
     actor = MovingActor()
@@ -315,14 +302,11 @@ def test_tokens_of_older_policies_have_a_distance_of_their_own() -> None:
     }
 
 
-# --- loss weights -----------------------------------------------------------------------------------------------------
-
-
 def batch() -> Experience:
     """Responses of two actions with a gap, of none, and of one."""
-    lens = np.array([3, 0, 1], dtype=np.int32)
-    mask = np.array([True, False, True, True])
-    return Experience(lens, lens, np.zeros(8, dtype=np.int32), mask, np.array([1.0, 1.0, -1.0], dtype=np.float32))
+    made = experience([1.0, 1.0, -1.0], [3, 0, 1])
+    made.action_mask[1] = False
+    return made
 
 
 @pytest.mark.parametrize(("loss", "mode"), [("gspo", ""), ("sapo", ""), ("ppo", "seq-mean-token-mean")])
@@ -356,6 +340,14 @@ def test_kl_and_likelihood_have_weights_of_their_own() -> None:
     config.actor.loss_agg_mode = "seq-mean-token-mean"
     fill_loss_weights(config, GAE, made, 0.25)
     assert made.columns["kl_weights"].tolist() == [0.125, 0.125, 0.125, 0.25]
+    # A correction is of the policy loss alone.
+    config.actor.entropy_coef = 0.1
+    made.columns[COLUMN] = np.array([2.0, 0.0, 0.0, 1.0], dtype=np.float32)
+    fill_loss_weights(config, GAE, made, 0.25)
+    assert made.columns["loss_weights"].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert made.columns["entropy_weights"].tolist() == [0.5, 0.5, 0.5, 1.0]
+    assert made.columns["kl_weights"].tolist() == [0.125, 0.125, 0.125, 0.25]
+    assert made.columns["nll_weights"].tolist() == [0.5, 0, 0.5, 0]
     assert all(column.dtype == np.float32 for column in made.columns.values())
 
 
@@ -381,23 +373,8 @@ def test_the_kl_is_in_the_loss_or_in_the_reward_and_measured_in_both(estimator: 
 def test_metrics_of_terms_are_means() -> None:
     """The KL over all tokens of the step; the likelihood over those of good responses, which its weights divide by."""
     answers = [{"kl_loss": 3.0, "nll_loss": 0.5}, {"kl_loss": 1.0, "nll_loss": 0.25}]
-    metrics = update_metrics([Trained("actor", 8.0, answers), Trained("actor", 4.0, answers)])
-    assert metrics == {"kl_loss": 0.75, "nll_loss": 0.75}
-
-
-def test_a_correction_is_of_the_policy_loss_alone() -> None:
-    config, made = Config(), batch()
-    config.algo.kl.use_loss, config.actor.nll_coef, config.actor.entropy_coef = True, 0.1, 0.1
-    config.actor.policy_loss_type = "gspo"
-    made.columns[COLUMN] = np.array([2.0, 0.0, 0.0, 1.0], dtype=np.float32)
-    fill_loss_weights(config, GAE, made, 0.25)
-    assert made.columns["loss_weights"].tolist() == [1.0, 0.0, 0.0, 1.0]
-    assert made.columns["entropy_weights"].tolist() == [0.5, 0.5, 0.5, 1.0]
-    assert made.columns["kl_weights"].tolist() == [0.125, 0.125, 0.125, 0.25]
-    assert made.columns["nll_weights"].tolist() == [0.5, 0, 0.5, 0]
-
-
-# --- optimizer steps --------------------------------------------------------------------------------------------------
+    steps = [Trained("actor", 8.0, answers), Trained("actor", 4.0, answers)]
+    assert update_metrics(steps) == {"kl_loss": 0.75, "nll_loss": 0.75}
 
 
 STEPS = 40
@@ -419,9 +396,5 @@ def test_the_actor_ends_at_the_least_share_of_the_peak_however_long_it_was_froze
     assert learning_rate(0, schedule) == pytest.approx(1e-3)
     assert learning_rate(taken - 1, schedule) == pytest.approx(1e-4)
     assert learning_rate(taken - 2, schedule) > 1e-4
-
-
-def test_a_run_that_is_frozen_to_its_end_has_no_schedule() -> None:
-    config = Config()
-    config.critic.freezing_steps = 50
+    config.critic.freezing_steps = STEPS + 10  # a run that is frozen to its end has no schedule
     assert optimizer_steps(config, "actor", STEPS) == 0
