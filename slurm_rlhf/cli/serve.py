@@ -52,7 +52,7 @@ def _serve(arguments: Arguments, path: Path, code: Code, made: type[WorkServer],
     pool = WorkerPool(code, options.get("workers", workers), options["memory_mb"], limits.connect)
     try:
         pool.ready()
-        with made((options["host"], options["port"]), pool, options["timeout"], str(path), token) as server:
+        with made((options["host"], options["port"]), pool, options["timeout"], path.name, token) as server:
             host, port = server.server_address[:2]
             print(f"serving {path} on http://{host!s}:{port}", flush=True)
             server.serve_forever()

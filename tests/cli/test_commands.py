@@ -132,6 +132,14 @@ def test_check_calls_the_reward_function(file: Path, capsys: pytest.CaptureFixtu
     assert "the first prompt, " in out  # what was read before is told as it goes
 
 
+def test_check_names_servers_that_are_away(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    away = "http://127.0.0.1:9"  # the port of `discard`, which nobody serves
+    assert main(["check", str(file), f"--reward.remote_url={away}", f"--env.path={away}"]) == 2
+    told = capsys.readouterr().err
+    assert f"servers that are not there: reward.remote_url: {away}: ConnectError" in told
+    assert f"; env.path: {away}: ConnectError" in told
+
+
 def test_keys_of_sft_and_keys_given_twice_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(file), "--sft.dataset=x", "--dry_run"]) == 2
     assert "--sft.dataset is not read by `slurm-rlhf train` (it is a key of `slurm-rlhf sft`)" in capsys.readouterr()[1]

@@ -69,10 +69,11 @@ def left_over(mark: str) -> list[int]:
 def escapes(kind: str, hostile: Hostile) -> list[str]:
     """Run one; say what is wrong with how it ended."""
     program = [sys.executable, "-IS", "{work}/p.py"]
-    ended = execute(kind, program, {"p.py": hostile.code}, b"", Limits(**hostile.limits))
+    limits = Limits(**hostile.limits)
+    ended = execute(kind, program, {"p.py": hostile.code}, b"", limits)
     wrong = [] if ended.how in hostile.hows else [f"ended by {ended.how}"]
     wrong += ["escaped"] if b"ESCAPED" in ended.output and not _known(kind, hostile) else []
-    wrong += ["printed too much"] if len(ended.output) > Limits(1).output else []
+    wrong += ["printed too much"] if len(ended.output) > limits.output else []
     return [f"{hostile.family}: {each} {ended.code} {ended.output[-300:]!r}\n{hostile.code}" for each in wrong]
 
 
