@@ -4,8 +4,8 @@ What lives here: `channel` (messages between the two, over a socket that the wor
 a worker: it makes one object and calls its methods), `pool` (starts workers, gives each call a deadline, and replaces a
 worker that hangs, ends or grows too large).
 
-May import: base modules, wire's table of time-outs, cluster. No torch, no numpy, so that a
-worker starts in a tenth of a second.
+May import: base modules, wire's table of time-outs, observe's stacks, cluster. No torch, no numpy, so that a worker
+starts in a tenth of a second.
 
 To have code run there: a class of the room that needs it, whose arguments, calls and answers are plain values, named by
 `Code`.
