@@ -27,6 +27,7 @@ from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import StacksAnswer
 from slurm_rlhf.wire.handles import RoleHandle
 from slurm_rlhf.wire.messages import Flight, Peer, Said
+from slurm_rlhf.workers.pool import stacks_of_workers
 
 _SLACK_S = 5.0  # most seconds between a missing heartbeat and the time of the log
 
@@ -44,14 +45,17 @@ class Findings:
 
 
 def ask_ranks(supervisor: Supervisor, directory: RunDirectory, timeout: Timeout) -> Findings:
-    """Ask every rank for its stacks, and read the log of those that do not answer. Takes STACKS_S at most."""
+    """Ask every rank for its stacks, and read the log of those that do not answer.
+
+    Takes STACKS_S at most, and before it the time of `stacks_of_workers`.
+    """
     server = supervisor.server
     flights: dict[Peer, Flight] = {}
     for flight in server.flights():
         flights.setdefault(flight.peer, flight)
     peers = [(handle, peer) for role, handle in supervisor.roles.items() for peer in server.peers(role)]
     asked = [(peer, _ask(handle, peer)) for handle, peer in peers]
-    hang = Findings([], own_stacks(), server.said())
+    hang = Findings([], [*own_stacks(), *stacks_of_workers()], server.said())
     _wait(supervisor, asked, late_s(timeout.heartbeat) + 2 * timeout.heartbeat_interval)
     for peer, answer in asked:
         seen = Sighting(peer.role, peer.rank, peer.host, peer.pid, silent_s=server.quiet(peer))

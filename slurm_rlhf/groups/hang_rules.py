@@ -12,14 +12,15 @@ from typing import Literal
 import slurm_rlhf
 from slurm_rlhf.errors import shortened
 from slurm_rlhf.observe.stacks import Frame, ThreadStack
+from slurm_rlhf.workers.pool import WORKER
 
 StackSource = Literal["itself", "lock", "py-spy", ""]
 """Source of a stack: the rank; its log, while something held the interpreter's lock; py-spy; none."""
 
 Kind = Literal["collective", "device", "sync", "idle", "follows", "busy", "locked", "unknown"]
 
-REWARD_THREAD = "reward"
-"""Name of the threads in which the user's reward function runs (`rewards.model.Scoring`)."""
+_USERS_CODE = ("reward", WORKER)
+"""Names of the stacks that have the user's code: in threads of `rewards.model.Scoring`, and in workers."""
 
 _WAITS: tuple[tuple[str, Kind], ...] = (
     ("/slurm_rlhf/wire/client.py", "idle"),
@@ -39,6 +40,7 @@ _WAITING = ("collective", "device", "sync", "follows")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _STANDARD = ("/lib/python3", "<frozen", "<string>")
 _OWN = f"{Path(slurm_rlhf.__file__).parent}/"
+_ENVIRONMENTS = f"{_OWN}environments/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +248,11 @@ def _of_conductor(threads: Sequence[ThreadStack]) -> str:
     """Say where the conductor stands, whom no rank keeps waiting."""
     for thread in threads:
         frames = [frame for frame in thread.frames if not _library(frame) and not frame.file.startswith(_OWN)]
-        if thread.name == REWARD_THREAD and frames:
+        if thread.name in _USERS_CODE and frames:
             inner = f", in {_where(thread.frames[0])}" if thread.frames[0] != frames[0] else ""
+            what = "environment" if any(_ENVIRONMENTS in frame.file for frame in thread.frames) else "reward function"
             return (
-                f"behind is the reward function, at {frames[0].function} ({frames[0].file}:{frames[0].line}){inner}; "
+                f"behind is the {what}, at {frames[0].function} ({frames[0].file}:{frames[0].line}){inner}; "
                 "no call to a rank is in flight"
             )
     main = threads[0].frames if threads else ()

@@ -18,17 +18,37 @@ import time
 from collections import Counter, deque
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from slurm_rlhf.cluster.processes import KEYS, exit_text
 from slurm_rlhf.errors import WorkerError
+from slurm_rlhf.observe.stacks import MAIN, SIGNAL, ThreadStack, read_stacks
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.channel import Channel
 
 LATE, ENDED, MEMORY, RAISED, GONE = "late", "ended", "memory", "raised", "gone"
 """Kinds of `WorkerError`; gone: an earlier call has ended the process that a lease is of."""
+
+
+WORKER = "worker process"
+"""Name of a worker's stack among those of the conductor's threads."""
+
+_POOLS: WeakSet[WorkerPool] = WeakSet()
+
+
+def stacks_of_workers() -> list[ThreadStack]:
+    """Ask each worker of this process that does a call where it is. Blocks for WORKER_STACK_S and a poll at most."""
+    workers = [worker for pool in list(_POOLS) for worker in pool.busy()]
+    for worker in workers:
+        worker.ask_stack()
+    wait_until(lambda: all(worker.stack_text() for worker in workers), timeouts.WORKER_STACK_S)
+    time.sleep(timeouts.POLL_S if workers else 0.0)  # a stack is written line by line
+    stacks = [stack for worker in workers for stack in read_stacks(worker.stack_text()) if stack.name == MAIN]
+    return [replace(stack, name=WORKER) for stack in stacks]
 
 
 class Code(NamedTuple):
@@ -66,6 +86,7 @@ class WorkerPool:
         self._workers = [_Worker(self, number) for number in range(count)]
         for worker in self._workers:
             worker.start()
+        _POOLS.add(self)
 
     def ready(self) -> None:
         """Wait until every worker has loaded its code, or failed to. Raises the WorkerError of the first that has."""
@@ -93,6 +114,10 @@ class WorkerPool:
     def pids(self) -> list[int]:
         """List the processes of the workers that run."""
         return [worker.process.pid for worker in self._workers if worker.process is not None]
+
+    def busy(self) -> list[_Worker]:
+        """List the workers that do a call."""
+        return [worker for worker in self._workers if worker.busy]
 
     def close(self) -> None:
         """End all workers, also in the middle of a call, and wait for them. Waiting calls are cancelled."""
@@ -154,6 +179,8 @@ class _Worker(threading.Thread):
         self.life = 0  # processes that have ended
         self.started: Future[None] = Future()
         self.process: subprocess.Popen[bytes] | None = None
+        self.busy = False
+        self._stack = os.fdopen(os.memfd_create("stack"), "rb")  # the process writes it there when it is asked
         self._channel: Channel
 
     def run(self) -> None:
@@ -195,7 +222,8 @@ class _Worker(threading.Thread):
     def _popen(self) -> socket.socket:
         """Start the process; return this end of the connection to it."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "slurm_rlhf.workers.process", str(theirs.fileno()), str(os.getpid())]
+        own = theirs.fileno(), self._stack.fileno()
+        command = [sys.executable, "-m", "slurm_rlhf.workers.process", *map(str, (*own, os.getpid()))]
         with theirs, open(self.pool.printed or os.devnull, "ab") as log:
             out = log if self.pool.printed else None
             self.process = subprocess.Popen(
@@ -204,7 +232,7 @@ class _Worker(threading.Thread):
                 stdout=out,
                 stderr=out,
                 env={name: value for name, value in os.environ.items() if name != KEYS},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=own,
                 start_new_session=True,
             )
         return ours
@@ -215,11 +243,14 @@ class _Worker(threading.Thread):
         if self.process is None:
             self._start()
         try:
+            self.busy = True
             answer = self._asked([call.method, call.arguments], call.timeout_s, call.method)
         except WorkerError as error:
             if error.kind != RAISED:
                 self._end()
             raise
+        finally:
+            self.busy = False
         if self._too_large():
             self._end()
         return answer
@@ -277,6 +308,18 @@ class _Worker(threading.Thread):
             return exit_text(self._process.wait(timeouts.WORKER_STACK_S))
         except subprocess.TimeoutExpired:
             return "closed its connection"
+
+    def ask_stack(self) -> None:
+        """Have the process write where it is; `stack_text` has it soon. It goes on."""
+        os.ftruncate(self._stack.fileno(), 0)
+        os.lseek(self._stack.fileno(), 0, os.SEEK_SET)
+        if (process := self.process) is not None:
+            with suppress(ProcessLookupError):
+                process.send_signal(SIGNAL)
+
+    def stack_text(self) -> str:
+        """Return what the process has written since `ask_stack`."""
+        return os.pread(self._stack.fileno(), 1 << 16, 0).decode("utf-8", errors="replace")
 
     def _show_stack(self) -> None:
         """Have the process write where it is to the log, which ends it."""

@@ -1,6 +1,7 @@
 """The program of a worker: makes one object, and calls its methods as the pool asks, one call after the other.
 
-`python -m slurm_rlhf.workers.process DESCRIPTOR PARENT_PID`. The first message names the object's class and its
+`python -m slurm_rlhf.workers.process SOCKET STACK PARENT_PID` gets two descriptors: of the connection, and of the file
+to which it writes its stack when it is asked by `stacks.SIGNAL`. The first message names the object's class and its
 arguments. A call of it is `[method, arguments]`, its answer `{"value": ...}` or `{"raised": text}`.
 """
 
@@ -17,15 +18,17 @@ from typing import Any
 
 from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.errors import SlurmRlhfError
+from slurm_rlhf.observe.stacks import SIGNAL
 from slurm_rlhf.user_files import text_of
 from slurm_rlhf.workers.channel import Channel
 
 
 def main() -> None:
     """Serve until the pool closes its end."""
-    die_with_parent(int(sys.argv[2]))
+    die_with_parent(int(sys.argv[3]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()  # the stack of a crash, and of a call that is too late, goes to the log
+    faulthandler.register(SIGNAL, file=int(sys.argv[2]), all_threads=False)  # others may run meanwhile
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     try:
         module, name, arguments = channel.receive()

@@ -85,15 +85,15 @@ def test_a_key_is_free_while_a_batch_in_flight_still_holds_it(engine: EngineProc
     alone = engine.run(child.generate, [other])[0]
     stop = replace(first.sampling, stop=list("0123456789abcdefghijklmnopqrstuvwxyz "))
     engine.run(child.update, 0)
-    engine.run(child.add, other)
-    engine.run(child.add, replace(first, sampling=stop))
+    engine.run(child.do, "add", other)
+    engine.run(child.do, "add", replace(first, sampling=stop))
     landed: list[Trajectory] = []
     while not landed:
-        landed = engine.run(child.step)
+        landed = engine.run(child.do, "step")
     assert [(t.prompt, t.finish_reason) for t in landed] == [(first.prompt, "stop")]
     assert any(engine.run(child.queue, first.key))
-    engine.run(child.add, replace(other, key=first.key, prompt=first.prompt))
-    again, same = sorted(engine.run(child.drain), key=lambda t: t.prompt)
+    engine.run(child.do, "add", replace(other, key=first.key, prompt=first.prompt))
+    again, same = sorted(engine.run(child.generate, []), key=lambda t: t.prompt)
     assert again.response_ids.tolist() == same.response_ids.tolist() == alone.response_ids.tolist()
 
 
@@ -116,15 +116,15 @@ def test_no_token_of_an_old_policy_comes_under_a_new_one(engine: EngineProcess) 
 def test_it_sleeps_with_nothing_in_flight(engine: EngineProcess, expected: dict[str, list[Trajectory]]) -> None:
     wanted = child.requests(SAMPLING, samples=3)
     for request in wanted:
-        engine.run(child.add, request)
+        engine.run(child.do, "add", request)
     for _ in range(3):
-        engine.run(child.step)
+        engine.run(child.do, "step")
     assert engine.run(child.queue) == [True]
-    engine.run(child.sleep)
+    engine.run(child.do, "sleep")
     assert engine.run(child.queue) == []
-    engine.run(child.wake, "weights")
+    engine.run(child.do, "wake", "weights")
     engine.run(child.update, 0)
-    engine.run(child.wake, "kv_cache")
+    engine.run(child.do, "wake", "kv_cache")
     assert told(engine.run(child.generate, wanted)) == told(expected["plain"])
 
 
@@ -135,21 +135,21 @@ def test_a_step_that_fails_has_dropped_its_requests(
     """Their keys are free again, and nothing of them comes with what is asked for next."""
     wanted = child.requests(SAMPLING, samples=3)
     for request in wanted:
-        engine.run(child.add, request)
+        engine.run(child.do, "add", request)
     for _ in range(2):
-        engine.run(child.step)
+        engine.run(child.do, "step")
     assert engine.run(child.fail_once, where) == f"no {where}"
     assert engine.run(child.queue) == []
-    assert engine.run(child.drain) == []
+    assert engine.run(child.generate, []) == []
     engine.run(child.update, 0)
     assert told(engine.run(child.generate, wanted)) == told(expected["plain"])
 
 
 def test_an_engine_without_weights_drops_what_it_is_asked_for(engine: EngineProcess) -> None:
     wanted = child.requests(SAMPLING)
-    engine.run(child.sleep)
-    engine.run(child.wake, "weights")
-    engine.run(child.wake, "kv_cache")
+    engine.run(child.do, "sleep")
+    engine.run(child.do, "wake", "weights")
+    engine.run(child.do, "wake", "kv_cache")
     with pytest.raises(RunError, match="no update came since"):
         engine.run(child.generate, wanted)
     engine.run(child.update, 0)
@@ -167,8 +167,8 @@ def test_responses_in_flight_may_keep_their_keys_and_values(process: EngineProce
     assert process.run(child.differences_with_old_keys, mixed, (0, 1), SAMPLING.temperature) < 1e-5
     assert process.run(child.differences, mixed, [0, 1], SAMPLING.temperature)[1] > 1e-3
     for request in child.requests(SAMPLING, samples=1):
-        process.run(child.add, replace(request, key=f"first.{request.key}"))
-    process.run(child.step)
+        process.run(child.do, "add", replace(request, key=f"first.{request.key}"))
+    process.run(child.do, "step")
     process.run(child.update, 2)
     late = process.run(child.generate, child.requests(SAMPLING, samples=1))
     fresh = [one for one in late if not one.key.startswith("first.")]

@@ -157,15 +157,15 @@ def test_what_is_dropped_in_the_middle_is_not_in_the_way_of_what_comes(fresh: En
     wanted = child.requests(SAMPLING)
     before = fresh.run(child.generate, wanted)
     for request in wanted:
-        fresh.run(child.add, request)
+        fresh.run(child.do, "add", request)
     for _ in range(3):
-        fresh.run(child.step)
+        fresh.run(child.do, "step")
     with pytest.raises(RunError, match=r"key '0\.0' is in use"):
-        fresh.run(child.add, wanted[0])
-    assert 0 < fresh.run(child.status).unfinished <= len(wanted)
-    fresh.run(child.drop)
-    assert fresh.run(child.status).unfinished == 0
-    assert fresh.run(child.step) == []
+        fresh.run(child.do, "add", wanted[0])
+    assert 0 < fresh.run(child.do, "status").unfinished <= len(wanted)
+    fresh.run(child.do, "drop")
+    assert fresh.run(child.do, "status").unfinished == 0
+    assert fresh.run(child.do, "step") == []
     after = fresh.run(child.generate, wanted)
     assert tokens(after) == tokens(before)
     assert fresh.run(child.differences, after, [0], SAMPLING.temperature)[0] < 1e-5
@@ -175,14 +175,14 @@ def test_requests_that_come_later_and_of_another_kind_are_sampled_too(fresh: Eng
     first, second, third = child.requests(SAMPLING)[:3]
     greedy = replace(second, sampling=replace(SAMPLING, temperature=0.0))
     alone = [fresh.run(child.generate, [request])[0] for request in (first, greedy, third)]
-    sampled = fresh.run(child.status).sampled
-    fresh.run(child.add, first)
-    done = fresh.run(child.step)
-    fresh.run(child.add, greedy)
-    fresh.run(child.add, third)
-    done += fresh.run(child.drain)
+    sampled = fresh.run(child.do, "status").sampled
+    fresh.run(child.do, "add", first)
+    done = fresh.run(child.do, "step")
+    fresh.run(child.do, "add", greedy)
+    fresh.run(child.do, "add", third)
+    done += fresh.run(child.generate, [])
     assert tokens(sorted(done, key=lambda t: t.prompt)) == tokens(alone)
-    assert fresh.run(child.status).sampled == sampled + sum(len(t.response_ids) for t in alone)
+    assert fresh.run(child.do, "status").sampled == sampled + sum(len(t.response_ids) for t in alone)
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["whole", "repeated"])
@@ -205,25 +205,25 @@ def test_it_sleeps_and_comes_back_part_by_part(fresh: EngineProcess) -> None:
     """In this order only, on CPUs too, where the memory stays: on a GPU another one would read what is not there."""
     wanted = child.requests(SAMPLING)
     before = fresh.run(child.generate, wanted)
-    fresh.run(child.add, wanted[0])
-    assert fresh.run(child.sleep) == 0
-    assert fresh.run(child.drain) == []  # what was in flight is gone
+    fresh.run(child.do, "add", wanted[0])
+    assert fresh.run(child.do, "sleep") == 0
+    assert fresh.run(child.generate, []) == []  # what was in flight is gone
     with pytest.raises(RunError, match="asleep: it has freed its weights and kv_cache"):
         fresh.run(child.generate, wanted)
     with pytest.raises(RunError, match="asleep: it has freed its weights"):
         fresh.run(child.update, 1)
-    fresh.run(child.wake, "weights")
+    fresh.run(child.do, "wake", "weights")
     with pytest.raises(RunError, match=r"has its weights already; parts that it lacks: .'kv_cache'"):
-        fresh.run(child.wake, "weights")
+        fresh.run(child.do, "wake", "weights")
     with pytest.raises(RunError, match="asleep: it has freed its kv_cache"):
         fresh.run(child.generate, wanted)
-    fresh.run(child.wake, "kv_cache")
+    fresh.run(child.do, "wake", "kv_cache")
     with pytest.raises(RunError, match="no usable weights: it has slept, and no update came since"):
         fresh.run(child.generate, wanted)
-    fresh.run(child.sleep)
-    fresh.run(child.wake, "weights")
+    fresh.run(child.do, "sleep")
+    fresh.run(child.do, "wake", "weights")
     fresh.run(child.update, 0)
-    fresh.run(child.wake, "kv_cache")
+    fresh.run(child.do, "wake", "kv_cache")
     after = fresh.run(child.generate, wanted)
     assert tokens(after) == tokens(before)
     assert logprobs(after) == logprobs(before)
@@ -249,7 +249,7 @@ def test_a_bad_update_is_an_error_and_the_next_one_mends_it(
     with pytest.raises(RunError, match="policy version 3 failed"):
         fresh.run(child.generate, child.requests(SAMPLING))
     fresh.run(child.update, 2)
-    assert fresh.run(child.drain) == []  # the step that failed dropped its requests, and their keys are free
+    assert fresh.run(child.generate, []) == []  # the step that failed dropped its requests, and their keys are free
     done = fresh.run(child.generate, child.requests(SAMPLING))
     assert fresh.run(child.differences, done, [2], SAMPLING.temperature)[0] < 1e-5
 
@@ -268,7 +268,7 @@ def test_logprobs_follow_every_update(
         assert engine_process.run(child.differences, done, [version], SAMPLING.temperature)[0] < 1e-5
         if version:
             assert engine_process.run(child.differences, done, [version - 1], SAMPLING.temperature)[0] > 0.1
-    described = engine_process.run(child.describe)
-    assert engine_process.run(child.status).version == 3
+    described = engine_process.run(child.do, "describe")
+    assert engine_process.run(child.do, "status").version == 3
     assert ("model.embed_tokens.weight", [69, 64], "float32") in described
     assert any(entry[0] == "lm_head.weight" for entry in described) is not tied

@@ -55,7 +55,7 @@ def test_a_version_that_comes_again_with_other_weights_is_another_policy(engine:
     for seed in (31, 32):
         engine.run(child.update, seed, 7)
         assert gap(engine, engine.run(child.generate, child.requests(SAMPLING)), seed) < 1e-5
-        assert engine.run(child.status).version == 7
+        assert engine.run(child.do, "status").version == 7
 
 
 def test_a_response_ends_under_the_policy_with_which_it_began(engine: EngineProcess) -> None:
@@ -64,13 +64,13 @@ def test_a_response_ends_under_the_policy_with_which_it_began(engine: EngineProc
     for version in range(40, 41 + AHEAD):
         engine.run(child.update, version)
         for request in child.requests(SAMPLING, version=version):
-            engine.run(child.add, replace(request, key=f"{version}.{request.key}", sample=version))
-        done += [one for _ in range(3) for one in engine.run(child.step)]
+            engine.run(child.do, "add", replace(request, key=f"{version}.{request.key}", sample=version))
+        done += [one for _ in range(3) for one in engine.run(child.do, "step")]
     assert engine.run(child.adapters_in_vllm) == AHEAD + 1
     with pytest.raises(SyncError, match="responses of versions 40, 41, 42 are in flight, too old"):
         engine.run(child.update, 43)
     engine.run(child.usable)
-    done += engine.run(child.drain)
+    done += engine.run(child.generate, [])
     assert len(done) == (AHEAD + 1) * len(child.PROMPT_LENGTHS)
     for one in done:
         assert [span.version for span in one.versions] == [one.sample]

@@ -106,7 +106,7 @@ def test_more_prompt_tokens_at_once_than_a_step_takes(fresh: EngineProcess) -> N
     together = fresh.run(child.generate, wanted)
     assert len(together) == 64
     assert tokens(together[:2]) == tokens([t for r in wanted[:2] for t in fresh.run(child.generate, [r])])
-    load = fresh.run(child.status)
+    load = fresh.run(child.do, "status")
     assert load.waiting == 0
     assert load.sampled >= sum(len(t.response_ids) for t in together)
 
@@ -115,9 +115,9 @@ def test_keys_are_free_after_a_failed_step_even_if_vllm_cannot_end_its_requests(
     """What vLLM still samples for them is ignored."""
     wanted = child.requests(SAMPLING)
     for request in wanted:
-        fresh.run(child.add, request)
+        fresh.run(child.do, "add", request)
     assert fresh.run(child.fail_once, "abort") == "no abort"
-    assert fresh.run(child.drain) == []
+    assert fresh.run(child.generate, []) == []
     done = fresh.run(child.generate, wanted)
     assert len(done) == len(wanted)
     assert fresh.run(child.differences, done, [0], SAMPLING.temperature)[0] < 1e-5
@@ -126,11 +126,11 @@ def test_keys_are_free_after_a_failed_step_even_if_vllm_cannot_end_its_requests(
 def test_what_the_engine_refuses(fresh: EngineProcess, path: Path) -> None:
     request = child.requests(SAMPLING)[0]
     with pytest.raises(RunError, match=r"'0.0' \(prompt 0, 400 tokens\).*maximum"):
-        fresh.run(child.add, replace(request, prompt_ids=np.full(400, 5, np.int32)))
-    fresh.run(child.add, request)
+        fresh.run(child.do, "add", replace(request, prompt_ids=np.full(400, 5, np.int32)))
+    fresh.run(child.do, "add", request)
     with pytest.raises(RunError, match=r"key '0\.0' is in use"):
-        fresh.run(child.add, request)
-    assert len(fresh.run(child.drain)) == 1
+        fresh.run(child.do, "add", request)
+    assert len(fresh.run(child.generate, [])) == 1
     assert "Valid sizes: 1, 2" in fresh.run(child.refused, path, {"tensor_parallel_size": 4})
 
 

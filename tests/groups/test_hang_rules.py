@@ -10,6 +10,7 @@ import slurm_rlhf
 from slurm_rlhf.groups import hang_rules
 from slurm_rlhf.groups.hang_rules import RankState, Sighting, judge, rank_state
 from slurm_rlhf.observe.stacks import MAIN, Frame, ThreadStack
+from slurm_rlhf.workers.pool import WORKER
 
 SITE = "/env/lib/python3.11/site-packages"
 COLLECTIVE = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
@@ -101,11 +102,20 @@ def test_an_endless_step_is_behind_and_so_may_be_its_follower() -> None:
     ) == ["rollout rank 0"]
 
 
-def test_without_a_call_in_flight_it_is_the_reward_function_with_its_line() -> None:
-    reward = ThreadStack("reward", (Frame("/home/me/reward.py", 9, "reward_func"), SLEEP))
-    verdict = judge([IDLE_ENGINE], [ThreadStack(MAIN, (SLEEP,)), reward])
+@pytest.mark.parametrize(
+    ("thread", "caller", "what"),
+    [
+        ("reward", "rewards/function.py", "reward function"),
+        (WORKER, "rewards/function.py", "reward function"),
+        (WORKER, "environments/served.py", "environment"),
+    ],
+)
+def test_without_a_call_in_flight_it_is_the_users_code_with_its_line(thread: str, caller: str, what: str) -> None:
+    own = Frame(str(Path(slurm_rlhf.__file__).parent / caller), 5, "answer")
+    users = ThreadStack(thread, (Frame("/home/me/reward.py", 9, "reward_func"), own))
+    verdict = judge([IDLE_ENGINE], [ThreadStack(MAIN, (SLEEP,)), ThreadStack("worker 0", (own,)), users])
     assert verdict.words == (
-        "behind is the reward function, at reward_func (/home/me/reward.py:9); no call to a rank is in flight"
+        f"behind is the {what}, at reward_func (/home/me/reward.py:9); no call to a rank is in flight"
     )
 
 

@@ -40,10 +40,10 @@ def sleep(place: Place) -> Finding:
     actor = _actor(config)
     generate(4)
     before = _free()
-    freed = rollout_engine.sleep()
+    freed = rollout_engine.engine.sleep()
     asleep = _free()
     for part in ("weights", "kv_cache"):
-        rollout_engine.wake(part)
+        rollout_engine.engine.wake(part)
     _load(actor, 1)
     mean, largest = _gaps(actor, generate(4))
     figures = {"freed_gib": freed / 2**30, "free_awake_gib": before / 2**30, "free_asleep_gib": asleep / 2**30}

@@ -23,9 +23,9 @@ from slurm_rlhf.algorithms.lora import is_adapter
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import Lora
-from slurm_rlhf.engine.engine import GenerateRequest, Status, request_seed
+from slurm_rlhf.engine.engine import GenerateRequest, request_seed
 from slurm_rlhf.engine.vllm import prepare_environment
-from slurm_rlhf.records import ParameterSpec, Sampling, Trajectory
+from slurm_rlhf.records import Sampling, Trajectory
 from slurm_rlhf.trainer.lora import attach
 
 PROMPT_LENGTHS = (1, 5, 17, 33, 180, 260)  # two are longer than a block of the prefix cache (128 tokens on a CPU)
@@ -202,8 +202,7 @@ def rooms(ranks: list[int]) -> list[int]:
 
 
 def without_place(layers: list[str]) -> list[str]:
-    found: list[str] = engine._adapters.without_place(layers)
-    return found
+    return list(engine._adapters.without_place(layers))
 
 
 def read_by_vllm(directory: Path) -> dict[str, tuple[int, float]]:
@@ -338,38 +337,16 @@ def kv_caches(cases: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return found
 
 
-def status() -> Status:
-    return engine.status
-
-
-def describe() -> list[ParameterSpec]:
-    return engine.describe()
-
-
-def sleep() -> int:
-    return engine.sleep()
-
-
-def wake(part: str) -> None:
-    engine.wake(part)
-
-
-def add(request: GenerateRequest) -> None:
-    engine.add(request)
+def do(name: str, *arguments: Any) -> Any:
+    """Call a method of the engine, or read its status."""
+    found = getattr(engine, name)
+    return found(*arguments) if callable(found) else found
 
 
 def queue(key: str = "") -> list[bool]:
     """Of the batches in flight, the newest first: whether they hold a request of `key`, or any where it is empty."""
     batches = [scheduled.num_scheduled_tokens for _, scheduled, _ in engine._core.client.engine_core.batch_queue]
     return [any(name.startswith(f"{key}#" if key else "") for name in batch) for batch in batches]
-
-
-def step() -> list[Trajectory]:
-    return engine.step()
-
-
-def drop() -> None:
-    engine.drop()
 
 
 def fail_once(where: str) -> str:
@@ -394,10 +371,6 @@ def fail_once(where: str) -> str:
     return "it did not fail"
 
 
-def drain() -> list[Trajectory]:
-    return generate([])
-
-
 def refused(path: Path, changes: dict[str, Any]) -> str:
     """The message with which an engine on `path` does not start."""
     from slurm_rlhf.engine.vllm import VllmEngine
@@ -415,19 +388,13 @@ def refused(path: Path, changes: dict[str, Any]) -> str:
 
 def sample_before_and_after(path: Path, update: Path) -> tuple[list[Trajectory], list[Trajectory]]:
     """Trajectories under the weights in directory `path`, and under those in the safetensors file `update`."""
+    from safetensors.torch import load_file
+
     global engine
     start(path)
     before = generate(requests(SAMPLING, samples=2))
-    engine.load(_stored(update), 1)
+    engine.load(iter(sorted(load_file(update).items())), 1)
     after = generate(requests(SAMPLING, samples=2, version=1))
     engine.close()
     engine = None
     return before, after
-
-
-def _stored(file: Path) -> Iterator[tuple[str, Any]]:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as opened:
-        for name in sorted(opened.keys()):
-            yield name, opened.get_tensor(name)

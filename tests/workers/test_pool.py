@@ -17,11 +17,13 @@ from waiting import HANG_S, scaled, until
 
 from slurm_rlhf.cluster.processes import KEYS, running
 from slurm_rlhf.errors import WorkerError
-from slurm_rlhf.workers.pool import Code, WorkerPool
+from slurm_rlhf.observe.stacks import Frame
+from slurm_rlhf.workers.pool import WORKER, Code, WorkerPool, stacks_of_workers
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
+SERVED = (HERE / "served.py").read_text(encoding="utf-8")
 SHORT_S = scaled(0.3)
 Pools = Callable[..., WorkerPool]
 
@@ -59,6 +61,20 @@ def test_a_worker_loads_nothing_heavy_and_gets_no_keys(pools: Pools, monkeypatch
     pool = pools()
     assert pool.submit("heavy", timeout_s=HANG_S).result(HANG_S) == []
     assert pool.submit("secrets", timeout_s=HANG_S).result(HANG_S) == []
+
+
+def test_a_worker_that_does_a_call_says_where_it_is_and_goes_on(pools: Pools, tmp_path: Path) -> None:
+    pool, file = pools(2), tmp_path / "go on"
+    pool.ready()
+    assert stacks_of_workers() == []
+    call = pool.submit("wait", str(file), timeout_s=HANG_S)
+    until(pool.busy, "the call")
+    line = next(number for number, text in enumerate(SERVED.splitlines(), 1) if "time.sleep(0.01)" in text)
+    asleep = Frame(str(HERE / "served.py"), line, "wait")
+    until(lambda: [(s.name, s.frames[0]) for s in stacks_of_workers()] == [(WORKER, asleep)], "its stack")
+    file.touch()
+    assert call.result(HANG_S) is True
+    assert stacks_of_workers() == []
 
 
 @pytest.mark.parametrize(
