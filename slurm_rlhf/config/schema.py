@@ -313,7 +313,8 @@ class Config:
     or a checkpoint directory."""
     preflight: Literal["auto", "quick", "off"] = "auto"
     """Look at the nodes before weights load. auto: on several nodes also the links between them and all process groups
-    of the run; quick: each node by itself; off: not at all. `slurm-rlhf preflight` does only this."""
+    of the run, and on CPUs, once models are loaded, how fast they are, from which the run predicts its steps; quick:
+    each node by itself; off: not at all. `slurm-rlhf preflight` does only this, without models."""
     data: Data = field(default_factory=Data)
     actor: Actor = field(default_factory=Actor)
     critic: Critic = field(default_factory=Critic)

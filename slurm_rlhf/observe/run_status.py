@@ -34,6 +34,7 @@ class Summary:
     error: str = ""
     starting: str = ""  # the last message while the run starts; empty once the steps have begun
     gpus: dict[str, Any] | None = None  # `GpuAccount.summary`; None without GPUs
+    phases: dict[str, Any] = field(default_factory=dict)  # on CPUs: phase -> seconds, predicted and measured
     best: dict[str, Any] | None = None  # metric, value, step, checkpoint; None without ckpt.best_metric
     restarts: list[str] = field(default_factory=list)  # why roles were restarted in place, since the last start
 
@@ -46,7 +47,7 @@ class Summary:
     def write(self, path: Path) -> None:
         """Replace `path` atomically, so that readers always find a whole file, also after a crash of the node."""
         content = asdict(self)
-        for name in ("gpus", "best", "starting", "restarts"):
+        for name in ("gpus", "phases", "best", "starting", "restarts"):
             if not content[name]:
                 del content[name]
         content |= {name: finite(value) for name, value in content.items() if isinstance(value, float)}

@@ -1,8 +1,9 @@
-"""Predict the seconds of a training step on GPUs, from the models' shapes and the card's data sheet: estimates.
+"""Predict the seconds of a training step, from the models' shapes and what the hardware does in a second: estimates.
 
 A phase takes what its FLOPs take at a share of the card's peak, or what its bytes take at a share of its bandwidth,
 whichever is longer. The shares (`Rates`) are round figures from published runs: torchtitan's Llama 3 8B on H100 updates
-at 36 to 41 % of the peak, decoding reads memory at about 80 % of the data sheet's rate.
+at 36 to 41 % of the peak, decoding reads memory at about 80 % of the data sheet's rate. Of CPUs nothing is known
+beforehand: a run measures its own (`measured`).
 
 Lengths of responses follow a log-normal distribution that is cut off at rollout.max_new_tokens. Balance and padding are
 those of `algorithms.batching` for these lengths. Rewards by a function take no time of a GPU and are left out.
@@ -25,6 +26,7 @@ from slurm_rlhf.placement.model_shape import ModelShape, batch_flops
 from slurm_rlhf.placement.rank_memory import engine, half, tensors, trained, weights
 
 GIB = 1 << 30
+CPU_BLOCK = 128  # tokens of a block of vLLM's prefix cache on CPUs
 SIGMA = 0.7  # standard deviation of the logarithm of a response's length
 MEAN = 0.42  # mean length of responses, as a share of the longest, where none is given
 PROMPT = 300  # mean tokens of a prompt, where none is given
@@ -41,11 +43,55 @@ class Rates:
     forward: float = 0.50
     prefill: float = 0.50
     memory: float = 0.80
+    optimizer: float = 0.80
     step_s: float = 1.5e-3  # an engine's step takes so much more than its model
     layer_s: float = 20e-6  # a layer's two sums over TP ranks take so much more than their bytes
+    forward_s: float = 0.0  # a micro-batch without gradients takes so much more than its FLOPs
+    update_s: float = 0.0  # one with gradients
+    block: int = 1  # tokens; of a prompt whole blocks are computed once for all of its responses
 
 
 RATES = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Count the CPU cores of all nodes, which the ranks share that compute at the same time."""
+
+    count: int
+    threads: int  # of a rank of a trained or frozen role
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Hold what a rank has done, and the seconds that this took."""
+
+    work: float  # FLOPs
+    seconds: float
+    steps: int = 1  # micro-batches, or an engine's steps
+
+    @staticmethod
+    def line(small: Probe, large: Probe) -> tuple[float, float]:
+        """Return the FLOPs a second, and the seconds of a step without any, by which both took their seconds."""
+        apart = small.work * large.steps - large.work * small.steps or math.nan
+        rate = apart / (small.seconds * large.steps - large.seconds * small.steps or math.nan)
+        rest = (large.seconds - large.work / rate) / large.steps
+        if not (0 < rate < math.inf and rest >= 0):  # noise: all of it is FLOPs
+            return large.work / large.seconds, 0.0
+        return rate, rest
+
+
+def measured(
+    forward: tuple[Probe, Probe], update: tuple[Probe, Probe], sampling: tuple[Probe, Probe], optimizer: float
+) -> tuple[Gpu, Rates]:
+    """Describe CPUs by what a rank of each kind did, a little and more of it; `optimizer`: bytes a second of AdamW."""
+    (peak, forward_s), (trained, update_s), (decoded, step_s) = (
+        Probe.line(*two) for two in (forward, update, sampling)
+    )
+    # What an engine reads in each step is in `step_s`.
+    shares = {"update": trained / peak, "forward": 1.0, "prefill": decoded / peak, "memory": math.inf, "optimizer": 1.0}
+    rest = {"step_s": step_s, "layer_s": 0.0, "forward_s": forward_s, "update_s": update_s}
+    return Gpu("CPU", 1 << 20, peak / 1e12, optimizer / 1e9, ""), Rates(**shares, **rest, block=CPU_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +144,37 @@ def predict(
     sync_s: float,
     mean_response: float = 0,
     prompt: int = PROMPT,
+    rates: Rates = RATES,
+    cores: Cores | None = None,
 ) -> StepTime:
-    """Predict a step of a run with engines. `sync_s`: seconds of a weight transfer; `mean_response`: in tokens."""
+    """Predict a step of a run with engines. `sync_s`: seconds of a weight transfer; `mean_response`: in tokens.
+
+    `gpu` and `rates` may be of CPUs, by `measured`, with their `cores`.
+    """
     count, longest = config.rollout.batch_size * config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens
     prompt = max(1, min(prompt, config.data.max_len - longest))
     responses = response_lengths(count, mean_response or MEAN * longest, longest)
     batch = PredictedBatch(responses, [prompt + response for response in responses], prompt)
     engines = min(config.vllm.num_engines, count)
-    work = {role: Work(config, role, shape, gpu, links, batch) for role, shape in models.items() if role != ROLLOUT}
+    work = {
+        role: Work(config, role, shape, gpu, links, batch, rates) for role, shape in models.items() if role != ROLLOUT
+    }
     forward = {role: one.forward() for role, one in work.items()}
     forward[ACTOR] *= before_update(config) + actor_is_reference(config)
     update = {role: one.update() for role, one in work.items() if ROLES[role].kind == "trained"}
     slots = roles_by_slots(config, list(work))
+    shares = (responses[n::engines] for n in range(engines))
+
+    def together(seconds: Mapping[str, float]) -> float:
+        """Return the seconds until all roles have worked for theirs."""
+        crowd = sum(ROLES[role].ranks(config) * each for role, each in seconds.items())
+        crowd *= cores.threads / cores.count if cores else 0.0
+        return max(crowd, *(sum(seconds.get(role, 0.0) for role in group) for group in slots))
+
     phases = {
-        "sampling": max(sampling(config, models[ROLLOUT], gpu, responses[n::engines], prompt) for n in range(engines)),
-        "forward": max(sum(forward[role] for role in group) for group in slots),
-        "update": max(sum(update.get(role, 0.0) for role in group) for group in slots),
+        "sampling": max(sampling(config, models[ROLLOUT], gpu, share, prompt, rates) for share in shares),
+        "forward": together(forward),
+        "update": together(update),
         "sync": sync_s,
     }
     training = phases["forward"] + phases["update"] + sync_s
@@ -159,6 +220,7 @@ class Work:
     gpu: Gpu
     links: Links
     batch: PredictedBatch
+    rates: Rates = RATES
 
     def flops(self, backward: bool = False) -> float:
         """Count the FLOPs of a pass over all sequences."""
@@ -167,21 +229,25 @@ class Work:
         share = 2 / 3 if backward and self.config.lora.rank else 1.0
         return share * batch_flops(self.shape, self.batch.lengths, backward, head)
 
+    def update_flops(self) -> float:
+        """Count the FLOPs of a pass with gradients, and of what it computes again."""
+        return self.flops(backward=True) + AGAIN[self.config.checkpointing] * self.flops()
+
     def forward(self) -> float:
         """Return the seconds of a pass without gradients."""
-        return self._seconds(self.flops(), RATES.forward, self.config.train.forward_tokens)
+        return self._seconds(self.flops(), self.rates.forward, self.config.train.forward_tokens, self.rates.forward_s)
 
     def update(self) -> float:
         """Return the seconds of all optimizer steps: passes, sums of gradients, the optimizer's own."""
         config, ds = self.config, self.config.ds
-        flops = self.flops(backward=True) + AGAIN[config.checkpointing] * self.flops()
+        flops = self.update_flops()
         ranks, tokens = ROLES[self.role].ranks(config), config.train.max_tokens_per_gpu
-        computed = self._seconds(flops, RATES.update, tokens)
         steps = len(self.batch.lengths) / config.train.batch_size
+        computed = self._seconds(flops, self.rates.update, tokens, self.rates.update_s, steps)
         elements = trained(config, self.shape, ROLES[self.role].head)[0]
         part = elements / ranks if ds.zero_stage else elements
         own = (
-            36 * part / (RATES.memory * self.gpu.bandwidth_gbs * 1e9)
+            36 * part / (self.rates.optimizer * self.gpu.bandwidth_gbs * 1e9)
         )  # gradient, master and moments, read and written
         gradient = elements * (2 if ds.grad_comm_dtype == "bf16" else 4) * (ranks - 1) / ranks / self._link()
         parameters = elements * (2 if half(config) else 4) * (ranks - 1) / ranks / self._link()
@@ -192,10 +258,16 @@ class Work:
             sums = gradient + (parameters if ds.zero_stage else gradient)
         return config.train.max_epochs * (computed + steps * (own + sums))
 
-    def _seconds(self, flops: float, share: float, tokens: int) -> float:
-        """Return the seconds of `flops` over the ranks, of which the one with most work counts."""
+    def _seconds(self, flops: float, share: float, tokens: int, micro_s: float, least: float = 1) -> float:
+        """Return the seconds of `flops` over the ranks, of which the one with most work counts.
+
+        They are done in at least so many micro-batches, each of which takes `micro_s` more.
+        """
         seconds = flops * self._imbalance(tokens) / ROLES[self.role].ranks(self.config)
         seconds /= share * self.gpu.bf16_tflops * 1e12
+        seconds += micro_s * max(
+            least, math.ceil(sum(self.batch.lengths) / ROLES[self.role].ranks(self.config) / tokens)
+        )
         if self.config.ds.zero_stage == 3 and ROLES[self.role].kind == "trained":
             width = 2 if half(self.config) else 4
             micros = sum(self.batch.lengths) / ROLES[self.role].ranks(self.config) / tokens
@@ -223,18 +295,21 @@ class Work:
         return self.links.inside if group.num_nodes == 1 else self.links.network
 
 
-def sampling(config: Config, shape: ModelShape, gpu: Gpu, share: Sequence[int], prompt: int) -> float:
+def sampling(
+    config: Config, shape: ModelShape, gpu: Gpu, share: Sequence[int], prompt: int, rates: Rates = RATES
+) -> float:
     """Return the seconds in which an engine samples responses of these lengths; one takes the place of another."""
     tp, samples = config.vllm.tensor_parallel_size, config.rollout.n_samples_per_prompt
     width = 2 if half(config) else 4
-    memory, peak = RATES.memory * gpu.bandwidth_gbs * 1e9 * tp, RATES.prefill * gpu.bf16_tflops * 1e12 * tp
+    memory, peak = rates.memory * gpu.bandwidth_gbs * 1e9 * tp, rates.prefill * gpu.bf16_tflops * 1e12 * tp
     held = weights(shape, 1, width)
     of_token = 2 * shape.kv_heads * shape.head_dim * width * shape.layers
     kv = engine(config, shape, int(gpu.memory_gib * GIB)).kv * tp / of_token
     places = int(max(1, min(config.vllm.max_num_seqs, kv / (prompt + sum(share) / len(share)))))
-    prompts = len(share) / samples if config.vllm.enable_prefix_caching else len(share)
+    shared = prompt // rates.block * rates.block / prompt if config.vllm.enable_prefix_caching else 0.0
+    prompts = len(share) * (1 - shared + shared / samples)
     seconds = prompts * batch_flops(shape, [prompt], backward=False, head_tokens=0) / peak
-    sums = (RATES.layer_s + 4e-9) * shape.layers if tp > 1 else 0.0
+    sums = (rates.layer_s + 4e-9) * shape.layers if tp > 1 else 0.0
     waiting, now, context = [*share[::-1]], 0, 0.0
     running: list[int] = []  # the step in which each ends
     while waiting or running:
@@ -245,7 +320,7 @@ def sampling(config: Config, shape: ModelShape, gpu: Gpu, share: Sequence[int], 
         context += len(running) * steps / 2
         read = (held * min(1.0, _touched(shape, len(running))) + context * of_token) / memory
         computed = 2.0 * shape.active * len(running) / peak
-        seconds += steps * (max(read, computed) + RATES.step_s + sums)
+        seconds += steps * (max(read, computed) + rates.step_s + sums)
         context += len(running) * steps / 2
         now = running[0]
         while running and running[0] == now:

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import GenerateRequest, Meter, backend, requests_of
 from slurm_rlhf.engine.tp_engine import EnginePlace, TpEngine, engine_store
@@ -19,12 +21,13 @@ from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.ranks.engine_follower import EngineFollower, EngineWorker, publish_address
 from slurm_rlhf.ranks.follower_links import FollowerCalls, FollowerLinks, LocalListener, LocalStream
 from slurm_rlhf.ranks.worker import RankInfo, Worker
-from slurm_rlhf.records import MemoryPart, SyncConnection, SyncReport, Trajectory
+from slurm_rlhf.records import EngineLoad, MemoryPart, Sampling, SyncConnection, SyncReport, Trajectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import (
     EngineCalls,
     GenerateAnswer,
     GenerateBatch,
+    SamplingRequest,
     StartAnswer,
     SyncGroupRequest,
     WakeUpRequest,
@@ -148,6 +151,18 @@ class EngineLeader(EngineWorker, EngineCalls):
             self._drop(error)
         self._answer()
         return answer
+
+    def measure(self, request: SamplingRequest) -> EngineLoad:
+        for number in range(request.responses):
+            sampling = Sampling(max_new_tokens=request.tokens)
+            prompt = np.roll(request.token_ids, number)
+            self.engine.add(GenerateRequest(f"measured {number}", 0, number, prompt, sampling, number))
+        while self.engine.status.unfinished:
+            self.meter.begin()
+            finished = self.engine.step()
+            self.meter.stepped(self.engine.status, len(finished))
+        self.meter.rest()
+        return self.meter.take()
 
     def busy(self) -> bool:
         return bool(self._open) and not self._halted

@@ -28,6 +28,8 @@ from slurm_rlhf.wire.calls import (
     CriticCalls,
     ForwardBatch,
     GenerateAnswer,
+    PassAnswer,
+    PassRequest,
     ReferenceCalls,
     RewardCalls,
     SaveRequest,
@@ -67,6 +69,9 @@ class TrainerWorker(ModelWorker, TrainerCalls):
 
     def train_step(self, batch: TrainBatch) -> TrainAnswer:
         return TrainAnswer(self.trainer.train_step(batch.experience, batch.micro, batch.denominator))
+
+    def measure(self, request: PassRequest) -> PassAnswer:
+        return PassAnswer(*self.trainer.measure(request.experience, request.micro, request.backward))
 
     def save(self, request: SaveRequest) -> None:
         self.pending = self.trainer.save(Path(request.path), request.behind)

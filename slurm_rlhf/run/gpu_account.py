@@ -17,8 +17,9 @@ from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.memory import Models, read_models
 from slurm_rlhf.placement.model_shape import batch_flops, mfu
 from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.step_time import USUAL_LINKS
 from slurm_rlhf.records import I32, Experience, SyncConnection
-from slurm_rlhf.run.prediction import PhaseSeconds, Prediction
+from slurm_rlhf.run.prediction import PhaseSeconds, Prediction, Speeds
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 
@@ -153,7 +154,8 @@ class GpuAccount:
         card = find_gpu(cards[0]) if len(cards := self._cards()) == 1 else None
         if card is None or not card.bf16_tflops or self._flops is None or not has_engines(self.config):
             return {}
-        return self._prediction.compared(self._flops.models, card)
+        self._prediction.models, self._prediction.speeds = self._flops.models, Speeds(card, USUAL_LINKS)
+        return self._prediction.compared()
 
     def hours(self) -> float:
         """Count the GPU-hours of the run so far."""

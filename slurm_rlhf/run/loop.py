@@ -96,6 +96,8 @@ class TrainingLoop:
             measured = {f"perf/{name}": speed for name, speed in speeds.items()}
             whole = metrics | self.step.phases.take() | measured | {"time/step": seconds}
             gpus = self.reporting.gpus
+            if self.reporting.prediction is not None:
+                self.reporting.prediction.step(experience, whole)
             spans = self.reporting.recorder.take()
             return whole | (gpus.step(number, experience, spans, whole) if gpus is not None else {})
 

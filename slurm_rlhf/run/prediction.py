@@ -9,7 +9,7 @@ from statistics import mean, median
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.gpus import Gpu
 from slurm_rlhf.placement.memory import Models
-from slurm_rlhf.placement.step_time import USUAL_LINKS, predict
+from slurm_rlhf.placement.step_time import RATES, Cores, Links, Rates, predict
 from slurm_rlhf.records import Experience
 
 MEASURED = {"sampling": "time/rollout", "forward": "time/forward", "update": "time/update"}
@@ -24,11 +24,23 @@ class PhaseSeconds:
     measured: float  # median of the steps since the start
 
 
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Hold what is known of the hardware."""
+
+    gpu: Gpu
+    links: Links
+    rates: Rates = RATES
+    cores: Cores | None = None  # None: on GPUs
+
+
 @dataclass(slots=True)
 class Prediction:
     """Collects the lengths and seconds of the steps of a run with engines."""
 
     config: Config
+    models: Models | None = None  # None: a shape is not known, and nothing is compared
+    speeds: Speeds | None = None
     _seconds: dict[str, list[float]] = field(default_factory=dict, init=False)
     _lengths: list[tuple[float, float]] = field(default_factory=list, init=False)  # mean tokens of prompt and response
 
@@ -40,15 +52,18 @@ class Prediction:
             if name in timings and not (ahead and phase == "sampling"):
                 self._seconds.setdefault(phase, []).append(timings[name])
 
-    def compared(self, models: Models, gpu: Gpu) -> dict[str, PhaseSeconds]:
-        """Predict the phases on cards of kind `gpu`, and put what was measured beside; empty before the first step.
+    def compared(self) -> dict[str, PhaseSeconds]:
+        """Predict the phases, and put what was measured beside; empty before the first step.
 
         The first of several steps does not count: kernels are compiled in it.
         """
-        if not self._lengths:
+        known = self.speeds
+        if not self._lengths or self.models is None or known is None:
             return {}
         prompt, response = (mean(of) for of in zip(*self._lengths, strict=True))
-        found = predict(self.config, models, gpu, USUAL_LINKS, 0.0, response, round(prompt))
+        found = predict(
+            self.config, self.models, known.gpu, known.links, 0.0, response, round(prompt), known.rates, known.cores
+        )
         return {
             phase: PhaseSeconds(found.phases[phase], median(seconds[1:] or seconds))
             for phase, seconds in self._seconds.items()

@@ -20,7 +20,7 @@ from slurm_rlhf.observe.trackers import Trackers
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run.gpu_account import GpuAccount
-from slurm_rlhf.run.prediction import words
+from slurm_rlhf.run.prediction import PhaseSeconds, Prediction, words
 from slurm_rlhf.run.recording import Recorder
 from slurm_rlhf.run.run_state import Best, RunState
 from slurm_rlhf.run_directory import RunDirectory
@@ -52,6 +52,8 @@ class Reporting:
         """True: a step was done since `begin`."""
         self.gpus: GpuAccount | None = None
         """Measures the GPUs, for the summary; None: the run has none."""
+        self.prediction: Prediction | None = None
+        """Predicts the steps on CPUs; None: on GPUs `gpus` does, or the CPUs were not measured."""
         self.recorder = Recorder(config, directory, self.note)
         """Records the contents of the report that are not metrics."""
         self.restarts: list[str] = []
@@ -181,10 +183,14 @@ class Reporting:
         if (best := self.best) is not None:
             place = CheckpointDir(self._directory.root).of(best.step)
             self.note(f"best checkpoint by {best.metric}: {best.value:.4f} at step {best.step}, {place}")
-        for message in (self._gpu_words(), words(self.gpus.compared()) if self.gpus else ""):
+        compared = self.gpus.compared() if self.gpus else self._compared()
+        for message in (self._gpu_words(), words(compared)):
             if message:
                 self.note(message)
         self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
+
+    def _compared(self) -> dict[str, PhaseSeconds]:
+        return self.prediction.compared() if self.prediction else {}
 
     def _gpu_words(self) -> str:
         gpus = self.gpus.summary() if self.gpus else None
@@ -277,6 +283,7 @@ class Reporting:
             error=error,
             starting=starting,
             gpus=self.gpus.summary() if self.gpus else None,
+            phases={phase: asdict(each) for phase, each in self._compared().items()},
             best=self._best_checkpoint(),
             restarts=self.restarts,
         ).write(self._directory.summary)

@@ -17,6 +17,7 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.checkpoint.interval import failures
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.eval.sets import Evaluation
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.engines import Engines
@@ -30,6 +31,7 @@ from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.rewards.weighted import WeightedRewards
 from slurm_rlhf.run.colocation import Colocation
+from slurm_rlhf.run.cpu_rates import measured_prediction
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.run_inputs import Inputs
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from slurm_rlhf.run.conductor import Conductor
 
 log = logging.getLogger(__name__)
+
+_TYPICAL = 1024  # prompts, of which the middle one is typical
 
 
 @dataclass(slots=True)
@@ -115,6 +119,7 @@ class Startup:
             pool = self._start_engines(units, engines, weight_sync, colocation)
         gpus = self._gpus()
         self._start_trainers(pool)
+        self._measure_cpus()
         step = self._step(self._episodes(pool), pool, colocation)
         directory, saved = CheckpointDir(self.run.directory.root), self.run.reporting.saved
         cadence = self._cadence(state.step)
@@ -158,6 +163,19 @@ class Startup:
         run, report, roles = self.run, self.run.reporting, self.supervisor.roles
         report.gpus = GpuAccount(run.config, run.ranks, roles, run.started, report.recorder.transfer, report.note)
         return report.gpus
+
+    def _measure_cpus(self) -> None:
+        """Measure what the CPUs do in a second, once; a rank that fails in it fails again where that is handled."""
+        run, report, roles = self.run, self.run.reporting, self.supervisor.roles
+        engines = self.supervisor.engines
+        if report.prediction is not None or engines is None:
+            return
+        lengths = sorted((prompt.token_ids for prompt in self.inputs.prompts.prompts[:_TYPICAL]), key=len)
+        typical = lengths[len(lengths) // 2]
+        try:
+            report.prediction = measured_prediction(run.config, run.ranks, roles, [*engines.up], typical)
+        except RunError as error:
+            report.note(f"the speed of the CPUs was not measured, so no step is predicted: {error}")
 
     def _start_engines(
         self, engines: Engines, handle: EngineHandle, weight_sync: WeightSync, colocation: Colocation | None

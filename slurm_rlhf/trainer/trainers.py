@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec
 from slurm_rlhf.trainer.backends import loading, start_trainer
 from slurm_rlhf.trainer.batch import TokenBatch, collate, column, in_order, optional_column, per_action, to_device
-from slurm_rlhf.trainer.distributed import join_world, seed_rank, undisturbed
+from slurm_rlhf.trainer.distributed import join_world, seed_rank, speed, undisturbed
 from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.lora import attach
 from slurm_rlhf.trainer.models import load_critic, load_policy
@@ -75,6 +76,34 @@ class TrainedModel(ABC):
         shares = [value.double() / self.config.ds.ulysses_size for value in sums.values()]
         values = torch.stack(shares).tolist()  # one copy from the device for all
         return dict(zip(sums, values, strict=True)) | stats
+
+    def measure(self, exp: Experience, micro: list[list[int]], backward: bool) -> tuple[float, float, float]:
+        """Return the seconds of the fastest of three passes over micro-batches, and two more rates.
+
+        With `backward` it computes gradients, which it drops: under ZeRO-3 it counts two more passes for them. Then the
+        rates are those of `speed`, else 0. Nothing is changed.
+        """
+        batches, found = [self._collate(exp.select(rows)) for rows in micro], []
+        gradients = backward and not self.backend.sharded
+        wanted = [parameter for parameter in self.backend.module.parameters() if parameter.requires_grad]
+        dtype = self.backend.cfg.autocast
+        with undisturbed(self.backend.module, self.world.device):
+            for _ in range(3):
+                start = time.perf_counter()
+                for batch in batches:
+                    with (
+                        torch.autocast(self.world.device.type, dtype, dtype is not None),
+                        torch.set_grad_enabled(gradients),
+                    ):
+                        numbers = self._numbers(batch).sum()
+                    if gradients:
+                        torch.autograd.grad(numbers, wanted, allow_unused=True)
+                found.append(time.perf_counter() - start)
+        return min(found) * (3 if backward and not gradients else 1), *(speed(self.world) if backward else (0.0, 0.0))
+
+    def _numbers(self, batch: TokenBatch) -> Tensor:
+        """Compute a number for each action as the module does, without what the trainer does around it."""
+        raise NotImplementedError
 
     def _collate(self, part: Experience, read: NDArray[np.int64] | None = None) -> TokenBatch:
         return collate(part, self.world.device, packed=self.layout.packed, group=self.group, read=read)
@@ -199,6 +228,10 @@ class PolicyTrainer(LanguageModelTrainer):
         if (weights := optional_column(part, "nll_weights", device)) is not None:
             yield nll_loss(logprobs, mask, weights, config.actor.nll_coef)
 
+    def _numbers(self, batch: TokenBatch) -> Tensor:
+        logprobs: Tensor = self.backend.module(batch.input_ids, batch.action_index, batch.targets, row=batch.row)[0]
+        return logprobs
+
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         logprobs, entropy = self.backend.forward(
             batch.input_ids,
@@ -291,6 +324,10 @@ class ValueTrainer(HeadTrainer):
             denominator,
             self.config.critic.value_clip,
         )
+
+    def _numbers(self, batch: TokenBatch) -> Tensor:
+        values: Tensor = self.backend.module(batch.input_ids, batch.action_index, row=batch.row)
+        return values
 
     def _forward(self, batch: TokenBatch) -> Tensor:
         return batch.whole(self.backend.forward(batch.input_ids, batch.action_index, row=batch.row))

@@ -76,6 +76,28 @@ class TrainAnswer(Record):
     logprobs: F32 | None = None  # [A], from before the step; None if the actor computed them before the update
 
 
+class PassRequest(Record):
+    """Asks a rank for the seconds of passes over its part of a batch, which change nothing."""
+
+    experience: Experience
+    micro: list[list[int]]  # see ForwardBatch
+    backward: bool  # with gradients
+
+
+class PassAnswer(Record):
+    seconds: float  # the fastest of three passes
+    optimizer: float = 0.0  # bytes a second that AdamW reads and writes; 0: not measured
+    link: float = 0.0  # bytes a second of sums over the ranks; 0: not measured
+
+
+class SamplingRequest(Record):
+    """Asks an engine to sample responses that nobody gets, to measure its speed."""
+
+    token_ids: I32  # [P], prompt of which each response has its own rotation
+    responses: int
+    tokens: int  # of each, at most
+
+
 class SelfCheckAnswer(Record):
     """Holds log-probs of the same rows, computed in ways that must not matter, [A] each."""
 
@@ -234,6 +256,10 @@ class TrainerCalls(StartCalls, Protocol):
     def train_step(self, batch: TrainBatch) -> TrainAnswer:
         """Take one optimizer step."""
 
+    @call(deadline="train_step")
+    def measure(self, request: PassRequest) -> PassAnswer:
+        """Measure passes of the model; before the first step."""
+
     @call(deadline="checkpoint")
     def save(self, request: SaveRequest) -> None:
         """Write the state for an exact resume."""
@@ -332,6 +358,10 @@ class EngineCalls(StartCalls, SyncCalls, Protocol):
     @call(deadline="generate")
     def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:
         """Sample responses; answered when `batch.least` of all that were asked for are finished, or nothing is left."""
+
+    @call(deadline="generate")
+    def measure(self, request: SamplingRequest) -> EngineLoad:
+        """Sample while nothing else is asked for, and say how fast that was."""
 
     @call(deadline="sync")
     def drop(self) -> None:

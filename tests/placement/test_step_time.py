@@ -14,9 +14,9 @@ from slurm_rlhf.config import roles
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.placement.gpus import find_gpu
-from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.model_shape import batch_flops, shape_of
 from slurm_rlhf.placement.rank_memory import weights
-from slurm_rlhf.placement.step_time import RATES, Links, StepTime, predict, response_lengths
+from slurm_rlhf.placement.step_time import RATES, Cores, Links, Probe, StepTime, measured, predict, response_lengths
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 GBIT = 125e6
@@ -103,3 +103,29 @@ def test_the_figures_in_the_heads_of_shipped_files_are_predicted(name: str) -> N
         found = step(name, model=model, card=card)
         wanted = [found.step, *(found.phases[phase] for phase in ("sampling", "forward", "update"))]
         assert [int(number) for number in said.groups()] == pytest.approx(wanted, abs=1)
+
+
+def test_two_probes_give_a_rate_and_what_a_step_takes_beside() -> None:
+    rate, rest = Probe.line(Probe(1e9, 0.35, 1), Probe(6e9, 1.7, 2))  # 4 GFLOP/s, 0.1 s for each step
+    assert (rate, rest) == (pytest.approx(4e9), pytest.approx(0.1))
+    assert Probe.line(Probe(1e9, 0.5), Probe(4e9, 0.4)) == (1e10, 0.0)  # less seconds for more work: noise
+    assert Probe.line(Probe(2e9, 0.5), Probe(2e9, 0.5)) == (4e9, 0.0)  # one sequence is all there is room for
+
+
+def test_on_cpus_a_step_takes_what_was_measured_and_ranks_share_the_cores() -> None:
+    keys = ("--rollout.batch_size=4", "--rollout.n_samples_per_prompt=2", "--train.batch_size=8", "--data.max_len=64")
+    config = load_config(None, [*keys, "--rollout.max_new_tokens=8", "--vllm.num_engines=1"])
+    shape = shape_of(SHAPES["7B"])
+    models = {role.name: shape for role in running_roles(config)}
+    line = (Probe(0.0, 0.1), Probe(1e12, 1.1))  # 1 TFLOP/s, 0.1 s for each micro-batch
+    gpu, rates = measured(line, line, (Probe(0.0, 0.01), Probe(1e12, 1.01)), 36e9)
+    alone, crowded = (
+        predict(config, models, gpu, Links(1e9, 1e9), 0.0, 8, 8, rates, Cores(count, 1)).phases for count in (99, 1)
+    )
+    flops = batch_flops(shape, [16] * 8, False, 64)
+    assert alone["forward"] == pytest.approx(flops / 1e12 + 0.1, rel=0.02)
+    assert crowded["forward"] == pytest.approx(3 * alone["forward"], rel=0.1)  # the critic has no head, and so less
+    assert crowded["update"] == pytest.approx(2 * alone["update"], rel=0.1)
+    prefill = batch_flops(shape, [8] * 8, False, 0) / 1e12  # nothing is shared of prompts below a block
+    assert alone["sampling"] == pytest.approx(prefill + 8 * (0.01 + 8 * 2 * shape.active / 1e12), rel=0.02)
+    assert alone["sampling"] == crowded["sampling"]

@@ -52,7 +52,12 @@ def test_it_trains(name: str, config: Path, tmp_path: Path) -> None:
         assert all(math.isfinite(value) for value in row.values())
     assert ("value_loss" in rows[0]) == (name == "ppo")
     roles = {"actor", "rollout"} | ROLES.get(name, set())
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world"].keys() == roles
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["world"].keys() == roles
+    assert {"forward", "update"} <= summary["phases"].keys()
+    assert all(phase["measured"] > 0 for phase in summary["phases"].values())
+    assert summary["phases"]["update"]["predicted"] > 0
+    assert "seconds of a step, predicted/measured: " in output
 
 
 # --- run components ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""Measures what the CPUs of a run do in a second, before its first step, so that its steps can be predicted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.placement.gpus import Gpu
+from slurm_rlhf.placement.memory import Models, read_models
+from slurm_rlhf.placement.model_shape import batch_flops
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.step_time import MEAN, Cores, Links, PredictedBatch, Probe, Work, measured
+from slurm_rlhf.placement.topology import CPU
+from slurm_rlhf.records import I32, Experience
+from slurm_rlhf.run.prediction import Prediction, Speeds
+from slurm_rlhf.wire.calls import EngineCalls, PassRequest, SamplingRequest, TrainerCalls
+from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
+
+ENOUGH = 4e9
+"""FLOPs of a pass of one rank that tell its rate: a tenth of a second to a second. A few sequences may have more."""
+MOST = 6e10
+"""FLOPs of a pass of one rank at most: all measurements then take 20 s at 30 GFLOP/s, and a larger model has none."""
+TOKENS = 16
+"""Tokens of a response that an engine samples, at most."""
+
+
+def measured_prediction(
+    config: Config, ranks: RankMap, roles: Mapping[str, RoleHandle[Any]], engines: Sequence[int], prompt: I32
+) -> Prediction | None:
+    """Measure the ranks, which have nothing else to do, and return what predicts the steps of the run.
+
+    `engines`: those that have started; `prompt`: tokens of one that is typical. None where nothing is measured: on
+    GPUs, in turns, for an unknown or a large model, and where the run is to be the same bit for bit or preflight looks
+    at nothing but the nodes. Raises RunError.
+    """
+    lone = config.train.colocate_all or config.train.full_determinism or config.preflight != "auto"
+    if lone or ranks.topology.accelerator != CPU:
+        return None
+    try:
+        models = read_models(config)
+    except ModelError:
+        return None
+    speeds = _Measurement(config, ranks, roles, engines, models, prompt).speeds()
+    return Prediction(config, models, speeds) if speeds else None
+
+
+class _Measurement:
+    """Has trained roles and engines compute sequences of the length that is to be expected, first few, then more."""
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: RankMap,
+        roles: Mapping[str, RoleHandle[Any]],
+        engines: Sequence[int],
+        models: Models,
+        prompt: I32,
+    ) -> None:
+        self._config, self._models, self._prompt = config, models, prompt
+        self._trained = [role for role in roles if ROLES[role].kind == "trained"]
+        self._roles = roles
+        self._engines = engines
+        nodes = {share.node for shares in ranks.roles.values() for share in shares}
+        here = len(os.sched_getaffinity(0))
+        cores = {node: ranks.topology.node(node).cpus or here for node in nodes}
+        rivals = sum(ranks.world(role) for role in models if role != ROLLOUT)
+        self._cores = Cores(sum(cores.values()), config.train.threads_per_rank or max(1, sum(cores.values()) // rivals))
+        self._response = max(1, round(MEAN * config.rollout.max_new_tokens))
+
+    def speeds(self) -> Speeds | None:
+        """Measure; None for a model that takes too long."""
+        world, batch = self._roles[ACTOR].world, self._config.rollout.batch_size
+        of_one = self._work(1).update_flops()
+        if 2 * of_one > MOST:
+            return None
+        samples = self._config.rollout.n_samples_per_prompt
+        room = self._config.train.max_tokens_per_gpu // (len(self._prompt) + self._response)
+        many = int(max(2, min(batch * samples / world, room, ENOUGH / of_one)))
+        self._pass(1, backward=True)  # memory is there afterwards, and kernels are
+        forward = [self._pass(count, backward=False) for count in (max(1, many // 4), many)]
+        update = [self._pass(count, backward=True) for count in (max(1, many // 4), many)]
+        width = min(self._config.vllm.max_num_seqs, batch * samples // self._roles[ROLLOUT].world)
+        most = max(2, min(width, int(ENOUGH / batch_flops(self._models[ROLLOUT], [len(self._prompt)], False, 0))))
+        self._sampling(1)
+        sampling = [
+            min((self._sampling(count) for _ in range(3)), key=lambda probe: probe.seconds / probe.steps)
+            for count in (max(1, most // 4), most)
+        ]
+        optimizer, link = update[1][1], update[1][2]
+        (f1, f2), (u1, u2) = ([found[0] for found in both] for both in (forward, update))
+        gpu, rates = measured((f1, f2), (u1, u2), (sampling[0], sampling[1]), optimizer)
+        return Speeds(gpu, Links(link or optimizer, link or optimizer), rates, self._cores)
+
+    def _work(self, count: int) -> Work:
+        """Describe what a rank of the actor has to do with so many sequences."""
+        prompt, response = len(self._prompt), self._response
+        batch = PredictedBatch([response] * count, [prompt + response] * count, prompt)
+        return Work(self._config, ACTOR, self._models[ACTOR], Gpu("CPU", 0, 0, 0, ""), Links(0, 0), batch)
+
+    def _pass(self, count: int, backward: bool) -> tuple[Probe, float, float]:
+        """Have all ranks of the trained roles pass `count` sequences each; return what the actor's slowest did."""
+        answers = {}
+        for role in self._trained:
+            rows = count * self._roles[role].world
+            prompts, responses = (np.full(rows, n, np.int32) for n in (len(self._prompt), self._response))
+            tokens = np.resize(self._prompt, int(prompts.sum() + responses.sum()))
+            actions = np.ones(int(responses.sum()), np.bool_)
+            batch = Experience(prompts, responses, tokens, actions, np.zeros(rows, np.float32))
+            request = partial(PassRequest, backward=backward)
+            most = self._config.train.max_tokens_per_gpu
+            answers[role] = send_shards(self._roles[role], TrainerCalls.measure, request, batch, most)[1]
+        found = gather([each for calls in answers.values() for each in calls])[: self._roles[ACTOR].world]
+        ranks = sum(self._roles[role].world for role in self._trained)
+        alone = max(1.0, ranks * self._cores.threads / self._cores.count)
+        work = self._work(count)
+        flops = work.update_flops() if backward else work.flops()
+        seconds = max(each.seconds for each in found) / alone
+        return Probe(flops, seconds), min(each.optimizer for each in found), min(each.link for each in found)
+
+    def _sampling(self, count: int) -> Probe:
+        """Have all engines sample `count` responses; return what the slowest did."""
+        request = SamplingRequest(self._prompt, count, min(TOKENS, self._config.rollout.max_new_tokens))
+        loads = gather([self._roles[ROLLOUT].call(number, EngineCalls.measure, request) for number in self._engines])
+        load, shape = max(loads, key=lambda each: each.busy_s), self._models[ROLLOUT]
+        prefill = count * batch_flops(shape, [len(self._prompt)], backward=False, head_tokens=0)
+        return Probe(prefill + 2.0 * shape.active * load.tokens, load.busy_s, load.steps)
