@@ -9,10 +9,11 @@
 #
 # A small language model learns to add by PPO or another algorithm, on any Linux machine with Python 3.11 and without a GPU.
 #
-#   bash sbatch/quickstart.sh [--setup-only] [--recipe=NAME] [--KEY=VALUE ...]
+#   bash sbatch/quickstart.sh [--setup-only] [--task=NAME] [--recipe=NAME] [--KEY=VALUE ...]
 #   sbatch sbatch/quickstart.sh                                  (from the top of the checkout)
 #
 # --setup-only   makes the environment and ends; all that follows needs no network
+# --task=NAME    a task of reasoning-gym in place of additions, with its own scorer: chain_sum, gcd, spell_backward, ...
 # --recipe=NAME  the algorithm of sbatch/recipes/NAME.toml, for example --recipe=grpo; its sizes are the quickstart's
 # --KEY=VALUE    overrides a key of sbatch/quickstart.toml, for example --run_dir=/scratch/me/first --train.seed=7
 set -euo pipefail
@@ -41,8 +42,13 @@ stage() { printf '\n== %s\n' "$*"; }
 
 # The data, and the model that PPO starts from: made once, again when anything that shapes them has changed.
 make_input() {
-  local input=$root/runs/quickstart_input recipe
-  local -a sources=("$root/sbatch/quickstart_data.py" "$root/sbatch/quickstart_sft.toml")
+  local recipe script=$root/sbatch/quickstart_data.py
+  local -a sources=("$script" "$root/sbatch/quickstart_sft.toml") sft=("$root/sbatch/quickstart_sft.toml")
+  if [[ -n $task ]]; then
+    script=$root/sbatch/quickstart_task.py
+    sources+=("$script")
+    sft+=("$input/sft.toml")
+  fi
   recipe=$(cat "${sources[@]}" | sha256sum | cut -c1-64)
   mkdir -p "$root/runs"
   exec 9>"$root/runs/quickstart_input.lock"
@@ -50,10 +56,10 @@ make_input() {
   if [[ $(cat "$input/recipe" 2>/dev/null) != "$recipe" ]]; then
     rm -rf "$input"
     mkdir "$input"
-    stage "2/4 data: additions, and an untrained model"
-    "$root/.venv/bin/python" "$root/sbatch/quickstart_data.py" "$input"
-    stage "3/4 supervised fine-tuning on a careless pupil's answers (about a minute)"
-    "$root/.venv/bin/slurm-rlhf" sft "$root/sbatch/quickstart_sft.toml"
+    stage "2/4 data: ${task:-additions}, and an untrained model"
+    "$root/.venv/bin/python" "$script" "$input" ${task:+"$task"}
+    stage "3/4 supervised fine-tuning on a careless pupil's answers (about a minute; with --task a few)"
+    "$root/.venv/bin/slurm-rlhf" sft "${sft[@]}"
     echo "$recipe" >"$input/recipe"
   else
     stage "2/4 and 3/4 data and fine-tuned model: reused from $input"
@@ -73,11 +79,13 @@ choose_recipe() {
 
 setup_only=false
 recipe=
+task=
 overrides=()
 for argument in "$@"; do
   case $argument in
     --setup-only) setup_only=true ;;
     --recipe=*) recipe=${argument#*=} ;;
+    --task=*) task=${argument#*=} ;;
     --help | -h)
       sed -n '/^# A small/,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
       exit
@@ -87,7 +95,13 @@ for argument in "$@"; do
 done
 
 root=$(find_checkout)
+input=$root/runs/quickstart_input
 files=("$root/sbatch/quickstart.toml")
+if [[ -n $task ]]; then
+  [[ $task =~ ^[a-z0-9_]+$ ]] || fail "--task=$task: give the name of one task of reasoning-gym, as chain_sum"
+  input+=_$task
+  files+=("$input/task.toml")
+fi
 [[ -z $recipe ]] || choose_recipe "$recipe"
 stage "1/4 environment"
 bash "$root/sbatch/environment.sh"
@@ -97,6 +111,6 @@ fi
 # The environment holds CPU builds: a GPU of this machine is not for them.
 export CUDA_VISIBLE_DEVICES=
 make_input
-stage "4/4 ${recipe:-PPO}"
+stage "4/4 ${recipe:-PPO}${task:+ on $task}"
 # exec: signals of the terminal and of Slurm reach the run itself.
 exec "$root/.venv/bin/slurm-rlhf" train "${files[@]}" "${overrides[@]}"

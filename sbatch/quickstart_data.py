@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 SIZES = {"eval": 1024, "sft": 30_000, "train": 20_000}
@@ -53,20 +54,20 @@ def careless(a: int, b: int, rng: random.Random) -> str:
     return str(a + b - 10 if carries and rng.random() < FORGETFULNESS else a + b)
 
 
-def write_model(directory: Path) -> None:
-    """An ordinary Hugging Face directory."""
+def write_model(directory: Path, characters: Iterable[str] = "0123456789+=", longest: int = 64) -> None:
+    """An ordinary Hugging Face directory; `longest`: tokens that the model sees at most."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    vocabulary = ["<pad>", "<eos>", *"0123456789+="]
-    characters = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
-    characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    characters.decoder = decoders.ByteLevel()
+    vocabulary = ["<pad>", "<eos>", *characters]
+    single = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
+    single.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    single.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>", model_max_length=64
+        tokenizer_object=single, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>", model_max_length=longest
     )
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     config = Qwen2Config(
@@ -76,7 +77,7 @@ def write_model(directory: Path) -> None:
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=64,
+        max_position_embeddings=longest,
         tie_word_embeddings=True,
         initializer_range=0.08,  # the usual 0.02 is for wide models: a narrow one takes much longer to learn from it
         **special,

@@ -12,7 +12,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -79,11 +80,19 @@ def score(name: str, entry: str, response: str) -> float:
 
     `entry`: the column ENTRY of the row. Raises what the library raises.
     """
-    from reasoning_gym import get_score_answer_fn
     from reasoning_gym.utils import extract_answer
 
     found = extract_answer(response)
-    return float(get_score_answer_fn(name)(response.strip() if found is None else found, ast.literal_eval(entry)))
+    return float(_scorer(name)(response.strip() if found is None else found, ast.literal_eval(entry)))
+
+
+@cache
+def _scorer(name: str) -> Callable[[str, Any], float]:
+    """Return a task's scorer. Making one reads the task's word lists, which takes longer than a score."""
+    from reasoning_gym import get_score_answer_fn
+
+    found: Callable[[str, Any], float] = get_score_answer_fn(name)
+    return found
 
 
 def main(names: str, seed: int, count: int) -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from env_server import EnvServer
 from generation_runs import COMMAND, generation_workspace, lines_of
-from training_runs import metrics, started, train, workspace
+from tiny_models import make_reward
+from training_runs import Run, metrics, started, timeless, train, workspace
+from waiting import HANG_S, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -44,13 +51,39 @@ class Environment:
 '''
 
 
-def test_two_turns_learn_what_one_cannot(tmp_path: Path) -> None:
-    """The digit that counts is known after the first turn only: without a look at it, 0.5 is the most."""
-    config = workspace(tmp_path)
-    (tmp_path / "game.py").write_text(LOOK)
-    code, output = train(config, tmp_path / "run", *TURNS, f"--env.path={tmp_path / 'game.py'}", warm=True)
+BESIDE = """
+[[reward.sources]]
+name = "model"
+weight = 0.0
+model = true
+"""
+STATUS = [sys.executable, "-m", "slurm_rlhf.cli", "status"]
+
+
+@dataclass(frozen=True)
+class Learned:
+    config: Path
+    words: tuple[str, ...]
+    run_dir: Path
+    game: Path
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    """A run with an environment, and beside it a reward model whose scores are logged and have no weight."""
+    folder = tmp_path_factory.mktemp("learned")
+    config, game = workspace(folder), folder / "game.py"
+    config.write_text(config.read_text() + BESIDE)
+    game.write_text(LOOK)
+    words = (*TURNS, f"--reward.model_name_or_path={make_reward(folder / 'scores')}", "--ckpt.save_steps=0")
+    code, output = train(config, folder / "run", *words, f"--env.path={game}", warm=True)
     assert code == 0, output
-    rows = metrics(tmp_path / "run")
+    return Learned(config, words, folder / "run", game)
+
+
+def test_two_turns_learn_what_one_cannot(learned: Learned) -> None:
+    """The digit that counts is known after the first turn only: without a look at it, 0.5 is the most."""
+    rows = metrics(learned.run_dir)
     rewards = [row["reward"] for row in rows]
     print([round(reward, 3) for reward in rewards])
     # Five seeds end between 0.99 and 1, two of them with the instructions of AVX2 alone; without learning, at 0.
@@ -59,8 +92,54 @@ def test_two_turns_learn_what_one_cannot(tmp_path: Path) -> None:
     assert all(row["lost"] == row["tools/calls"] == 0 for row in rows)
     assert all(row["rollout_logprob_diff_max"] < 1e-5 for row in rows)
     assert all(row["response_length"] <= 8 for row in rows)  # without the six tokens of the environment
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (learned.run_dir / "samples.jsonl").read_text().splitlines()]
     assert {sample["observed"][1] - sample["observed"][0] for sample in samples} == {6}
+    assert [row["reward/environment"] for row in rows] == rewards
+    assert len({row["reward/model"] for row in rows} - {0.0}) > 10
+
+
+def test_resumed_and_paused_in_the_middle_it_writes_the_same_metrics(learned: Learned, tmp_path: Path) -> None:
+    """Stopped after two steps; then it plays on a server, which dies, and comes back when `status` shows the pause."""
+    words = (*learned.words, "--train.max_steps=6")
+    with started(learned.config, tmp_path / "run", *words, f"--env.path={learned.game}", warm=True) as run:
+        run.wait_for_step(2)
+        run.process.terminate()
+        assert run.wait()[0] == 143
+    server = EnvServer(learned.game)
+    try:
+        with started(learned.config, tmp_path / "run", *words, f"--env.path={server.url}", warm=True) as run:
+            run.wait_for_log("resuming from")
+            server.kill()
+            shown = until(lambda: re.search("^ *paused .*", _status(run), re.M), "the pause in `status`", 0.2)
+            server.start()
+            code, output = run.wait()
+    finally:
+        server.kill()
+    assert code == 0, output
+    assert f"the run waits for a server: {server.url}: ConnectError" in shown[0]
+    assert timeless(metrics(tmp_path / "run")) == timeless(metrics(learned.run_dir)[:6])
+
+
+def _status(run: Run) -> str:
+    assert run.process.poll() is None, run.wait()
+    command = [*STATUS, str(run.run_dir)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S).stdout
+
+
+def test_eval_plays_the_environment(learned: Learned, tmp_path: Path) -> None:
+    config = tmp_path / "eval.toml"
+    config.write_text(learned.config.read_text().replace(BESIDE, ""))
+    for name in ("eval.jsonl", "prompts.jsonl", "model"):
+        (tmp_path / name).symlink_to(learned.config.parent / name)
+    words = ("--reward.remote_url=", "--rollout.max_new_tokens=4", f"--env.path={learned.game}")
+    words += (f"--model={learned.run_dir}", f"--output={tmp_path / 'out'}", "--eval.temperature=0")
+    code, output = train(config, tmp_path / "out", *words, command=[*COMMAND[:-1], "eval"], warm=True)
+    assert code == 0, output
+    lines = [json.loads(line) for line in (tmp_path / "out" / "eval.jsonl").read_text().splitlines()]
+    assert len(lines) == 24
+    assert statistics.mean(line["score"] for line in lines) > 0.85
+    digits = ["37"[sum(map(ord, line["prompt"])) % 2] * 6 for line in lines]
+    assert all(digit in line["response"] for digit, line in zip(digits, lines, strict=True))
 
 
 GUESSES = (

@@ -6,13 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from waiting import HANG_S
 
+from slurm_rlhf.config.check import reward_source
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.items import items_of
+from slurm_rlhf.rewards.presets import Preset
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 
@@ -74,3 +80,39 @@ def test_the_reward_is_one_for_the_right_sum_alone() -> None:
     ]
     function = RewardFunction.load(str(SBATCH / "quickstart_reward.py"))
     assert function(prompts, answers).rewards.tolist() == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_task_of_reasoning_gym_has_questions_a_guessing_pupil_and_its_own_scorer(tmp_path: Path) -> None:
+    words = [sys.executable, SBATCH / "quickstart_task.py", tmp_path]
+    subprocess.run([*words, "spell_backward"], check=True, timeout=HANG_S)
+    evaluated, shown = rows(tmp_path / "eval.jsonl"), rows(tmp_path / "sft.jsonl")
+    reward = Preset("reasoning_gym", "")
+    items = items_of(*answered(evaluated, [row["label"] for row in evaluated]))
+    assert reward.answer(items, 1)["rewards"] == [1.0] * len(evaluated)
+    right = [row["output"] == row["input"].rpartition(" ")[2][::-1] for row in shown]
+    assert sum(right) / len(right) == pytest.approx(0.4, abs=0.02)
+    config = load_config([SBATCH / "quickstart.toml", tmp_path / "task.toml"])
+    assert (config.data.reasoning_gym, config.reward.preset) == ("spell_backward", "reasoning_gym")
+    assert (config.data.prompt_dataset, config.reward.remote_url) == ("", "")
+    assert list(reward_source(config)) == []
+    sft = load_config([SBATCH / "quickstart_sft.toml", tmp_path / "sft.toml"])
+    assert (sft.sft.output_dir, sft.data.max_len) == (config.actor.model_name_or_path, config.data.max_len)
+    tokenizer = Tokenizer.load(tmp_path / "untrained")
+    texts = [f"{row['input']}\n{row['output']}" for row in shown]
+    assert max(map(len, tokenizer.encode_batch(texts))) < config.data.max_len  # and the token that ends it
+
+
+@pytest.mark.slow
+def test_a_task_that_is_unknown_is_one_line(tmp_path: Path) -> None:
+    words = [sys.executable, str(SBATCH / "quickstart_task.py"), str(tmp_path), "spel_backward"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "did you mean spell_backward?" in done.stderr
+
+
+def answered(found: list[dict[str, Any]], texts: list[str]) -> tuple[list[Prompt], list[Trajectory]]:
+    ids = np.zeros(1, dtype=np.int32)
+    rest = (ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop")
+    prompts = [Prompt(n, row["input"], ids, row["label"], row) for n, row in enumerate(found)]
+    return prompts, [Trajectory(n, 0, *rest, text, []) for n, text in enumerate(texts)]
