@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 
-from slurm_rlhf.cli.commands import Arguments, number, unknown
+from slurm_rlhf.cli.commands import Arguments, commands, number, unknown
 from slurm_rlhf.cluster.resources import Partition, ask_modules, ask_partitions, best, proposed
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
@@ -189,10 +189,11 @@ def migrate(arguments: Arguments) -> int:
     words = arguments.words
     if len(words) < 2 or words[0] != "openrlhf":
         raise arguments.error("migrate takes a command of OpenRLHF")
-    found = translate(_openrlhf_command(words[1:], arguments))
+    found = translate(_openrlhf_command(words[1:], arguments), {name: one.keys for name, one in commands().items()})
     print(found.toml(), end="")
     flags = len(found.values) + len(found.left_out)
-    print(f"{len(found.values)} of {flags} flags translated; the others are at the end, with advice", file=sys.stderr)
+    told = f"{len(found.values)} of {flags} flags translated; the others are at the end, with advice"
+    print(f"{told}. The file is for `slurm-rlhf {found.command}`", file=sys.stderr)
     return 0
 
 

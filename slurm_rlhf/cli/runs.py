@@ -14,6 +14,7 @@ from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cluster.processes import SESSION_FILE, Session, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, command
 from slurm_rlhf.cluster.stop import STOP_FILE
+from slurm_rlhf.config.pipeline import Pipeline
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
@@ -152,7 +153,10 @@ def report(arguments: Arguments) -> int:
     """Write the page and print where it is. Raises ConfigError if a RUN names no run."""
     if not arguments.words:
         raise arguments.error("report takes run directories or job numbers")
-    directories = [_directory(name) for name in arguments.words]
+    from slurm_rlhf.cli.pipeline import pipeline_of
+
+    pipelines = {name: pipeline_of(Path(name).expanduser()) for name in arguments.words}
+    directories = [one for name, whole in pipelines.items() for one in _of_pipeline(whole) or [_directory(name)]]
     from slurm_rlhf.report.page import write_page, write_report
     from slurm_rlhf.report.run_files import RunFiles
 
@@ -166,6 +170,12 @@ def report(arguments: Arguments) -> int:
         write_page(output, [RunFiles.read(directory) for directory in directories])
     print(f"{output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser, here or after scp")
     return 0
+
+
+def _of_pipeline(whole: Pipeline | None) -> list[RunDirectory]:
+    """List the directories of the stages of a pipeline that have begun."""
+    stages = [RunDirectory(stage.record) for stage in whole.stages] if whole else []
+    return [stage for stage in stages if stage.metrics.exists()]
 
 
 def _directory(name: str) -> RunDirectory:

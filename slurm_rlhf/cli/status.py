@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cli.commands import Arguments
+from slurm_rlhf.cli.pipeline import pipeline_lines, pipeline_of
 from slurm_rlhf.cli.runs import Found, find
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, attach_line
 from slurm_rlhf.cluster.slurm_job import OVER, Job, place_in_queue, reason_words, state_words
@@ -80,6 +81,8 @@ def show(frames: Iterator[list[str]]) -> None:
 
 def status_of(word: str, curves: bool = False) -> tuple[list[str], bool]:
     """Return the lines that describe a run, and whether it is over."""
+    if (whole := pipeline_of(Path(word).expanduser())) is not None:
+        return pipeline_lines(whole)
     found = find(word)
     if found.directory is None:
         return [

@@ -22,8 +22,9 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
     directory = Path(path)
     if is_hub_name(path):
         raise ModelError(
-            f"{key}: no such directory, and the Hugging Face cache here has no model {path}: where there is a network, "
-            f"`hf download {path}`; a login node does, where it shares its cache (HF_HOME) with the compute nodes"
+            f"{key}: no such directory, and the Hugging Face cache here has no model {path}: `slurm-rlhf prefetch "
+            f"FILE.toml` or `hf download {path}` where there is a network, as on a login node that shares its cache "
+            "(HF_HOME) with the compute nodes"
         )
     if directory.is_file():
         remedy = (

@@ -7,13 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from slurm_rlhf.cli import main as cli
 from slurm_rlhf.config.keys import INTERVALS, VALUES, all_keys, get, nearest, read_as, spellings, tables
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.migrate import PROGRAM, translate
 from slurm_rlhf.config.rules import out_of_range
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
@@ -232,105 +228,3 @@ def test_a_name_that_is_near_nothing_is_not_guessed_at() -> None:
         assert nearest(name) == []
     assert nearest("temprature") == ["rollout.temperature", "eval.temperature"]
     assert nearest("actor.learnign_rate") == ["actor.learning_rate"]
-
-
-# --- migrate ----------------------------------------------------------------------------------------------------------
-
-
-SCRIPT = r"""
-set -x
-# the usual example
-ray job submit --address="http://127.0.0.1:8265" \
-   --runtime-env-json='{"working_dir": "/openrlhf"}' \
-   -- python3 -m openrlhf.cli.train_ppo_ray \
-   --ref_num_nodes 1 --ref_num_gpus_per_node 8 \
-   --actor_num_nodes 1 --actor_num_gpus_per_node 8 \
-   --vllm_num_engines 4 --vllm_tensor_parallel_size 2 \
-   --colocate_all_models \
-   --pretrain /models/llama --remote_rm_url /code/reward.py \
-   --micro_train_batch_size 8 --train_batch_size 128 --rollout_batch_size 1024 \
-   --n_samples_per_prompt 8 --advantage_estimator group_norm \
-   --zero_stage 3 --actor_learning_rate 5e-7 --init_kl_coef 1e-3 --use_kl_loss --kl_estimator k3 \
-   --eps_clip_low_high 0.2 0.28 --save_steps -1 --prompt_data $DATA --use_wandb token --flash_attn --no_such_flag 3 \
-   2>&1 | tee log
-"""
-
-
-def test_a_whole_script_becomes_a_file_that_loads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "run.sh").write_text(SCRIPT)
-    assert cli.main(["migrate", "openrlhf", str(tmp_path / "run.sh")]) == 0
-    out, err = capsys.readouterr()
-    (tmp_path / "run.toml").write_text(out)
-    config = load_config(tmp_path / "run.toml")
-    assert capsys.readouterr().err == ""
-    expected = {
-        "ref.num_gpus_per_node": 8,
-        "vllm.tensor_parallel_size": 2,
-        "train.colocate_all": True,
-        "actor.model_name_or_path": "/models/llama",
-        "reward.remote_url": "/code/reward.py",
-        "rollout.batch_size": 1024,
-        "algo.advantage.estimator": "group_norm",
-        "actor.learning_rate": 5e-7,
-        "algo.kl.use_loss": True,
-        "actor.eps_clip_low_high": [0.2, 0.28],
-        "ckpt.save_steps": 0,
-    }
-    assert {name: get(config, name) for name in expected} == expected
-    left = out.split("# Left out:")[1]
-    assert "--micro_train_batch_size 8: OpenRLHF's micro_train_batch_size is no key here: micro-batches are" in left
-    assert "--prompt_data $DATA: a variable of the shell; set data.prompt_dataset yourself" in left
-    assert "--no_such_flag 3: unknown; near it: " in left
-    assert "tee" not in out
-    assert "learning_rate = 5e-07  # --actor_learning_rate" in out
-    assert "#   actor.lr_warmup_ratio = 0.03" in out
-    assert "rollout.batch_size = 1024" not in out.split("# OpenRLHF's defaults")[1]
-    assert " flags translated; the others are at the end" in err
-
-
-def test_openrlhfs_defaults_differ_from_ours_and_are_values_of_their_keys() -> None:
-    for name, value in tables()["openrlhf_defaults"].items():
-        assert get(Config(), name) != value
-        assert type(get(Config(), name)) is type(value)
-
-
-def test_values_that_are_called_otherwise_here_are_translated() -> None:
-    found = translate(f"python3 -m {PROGRAM} --lr_scheduler cosine_with_min_lr --save_steps -1")
-    assert found.values == {"actor.lr_scheduler": "cosine", "ckpt.save_steps": 0}
-    assert found.left_out == []
-
-
-def test_a_key_that_is_said_twice_keeps_the_first() -> None:
-    found = translate("--pretrain a --actor.model_name_or_path b")
-    assert found.values["actor.model_name_or_path"] == "a"
-    assert found.left_out == ["--actor.model_name_or_path b: --pretrain says actor.model_name_or_path already"]
-
-
-def test_a_value_of_another_kind_is_left_out_with_the_reason() -> None:
-    found = translate("--train.seed many")
-    assert found.values == {}
-    assert "train.seed takes" in found.left_out[0]
-
-
-@pytest.mark.parametrize("command", ["", "python3 -m openrlhf.cli.train_ppo_ray", "'unclosed"])
-def test_what_is_no_command_is_refused(command: str) -> None:
-    with pytest.raises(ConfigError):
-        translate(command)
-
-
-@pytest.mark.parametrize("words", [[], ["verl", "x --y"], ["openrlhf"], ["openrlhf", "missing.sh"]])
-def test_wrong_words_show_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["migrate", *words]) == 2
-    assert "usage: slurm-rlhf migrate openrlhf" in capsys.readouterr().err
-
-
-@given(st.lists(st.sampled_from(["--pretrain", "--use_kl_loss", "--", "--x.y=1", "a b", "$X", "-1", "|", "é", "0.5"])))
-def test_any_words_give_a_file_that_loads_or_one_error(words: list[str]) -> None:
-    try:
-        found = translate(" ".join(f"'{word}'" if " " in word else word for word in words))
-    except ConfigError:
-        return
-    assert set(found.values) <= set(all_keys())
-    assert found.toml().endswith("\n")
