@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 
 from slurm_rlhf.config.keys import INTERVALS, VALUES, Key, all_keys, changed, key_of, meaning, nearest, tables
 from slurm_rlhf.config.rules import key_problems, rule_problems
-from slurm_rlhf.config.schema import Config, StageKeys
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_stages import StageKeys
 from slurm_rlhf.config.shell_script import commands
 from slurm_rlhf.config.text import BadValue, from_text, listed, split_overrides, toml_value
 from slurm_rlhf.errors import ConfigError

@@ -14,8 +14,9 @@ from typing import Any
 from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.keys import Key, all_keys, get
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.model_directory import model_contents
-from slurm_rlhf.config.schema import Config, StageKeys
+from slurm_rlhf.config.model_contents import model_contents
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_stages import StageKeys
 from slurm_rlhf.config.text import listed, toml_value
 from slurm_rlhf.errors import ConfigError, DataError, meant
 

@@ -5,8 +5,9 @@ a worker: it makes one object and calls its methods), `pool` (starts workers, gi
 worker that hangs, ends or grows too large), `http_server` (their calls over HTTP) and `http_client` (asks such servers,
 and others, again while they are away).
 
-May import: base modules, config in annotations, observe's stacks and names of events, wire's table of time-outs, cluster.
-No torch, no numpy, so that a worker starts in a tenth of a second. httpx in `http_client` alone, inside functions.
+May import: base modules, config in annotations, observe's stacks and names of events, wire's table of time-outs,
+cluster. No torch, no numpy, so that a worker starts in a tenth of a second. httpx in `http_client` alone, inside
+functions.
 
 To have code run there: a class of the room that needs it, whose arguments, calls and answers are plain values, named by
 `Code`.
