@@ -21,7 +21,7 @@ from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_of, memory_on
 from slurm_rlhf.config.check import check, check_stage, warnings
 from slurm_rlhf.config.hub import fetch_models
-from slurm_rlhf.config.keys import all_keys, changed_keys, key_of
+from slurm_rlhf.config.keys import all_keys, changed, changed_keys, get, key_of
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import listed, split_overrides
@@ -127,6 +127,8 @@ def stage(arguments: Arguments) -> int:
         _say(f"note: `slurm-rlhf {name}` does not read {', '.join(unread)}")
     for text in warnings(config):
         _say(f"warning: {text}")
+    if config.actor.num_nodes * config.actor.num_gpus_per_node > 1 and "RANK" not in os.environ:
+        return _on_ranks(config, name)
     from slurm_rlhf.groups.role_environment import WAITING_THREADS
 
     for variable, value in WAITING_THREADS.items():
@@ -134,6 +136,30 @@ def stage(arguments: Arguments) -> int:
     from slurm_rlhf.stages.stage import named_stage, train_stage
 
     return train_stage(config, named_stage(name))
+
+
+ACTOR_ALONE = {
+    "rollout.engine": "hf",
+    "algo.advantage.estimator": "reinforce",
+    "algo.kl.init_coef": 0.0,
+    "algo.distill.model_name_or_path": "",
+    "reward.model_name_or_path": "",
+}
+"""Keys with which the actor is the only role, as in a stage."""
+
+
+def _on_ranks(config: Config, name: str) -> int:
+    """Train on the actor's ranks, in the Slurm job of this process or on its machine. Raises SlurmRlhfError."""
+    from slurm_rlhf.stages.launch import launch
+
+    out = Path(get(config, f"{name}.output_dir"))
+    run_dir = out.with_name(f"{out.name}.run")
+    config.run_dir = str(run_dir)
+    alone = changed(config, ACTOR_ALONE)
+    ranks = layout_here(alone)
+    with steps_of(alone, run_dir) as steps:
+        ranks, unfit = before_run(alone, ranks, steps)
+        return launch(config, name, ranks, launcher_on(run_dir, ranks, unfit, steps))
 
 
 def submit(arguments: Arguments) -> int:

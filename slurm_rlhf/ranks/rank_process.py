@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import importlib
 import os
 import resource
 import signal
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from slurm_rlhf.cluster import network
 from slurm_rlhf.cluster.local_directory import KernelCache, cache_variables, take_kernel_cache
@@ -220,14 +221,29 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
+def run_program(program: str, words: list[str], config: Config, joined: Callable[[], None], held: bool) -> NoReturn:
+    """Form the group of the role's ranks, run `program` in it, which needs no conductor, and end this process."""
+    from slurm_rlhf.trainer.distributed import join_world
+
+    join_world(config.timeout.collective, config.timeout.connect)
+    joined()
+    expect_none()  # no heartbeat leaves from here
+    if held:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # it is ignored until the program takes it
+    module, _, name = program.partition(":")
+    sys.exit(getattr(importlib.import_module(module), name)(config, *words))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="One rank of a role; started by the conductor, not by hand.")
     parser.add_argument("--role", required=True, choices=sorted(ROLES))
     parser.add_argument("--run_dir", required=True, type=Path)
-    parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--endpoint", default="")
     parser.add_argument("--first_rank", required=True, type=int)
     parser.add_argument("--world", required=True, type=int)
     parser.add_argument("--role_start", default=0, type=int, help="which start of the role this is")
+    parser.add_argument("--program", default="", help="module:name to call with (config, words) in place of a worker")
+    parser.add_argument("--words", nargs="*", default=[], help="what the program gets")
     arguments = parser.parse_args()
 
     gc.set_threshold(_RARELY)  # until `collect_as_usual`: imports make a million objects, and next to no garbage
@@ -250,6 +266,8 @@ def main() -> None:
     from slurm_rlhf.process_groups._torch import protect  # it needs torch
 
     protect(keys.client_secret)
+    if arguments.program:
+        run_program(arguments.program, arguments.words, config, partial(tell_joined, info, keys), held)
     make_worker = ROLES[info.role].load_worker()
     client = ControlClient(
         arguments.endpoint,

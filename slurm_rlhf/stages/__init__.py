@@ -1,9 +1,9 @@
-"""Train a model on a data set, without engines: `slurm-rlhf sft` and `slurm-rlhf dpo`.
+"""Train a model on a data set, without engines: `slurm-rlhf sft`, `rm` and `dpo`.
 
 What lives here: `stage` (the loop that all stages share, and what one has of its own), `examples` (answers and pairs as
-packed experience), `view` (what `slurm-rlhf data` shows), `record` (metrics, log, checkpoint and
-signals), and a file for each stage.
+packed experience), `view` (what `slurm-rlhf data` shows), `record` (metrics, log, checkpoint and signals), `launch`
+(ranks of a stage in a Slurm job or on this machine), and a file for each stage.
 
-May import: the trainer and what is below it. To add a stage: a file with a subclass of `Stage`, its row in
+May import: the trainer, groups, and what is below them. To add a stage: a file with a subclass of `Stage`, its row in
 `stage.named_stage`, its group of keys in `config/schema_stages.py`, and its row in `cli/commands.toml`.
 """

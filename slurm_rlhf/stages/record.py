@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.cluster.stop import STOP_FILE
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
@@ -95,6 +96,17 @@ class StageRecord:
         if self._world.rank == 0:
             self._checkpoints.commit(step, {"step": step, "steps": steps, "order": order})
             self._checkpoints.prune(1)
+
+    @property
+    def asked(self) -> bool:
+        """Tell whether a file `STOP_FILE` asks the training to save and to end."""
+        return (self.root / STOP_FILE).exists()
+
+    def obeyed(self) -> None:
+        """Remove that file, which would stop the next start, too."""
+        self._together()
+        if self._world.rank == 0:
+            (self.root / STOP_FILE).unlink(missing_ok=True)
 
     def finished(self) -> None:
         """Remove the checkpoints: the model is written."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import cut_batch
+from slurm_rlhf.cluster.stop import STOP_FILE
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_stages import StageKeys
@@ -127,14 +128,20 @@ def train_stage(config: Config, stage: Stage) -> int:
     with StopSignals() as signals:
         done = _train(stage, trainer, examples, order, record, signals, state.get("step", 0), steps)
     if done < steps:
-        record.say(
-            f"stopped by {words_of(signals.number)}; saved at step {done}/{steps}; the same command goes on from here"
-        )
-        return exit_code(signals.number)
+        asked = record.asked
+        by = f"the file {STOP_FILE}" if asked else words_of(signals.number)
+        record.say(f"stopped by {by}; saved at step {done}/{steps}; the same command goes on from here")
+        record.obeyed()
+        return 0 if asked else exit_code(signals.number)
     trainer.export_hf(out)
     record.finished()
     record.say(f"wrote {out}")
     return 0
+
+
+def of_rank(config: Config, name: str) -> int:
+    """Train the stage `name` in a rank that `stages.launch` has started; return and raise as `train_stage`."""
+    return train_stage(config, named_stage(name))
 
 
 def _order(config: Config, name: str, examples: Examples, world: World) -> PromptOrder:
@@ -180,7 +187,7 @@ def _train(
         metrics = trainer.train_step(batch, trainer.micro_batches(batch, examples), denominator)
         of_step = {name: metrics.pop(name) for name in ("lr", "grad_norm") if name in metrics}
         # Which rank has a signal first is chance: all of them stop behind the same step.
-        *sums, stopped = _sum_over_ranks([*metrics.values(), float(signals.number > 0)], trainer)
+        *sums, stopped = _sum_over_ranks([*metrics.values(), float(signals.number > 0 or record.asked)], trainer)
         means = {name: value / denominator for name, value in zip(metrics, sums, strict=True)}
         if step == steps:
             means |= stage.finish(trainer, examples, record)

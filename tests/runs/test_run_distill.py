@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,11 @@ from training_runs import metrics, summary, timeless, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-STEPS = 8
+STEPS = 24
 KEYS = (
     *("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0", "--reward.remote_url=", "--eval.dataset="),
-    *("--train.batch_size=32", "--train.max_epochs=1", f"--train.max_steps={STEPS}", "--actor.learning_rate=2e-3"),
-    *("--ckpt.save_steps=5", "--ckpt.max_num=9"),
+    *("--train.batch_size=32", "--train.max_epochs=1", f"--train.max_steps={STEPS}", "--actor.learning_rate=1e-3"),
+    *("--ckpt.save_steps=20", "--ckpt.max_num=9"),
 )
 
 
@@ -29,8 +30,9 @@ def test_the_policy_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
     assert {row["reward"] for row in rows} == {0.0}
     gaps = [row["teacher_gap"] for row in rows]
     assert gaps[0] < 0
-    assert gaps[-1] > 0.75 * gaps[0]
-    first = tmp_path / "run" / "checkpoints" / "step_000005"
+    print([round(gap, 3) for gap in gaps])
+    assert statistics.mean(gaps[-4:]) > 0.75 * gaps[0]
+    first = tmp_path / "run" / "checkpoints" / "step_000020"
     code, output = train(config, tmp_path / "resumed", *keys, f"--resume={first}", warm=True)
     assert code == 0, output
-    assert timeless(metrics(tmp_path / "resumed")) == timeless(rows[5:])
+    assert timeless(metrics(tmp_path / "resumed")) == timeless(rows[20:])

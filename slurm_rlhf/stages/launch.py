@@ -1,0 +1,115 @@
+"""Start the ranks of a stage as the role `actor` of a Slurm job or of this machine, and go on in another allocation."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
+from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.roles import ACTOR
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml
+from slurm_rlhf.errors import RoleDied, printable
+from slurm_rlhf.groups.role_environment import role_environment
+from slurm_rlhf.groups.run_lock import lead, occupied
+from slurm_rlhf.nodes.launcher import Ended, Launcher
+from slurm_rlhf.nodes.requeue import continuation_of
+from slurm_rlhf.observe.log_tail import quoted
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.auth import RunKeys
+
+
+@dataclass(slots=True)
+class StageJob:
+    """Leads the ranks of a stage; implements `groups.run_lock.Leader`."""
+
+    config: Config
+    name: str
+    directory: RunDirectory
+    ranks: RankMap
+    launcher: Launcher
+    checkpoint: Path | None = None  # the one that this start goes on from
+    _shown: int = field(default=0, init=False)  # bytes of the stage's log
+    _before: int = field(default=0, init=False)  # bytes of the first rank's log that are of earlier starts
+
+    def work(self, stop: Stop) -> None:
+        """Start the ranks, and wait until they have ended. Raises StopRequested, and RoleDied without a model."""
+        RunKeys.create(self.directory.keys)
+        self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
+        log = self.directory.role_log(ACTOR, self.ranks.roles[ACTOR][0].node, 0)
+        self._before = log.stat().st_size if log.exists() else 0
+        self._shown = self._log.stat().st_size if self._log.exists() else 0
+        environment = role_environment(self.config, self.ranks, len(os.sched_getaffinity(0)))[ACTOR]
+        program = "--program=slurm_rlhf.stages.stage:of_rank"
+        arguments = [f"--role={ACTOR}", f"--run_dir={self.directory.root}", program, f"--words={self.name}"]
+        ended: list[Ended] = []
+        try:
+            self.launcher.start(ACTOR, arguments, environment)
+            try:
+                with stop.droppable():
+                    ended = self._wait()
+            except StopRequested:
+                (self.directory.root / STOP_FILE).touch()  # behind their step the ranks save, and end
+                ended = self._wait(self.config.timeout.collective)
+                raise
+            if not Path(get(self.config, f"{self.name}.output_dir")).is_dir():
+                log = self.directory.role_log(ACTOR, self.ranks.roles[ACTOR][0].node, 0)
+                raise RoleDied(
+                    f"the ranks of {self.name} on {ended[0].node}: torchrun {ended[0].how}, and no model was written\n"
+                    + quoted(log, 3, self._before)
+                )
+        finally:
+            stop.ignore_signals()
+            self.launcher.stop(bool(ended), timeouts.RANKS_LEAVE_S)
+            self.directory.keys.unlink(missing_ok=True)
+            self._show()
+
+    @property
+    def _log(self) -> Path:
+        return self.directory.root / f"{self.name}.log"
+
+    def _wait(self, seconds: float = float("inf")) -> list[Ended]:
+        """Wait until the ranks of a node have ended, for `seconds` at most, and show what the stage says meanwhile."""
+        last = time.monotonic() + seconds
+        while not (ended := self.launcher.ended()) and time.monotonic() < last:
+            self._show()
+            time.sleep(timeouts.POLL_S)
+        return ended
+
+    def _show(self) -> None:
+        if self._log.exists():
+            with self._log.open("rb") as file:
+                file.seek(self._shown)
+                new = file.read()
+            self._shown += len(new)
+            for line in new.decode(errors="replace").splitlines():
+                self.tell(f"{self.name}: {line}")
+
+    def stopped(self, request: StopRequested) -> bool:
+        """Answer whether this start has saved anything."""
+        return CheckpointDir(self.directory.root).resolve("auto") != self.checkpoint
+
+    def failed(self, error: BaseException) -> None:
+        """Leave it to the message of `error`: the logs have the rest."""
+
+    def tell(self, line: str) -> None:
+        """Print a line."""
+        print(printable(line), flush=True)
+
+
+def launch(config: Config, name: str, ranks: RankMap, launcher: Launcher) -> int:
+    """Train the stage `name` on `ranks`; return the exit code, and raise, as `groups.run_lock.lead`."""
+    directory = RunDirectory(Path(config.run_dir))
+    continuation = continuation_of(config.slurm, directory.root, os.environ)
+    end, lead_s = continuation.end_time(), config.slurm.signal_lead_s
+    with occupied(directory, node_name(), end, lead_s):
+        checkpoint = CheckpointDir(directory.root).resolve(config.resume)
+        job = StageJob(config, name, directory, ranks, launcher, checkpoint)
+        return lead(job, directory, end, lead_s, continuation)
