@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -66,7 +65,7 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
         rules = asdict(limits) | {"user": user, "readable": job.readable, "writable": work}
         rules |= {"processes": limits.processes + _counted_too(kind, own_user)}
         rules |= {"landlock": kind == "landlock", "filter": kind != NONE}
-        words = [sys.executable, "-IS", _LAUNCHER, json.dumps(rules), *(word.format(work=work) for word in program)]
+        words = [sys.executable, "-IS", _LAUNCHER, repr(rules), *(word.format(work=work) for word in program)]
         process = subprocess.Popen(
             COMMANDS[kind](job, words),
             stdin=stdin,
