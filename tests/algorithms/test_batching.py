@@ -125,12 +125,14 @@ def test_packed_micro_batches_fit_and_are_few(case: tuple[list[int], int], max_t
         assert len(result[0]) <= 2 * needed + long + 1
 
 
-# (sequences of an optimizer step, ranks, train.max_tokens_per_gpu, hidden size) of sbatch/ppo_*.toml
+# (sequences of an optimizer step, ranks, train.max_tokens_per_gpu, hidden size) of sbatch/ppo_*.toml and grpo_*.toml
 SHIPPED = {
     "7b actor": (96, 8, 32768, 3584),
     "7b critic": (96, 6, 32768, 3584),
     "32b": (240, 48, 16384, 5120),
     "7b_1node": (64, 8, 8192, 3584),
+    "grpo_7b": (1024, 16, 32768, 3584),
+    "grpo_32b": (1024, 32, 32768, 5120),
 }
 
 
