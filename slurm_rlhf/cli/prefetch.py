@@ -17,7 +17,7 @@ from slurm_rlhf.errors import DataError
 
 MODEL, DATA, KERNEL = "model", "data set", "kernel"
 FILES = {MODEL: WANTED_FILES, DATA: [f"*{suffix}" for suffix in FORMATS], KERNEL: ["*"]}
-"""What is named -> its files that are downloaded."""
+"""Kind of repository -> patterns of its files that are downloaded."""
 
 
 def prefetch(arguments: Arguments) -> int:

@@ -25,7 +25,7 @@ class Translation:
     values: dict[str, object] = field(default_factory=dict)  # key -> value
     flags: dict[str, str] = field(default_factory=dict)  # key -> the flag as it was written
     left_out: list[str] = field(default_factory=list)  # a sentence for each flag without a key
-    command: str = "train"  # of slurm-rlhf, for the file
+    command: str = "train"  # the command that reads the file
 
     def toml(self) -> str:
         """Write the file: the keys by group, OpenRLHF's own defaults as comments, what was left out."""

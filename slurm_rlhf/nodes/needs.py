@@ -64,7 +64,7 @@ class Needs:
     lock: str = ""  # why the run directory cannot be locked
     earlier: tuple[str, ...] = ()  # nodes of the last start in this directory; empty: there was none
     allocation: str = ""  # how the job differs from what its environment says
-    servers: tuple[Health, ...] = ()  # of rewards and environments, as the conductor sees them
+    servers: tuple[Health, ...] = ()  # servers of rewards and environments, asked by the conductor
 
 
 def needs_of(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, granted_by: str) -> Needs:

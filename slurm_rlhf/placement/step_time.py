@@ -59,7 +59,7 @@ class Cores:
     """Count the CPU cores of all nodes, which the ranks share that compute at the same time."""
 
     count: int
-    threads: int  # of a rank of a trained or frozen role
+    threads: int  # threads that a rank of a trained or frozen role has
 
 
 @dataclass(frozen=True, slots=True)

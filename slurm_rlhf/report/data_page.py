@@ -29,7 +29,7 @@ class ShownRow:
 class DataView:
     """Describes one data set."""
 
-    key: str  # of the configuration
+    key: str  # dotted key of the configuration
     path: str
     lengths: list[int]  # tokens of each sequence that is kept
     facts: list[str] = field(default_factory=list)  # lines about the whole: counts, duplicates

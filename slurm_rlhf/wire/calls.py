@@ -95,7 +95,7 @@ class SamplingRequest(Record):
 
     token_ids: I32  # [P], prompt of which each response has its own rotation
     responses: int
-    tokens: int  # of each, at most
+    tokens: int  # the most that a response may have
 
 
 class SelfCheckAnswer(Record):

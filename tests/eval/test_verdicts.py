@@ -177,6 +177,7 @@ def test_shares_of_a_batch_are_metrics_of_every_step() -> None:
 
 def test_a_first_batch_with_a_reward_that_is_no_number_ends_the_run_behind_its_warnings() -> None:
     config, notes = Config(), []
+    config.reward.remote_url = "reward.py"
     nobody: object = None
     check = SelfCheck(config, nobody, notes.append, PromptFindings({}), {}, nobody)  # type: ignore[arg-type]
     found, exp = a_batch([0.0, float("nan")])
