@@ -64,6 +64,7 @@ class Bench:
         from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
         self.config = make_config(model)
+        self.config.reward.remote_url = "reward.py"
         self.config.actor.max_norm, self.config.actor.learning_rate = 1.0, 1e-3
         self.config.actor.lr_scheduler = "constant"
         self.config.actor.lr_warmup_ratio = 0.0
