@@ -30,7 +30,6 @@ def test_the_policy_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
     assert {row["reward"] for row in rows} == {0.0}
     gaps = [row["teacher_gap"] for row in rows]
     assert gaps[0] < 0
-    print([round(gap, 3) for gap in gaps])
     assert statistics.mean(gaps[-4:]) > 0.75 * gaps[0]
     first = tmp_path / "run" / "checkpoints" / "step_000020"
     code, output = train(config, tmp_path / "resumed", *keys, f"--resume={first}", warm=True)

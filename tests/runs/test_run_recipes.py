@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SBATCH = Path(__file__).parents[2] / "sbatch"
 RECIPES = sorted({path.stem for path in (SBATCH / "recipes").glob("*.toml")} - {"code_grpo", "distill"})
 """All but those with a reward or a teacher of their own."""
+ALIKE = {"cispo", "dr_grpo", "gspo", "rloo"}
+"""Recipes whose run differs from another one's in a formula alone: behind -m full."""
 SMALL = (
     *("--train.max_steps=2", "--train.max_epochs=1", "--train.full_determinism=false"),
     *("--eval.dataset=", "--logger.tensorboard=false"),
@@ -39,7 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workspace(tmp_path_factory.mktemp("recipes"), REWARD)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in ALIKE)) for name in RECIPES])
 def test_it_trains(name: str, config: Path, tmp_path: Path) -> None:
     files = [str(SBATCH / "recipes" / f"{name}.toml"), str(SBATCH / "quickstart.toml")]
     run = Run(config, tmp_path / "run", *SMALL, *MORE.get(name, ()), command=[*COMMAND, *files], warm=True)
