@@ -183,9 +183,10 @@ def test_a_pool_that_is_closed_ends_calls_and_takes_none(pools: Pools, tmp_path:
 
 
 OWNER = """
-import sys, time
+import os, time
+from pathlib import Path
 from slurm_rlhf.workers.pool import Code, WorkerPool
-pool = WorkerPool(Code("served", "Served", {}), 3, 0, 60)
+pool = WorkerPool(Code("served", "Served", {}), 3, 0, 60, Path(os.devnull))  # a worker's text could stand between the pids
 pool.ready()
 pool.submit("hang", timeout_s=1000)
 print(*pool.pids(), flush=True)
