@@ -186,7 +186,8 @@ OWNER = """
 import os, time
 from pathlib import Path
 from slurm_rlhf.workers.pool import Code, WorkerPool
-pool = WorkerPool(Code("served", "Served", {}), 3, 0, 60, Path(os.devnull))  # a worker's text could stand between the pids
+silent = Path(os.devnull)  # a text of a worker could stand between the numbers
+pool = WorkerPool(Code("served", "Served", {}), 3, 0, 60, silent)
 pool.ready()
 pool.submit("hang", timeout_s=1000)
 print(*pool.pids(), flush=True)
