@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from slurm_rlhf.config.keys import INTERVALS, VALUES, Key, all_keys, changed, key_of, meaning, nearest, tables
 from slurm_rlhf.config.rules import key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_stages import StageKeys
 from slurm_rlhf.config.shell_script import commands
 from slurm_rlhf.config.text import BadValue, from_text, listed, split_overrides, toml_value
 from slurm_rlhf.errors import ConfigError
@@ -143,11 +142,7 @@ def _program(script: str) -> tuple[str, list[str]]:
                 return _program(word)  # bash -c "..."
             name = word.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]
             if name in PROGRAMS and word.endswith((".py", f"openrlhf.cli.{name}")):
-                command = PROGRAMS[name]
-                if command != "train" and not isinstance(getattr(Config(), command, None), StageKeys):
-                    trained = [one.name for one in fields(Config) if isinstance(getattr(Config(), one.name), StageKeys)]
-                    raise ConfigError(f"{word} has no command here (those that train: train, {', '.join(trained)})")
-                return command, _from_flags(words[place + 1 :])
+                return PROGRAMS[name], _from_flags(words[place + 1 :])
     if names and names[0][:1] and names[0][0].startswith("--"):
         return "train", names[0]
     raise ConfigError(

@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from slurm_rlhf.config.keys import Key, all_keys, get
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_contents import model_contents
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_stages import StageKeys
-from slurm_rlhf.config.text import listed, toml_value
+from slurm_rlhf.config.schema_stages import STAGES
+from slurm_rlhf.config.text import flat, listed, toml_value
 from slurm_rlhf.errors import ConfigError, DataError, meant
 
 TRAIN, EVAL, GENERATE = "train", "eval", "generate"
+COMMANDS = (*STAGES, TRAIN, EVAL, GENERATE)
+"""Commands that may be a stage."""
 _TOP = {"run_dir": str, "sbatch": list, "setup": list, "stage": list}
 _STAGE = {"name": str, "command": str, "files": list, "keys": dict, "sbatch": list}
 _KINDS: dict[type, str] = {str: "a string", list: "a list of strings", dict: "a table"}
@@ -44,7 +46,7 @@ class PipelineStage:
     @property
     def trains(self) -> bool:
         """Tell whether it is a stage of training on a data set, as sft."""
-        return self.command not in (TRAIN, EVAL, GENERATE)
+        return self.command in STAGES
 
     @property
     def model(self) -> Path:
@@ -123,15 +125,6 @@ class Pipeline:
                     yield f"{file} {hashlib.file_digest(opened, 'blake2b').hexdigest()}"
 
 
-def stage_commands() -> list[str]:
-    """List the commands that may be a stage."""
-    return [one.name for one in fields(Config) if isinstance(getattr(Config(), one.name), StageKeys)] + [
-        TRAIN,
-        EVAL,
-        GENERATE,
-    ]
-
-
 def read_pipeline(file: Path) -> Pipeline:
     """Read a pipeline. Relative paths start at the directory of the file. Raises ConfigError."""
     file = file.absolute()
@@ -159,12 +152,11 @@ def _stage(where: str, row: Any, root: Path, base: Path, earlier: dict[str, Pipe
     name, command = row.get("name", ""), row.get("command", "")
     if not _NAME.fullmatch(name) or name in earlier:
         raise ConfigError(f"{where}: name = {name!r}: give it a name of its own, of letters, digits and _")
-    if command not in stage_commands():
-        valid = stage_commands()
-        raise ConfigError(f"{where}: command = {command!r}{meant(command, valid)} (valid: {', '.join(valid)})")
+    if command not in COMMANDS:
+        raise ConfigError(f"{where}: command = {command!r}{meant(command, COMMANDS)} (valid: {', '.join(COMMANDS)})")
     models = {one.name: str(one.model) for one in earlier.values()}
     words = []
-    for key, value in _flat(row.get("keys", {})):
+    for key, value in flat(row.get("keys", {})).items():
         text = value if isinstance(value, str) else toml_value(value)
         for reference in _REFERENCE.findall(text):
             if reference not in models:
@@ -186,11 +178,3 @@ def _check(where: str, table: dict[str, Any], valid: Mapping[str, type]) -> None
         texts = valid[name] is not list or name == "stage" or all(isinstance(each, str) for each in value)
         if not isinstance(value, valid[name]) or not texts:
             raise ConfigError(f"{where}: {name} takes {_KINDS[valid[name]]}, got {value!r}")
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

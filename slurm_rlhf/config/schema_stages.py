@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, FilePath, Range
 
+STAGES = ("sft", "rm", "dpo")
+"""Commands that train on a data set; each has a group of keys of its name."""
+
 
 @dataclass(slots=True)
 class StageKeys:

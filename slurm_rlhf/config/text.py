@@ -212,6 +212,14 @@ def dump_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
+def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Name the values of nested tables by dotted keys."""
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
 def toml_value(value: Any) -> str:
     """Write a value of a key as TOML does."""
     if isinstance(value, bool):

@@ -26,6 +26,8 @@ from slurm_rlhf.placement.model_shape import ModelShape, batch_flops
 from slurm_rlhf.placement.rank_memory import engine, half, tensors, trained, weights
 
 GIB = 1 << 30
+ADAM_BYTES = 36
+"""Bytes of a parameter in a step of AdamW: gradient, parameter and two moments in fp32, read and written."""
 CPU_BLOCK = 128  # tokens of a block of vLLM's prefix cache on CPUs
 SIGMA = 0.7  # standard deviation of the logarithm of a response's length
 MEAN = 0.42  # mean length of responses, as a share of the longest, where none is given
@@ -247,7 +249,7 @@ class Work:
         elements = trained(config, self.shape, ROLES[self.role].head)[0]
         part = elements / ranks if ds.zero_stage else elements
         own = (
-            36 * part / (self.rates.optimizer * self.gpu.bandwidth_gbs * 1e9)
+            ADAM_BYTES * part / (self.rates.optimizer * self.gpu.bandwidth_gbs * 1e9)
         )  # gradient, master and moments, read and written
         gradient = elements * (2 if ds.grad_comm_dtype == "bf16" else 4) * (ranks - 1) / ranks / self._link()
         parameters = elements * (2 if half(config) else 4) * (ranks - 1) / ranks / self._link()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.text import flat
 from slurm_rlhf.observe.run_log import RunEvent, Sample, count_lines, read_events, read_rows, read_samples
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -68,7 +69,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return dict(_flat(tomllib.loads(_text(path)), ""))
+        return flat(tomllib.loads(_text(path)))
     except ValueError:
         return {}
 
@@ -79,13 +80,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
     except (OSError, UnicodeError):
         return ""
-
-
-def _flat(table: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in table.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
-    return found
 
 
 MOST_EVALUATIONS = 8

@@ -104,7 +104,7 @@ class ModelRewards:
 
 
 def episode_rewards(prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-    """Return the rewards, scores and logs that environments have given `trajectories`, [N].
+    """Return the rewards, scores and logs that environments have given `trajectories`, [N]; 0 without environments.
 
     Lost episodes are skipped.
     """
@@ -118,11 +118,6 @@ def episode_rewards(prompts: list[Prompt], trajectories: list[Trajectory], step:
         {name: np.array([np.mean(values)], dtype=np.float32) for name, values in logs.items()},
         skipped=lost if lost.any() else None,
     )
-
-
-def no_rewards(prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-    """Return rewards of 0 for `trajectories`, [N]: a teacher alone says what is better."""
-    return Rewards(np.zeros(len(trajectories), dtype=np.float32))
 
 
 def reward_scale(config: Config) -> tuple[RewardScale | None, str]:

@@ -10,7 +10,7 @@ from slurm_rlhf.config.reward_sources import BESIDE, ENVIRONMENT, settings_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import REWARD_SOURCES, RewardPart
 from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
-from slurm_rlhf.rewards.model import RewardSource, episode_rewards, no_rewards
+from slurm_rlhf.rewards.model import RewardSource, episode_rewards
 from slurm_rlhf.rewards.pooled import PooledRewards
 from slurm_rlhf.rewards.remote import RemoteRewards
 from slurm_rlhf.rewards.weighted import WeightedRewards
@@ -37,8 +37,8 @@ def reward_source(
         found.append((part, None if part.model else _one_source(alone, printed, note)))
     if not reward.sources and any(getattr(reward, name) for name in REWARD_SOURCES):
         found.append((RewardPart(name=BESIDE), _one_source(config, printed, note)))
-    if not found:
-        return no_rewards
+    if not found:  # a teacher alone says what is better
+        return episode_rewards
     if len(found) == 1 and not reward.sources:
         return found[0][1]
     return WeightedRewards([part for part, _ in found], [source for _, source in found])

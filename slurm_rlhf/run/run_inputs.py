@@ -7,14 +7,13 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slurm_rlhf.algorithms.registry import KEY as ESTIMATOR
 from slurm_rlhf.config.check import warnings
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.model_contents import model_contents
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.text import dump_toml, toml_value
+from slurm_rlhf.config.text import dump_toml, flat, toml_value
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -106,10 +105,10 @@ class Inputs:
 def changed_keys(earlier: Path, config: Config) -> list[str]:
     """List the keys that differ from the run that wrote the file `earlier`, as `key was -> is`; none without a file."""
     try:
-        before = _flat(tomllib.loads(earlier.read_text(encoding="utf-8")))
+        before = flat(tomllib.loads(earlier.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return []
-    now = _flat(tomllib.loads(dump_toml(config)))
+    now = flat(tomllib.loads(dump_toml(config)))
     return [
         f"{name} {toml_value(before[name])} -> {toml_value(value)}"
         for name, value in now.items()
@@ -137,11 +136,3 @@ def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str]) -> Non
             "its checkpoint would be trained against another reference. Give the model that it started from, or "
             "another --run_dir for a new run"
         )
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Name the values of nested tables by dotted keys."""
-    found: dict[str, Any] = {}
-    for name, value in table.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found

@@ -187,7 +187,9 @@ def _train(
         metrics = trainer.train_step(batch, trainer.micro_batches(batch, examples), denominator)
         of_step = {name: metrics.pop(name) for name in ("lr", "grad_norm") if name in metrics}
         # Which rank has a signal first is chance: all of them stop behind the same step.
-        *sums, stopped = _sum_over_ranks([*metrics.values(), float(signals.number > 0 or record.asked)], trainer)
+        *sums, stopped = _sum_over_ranks(
+            [*metrics.values(), float(signals.number > 0 or (trainer.world.rank == 0 and record.asked))], trainer
+        )
         means = {name: value / denominator for name, value in zip(metrics, sums, strict=True)}
         if step == steps:
             means |= stage.finish(trainer, examples, record)

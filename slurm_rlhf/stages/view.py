@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_stages import StageKeys
+from slurm_rlhf.config.schema_stages import STAGES
 from slurm_rlhf.data.prompts import BadRow, prompts_of
 from slurm_rlhf.data.rows import read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -33,8 +33,7 @@ def views(config: Config, rows: int) -> Iterator[DataView]:
     prompts = [("data.prompt_dataset", config.data.prompt_dataset, model, config.data.max_samples)]
     answered = config.generate
     prompts.append(("generate.dataset", answered.dataset, answered.model_name_or_path, answered.max_samples))
-    stages = [field.name for field in fields(Config) if isinstance(get(config, field.name), StageKeys)]
-    trained = {name: get(config, f"{name}.dataset") for name in stages}
+    trained = {name: get(config, f"{name}.dataset") for name in STAGES}
     if any([*trained.values(), config.data.prompt_dataset]) and not model:
         raise ConfigError("actor.model_name_or_path is not set: name the directory of the model, for its tokenizer")
     for key, path, directory, most in prompts:

@@ -116,7 +116,6 @@ def seed_rank(seed: int, rank: int, full_determinism: bool) -> None:
 
 
 _SCRATCH = 1 << 21  # numbers
-_ADAM_BYTES = 36  # gradient, parameter and two moments in fp32, read and written; `placement.step_time` counts as many
 
 
 def speed(world: World) -> tuple[float, float]:
@@ -124,13 +123,15 @@ def speed(world: World) -> tuple[float, float]:
 
     The latter is 0 for one rank. Takes some hundredths of a second.
     """
+    from slurm_rlhf.placement.step_time import ADAM_BYTES
+
     numbers = torch.zeros(_SCRATCH, requires_grad=True)
     numbers.grad = torch.ones(_SCRATCH)
     optimizer = torch.optim.AdamW([numbers], fused=True)
     optimizer.step()  # makes its state
     start = time.perf_counter()
     optimizer.step()
-    moved = _ADAM_BYTES * _SCRATCH / (time.perf_counter() - start)
+    moved = ADAM_BYTES * _SCRATCH / (time.perf_counter() - start)
     if world.size == 1:
         return moved, 0.0
     start = time.perf_counter()

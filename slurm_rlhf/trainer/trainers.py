@@ -77,6 +77,24 @@ class TrainedModel(ABC):
         values = torch.stack(shares).tolist()  # one copy from the device for all
         return dict(zip(sums, values, strict=True)) | stats
 
+    def _collate(self, part: Experience, read: NDArray[np.int64] | None = None) -> TokenBatch:
+        return collate(part, self.world.device, packed=self.layout.packed, group=self.group, read=read)
+
+    def _per_action(self, exp: Experience, micro: list[list[int]], answer: Callable[[TokenBatch], Tensor]) -> F32:
+        return per_action(exp, micro, self.world.device, answer, self.layout.packed, self.group)
+
+    def save(self, directory: Path, behind: bool = False) -> Future[None]:
+        """Write the state for an exact resume into a directory that all ranks see; `behind`: see `Trainer.save`."""
+        return self.backend.save(directory, behind)
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called. Raises CheckpointError."""
+        self.backend.load(directory)
+
+
+class MeasuredModel(TrainedModel):
+    """Tells its speed before the first step of a run; a base class beside the one of the kind of model."""
+
     def measure(self, exp: Experience, micro: list[list[int]], backward: bool) -> tuple[float, float, float]:
         """Return the seconds of the fastest of three passes over micro-batches, and two more rates.
 
@@ -101,23 +119,9 @@ class TrainedModel(ABC):
                 found.append(time.perf_counter() - start)
         return min(found) * (3 if backward and not gradients else 1), *(speed(self.world) if backward else (0.0, 0.0))
 
+    @abstractmethod
     def _numbers(self, batch: TokenBatch) -> Tensor:
         """Compute a number for each action as the module does, without what the trainer does around it."""
-        raise NotImplementedError
-
-    def _collate(self, part: Experience, read: NDArray[np.int64] | None = None) -> TokenBatch:
-        return collate(part, self.world.device, packed=self.layout.packed, group=self.group, read=read)
-
-    def _per_action(self, exp: Experience, micro: list[list[int]], answer: Callable[[TokenBatch], Tensor]) -> F32:
-        return per_action(exp, micro, self.world.device, answer, self.layout.packed, self.group)
-
-    def save(self, directory: Path, behind: bool = False) -> Future[None]:
-        """Write the state for an exact resume into a directory that all ranks see; `behind`: see `Trainer.save`."""
-        return self.backend.save(directory, behind)
-
-    def load(self, directory: Path) -> None:
-        """Continue where `save` was called. Raises CheckpointError."""
-        self.backend.load(directory)
 
 
 class LanguageModelTrainer(TrainedModel):
@@ -139,7 +143,7 @@ class LanguageModelTrainer(TrainedModel):
         save_hf(model, self.backend.gathered(model), source, directory, self.world.rank)
 
 
-class PolicyTrainer(LanguageModelTrainer):
+class PolicyTrainer(LanguageModelTrainer, MeasuredModel):
     """Trains the policy on one rank of the actor. `train_step` needs the column `advantages`.
 
     Without a column `logprobs` the old log-probs are those of the update's own pass: the ratio is 1, and its gradient
@@ -297,7 +301,7 @@ class HeadTrainer(TrainedModel):
         head.read_masters(self.backend.shards(head, "optimizer"))
 
 
-class ValueTrainer(HeadTrainer):
+class ValueTrainer(HeadTrainer, MeasuredModel):
     """Trains the value model on one rank of the critic. `train_step` needs the columns `values` (old) and `returns`."""
 
     def __init__(self, config: Config, total_steps: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import sys
+from abc import ABC, abstractmethod
 from concurrent.futures import CancelledError, Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -15,7 +16,7 @@ from slurm_rlhf.workers.http_client import HEALTH, LARGEST, REFUSED
 from slurm_rlhf.workers.pool import WorkerPool
 
 
-class WorkServer(ThreadingHTTPServer):
+class WorkServer(ThreadingHTTPServer, ABC):
     """Answers each request by a call in a pool, which `begin` submits."""
 
     daemon_threads = True
@@ -28,10 +29,10 @@ class WorkServer(ThreadingHTTPServer):
         super().__init__(address, _Request)
         self.pool, self.timeout_s, self.serves, self.token = pool, timeout_s, serves, token
 
+    @abstractmethod
     def begin(self, body: dict[str, Any]) -> Future[Any]:
         """Submit the call that a request asks for. Raises ValueError, TypeError, KeyError for a wrong request, and
         WorkerError."""
-        raise NotImplementedError
 
     def said(self, answer: Any) -> Any:
         """Return what is sent for the answer of a call."""

@@ -45,18 +45,8 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.stages.record import StageRecord
 
 TOP = [name for name in commands() if " " not in name]
-WITHOUT_FILE = {
-    "pipeline",
-    "status",
-    "cancel",
-    "docs",
-    "migrate",
-    "completion",
-    "init",
-    "report",
-    "serve-reward",
-    "serve-env",
-}
+WITHOUT_FILE = {"status", "cancel", "docs", "migrate", "completion", "init", "report"}
+WITHOUT_FILE |= {"pipeline", "serve-reward", "serve-env"}
 """Commands whose argument is a run and not a configuration."""
 OTHERS = {"bench", "check-parity", "generate", "eval"}
 """Commands whose tests have their help pages."""

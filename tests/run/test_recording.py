@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lookalikes import llama_like
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import END, NOT_ARRANGED, Arrangement, Continuation, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import CallTimeout, ConfigError, RoleDied
 from slurm_rlhf.groups.run_lock import MOST_RESTARTS, refuse_restart, refuse_short_time
 from slurm_rlhf.observe.run_log import read_events, read_samples
@@ -27,7 +25,6 @@ from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.conductor import Conductor, lead_run
 from slurm_rlhf.run.recording import Recorder
 from slurm_rlhf.run.reporting import Reporting
-from slurm_rlhf.run.run_inputs import Inputs
 from slurm_rlhf.run.run_state import RunState
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.batches import Batch
@@ -76,8 +73,7 @@ def test_a_sample_has_all_that_is_known_of_a_response(tmp_path: Path, capsys: py
     assert (last.step, last.prompt, last.prompt_index, last.sample) == (5, "prompt 2", 20, 1)
     assert (last.reward, last.score, last.advantage, last.version, last.engine) == (5.0, 4.0, 5.0, 4, 5)
     assert last.label == "{'answer': 2}"
-    assert last.tokens == ["t0", "t1", "t2", "t3", "t4", "t5"]
-    assert last.logprobs == [-0.5] * 6
+    assert (last.tokens, last.logprobs) == (["t0", "t1", "t2", "t3", "t4", "t5"], [-0.5] * 6)
     assert last.actor_logprobs == [0.0] * 6
     assert found[0].score is None  # NaN
     assert "  < response 5" in capsys.readouterr().out
@@ -372,35 +368,3 @@ def test_what_the_scheduler_arranged_is_said_last_and_the_exit_code_tells_whethe
     assert stopped == f"stopped by {reason.what}; there is no checkpoint yet"
     assert last == "job 7 is requeued"
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "stopped"
-
-
-def inputs_of(tmp_path: Path, rows: int) -> Config:
-    directory = llama_like(tmp_path)
-    (directory / "config.json").write_text(json.dumps({"architectures": ["OtherForCausalLM"]}))
-    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1"}\n' * rows)
-    (tmp_path / "reward.py").write_text("def reward_func(responses): pass\n")
-    config = Config(run_dir=str(tmp_path / "run"))
-    config.actor.model_name_or_path = str(directory)
-    config.data.prompt_dataset, config.reward.remote_url = str(tmp_path / "prompts.jsonl"), str(tmp_path / "reward.py")
-    config.rollout.batch_size = 1
-    return config
-
-
-@pytest.mark.parametrize(("episodes", "most", "steps"), [(1, 0, 3), (2, 0, 6), (1, 2, 2), (1, 12, 12), (5, 7, 7)])
-def test_max_steps_counts_beyond_the_episodes(tmp_path: Path, episodes: int, most: int, steps: int) -> None:
-    config = inputs_of(tmp_path, 3)
-    config.train.num_episodes, config.train.max_steps = episodes, most
-    inputs = Inputs.read(config, print)
-    inputs.close()
-    assert inputs.total_steps == steps
-    assert len([inputs.order.next() for _ in range(steps)]) == steps
-    assert None not in [PromptOrder(3, 1, inputs.order.episodes, 0).next() for _ in range(steps)]
-    assert inputs.order.total >= steps
-
-
-def test_a_model_that_was_never_compared_is_noted_before_anything_starts(tmp_path: Path) -> None:
-    config = inputs_of(tmp_path, 1)
-    notes: list[str] = []
-    Inputs.read(config, notes.append).close()
-    assert [note for note in notes if "is a OtherForCausalLM, which was never compared" in note] == notes[:1]
-    assert notes[0].startswith("warning: actor.model_name_or_path: ")

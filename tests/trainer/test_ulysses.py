@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,14 +93,14 @@ def compute(name: str, models: Path, size: int) -> dict[str, Any]:
     everything = [list(range(len(exp)))]
     found: dict[str, Any] = {}
     if isinstance(trainer, PolicyTrainer):
-        found["numbers"] = trainer.logprobs(exp, everything)["logprobs"]
+        found["numbers"] = torch.from_numpy(trainer.logprobs(exp, everything)["logprobs"])
         if size > 1:
             np.testing.assert_allclose(FrozenPolicy(config).logprobs(exp, everything)["logprobs"], found["numbers"])
         for passed in trainer.self_check(exp, everything).values():
             np.testing.assert_allclose(passed, found["numbers"], rtol=0, atol=0.2 if name == "bf16" else 1e-4)
     else:
-        found["numbers"] = trainer.values(exp, everything)["values"]
-        found["scores"] = RewardModel(config).score(exp, [[5, 0, 1], [2, 3, 4]])
+        found["numbers"] = torch.from_numpy(trainer.values(exp, everything)["values"])
+        found["scores"] = torch.as_tensor(RewardModel(config).score(exp, [[5, 0, 1], [2, 3, 4]]))
     part, micro = share(exp, trainer.world.rank, trainer.world.size, config.train.max_tokens_per_gpu, trainer.layout)
     found["gradients"] = gradients(trainer, part, micro, 500.0)
     trainer.backend.step()
@@ -115,7 +114,7 @@ def main() -> None:
     for name in CASES:
         for size in [1] if request["alone"] else SIZES_OF.get(name, [2]):
             found = compute(name, Path(request["models"]), size)
-            (Path(request["out"]) / f"{name}.{size}.{os.environ['RANK']}").write_bytes(pickle.dumps(found))
+            torch.save(found, Path(request["out"]) / f"{name}.{size}.{os.environ['RANK']}")
 
 
 # --- the tests -------------------------------------------------------------------------------------------------------
@@ -141,7 +140,7 @@ def close(ours: Any, theirs: Any, bound: float = 1e-5) -> None:
 @pytest.mark.parametrize(("name", "size"), [(name, size) for name in CASES for size in SIZES_OF.get(name, [2])])
 def test_numbers_and_gradients_are_those_of_one_rank(out: Path, name: str, size: int) -> None:
     one, *ranks = (
-        pickle.loads((out / found).read_bytes())
+        torch.load(out / found, weights_only=True)
         for found in (f"{name}.1.0", *(f"{name}.{size}.{rank}" for rank in range(4)))
     )
     bound = 0.05 if name == "bf16" else 1e-5
