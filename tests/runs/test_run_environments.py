@@ -126,6 +126,7 @@ def _status(run: Run) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S).stdout
 
 
+@pytest.mark.full  # test_run_training has the command, and generate below the environments
 def test_eval_plays_the_environment(learned: Learned, tmp_path: Path) -> None:
     config = tmp_path / "eval.toml"
     config.write_text(learned.config.read_text().replace(BESIDE, ""))
@@ -149,7 +150,8 @@ GUESSES = (
 )
 
 
-@pytest.mark.parametrize("seed", [7, pytest.param(8, marks=pytest.mark.full), pytest.param(9, marks=pytest.mark.full)])
+@pytest.mark.full  # two turns learn above
+@pytest.mark.parametrize("seed", [7, 8, 9])
 def test_a_guessing_game_is_won_more_often_than_one_guess_can(tmp_path: Path, seed: int) -> None:
     """One guess is right in a third of the games; of three, with answers in between, one always can be."""
     config = workspace(tmp_path)

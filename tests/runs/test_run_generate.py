@@ -97,10 +97,11 @@ def wait_for_lines(job: Run, output: Path, count: int) -> None:
     until(lambda: written(output) >= count or job.process.poll() is not None, f"line {count}", 0.005)
 
 
-def test_killed_four_times_it_writes_what_one_that_was_left_alone_does(
-    config: Path, calm: Path, tmp_path: Path
+@pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_killed_again_and_again_it_writes_what_one_that_was_left_alone_does(
+    config: Path, calm: Path, tmp_path: Path, kills: int
 ) -> None:
-    after = kill_at_random_moments(config, tmp_path / "job", 4, seed=1)
+    after = kill_at_random_moments(config, tmp_path / "job", kills, seed=1)
     assert after == sorted(after)
     assert 0 < after[-1] < ROWS * SAMPLES
     assert_whole(tmp_path / "job" / "output.jsonl", ROWS)
@@ -240,6 +241,7 @@ def test_engines_that_cannot_start_end_the_job_with_their_reason(config: Path, t
     assert re.search(r"engine \d on \S+ is lost: it did not start: .*memory for the cache blocks", said), said
 
 
+@pytest.mark.full  # tests/checkpoint makes models of checkpoints
 def test_what_a_training_run_has_left_answers_as_its_checkpoint_does(config: Path, tmp_path: Path) -> None:
     """A run of one step has a final model and a checkpoint, which is made into a model without its ranks."""
     trained = workspace(tmp_path)

@@ -72,6 +72,7 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
     assert max(summary["self_check"][name] for name in ("again", "eval", "alone", "engine", "reference")) < 1e-4
 
 
+@pytest.mark.full  # test_run_recipes does its first steps
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
 def test_a_recipe_learns_the_same_task(tmp_path: Path) -> None:
     said, summary = quickstart(tmp_path / "run", [], "--recipe=grpo")

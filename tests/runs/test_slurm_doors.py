@@ -124,6 +124,7 @@ def test_submitit_is_preempted_and_timed_out_goes_on_and_gives_the_summary(
     assert "\nsrun" not in header
 
 
+@pytest.mark.full  # test_slurm_pipeline has jobs that wait for each other, test_slurm_requeue a follower
 def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
     slurm: Cluster, config: Path, calm: list[str]
 ) -> None:

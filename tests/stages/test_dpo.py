@@ -120,6 +120,7 @@ def test_it_learns_to_prefer(trained: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full  # test_sft stops and kills a stage
 def test_it_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(trained: Path, tmp_path: Path) -> None:
     make_job(tmp_path)
     words = ("--actor.model_name_or_path", str(trained / "model"))
@@ -143,7 +144,9 @@ def test_it_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(trained: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("--ds.zero_stage=3",), ("--dpo.loss_type=orpo", "--lora.rank=4")])
+@pytest.mark.parametrize(
+    "words", [pytest.param(("--ds.zero_stage=3",), marks=pytest.mark.full), ("--dpo.loss_type=orpo", "--lora.rank=4")]
+)
 def test_two_ranks_do_what_one_does(trained: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     found = []
     for launcher in ((), ("-m", "torch.distributed.run", "--nproc_per_node=2")):

@@ -184,6 +184,7 @@ def test_transformers_and_the_reward_role_give_the_scores_that_it_was_measured_b
 
 
 @pytest.mark.slow
+@pytest.mark.full  # test_sft stops and kills a stage
 def test_it_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +208,7 @@ def test_it_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
 
 
 @pytest.mark.slow
+@pytest.mark.full  # test_sft and test_dpo have two ranks
 def test_three_ranks_do_what_one_does(trained: Path, tmp_path: Path) -> None:
     make_job(tmp_path, eval_dataset="held_out.jsonl")
     more = (f"--actor.model_name_or_path={trained / 'model'}", "--rm.max_steps=3", "--ds.zero_stage=3")
@@ -217,6 +219,7 @@ def test_three_ranks_do_what_one_does(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full  # its loss is checked in tests/algorithms
 def test_kto_learns_from_answers_alone(tmp_path: Path) -> None:
     make_job(tmp_path, "dpo", loss_type="kto", dataset="judged.jsonl", batch_size=12, max_epochs=4, learning_rate=1e-3)
     rows = [

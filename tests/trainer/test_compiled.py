@@ -37,7 +37,7 @@ def passed(policy: PolicyModule, lens: list[tuple[int, int]]) -> tuple[torch.Ten
 @pytest.mark.parametrize(
     ("checkpointing", "backend"),
     [
-        ("off", "aot_eager"),
+        pytest.param("off", "aot_eager", marks=pytest.mark.full),
         ("full", "aot_eager"),
         *(pytest.param(how, "inductor", marks=pytest.mark.full) for how in ("off", "full")),
     ],
