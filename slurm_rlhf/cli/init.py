@@ -190,8 +190,7 @@ def migrate(arguments: Arguments) -> int:
     words = arguments.words
     if len(words) < 2 or words[0] not in peers():
         raise arguments.error(f"migrate takes one of {', '.join(peers())}, and a command or a script of it")
-    read = {name: one.keys for name, one in commands().items()}
-    found = translate(_script(words[1:], arguments), read, words[0])
+    found = translate(_script(words[1:], arguments), {name: one.keys for name, one in commands().items()}, words[0])
     print(found.toml(), end="")
     flags = len(found.values) + len(found.left_out)
     told = f"{len(found.values)} of {flags} flags translated; the others are at the end, with advice"

@@ -6,22 +6,22 @@ names to keys, `peer_figures.py` computes what several names say together, and w
 
 from __future__ import annotations
 
-import ast
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.keys import DATA_SETS, INTERVALS, VALUES, Key, all_keys, changed, key_of, meaning, nearest, peers
+from slurm_rlhf.config.keys import INTERVALS, VALUES, Key, all_keys, changed, key_of, meaning, nearest, peers
 from slurm_rlhf.config.peer_figures import FIGURES, Figures
 from slurm_rlhf.config.python_script import python_settings
 from slurm_rlhf.config.rules import PreferenceRules, key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.config.shell_script import Said, commands, settings
 from slurm_rlhf.config.text import BadValue, from_text, listed, toml_value
 from slurm_rlhf.errors import ConfigError
+
+_PYTHON = re.compile(r"^(?:from|import) \w|Config\(", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -75,6 +75,7 @@ class Dictionary:
 
         self.keys, self.values, self.needs, self.instead = map(merged, ("keys", "values", "needs", "instead"))
         self.defaults, self.constants = merged("defaults"), merged("constants")
+        self.products, self.sums = merged("products"), merged("sums")
         self.notes = [note for section in sections for note in section.get("notes", ())]
         self.together = {self._here(key) for section in sections for key in section.get("together", ())}
 
@@ -87,11 +88,9 @@ class Dictionary:
             return all_keys()[self.keys[name]] if name in self.keys else str(self.instead[name])
         if key := key_of(name) if self.peer == "openrlhf" else all_keys().get(name):
             return key
-        group = name
-        while group := group.rpartition(".")[0]:
-            if group in self.instead:
-                return str(self.instead[group])
-        return meaning(name) or f"unknown; near it: {', '.join(nearest(name)) or 'nothing'}"
+        groups = (name.rsplit(".", dots)[0] for dots in range(1, name.count(".") + 1))
+        known = next((str(self.instead[group]) for group in groups if group in self.instead), "") or meaning(name)
+        return known or f"unknown; near it: {', '.join(nearest(name)) or 'nothing'}"
 
 
 def translate(script: str, read: Mapping[str, Collection[str]] | None = None, peer: str = "openrlhf") -> Translation:
@@ -105,9 +104,8 @@ def translate(script: str, read: Mapping[str, Collection[str]] | None = None, pe
     found = Translation(peers()[peer]["name"], book.command)
     keys = (read or {}).get(book.command, ())
     if not said:
-        raise ConfigError(
-            "no flag in the command: quote it whole, as in 'python3 -m openrlhf.cli.train_sft --pretrain'"
-        )
+        raise ConfigError("no flag in the command: quote it whole, with all of its words")
+    said = [each for each in said if each.words not in (["None"], ["null"])]
     known = [each for each in said if not each.unknown]
     names = {each.name for each in known}
     defaults = [Said(name, _words(value), "") for name, value in book.defaults.items() if name not in names]
@@ -115,13 +113,14 @@ def translate(script: str, read: Mapping[str, Collection[str]] | None = None, pe
     for each in [*said, *defaults]:
         if each.name not in book.needs or figures.true(book.needs[each.name]):
             _look_up(found, book, each, keys)
-    for name, value in FIGURES[peer](figures, found.values, book.command).items():
+    computed = {name: math.prod(map(figures.number, parts)) for name, parts in book.products.items()}
+    computed |= {name: sum(map(figures.number, parts)) for name, parts in book.sums.items()}
+    for name, value in (computed | FIGURES[peer](figures, found.values, book.command)).items():
         if listed(all_keys()[name], keys):
             _put(found, name, value)
-    for name, value in book.constants.items():
-        if name not in found.values and listed(all_keys()[name], keys):
-            found.values[name] = value
-            found.defaults.add(name)
+    every = {name: value for name, value in book.constants.items() if listed(all_keys()[name], keys)}
+    found.defaults |= every.keys() - found.values.keys()
+    found.values = every | found.values
     for name in [name for name in found.defaults if found.values.get(name) == all_keys()[name].default]:
         del found.values[name]
     _fit(found)
@@ -139,8 +138,7 @@ def _look_up(found: Translation, book: Dictionary, said: Said, read: Collection[
     if isinstance(key, str):
         why = key if said.name not in book.needs.values() else ""
     elif key.name in found.values:
-        first = found.flags.get(key.name, "")
-        why = f"{first} says {key.name} already" if key.name not in book.together else ""
+        why = f"{found.flags[key.name]} says {key.name} already" if key.name not in book.together else ""
     elif not listed(key, read):
         why = f"`slurm-rlhf {book.command}` does not read {key.name}"
     else:
@@ -149,27 +147,23 @@ def _look_up(found: Translation, book: Dictionary, said: Said, read: Collection[
         except BadValue as error:
             why = str(error)
     if why and said.flag:
-        found.left_out.append(f"{said.written}: {why}")
+        found.left_out.append(f"{' '.join([said.flag, *said.words])}: {why}")
 
 
 def _take(found: Translation, key: Key, said: Said, values: Mapping[str, str]) -> None:
     """Read the words of a flag as its key does. Raises BadValue."""
     words, never = said.words, key.name in INTERVALS or key.name.endswith(".save_steps")
-    if len(words) == 1 and words[0].startswith("[") and key.kind in ("path", "list[str]", DATA_SETS):
+    if len(words) == 1 and words[0].startswith("[") and key.kind in ("path", "list[str]"):
         words = [word.strip(" '\"") for word in words[0].strip("[]").split(",")]
     if said.unknown:
         raise BadValue(key, words, f"the script does not have its value; set {key.name} yourself")
     values = {**VALUES.get(key.name, {}), **({"-1": "0"} if never else {}), **values}
     read = [values.get(word.lower(), word) for word in words or (["true"] if "true" in values else [])]
-    if [word.lower() for word in words] in (["null"], ["none"]) or (read and not any(read) and words != read):
+    if words and not any(read):
         return
     read = [word.strip(",") for word in read if word] if key.kind.startswith("list[") else read
-    if key.kind == "path":
+    if key.kind == "path" and read:
         read = [",".join(read)]
-    elif key.kind == DATA_SETS:
-        found.values[key.name] = [EvalDataSet(path, "_".join(Path(path).with_suffix("").parts[-2:])) for path in read]
-        found.flags[key.name] = said.flag
-        return
     elif key.kind == "int" and len(read) == 1 and read[0].endswith(".0"):
         read = [read[0].removesuffix(".0")]
     found.values[key.name] = from_text(key, read)
@@ -191,11 +185,10 @@ def _put(found: Translation, name: str, value: Any) -> None:
 
 def _fit(found: Translation) -> None:
     """Leave out what breaks a rule here, so that `check` finds none: defaults, words and switches, then numbers."""
-    while said := _problems(found.values, found.command):
+    while said := _problems(found):
         named = [key for key in sorted(found.values, key=said[0].rfind, reverse=True) if key in said[0]]
         named.sort(key=lambda name: (name not in found.defaults, all_keys()[name].kind in ("int", "float")))
-        cures = (name for name in named if said[0] not in _problems(_without(found.values, name), found.command))
-        wrong = next(cures, None)
+        wrong = next((name for name in named if said[0] not in _problems(found, name)), None)
         if wrong is None:
             return  # a rule about what is not set here, which `check` tells
         value = toml_value(found.values.pop(wrong))
@@ -203,23 +196,18 @@ def _fit(found: Translation) -> None:
             found.left_out.append(f"{found.flags.get(wrong, wrong)} {value}: {said[0]}")
 
 
-def _problems(values: Mapping[str, object], command: str) -> list[str]:
-    config = changed(Config(), values)
-    if command == "train":
-        return list(rule_problems(config))
-    return [*key_problems(config), *(PreferenceRules(config).problems() if command == "dpo" else ())]
-
-
-def _without(values: Mapping[str, object], name: str) -> dict[str, object]:
-    return {key: value for key, value in values.items() if key != name}
+def _problems(found: Translation, without: str = "") -> list[str]:
+    config = changed(Config(), {key: value for key, value in found.values.items() if key != without})
+    problems = rule_problems(config) if found.command == "train" else key_problems(config)
+    return [*problems, *(PreferenceRules(config).problems() if found.command == "dpo" else ())]
 
 
 def _program(script: str, peer: str) -> tuple[str, list[Said]]:
     """Find the program of a peer in a script, and what is said to it. Raises ConfigError where there is none."""
-    table, names = peers()[peer], list(commands(script)) if not _is_python(script) else []
-    if "classes" in table and not names:
+    table = peers()[peer]
+    if "classes" in table and _PYTHON.search(script):
         return python_settings(script, table)
-    for words in names:
+    for words in (names := list(commands(script))):
         for place, word in enumerate(words):
             if " " in word.strip() and any(program in word for program in table["programs"]):
                 return _program(word, peer)  # bash -c "..."
@@ -229,15 +217,4 @@ def _program(script: str, peer: str) -> tuple[str, list[Said]]:
                 return name, settings(words, place, table)
     if peer == "openrlhf" and names and names[0][:1] and names[0][0].startswith("--"):
         return next(iter(table["programs"])), settings(names[0], -1, table)
-    programs = ", ".join(table["programs"])
-    raise ConfigError(
-        f"no command of {table['name']} in it: migrate reads scripts that call {table['module']}{programs}"
-    )
-
-
-def _is_python(script: str) -> bool:
-    """Tell whether a text is Python, and no line of a shell."""
-    try:
-        return any(isinstance(node, ast.ImportFrom | ast.Call) for node in ast.walk(ast.parse(script)))
-    except (SyntaxError, ValueError):
-        return False
+    raise ConfigError(f"no command of {table['name']} in it: migrate reads {table['reads']}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,44 +15,48 @@ def python_settings(script: str, table: Mapping[str, Any]) -> tuple[str, list[Sa
     """Return the program that a script's configuration class stands for, and what is said to it.
 
     `table`: a peer's, with `classes`, `calls` and `uses`. Where the class is not called but made from the command line,
-    the flags are those of the first command in the script's docstring. Raises ConfigError for a script without such a
-    class, with several, with one that is derived from it, or with neither call nor command.
+    the flags are those of the first command in the script's docstring. Raises ConfigError for a script that is no
+    Python, without such a class, with several, with one derived from it, or with neither call nor command.
     """
-    tree = ast.parse(script)
+    try:
+        tree = ast.parse(script)
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"the script cannot be read as Python: {error}") from None
     used = dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
     classes = [name for name in used if name in table["classes"]]
-    bases = [(node.name, base) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
-    derived = [name for name, base in bases if isinstance(base, ast.Name) and base.id in classes]
+    defined = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    derived = [node.name for node in defined if {ast.unparse(base) for base in node.bases} & set(classes)]
     if len(classes) != 1 or derived:
-        raise ConfigError(
-            f"no script of {table['name']} that is known: it should have one of the classes "
-            f"{', '.join(table['classes'])}, and has {' and '.join(derived or classes) or 'none'}"
-        )
-    known = _assigned(tree)
+        has = " and ".join(derived or classes) or "none"
+        raise ConfigError(f"no script of {table['name']} that is known: migrate reads {table['reads']}; this has {has}")
+    assigned = [(node.targets[0], node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    known = _known(assigned)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     found = [said for call in calls for said in _arguments(call, classes[0], table["calls"], known)]
-    for name in used:
-        found += [
-            Said(each, [str(value)], name if value is True else "")
-            for each, value in table["uses"].get(name, {}).items()
-        ]
-    if classes[0] not in map(_name, calls):
-        flags = _flags_of_docstring(tree, table)
-        if not flags:
-            raise ConfigError(f"{classes[0]} is made from the command line: give migrate the command, with its flags")
-        found = [*flags, *found]
-    return table["classes"][classes[0]], [*found, *_attributes(tree, known)]
+    uses = [(name, *row) for name in used for row in table["uses"].get(name, {}).items()]
+    found += [Said(each, [str(value)], name if value is True else "") for name, each, value in uses]
+    command = re.search(r"\.py (.*--.*)", (ast.get_docstring(tree) or "").replace("\\\n", " "))
+    called = classes[0] in map(_name, calls)
+    flags = settings(next(commands(command[1]), []), -1, {}) if command and not called else []
+    if not called and not flags:
+        raise ConfigError(f"{classes[0]} is made from the command line: give migrate the command, with its flags")
+    return table["classes"][classes[0]], [*_attributes(assigned, known), *flags, *found]
 
 
-def _assigned(tree: ast.Module) -> dict[str, Any]:
+def _known(assigned: list[tuple[ast.expr, ast.expr]]) -> dict[str, Any]:
     """Return the names that the script assigns, and assigns once, with the values of literals."""
     known: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
-            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-            if isinstance(target, ast.Name):
-                known[target.id] = None if target.id in known else _literal(node.value, known)
+    for target, value in assigned:
+        if isinstance(target, ast.Name):
+            known[target.id] = None if target.id in known else _literal(value, known)
     return known
+
+
+def _attributes(assigned: list[tuple[ast.expr, ast.expr]], known: Mapping[str, Any]) -> Iterator[Said]:
+    """Find what is set afterwards, as in `training_args.max_steps = 3`."""
+    for target, value in assigned:
+        if isinstance(target, ast.Attribute) and "args" in ast.unparse(target.value):
+            yield Said(target.attr, _words(value, known), target.attr)
 
 
 def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:
@@ -63,8 +68,6 @@ def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:
         return None if None in parts else "".join(map(str, parts))
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(item, known) or ast.unparse(item) for item in node.elts]
-    if isinstance(node, ast.Call) and _name(node) == "dict":
-        return {keyword.arg: _words(keyword.value, known) for keyword in node.keywords}
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError):
@@ -85,31 +88,10 @@ def _arguments(call: ast.Call, own: str, calls: Mapping[str, Any], known: Mappin
     given = {str(place): argument for place, argument in enumerate(call.args)}
     given |= {keyword.arg or "**": keyword.value for keyword in call.keywords}
     for name, value in given.items():
-        if _name(call) == own and name == "**" and isinstance(several := _literal(value, known), dict):
-            yield from (Said(str(key), words, str(key)) for key, words in several.items() if isinstance(words, list))
-        elif _name(call) == own and not name.isdigit():
-            yield Said(name, _words(value, known), name)
-        elif name in names and (names[name] == name or _literal(value, known) is not None):
-            yield Said(names[name], _words(value, known), names[name])
+        theirs = name if _name(call) == own and not name.isdigit() else names.get(name, "")
+        if theirs and (theirs == name or _literal(value, known) is not None):
+            yield Said(theirs, _words(value, known), theirs)
 
 
 def _name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _attributes(tree: ast.Module, known: Mapping[str, Any]) -> Iterator[Said]:
-    """Find what is set afterwards, as in `training_args.max_steps = 3`."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Assign) or not isinstance(target := node.targets[0], ast.Attribute):
-            continue
-        if isinstance(target.value, ast.Name) and "args" in target.value.id:
-            yield Said(target.attr, _words(node.value, known), target.attr)
-
-
-def _flags_of_docstring(tree: ast.Module, table: Mapping[str, Any]) -> list[Said]:
-    for line in (ast.get_docstring(tree) or "").replace("\\\n", " ").splitlines():
-        words = next(commands(line), []) if ".py " in line else []
-        place = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
-        if flags := settings(words, place, table):
-            return flags
-    return []

@@ -7,10 +7,10 @@ directory is `~`, and sums of whole numbers are computed.
 from __future__ import annotations
 
 import ast
-import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from operator import add, floordiv, mul, sub
 from typing import Any, NamedTuple
 
 from slurm_rlhf.errors import ConfigError
@@ -27,16 +27,10 @@ _SCALAR = re.compile(
 )
 _USE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^${}]*))?\})")
 _CONTINUED = re.compile(r"\\[ \t]*(?:[ \t]#[^\n]*)?\r?\n")
-_ARGUMENTS = re.compile(r"\$[@*]|\$\{[@*](?::\d+)?\}")
+_ARGUMENTS = re.compile(r'"\$(?:[@*]|\{[@*](?::\d+)?\})"|\$(?:[@*]|\{[@*](?::\d+)?\})')
 _ENDS = ("|", "||", "&&", ";", "&", ">", ">>", "2>&1", "&>", "&>>", "<")
 _DEPTH = 8  # variables that name variables
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_OPERATORS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv}
 _HYDRA = re.compile(r"\+{0,2}((?:\w+\.)+\w+)=(.*)", re.DOTALL)
 
 
@@ -46,10 +40,6 @@ class Said(NamedTuple):
     name: str
     words: list[str]
     flag: str  # the name as it was written, with its dashes; empty: nobody wrote it
-
-    @property
-    def written(self) -> str:
-        return " ".join([self.flag, *self.words])
 
     @property
     def unknown(self) -> bool:
@@ -62,8 +52,8 @@ def settings(words: list[str], program: int, table: Mapping[str, Any]) -> list[S
 
     They look like `--a.b=c`, `--a.b c d`, `--a.b`, `a.b=c` and `+a.b=c` (Hydra's).
     """
-    launched = [Said(said.name, said.words[:1], said.flag) for said in _said(words[:program])]
-    return [said for said in launched if said.name in table.get("launcher", ())] + _said(words[program + 1 :])
+    before = [said for said in _said(words[: max(program, 0)]) if said.name in table.get("launcher", ())]
+    return [said._replace(words=said.words[:1]) for said in before] + _said(words[program + 1 :])
 
 
 def _said(words: list[str]) -> list[Said]:
@@ -84,7 +74,7 @@ def commands(script: str) -> Iterator[list[str]]:
 
     Raises ConfigError for quotes that do not close.
     """
-    joined = _CONTINUED.sub(" ", script)
+    joined = _ARGUMENTS.sub("", _CONTINUED.sub(" ", script))
     bodies = [found[2] for found in _HEREDOC.finditer(joined)]
     text = _HEREDOC.sub("\n", joined)
     known = {"HOME": ["~"], "PWD": ["."]}
@@ -98,7 +88,6 @@ def commands(script: str) -> Iterator[list[str]]:
     text = _ARRAY.sub("", text)
     for command in [*_lines(text), *bodies]:
         words = [each for word in _split(command) for each in _expanded(word, known)]
-        words = [word for word in words if not _ARGUMENTS.fullmatch(word)]
         ends = [place for place, word in enumerate(words) if word in _ENDS]
         for first, last in zip([-1, *ends], [*ends, len(words)], strict=True):
             yield words[first + 1 : last]
@@ -108,10 +97,9 @@ def _computed(text: str, known: dict[str, list[str]]) -> str:
     """Replace sums, `$((1024 * 8))`, by their numbers; one of what is not known stays, without its spaces."""
 
     def number(found: re.Match[str]) -> str:
+        whole = _replaced(found[1], known).strip().replace("/", "//")
         try:
-            return str(
-                _number(ast.parse(_replaced(found[1], known).strip().replace("/", "//"), mode="eval").body, known)
-            )
+            return str(_number(ast.parse(whole, mode="eval").body, known))
         except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
             return found[0].replace(" ", "")
 
@@ -121,7 +109,7 @@ def _computed(text: str, known: dict[str, list[str]]) -> str:
 def _number(node: ast.expr, known: dict[str, list[str]]) -> int:
     """Compute a sum. Raises ValueError or KeyError for what is no number, or no operator of whole numbers."""
     if isinstance(node, ast.BinOp):
-        return _OPERATORS[type(node.op)](_number(node.left, known), _number(node.right, known))
+        return int(_OPERATORS[type(node.op)](_number(node.left, known), _number(node.right, known)))
     return int(known[node.id][0] if isinstance(node, ast.Name) else ast.unparse(node))
 
 
