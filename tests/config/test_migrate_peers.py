@@ -31,6 +31,7 @@ LORA=(
 )
 python3 -m verl.trainer.main_ppo --config-path=config \
     algorithm.adv_estimator=grpo \  # the estimator
+    algorithm.kl_ctrl.kl_coef=0.5 \
     data.train_files="$files" \
     data.val_files="['$HOME/a/test.parquet','$HOME/b/test.parquet']" \
     data.max_prompt_length=1024 data.max_response_length=${answer} data.train_batch_size=64 \
@@ -45,7 +46,7 @@ python3 -m verl.trainer.main_ppo --config-path=config \
     actor_rollout_ref.rollout.name=sglang \
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
     +actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16 \
-    algorithm.kl_ctrl.kl_coef=0.5 "${LORA[@]}" data.image_key=images \
+    "${LORA[@]}" data.image_key=images \
     trainer.logger='["console","wandb"]' trainer.nnodes=$NODES trainer.n_gpus_per_node=$GPUS \
     trainer.save_freq=-1 trainer.test_freq=5 trainer.nonsense=3 $@
 """
@@ -110,6 +111,7 @@ def test_a_script_of_verl_becomes_a_file_that_loads(tmp_path: Path, capsys: pyte
     assert "actor_rollout_ref.rollout.name sglang: rollout.engine takes one of vllm, hf, got 'sglang'" in left
     assert "data.image_key images: models see text only" in left
     assert "trainer.nonsense 3: nothing here takes its value" in left
+    assert "#   columns are verl's: prompt (messages), reward_model.ground_truth; reward.preset = math is" in left
     assert "$@" not in out
 
 
@@ -191,6 +193,7 @@ def test_a_python_script_of_trl_is_read_and_not_run(tmp_path: Path) -> None:
     expected = {
         "actor.model_name_or_path": "org/model",
         "run_dir": str(tmp_path / "org/model-grpo"),
+        "data.prompt_dataset": str(tmp_path / "org/rows"),
         "algo.advantage.estimator": "group_norm",
         "algo.advantage.no_std_norm": True,
         "rollout.n_samples_per_prompt": 4,
