@@ -1,4 +1,4 @@
-"""Make the files of a new run: `slurm-rlhf init NAME` for this cluster, `migrate` from a command of OpenRLHF."""
+"""Make the files of a new run: `slurm-rlhf init NAME` for this cluster, `migrate` from a script of a peer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from string import Template
 
 from slurm_rlhf.cli.commands import Arguments, commands, number, unknown
 from slurm_rlhf.cluster.resources import Partition, ask_modules, ask_partitions, best, proposed
+from slurm_rlhf.config.keys import peers
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
 
@@ -187,9 +188,9 @@ def _default(question: str, default: str) -> str:
 def migrate(arguments: Arguments) -> int:
     """Print TOML on stdout, and on stderr how many flags were translated."""
     words = arguments.words
-    if len(words) < 2 or words[0] != "openrlhf":
-        raise arguments.error("migrate takes a command of OpenRLHF")
-    found = translate(_openrlhf_command(words[1:], arguments), {name: one.keys for name, one in commands().items()})
+    if len(words) < 2 or words[0] not in peers():
+        raise arguments.error(f"migrate takes one of {', '.join(peers())}, and a command or a script of it")
+    found = translate(_script(words[1:], arguments), {name: one.keys for name, one in commands().items()}, words[0])
     print(found.toml(), end="")
     flags = len(found.values) + len(found.left_out)
     told = f"{len(found.values)} of {flags} flags translated; the others are at the end, with advice"
@@ -197,7 +198,7 @@ def migrate(arguments: Arguments) -> int:
     return 0
 
 
-def _openrlhf_command(words: list[str], arguments: Arguments) -> str:
+def _script(words: list[str], arguments: Arguments) -> str:
     if words == ["-"]:
         return sys.stdin.read()
     if len(words) == 1 and " " not in words[0]:

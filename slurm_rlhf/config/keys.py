@@ -6,10 +6,10 @@ when a name is met that is no key:
     openrlhf           the flags of OpenRLHF's PPO command: `now` is the spelling since April 2026 (`actor.adam.lr`),
                        `before` the one until then (`actor_learning_rate`); `key` takes the same value here, or
                        `instead` says what to do. Read from `openrlhf/cli/train_ppo_ray.py` of August and April 2026.
-    verl, trl          name -> the key that does its work here; values may differ, so errors name it and nothing is read
-    units              a name of theirs -> how its number differs
-    openrlhf_defaults  key -> OpenRLHF's default, where it differs from ours
     short              short name that people write -> the keys they mean, the most likely first
+
+`peers.toml` leads from names of verl and TRL to the keys that do their work here; values may differ, so errors name the
+key and nothing is read, but for `slurm-rlhf migrate`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import copy
 import difflib
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, reduce
@@ -264,6 +265,12 @@ def tables() -> dict[str, Any]:
     return found
 
 
+@cache
+def peers() -> dict[str, Any]:
+    """Read peers.toml."""
+    return tomllib.loads(Path(__file__).with_name("peers.toml").read_text(encoding="utf-8"))
+
+
 def spellings(flag: dict[str, str]) -> list[str]:
     """List the names of a flag of OpenRLHF, the newer one first."""
     return [flag[age] for age in ("now", "before") if age in flag]
@@ -296,8 +303,8 @@ def meaning(name: str) -> str:
     """Say what a name of OpenRLHF, verl or TRL is here; empty where it is none of theirs."""
     if name in _instead():
         return f"OpenRLHF's {name} is no key here: {_instead()[name]}"
-    for peer in ("verl", "TRL"):
-        if key := tables()[peer.lower()].get(name):
-            unit = f"; {tables()['units'][name]}" if name in tables()["units"] else ""
-            return f"{peer}'s {name} is {key} here{unit} (`slurm-rlhf train --help {key}` says what it takes)"
+    for peer in (peers()["verl"], peers()["trl"]):
+        if key := {**peer["keys"], **peer.get("train", {}).get("keys", {})}.get(name):
+            unit = f"; {peer['units'][name]}" if name in peer["units"] else ""
+            return f"{peer['name']}'s {name} is {key} here{unit} (`slurm-rlhf train --help {key}` says what it takes)"
     return ""

@@ -1,36 +1,45 @@
-"""Translate a script or a command of OpenRLHF into a TOML file of keys here. Pure: text in, text out."""
+"""Translate a script or a command of OpenRLHF, verl or TRL into a TOML file of keys here. Pure: text in, text out.
+
+One way for all: a reader finds the program and what is said to it (name, words), the tables in `peers.toml` lead from
+names to keys, `peer_figures.py` computes what several names say together, and what breaks a rule here is left out.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from slurm_rlhf.config.keys import INTERVALS, VALUES, Key, all_keys, changed, key_of, meaning, nearest, tables
-from slurm_rlhf.config.rules import key_problems, rule_problems
+from slurm_rlhf.config.keys import INTERVALS, VALUES, Key, all_keys, changed, key_of, meaning, nearest, peers
+from slurm_rlhf.config.peer_figures import FIGURES, Figures
+from slurm_rlhf.config.python_script import python_settings
+from slurm_rlhf.config.rules import PreferenceRules, key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.shell_script import commands
-from slurm_rlhf.config.text import BadValue, from_text, listed, split_overrides, toml_value
+from slurm_rlhf.config.shell_script import Said, commands, settings
+from slurm_rlhf.config.text import BadValue, from_text, listed, toml_value
 from slurm_rlhf.errors import ConfigError
 
-PROGRAM = "openrlhf.cli.train_ppo_ray"
-PROGRAMS = {"train_ppo_ray": "train", "train_sft": "sft", "train_rm": "rm", "train_dpo": "dpo"}
-"""Program of OpenRLHF, as a module of openrlhf.cli or a file, -> the command here."""
+_PYTHON = re.compile(r"^(?:from|import) \w|Config\(", re.MULTILINE)
 
 
 @dataclass(slots=True)
 class Translation:
     """Holds what a command says, sorted."""
 
-    values: dict[str, object] = field(default_factory=dict)  # key -> value
-    flags: dict[str, str] = field(default_factory=dict)  # key -> the flag as it was written
-    left_out: list[str] = field(default_factory=list)  # a sentence for each flag without a key
+    peer: str = "OpenRLHF"
     command: str = "train"  # the command that reads the file
+    values: dict[str, object] = field(default_factory=dict)  # key -> value
+    flags: dict[str, str] = field(default_factory=dict)  # key -> what was written, where one flag says it
+    defaults: set[str] = field(default_factory=set)  # keys that the command does not say
+    left_out: list[str] = field(default_factory=list)  # a sentence for each flag without a key
 
     def toml(self) -> str:
-        """Write the file: the keys by group, OpenRLHF's own defaults as comments, what was left out."""
+        """Write the file: the keys by group, the peer's own defaults among them, then what was left out."""
         look = "check" if self.command == "train" else "data"
         lines = [
-            f"# Translated from OpenRLHF, for `slurm-rlhf {self.command} FILE.toml`. What it names is read by",
+            f"# Translated from {self.peer}, for `slurm-rlhf {self.command} FILE.toml`. What it names is read by",
             f"# `slurm-rlhf {look} FILE.toml`.",
             "",
         ]
@@ -38,16 +47,8 @@ class Translation:
             lines += [f"[{group}]"] if group else []
             for key in keys:
                 setting = f"{key.name.removeprefix(f'{group}.')} = {toml_value(self.values[key.name])}"
-                flag = self.flags[key.name]
-                lines.append(setting if flag == key.name else f"{setting}  # --{flag}")
-            lines.append("")
-        table = tables()["openrlhf_stages"]["defaults"].get(self.command) or tables()["openrlhf_defaults"]
-        defaults = {name: value for name, value in table.items() if name in all_keys() and name not in self.values}
-        if defaults:
-            lines.append(
-                "# OpenRLHF's defaults that differ here. To keep one, give it on the command line or move it up:"
-            )
-            lines += [f"#   {name} = {toml_value(value)}" for name, value in defaults.items()]
+                about = f"{self.peer}'s default" if key.name in self.defaults else self.flags.get(key.name, "")
+                lines.append(f"{setting}  # {about}" if about.removeprefix("--") not in ("", key.name) else setting)
             lines.append("")
         if self.left_out:
             lines += ["# Left out:", *(f"#   {sentence}" for sentence in self.left_out), ""]
@@ -59,114 +60,161 @@ class Translation:
             yield group, [key for key in chosen if key.group == group]
 
 
-def translate(script: str, read: Mapping[str, Collection[str]] | None = None) -> Translation:
-    """Read the flags of a line or a whole shell script. Variables and arrays that it assigns are followed.
+class Dictionary:
+    """Holds the tables of a peer for one program: its own, those of stages, of the command and of the program."""
+
+    def __init__(self, peer: str, program: str) -> None:
+        table = peers()[peer]
+        self.peer, self.command = peer, str(table["programs"][program])
+        stage = ["stage"] if self.command != "train" else []
+        sections = [table, *(table.get(name, {}) for name in dict.fromkeys([*stage, self.command, program]))]
+
+        def merged(part: str) -> dict[str, Any]:
+            rows = [row for section in sections for row in section.get(part, {}).items()]
+            return {self._here(name): self._here(value) for name, value in rows}
+
+        self.keys, self.values, self.needs, self.instead = map(merged, ("keys", "values", "needs", "instead"))
+        self.defaults, self.constants = merged("defaults"), merged("constants")
+        self.products, self.sums = merged("products"), merged("sums")
+        self.notes = [note for section in sections for note in section.get("notes", ())]
+        self.together = {self._here(key) for section in sections for key in section.get("together", ())}
+
+    def _here(self, text: Any) -> Any:
+        return text.replace("{stage}", self.command) if isinstance(text, str) else text
+
+    def find(self, name: str) -> Key | str:
+        """Return the key that `name` is here, or what to do instead."""
+        if name in self.keys or name in self.instead:
+            return all_keys()[self.keys[name]] if name in self.keys else str(self.instead[name])
+        if key := key_of(name) if self.peer == "openrlhf" else all_keys().get(name):
+            return key
+        groups = (name.rsplit(".", dots)[0] for dots in range(1, name.count(".") + 1))
+        known = next((str(self.instead[group]) for group in groups if group in self.instead), "") or meaning(name)
+        return known or f"unknown; near it: {', '.join(nearest(name)) or 'nothing'}"
+
+
+def translate(script: str, read: Mapping[str, Collection[str]] | None = None, peer: str = "openrlhf") -> Translation:
+    """Read the flags of a line, a shell script or a Python script. Variables that it assigns are followed.
 
     `read`: command -> the keys and groups that it reads; others are left out. Raises ConfigError for a script without
-    a program of OpenRLHF that is known here.
+    a program of the peer that is known here.
     """
-    command, flags = _program(script)
-    found = Translation(command=command)
-    own = _stage_flags(command) if command != "train" else {}
-    written_as: dict[str, str] = {}  # key of a stage -> the flag that it was
-    ours = [_renamed(word, own, written_as) for word in flags]
-    for name, words in split_overrides(ours)[0]:
-        key, given = key_of(name), written_as.get(name, name)
-        written = " ".join([f"--{given}", *words])
-        reason = tables()["openrlhf_stages"]["instead"].get(name, "") if own else ""
-        if reason or key is None:
-            near = f"unknown; near it: {', '.join(nearest(name)) or 'nothing'}"
-            found.left_out.append(f"{written}: {reason or meaning(name) or near}")
-        elif key.name in found.values:
-            found.left_out.append(f"{written}: --{found.flags[key.name]} says {key.name} already")
-        elif read and not listed(key, read[command]):
-            found.left_out.append(f"{written}: `slurm-rlhf {command}` does not read {key.name}")
-        else:
-            _take(found, key, given, words, written)
-    _leave_room(found)
+    program, said = _program(script, peer)
+    book = Dictionary(peer, program)
+    found = Translation(peers()[peer]["name"], book.command)
+    keys = (read or {}).get(book.command, ())
+    if not said:
+        raise ConfigError("no flag in the command: quote it whole, with all of its words")
+    said = [each for each in said if each.words not in (["None"], ["null"])]
+    known = [each for each in said if not each.unknown]
+    names = {each.name for each in known}
+    defaults = [Said(name, _words(value), "") for name, value in book.defaults.items() if name not in names]
+    figures = Figures([*known, *defaults])
+    for each in [*said, *defaults]:
+        if each.name not in book.needs or figures.true(book.needs[each.name]):
+            _look_up(found, book, each, keys)
+    computed = {name: math.prod(map(figures.number, parts)) for name, parts in book.products.items()}
+    computed |= {name: sum(map(figures.number, parts)) for name, parts in book.sums.items()}
+    for name, value in (computed | FIGURES[peer](figures, found.values, book.command)).items():
+        if listed(all_keys()[name], keys):
+            _put(found, name, value)
+    every = {name: value for name, value in book.constants.items() if listed(all_keys()[name], keys)}
+    found.defaults |= every.keys() - found.values.keys()
+    found.values = every | found.values
+    for name in [name for name in found.defaults if found.values.get(name) == all_keys()[name].default]:
+        del found.values[name]
     _fit(found)
-    if not found.values and not found.left_out:
-        raise ConfigError(f"no flag in the command: quote it whole, as in 'python3 -m {PROGRAM} --pretrain ...'")
+    found.left_out += book.notes
     return found
 
 
-def _leave_room(found: Translation) -> None:
-    """Choose the longest response where OpenRLHF gives it what its prompt leaves, and the default here is too long."""
-    name, most = "rollout.max_new_tokens", found.values.get("data.max_len")
-    if (
-        found.command == "train"
-        and isinstance(most, int)
-        and name not in found.values
-        and most <= Config().rollout.max_new_tokens
-    ):
-        found.values[name], found.flags[name] = most // 2, name
-        found.left_out.append(f"{name} is half of data.max_len: OpenRLHF gives a response what its prompt leaves")
+def _words(value: object) -> list[str]:
+    return [str(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def _look_up(found: Translation, book: Dictionary, said: Said, read: Collection[str]) -> None:
+    """Take what is said if a key here is that; else say why not, unless it is a default that nobody wrote."""
+    key, why = book.find(said.name), ""
+    if isinstance(key, str):
+        why = key if said.name not in book.needs.values() else ""
+    elif key.name in found.values:
+        why = f"{found.flags[key.name]} says {key.name} already" if key.name not in book.together else ""
+    elif not listed(key, read):
+        why = f"`slurm-rlhf {book.command}` does not read {key.name}"
+    else:
+        try:
+            _take(found, key, said, book.values.get(said.name, {}))
+        except BadValue as error:
+            why = str(error)
+    if why and said.flag:
+        found.left_out.append(f"{' '.join([said.flag, *said.words])}: {why}")
+
+
+def _take(found: Translation, key: Key, said: Said, values: Mapping[str, str]) -> None:
+    """Read the words of a flag as its key does. Raises BadValue."""
+    words, never = said.words, key.name in INTERVALS or key.name.endswith(".save_steps")
+    if len(words) == 1 and words[0].startswith("[") and key.kind in ("path", "list[str]"):
+        words = [word.strip(" '\"") for word in words[0].strip("[]").split(",")]
+    if said.unknown:
+        raise BadValue(key, words, f"the script does not have its value; set {key.name} yourself")
+    values = {**VALUES.get(key.name, {}), **({"-1": "0"} if never else {}), **values}
+    read = [values.get(word.lower(), word) for word in words or (["true"] if "true" in values else [])]
+    if words and not any(read):
+        return
+    read = [word.strip(",") for word in read if word] if key.kind.startswith("list[") else read
+    if key.kind == "path" and read:
+        read = [",".join(read)]
+    elif key.kind == "int" and len(read) == 1 and read[0].endswith(".0"):
+        read = [read[0].removesuffix(".0")]
+    found.values[key.name] = from_text(key, read)
+    found.flags[key.name] = said.flag
+    if not said.flag:
+        found.defaults.add(key.name)
+
+
+def _put(found: Translation, name: str, value: Any) -> None:
+    """Set what several names say together; None: nothing, nan: one of them is not known."""
+    key = all_keys()[name]
+    found.defaults.discard(name)
+    found.values.pop(name, None)
+    if isinstance(value, float) and not math.isfinite(value):
+        found.left_out.append(f"{name}: it follows from values that the script does not have; set it yourself")
+    elif value is not None and (value != key.default or found.flags.get(name)):
+        found.values[name] = int(value) if key.kind == "int" else value
 
 
 def _fit(found: Translation) -> None:
-    """Leave out what breaks a rule here, so that `check` finds none: words and switches first, then numbers."""
-    problems = rule_problems if found.command == "train" else key_problems
-    while said := list(problems(changed(Config(), found.values))):
+    """Leave out what breaks a rule here, so that `check` finds none: defaults, words and switches, then numbers."""
+    while said := _problems(found):
         named = [key for key in sorted(found.values, key=said[0].rfind, reverse=True) if key in said[0]]
-        named.sort(key=lambda name: all_keys()[name].kind in ("int", "float"))
-        cures = (name for name in named if said[0] not in problems(changed(Config(), _without(found.values, name))))
-        wrong = next(cures, None)
+        named.sort(key=lambda name: (name not in found.defaults, all_keys()[name].kind in ("int", "float")))
+        wrong = next((name for name in named if said[0] not in _problems(found, name)), None)
         if wrong is None:
             return  # a rule about what is not set here, which `check` tells
-        found.left_out.append(f"--{found.flags.pop(wrong)} {toml_value(found.values.pop(wrong))}: {said[0]}")
+        value = toml_value(found.values.pop(wrong))
+        if wrong not in found.defaults:
+            found.left_out.append(f"{found.flags.get(wrong, wrong)} {value}: {said[0]}")
 
 
-def _without(values: Mapping[str, object], name: str) -> dict[str, object]:
-    return {key: value for key, value in values.items() if key != name}
+def _problems(found: Translation, without: str = "") -> list[str]:
+    config = changed(Config(), {key: value for key, value in found.values.items() if key != without})
+    problems = rule_problems(config) if found.command == "train" else key_problems(config)
+    return [*problems, *(PreferenceRules(config).problems() if found.command == "dpo" else ())]
 
 
-def _stage_flags(command: str) -> dict[str, str]:
-    """Return the flags of a stage's program that are called otherwise here: name -> key."""
-    return {name: key.format(stage=command) for name, key in tables()["openrlhf_stages"]["keys"].items()}
-
-
-def _renamed(word: str, own: Mapping[str, str], written_as: dict[str, str]) -> str:
-    name, equals, value = word.removeprefix("--").partition("=")
-    if not word.startswith("--") or name not in own:
-        return word
-    written_as.setdefault(own[name], name)
-    return f"--{own[name]}{equals}{value}"
-
-
-def _program(script: str) -> tuple[str, list[str]]:
-    """Find the program of OpenRLHF in a script: the command that does its work here, and the program's flags."""
-    names = [*commands(script)]
-    for words in names:
+def _program(script: str, peer: str) -> tuple[str, list[Said]]:
+    """Find the program of a peer in a script, and what is said to it. Raises ConfigError where there is none."""
+    table = peers()[peer]
+    if "classes" in table and _PYTHON.search(script):
+        return python_settings(script, table)
+    for words in (names := list(commands(script))):
         for place, word in enumerate(words):
-            if " " in word.strip() and any(program in word for program in PROGRAMS):
-                return _program(word)  # bash -c "..."
+            if " " in word.strip() and any(program in word for program in table["programs"]):
+                return _program(word, peer)  # bash -c "..."
             name = word.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]
-            if name in PROGRAMS and word.endswith((".py", f"openrlhf.cli.{name}")):
-                return PROGRAMS[name], _from_flags(words[place + 1 :])
-    if names and names[0][:1] and names[0][0].startswith("--"):
-        return "train", names[0]
-    raise ConfigError(
-        "no command of OpenRLHF in it: migrate reads scripts that call openrlhf.cli." + ", ".join(PROGRAMS) + ", or "
-        "their flags alone. The tables of `slurm-rlhf docs migration` have the keys of verl and TRL"
-    )
-
-
-def _from_flags(words: list[str]) -> list[str]:
-    first = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
-    return words[first:]
-
-
-def _take(found: Translation, key: Key, name: str, words: list[str], written: str) -> None:
-    if (key.name in INTERVALS or key.name.endswith(".save_steps")) and words == ["-1"]:
-        words = ["0"]
-    values = VALUES.get(key.name, {})
-    words = [values.get(word.lower(), word) for word in words or (["true"] if "true" in values else [])]
-    if any("$" in word for word in words):
-        found.left_out.append(f"{written}: a variable of the shell; set {key.name} yourself")
-        return
-    try:
-        value = from_text(key, words)
-    except BadValue as error:
-        found.left_out.append(f"{written}: {error}")
-        return
-    found.values[key.name], found.flags[key.name] = value, name
+            called = word.endswith((".py", table["module"] + name)) or words[place - 1 : place] == [peer]
+            if name in table["programs"] and called:
+                return name, settings(words, place, table)
+    if peer == "openrlhf" and names and names[0][:1] and names[0][0].startswith("--"):
+        return next(iter(table["programs"])), settings(names[0], -1, table)
+    raise ConfigError(f"no command of {table['name']} in it: migrate reads {table['reads']}")

@@ -1,13 +1,17 @@
 """Read the command in a shell script: its words, with the variables and arrays that the script assigns. Pure.
 
-Nothing is run: what a command of the script would print, or the user's environment holds, stays `$NAME`.
+Nothing is run: what a command of the script would print, or the user's environment holds, stays `$NAME`. The home
+directory is `~`, and sums of whole numbers are computed.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import add, floordiv, mul, sub
+from typing import Any, NamedTuple
 
 from slurm_rlhf.errors import ConfigError
 
@@ -15,13 +19,54 @@ _HEREDOC = re.compile(r"<<-?[ \t]*['\"]?(\w+)['\"]?[^\n]*\n(.*?)\n[ \t]*\1[ \t]*
 _ARRAY = re.compile(
     r"^[ \t]*(?:declare -a |readonly |export )?(\w+)\+?=\((.*?)\)[ \t]*(?:#[^\n]*)?$", re.DOTALL | re.MULTILINE
 )
+_SUM = re.compile(r"\$\(\(((?:[^()\n]|\([^()\n]*\))*)\)\)")
 _SCALAR = re.compile(
-    r"^[ \t]*(?:export |readonly |local )?(\w+)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s;#()\"'`]*)[ \t]*;?[ \t]*(?:#[^\n]*)?$",
+    r"^[ \t]*(?:export |readonly |local )?(\w+)=("
+    rf"\"[^\"\n]*\"|'[^'\n]*'|{_SUM.pattern}|\$\{{\w+:?-\"[^\"\n]*\"\}}|[^\s;#()\"'`]*)[ \t]*;?[ \t]*(?:#[^\n]*)?$",
     re.MULTILINE,
 )
-_USE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\})")
+_USE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^${}]*))?\})")
+_CONTINUED = re.compile(r"\\[ \t]*(?:[ \t]#[^\n]*)?\r?\n")
+_ARGUMENTS = re.compile(r'"\$(?:[@*]|\{[@*](?::\d+)?\})"|\$(?:[@*]|\{[@*](?::\d+)?\})')
 _ENDS = ("|", "||", "&&", ";", "&", ">", ">>", "2>&1", "&>", "&>>", "<")
 _DEPTH = 8  # variables that name variables
+_OPERATORS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv}
+_HYDRA = re.compile(r"\+{0,2}((?:\w+\.)+\w+)=(.*)", re.DOTALL)
+
+
+class Said(NamedTuple):
+    """Holds what is said to a program: a name and its words."""
+
+    name: str
+    words: list[str]
+    flag: str  # the name as it was written, with its dashes; empty: nobody wrote it
+
+    @property
+    def unknown(self) -> bool:
+        """Whether the script does not have the value, as of a variable of the shell that it does not assign."""
+        return any("$" in word for word in self.words)
+
+
+def settings(words: list[str], program: int, table: Mapping[str, Any]) -> list[Said]:
+    """Return the flags behind the program, which is the word number `program`, and those of its launcher in `table`.
+
+    They look like `--a.b=c`, `--a.b c d`, `--a.b`, `a.b=c` and `+a.b=c` (Hydra's).
+    """
+    before = [said for said in _said(words[: max(program, 0)]) if said.name in table.get("launcher", ())]
+    return [said._replace(words=said.words[:1]) for said in before] + _said(words[program + 1 :])
+
+
+def _said(words: list[str]) -> list[Said]:
+    found: list[Said] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("--") and word != "--":
+            found.append(Said(name[2:].replace("-", "_"), [value] if equals else [], name))
+        elif of_hydra := _HYDRA.fullmatch(word):
+            found.append(Said(of_hydra[1], [of_hydra[2]], name))
+        elif found:
+            found[-1].words.append(word)
+    return found
 
 
 def commands(script: str) -> Iterator[list[str]]:
@@ -29,22 +74,43 @@ def commands(script: str) -> Iterator[list[str]]:
 
     Raises ConfigError for quotes that do not close.
     """
-    joined = script.replace("\\\r\n", " ").replace("\\\n", " ")
+    joined = _ARGUMENTS.sub("", _CONTINUED.sub(" ", script))
     bodies = [found[2] for found in _HEREDOC.finditer(joined)]
     text = _HEREDOC.sub("\n", joined)
-    known: dict[str, list[str]] = {}
+    known = {"HOME": ["~"], "PWD": ["."]}
+    for found in _SCALAR.finditer(text):
+        value = _computed(found[2], known).strip("\"'")
+        if "$(" not in value and "`" not in value:
+            known.setdefault(found[1], [_replaced(value, known)])
+    text = _computed(text, known)
     for found in _ARRAY.finditer(text):
         known[found[1]] = known.get(found[1], []) + _split(found[2])
     text = _ARRAY.sub("", text)
-    for found in _SCALAR.finditer(text):
-        value = found[2]
-        if "$(" not in value and "`" not in value:
-            known.setdefault(found[1], [value.strip("\"'")])
     for command in [*_lines(text), *bodies]:
         words = [each for word in _split(command) for each in _expanded(word, known)]
         ends = [place for place, word in enumerate(words) if word in _ENDS]
         for first, last in zip([-1, *ends], [*ends, len(words)], strict=True):
             yield words[first + 1 : last]
+
+
+def _computed(text: str, known: dict[str, list[str]]) -> str:
+    """Replace sums, `$((1024 * 8))`, by their numbers; one of what is not known stays, without its spaces."""
+
+    def number(found: re.Match[str]) -> str:
+        whole = _replaced(found[1], known).strip().replace("/", "//")
+        try:
+            return str(_number(ast.parse(whole, mode="eval").body, known))
+        except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
+            return found[0].replace(" ", "")
+
+    return _SUM.sub(number, text)
+
+
+def _number(node: ast.expr, known: dict[str, list[str]]) -> int:
+    """Compute a sum. Raises ValueError or KeyError for what is no number, or no operator of whole numbers."""
+    if isinstance(node, ast.BinOp):
+        return int(_OPERATORS[type(node.op)](_number(node.left, known), _number(node.right, known)))
+    return int(known[node.id][0] if isinstance(node, ast.Name) else ast.unparse(node))
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -74,16 +140,20 @@ def _expanded(word: str, known: dict[str, list[str]]) -> list[str]:
     whole = _USE.fullmatch(word)
     if whole and len(values := known.get(whole[1] or whole[2], [])) > 1:
         return [each for value in values for each in _expanded(value, known)]
+    return [_replaced(word, known)]
+
+
+def _replaced(word: str, known: dict[str, list[str]]) -> str:
+    """Replace variables, and those in their values and defaults; an unknown one stays."""
     for _ in range(_DEPTH):
-        before = word
-        word = _USE.sub(lambda found: _value(found, known), word)
+        before, word = word, _USE.sub(lambda found: _value(found, known), word)
         if word == before:
             break
-    return [word]
+    return word
 
 
 def _value(found: re.Match[str], known: dict[str, list[str]]) -> str:
     values = known.get(found[1] or found[2])
     if values is not None:
         return " ".join(values)
-    return found[0] if found[3] is None else found[3]
+    return found[0] if found[3] is None else found[3].strip("\"'")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.config.keys import INTERVALS, VALUES, all_keys, get, nearest, read_as, spellings, tables
+from slurm_rlhf.config.keys import INTERVALS, VALUES, all_keys, get, nearest, peers, read_as, spellings, tables
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import out_of_range
 from slurm_rlhf.config.schema import Config
@@ -19,7 +19,8 @@ from slurm_rlhf.errors import ConfigError
 FLAGS = tables()["openrlhf"]
 HERE = [flag for flag in FLAGS if "key" in flag]
 ELSEWHERE = [flag for flag in FLAGS if "key" not in flag]
-VERL, TRL, UNITS = (tables()[table] for table in ("verl", "trl", "units"))
+VERL, TRL = peers()["verl"]["keys"], peers()["trl"]["keys"] | peers()["trl"]["train"]["keys"]
+UNITS = peers()["verl"]["units"] | peers()["trl"]["units"]
 OTHER = {"int": 7, "float": 0.25, "bool": True, "str": "word", "list[float]": [0.25, 0.75], "list[str]": ["word"]}
 
 
@@ -212,7 +213,8 @@ def test_an_interval_of_minus_one_is_told_that_never_is_zero() -> None:
 
 def test_names_of_verl_and_trl_lead_to_keys_and_say_where_numbers_differ(tmp_path: Path) -> None:
     assert {name: key for name, key in {**VERL, **TRL}.items() if key not in all_keys()} == {}
-    assert (VERL.keys() | TRL.keys()) & (all_keys().keys() | read_as().keys()) == set()
+    assert (VERL.keys() | TRL.keys()) & all_keys().keys() == set()
+    assert {name: key for name, key in {**VERL, **TRL}.items() if read_as().get(name, key) != key} == {}
     assert UNITS.keys() <= VERL.keys() | TRL.keys()
     told = refused(write(tmp_path, "num_generations = 4\nactor_rollout_ref.actor.ppo_mini_batch_size = 8"))
     assert "TRL's num_generations is rollout.n_samples_per_prompt here (`" in told

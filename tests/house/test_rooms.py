@@ -67,7 +67,7 @@ NAMED = {
         *("trainer/deepspeed.py", "trainer/_deepspeed.py", "trainer/backends.py"),
         "trainer/__init__.py",  # which lists the files of its room
         "trainer/_transformers.py",  # a module of transformers has this name
-        *("config/schema_models.py", "config/openrlhf.py", "config/migrate.py"),  # what users write
+        *("config/schema_models.py", "config/migrate.py", "config/peer_figures.py"),  # what users write
         *("__init__.py", "cli/commands.py"),  # what the package is made of, for its users
         *("nodes/node_checks.py", "nodes/node_look.py", "cluster/local_directory.py"),  # versions of packages
         "groups/hang_rules.py",  # whose frames in a stack wait
