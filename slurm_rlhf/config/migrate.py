@@ -157,7 +157,7 @@ def _from_flags(words: list[str]) -> list[str]:
 
 
 def _take(found: Translation, key: Key, name: str, words: list[str], written: str) -> None:
-    if (key.name in INTERVALS or key.name.endswith(".save_steps")) and words == ["-1"]:
+    if (key.name in INTERVALS or key.name.endswith((".save_steps", ".eval_steps"))) and words == ["-1"]:
         words = ["0"]
     values = VALUES.get(key.name, {})
     words = [values.get(word.lower(), word) for word in words or (["true"] if "true" in values else [])]
