@@ -37,8 +37,6 @@ def test_stages_are_jobs_that_wait_for_each_other(slurm: Cluster) -> None:
     slurm.run(COMMAND, "pipeline", str(file))
     for job in jobs_of(root):
         assert slurm.wait_over(job) == ("COMPLETED", 0), (root / "out").glob("*.log")
-    logs = [*(root / "out" / "sft").rglob("actor.*.0.log")]
-    assert len(logs) == 1, "one rank is a step of its job, as several are"
     lines = slurm.run(COMMAND, "status", str(root / "out")).splitlines()
     assert [line.split()[2] for line in lines] == ["done:", "done:"]
 
