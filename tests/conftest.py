@@ -211,6 +211,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     problems = []
     if "warm_runs" in sys.modules:
         sys.modules["warm_runs"].end()
+    gc.unfreeze()
+    gc.collect()  # what ends with an object that is garbage, as the process that renders a chat template
     deadline = time.monotonic() + SETTLE
     while (left := _leftovers()) and time.monotonic() < deadline:
         time.sleep(0.1)

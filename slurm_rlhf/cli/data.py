@@ -31,7 +31,10 @@ def show_data(arguments: Arguments) -> int:
 
     found = list(views(config, arguments.options["rows"]))
     if not found:
-        raise ConfigError(f"no data set is named: set data.prompt_dataset, sft.dataset or dpo.dataset to {WHAT}")
+        raise ConfigError(
+            f"no data set is named: set data.prompt_dataset, or dataset of sft, rm or dpo, to {WHAT}; or "
+            "data.reasoning_gym to names of tasks"
+        )
     for view in found:
         for line in _lines(view, sys.stdout.isatty()):
             print(line)

@@ -69,8 +69,8 @@ def check_stage(config: Config, stage: str) -> None:
     problems += _output(f"{stage}.output_dir", keys.output_dir, "where to write the trained model")
     problems += _new(f"{stage}.output_dir", keys.output_dir)
     problems += _data(f"{stage}.dataset", keys.dataset)
-    if stage == "rm" and config.rm.eval_dataset:
-        problems += _data("rm.eval_dataset", config.rm.eval_dataset)
+    if keys.eval_dataset:
+        problems += _data(f"{stage}.eval_dataset", keys.eval_dataset)
     if stage == "dpo":
         problems += PreferenceRules(config).problems()
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path

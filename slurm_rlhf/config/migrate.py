@@ -152,7 +152,7 @@ def _look_up(found: Translation, book: Dictionary, said: Said, read: Collection[
 
 def _take(found: Translation, key: Key, said: Said, values: Mapping[str, str]) -> None:
     """Read the words of a flag as its key does. Raises BadValue."""
-    words, never = said.words, key.name in INTERVALS or key.name.endswith(".save_steps")
+    words, never = said.words, key.name in INTERVALS or key.name.endswith((".save_steps", ".eval_steps"))
     if len(words) == 1 and words[0].startswith("[") and key.kind in ("path", "list[str]"):
         words = [word.strip(" '\"") for word in words[0].strip("[]").split(",")]
     if said.unknown:

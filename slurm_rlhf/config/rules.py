@@ -13,6 +13,7 @@ from slurm_rlhf.config.keys import INTERVALS, Broken, Rules, all_keys, changed_k
 from slurm_rlhf.config.reward_sources import runs_programs
 from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, has_teacher, running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_stages import STAGES
 
 
 def rule_problems(config: Config) -> Iterator[str]:
@@ -42,6 +43,9 @@ def key_problems(config: Config) -> Iterator[str]:
     """Find keys whose value is wrong by itself, for training and for `slurm-rlhf sft`."""
     yield from out_of_range(config)
     yield from KeyRules(config).problems()
+    for name in STAGES:
+        if get(config, f"{name}.eval_steps") and not get(config, f"{name}.eval_dataset"):
+            yield f"{name}.eval_steps needs {name}.eval_dataset: set it, or leave both out"
 
 
 def length_problems(config: Config) -> Iterator[str]:

@@ -27,6 +27,11 @@ class StageKeys:
     """Passes over the data."""
     max_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Stop after this many optimizer steps; 0: when the epochs are over."""
+    eval_dataset: FilePath = ""
+    """Examples that it is not trained on, with the columns of dataset, by which the model is measured. rm normalises
+    its scores by them, else by those of dataset."""
+    eval_steps: Annotated[int, NOT_NEGATIVE] = 0
+    """Measure every so many steps; 0: after the last only."""
     save_steps: Annotated[int, NOT_NEGATIVE] = 100
     """Steps between two checkpoints in <output_dir>.run, from which resume = auto goes on; 0: none."""
 
@@ -39,10 +44,6 @@ class Sft(StageKeys):
 @dataclass(slots=True)
 class Rm(StageKeys):
     """`slurm-rlhf rm` only."""
-
-    eval_dataset: FilePath = ""
-    """Pairs that it is not trained on, by whose scores it is judged and normalised at the end; empty: those of
-    rm.dataset."""
 
 
 @dataclass(slots=True)

@@ -57,11 +57,14 @@ class _Own:
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Call a method. Raises EpisodeError."""
+        return self.run(f"{self.made.__name__}.{name}", lambda: getattr(self.instance, name)(*arguments, **named))
+
+    def run(self, what: str, work: Callable[[], Any]) -> Any:
+        """Do what runs the user's code. Raises EpisodeError."""
         try:
-            return self.value(getattr(self.instance, name)(*arguments, **named))
+            return self.value(work())
         except (Exception, SystemExit) as error:
-            where = f"{line_of(self.file, error)}: {self.made.__name__}.{name}"
-            raise EpisodeError(f"{where} raised {text_of(error)}") from error
+            raise EpisodeError(f"{line_of(self.file, error)}: {what} raised {text_of(error)}") from error
 
     def value(self, found: Any) -> Any:
         """Wait for a coroutine."""
@@ -92,12 +95,9 @@ class _Own:
     def reset(self, start: Start) -> Any:
         """Call `reset` with the row as `row`, or with those of its columns that it names."""
         self.create()
-        parameters = inspect.signature(self.instance.reset).parameters.values()
-        if any(one.name == "row" for one in parameters):
+        if "row" in inspect.signature(self.instance.reset).parameters:
             return self.call("reset", copy.deepcopy(start.row))
-        every = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        names = [one.name for one in parameters]
-        return self.call("reset", **{k: copy.deepcopy(v) for k, v in start.row.items() if every or k in names})
+        return self.call("reset", **_columns(self.instance.reset, start.row))
 
     def close(self) -> None:
         """Let the environment free what it holds, if it has `close`."""
@@ -107,9 +107,13 @@ class _Own:
 
 
 class ToolEnvironment(_Own):
-    """Plays TRL's class: `reset(**columns) -> str | None`, tools, `get_reward()` if it has one."""
+    """Plays TRL's class: `reset(**columns) -> str | None`, tools, `get_reward()` if it has one.
+
+    Functions of its file that take `environments`, as TRL's rewards do, add to the reward.
+    """
 
     def begin(self, start: Start) -> Begun:
+        self.row = start.row
         if not isinstance(said := self.reset(start), str | None):
             raise self.wrong("reset", said, "a string, which goes behind the last message, or None")
         messages = [dict(one) for one in start.messages]
@@ -125,8 +129,18 @@ class ToolEnvironment(_Own):
     def end(self) -> Answer:
         rewarded = hasattr(self.instance, "get_reward")
         reward = self.number("get_reward", self.call("get_reward")) if rewarded else 0.0
+        reward += sum(map(self._judged, judges_of(self.made)))
         self.close()
         return Answer(reward=reward)
+
+    def _judged(self, judge: Callable[..., Any]) -> float:
+        """Call a reward function for this one environment; None: it does not apply."""
+        columns = {name: [value] for name, value in _columns(judge, self.row).items()}
+        name, one = judge.__name__, {"environments": [self.instance]}
+        found = self.run(name, lambda: judge(**{**columns, **one}))
+        if not isinstance(found, list | tuple) or len(found) != 1:
+            raise self.wrong(name, found, "a list with one reward for each environment")
+        return 0.0 if found[0] is None else self.number(name, found[0])
 
 
 class TextEnvironment(_Own):
@@ -168,6 +182,8 @@ class AgentInstance(_Own):
         states = {"observation_text": self.so_far, "action_text": turn.text, "label": self.start.label}
         answer = self.call("step", {**states, "sampling_params": None})
         reward, said, done = (self._read("step", answer, name) for name in ("rewards", "environment_feedback", "done"))
+        if answer.get("environment_images"):
+            raise self.wrong("step", "environment_images", "text: models see no images here")
         score, logs = answer.get("scores"), answer.get("extra_logs") or {}
         self.so_far += turn.text + str(said)
         return Answer(
@@ -218,6 +234,20 @@ KINDS: dict[str, Callable[[type, Path], Played]] = {
     "agent": AgentInstance,
     "gym": GymEnvironment,
 }
+
+
+def _columns(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the columns of a row that a function names; all of them where it takes any."""
+    parameters = inspect.signature(function).parameters
+    every = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {name: copy.deepcopy(value) for name, value in row.items() if every or name in parameters}
+
+
+def judges_of(made: type) -> list[Callable[..., Any]]:
+    """List the reward functions in the file of a class that take its instances."""
+    found = inspect.getmembers(sys.modules[made.__module__], inspect.isfunction)
+    own = [one for _, one in found if one.__module__ == made.__module__]
+    return [one for one in own if "environments" in inspect.signature(one).parameters]
 
 
 def kind_of(made: type) -> str:

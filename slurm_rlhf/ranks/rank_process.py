@@ -231,7 +231,9 @@ def run_program(program: str, words: list[str], config: Config, joined: Callable
     if held:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # it is ignored until the program takes it
     module, _, name = program.partition(":")
-    sys.exit(getattr(importlib.import_module(module), name)(config, *words))
+    status = getattr(importlib.import_module(module), name)(config, *words)
+    sys.stdout.flush()
+    os._exit(status)  # as `main` does
 
 
 def main() -> None:

@@ -121,8 +121,8 @@ def taken(function: Callable[..., Any], where: str) -> Taken:
     kinds = inspect.Parameter
     if any(p.name == ENVIRONMENTS and p.default is kinds.empty for p in parameters):
         raise RewardError(
-            f"{where} takes {ENVIRONMENTS!r}, which live in other processes: let the environment return the reward by "
-            "get_reward, and leave the function out"
+            f"{where} takes {ENVIRONMENTS!r}, which live in other processes: move it into the file that env.path "
+            "names, where it is called for each episode, or let the environment return the reward by get_reward"
         )
     all_names = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
     if any(p.name in _MARKS for p in parameters):

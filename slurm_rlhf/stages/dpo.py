@@ -19,27 +19,23 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import Examples, load_judged, load_pairs
 from slurm_rlhf.stages.record import StageRecord
-from slurm_rlhf.stages.stage import Stage, StageTrainer, fingerprint
-from slurm_rlhf.trainer.trainers import LanguageModelTrainer
+from slurm_rlhf.stages.stage import AnswerTrainer, Stage, fingerprint
 
 
-class DpoTrainer(LanguageModelTrainer, StageTrainer):
+class DpoTrainer(AnswerTrainer):
     """Trains on pairs of answers on one rank; with a reference, `train_step` needs the column `ref_logprobs`."""
 
     def __init__(self, config: Config, total_steps: int) -> None:
         super().__init__(config, config.dpo.learning_rate, total_steps)
 
-    def logprobs(self, part: Experience) -> Tensor:
-        """Compute the log-probs of the answers of a micro-batch, fp32 [A]. Collective."""
-        batch = self._collate(part)
-        logprobs: Tensor = self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)[0]
-        return batch.whole(logprobs)
+    def _sums(self, part: Experience, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-probs of whole answers by the policy, with gradient, and by the reference, fp32 [N] each.
 
-    def _sums(self, part: Experience) -> tuple[Tensor, Tensor]:
-        """Return the log-probs of whole answers by the policy, with gradient, and by the reference, fp32 [N] each."""
-        device = self.world.device
+        `logprobs` [A]: by the policy.
+        """
+        device = logprobs.device
         owner = torch.from_numpy(np.repeat(np.arange(len(part)), part.response_lens)).to(device)
-        sums = torch.zeros(len(part), device=device).index_add(0, owner, self.logprobs(part).float())
+        sums = torch.zeros(len(part), device=device).index_add(0, owner, logprobs.float())
         reference = torch.zeros(len(part), device=device)
         if "ref_logprobs" in part.columns:
             known = response_sums(part.columns["ref_logprobs"], part.action_mask, part.action_offsets)
@@ -48,9 +44,19 @@ class DpoTrainer(LanguageModelTrainer, StageTrainer):
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         """Add up the losses of this micro-batch's pairs, divided by the pairs of the whole step."""
+        loss, metrics = self._judged(part, self.logprobs(part))
+        return loss / denominator, metrics
+
+    def measured(self, examples: Examples) -> dict[str, float]:
+        logprobs = torch.from_numpy(self.of_all(examples, self.logprobs, of_rows=False))
+        _, metrics = self._judged(examples.experience, logprobs)
+        return {name: float(value) / len(examples) for name, value in metrics.items()}
+
+    def _judged(self, part: Experience, logprobs: Tensor) -> tuple[Tensor, Metrics]:
+        """Add up the losses and the metrics of pairs; `logprobs` [A]: by the policy."""
         keys = self.config.dpo
-        sums, reference = self._sums(part)
-        tokens = torch.from_numpy(part.response_lens).to(self.world.device, torch.float32)
+        sums, reference = self._sums(part, logprobs)
+        tokens = torch.from_numpy(part.response_lens).to(logprobs.device, torch.float32)
         pairs = Pairs(*(values[place::2] for values in (sums, reference, tokens) for place in (0, 1)))
         loss = LOSSES[keys.loss_type](pairs, keys.beta, keys.label_smoothing, keys.simpo_gamma).sum()
         margin = keys.beta * pairs.log_ratio.detach()
@@ -61,7 +67,7 @@ class DpoTrainer(LanguageModelTrainer, StageTrainer):
             "chosen_logprobs": pairs.chosen.detach().sum(),
             "rejected_logprobs": pairs.rejected.detach().sum(),
         }
-        return loss / denominator, metrics
+        return loss, metrics
 
 
 class KtoTrainer(DpoTrainer):
@@ -74,23 +80,33 @@ class KtoTrainer(DpoTrainer):
         total = torch.zeros((), device=self.world.device)
         with torch.no_grad():
             for rows in micro:
-                sums, reference = self._sums(exp.select([row for row in rows if row % 2]))
+                part = exp.select([row for row in rows if row % 2])
+                sums, reference = self._sums(part, self.logprobs(part))
                 total += (sums - reference).sum()
         dist.all_reduce(total)
         self._kl = kto_kl(float(total) / self.layout.ranks, int(denominator))
         return super().train_step(exp, [[row for row in rows if row % 2 == 0] for rows in micro], denominator)
 
-    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
-        """Add up the losses of this micro-batch's answers, divided by the answers of the whole step."""
-        keys, device = self.config.dpo, self.world.device
-        sums, reference = self._sums(part)
+    def measured(self, examples: Examples) -> dict[str, float]:
+        whole = examples.experience
+        logprobs = torch.from_numpy(self.of_all(examples, self.logprobs, of_rows=False))
+        sums, reference = self._sums(whole, logprobs)
+        self._kl = kto_kl(float((sums - reference)[1::2].sum()), len(examples))
+        even = list(range(0, len(whole), 2))
+        _, metrics = self._judged(whole.select(even), logprobs[torch.from_numpy(whole.actions_of(even))])
+        return {name: float(value) / len(examples) for name, value in metrics.items()}
+
+    def _judged(self, part: Experience, logprobs: Tensor) -> tuple[Tensor, Metrics]:
+        """Add up the losses and the metrics of answers; `logprobs` [A]: by the policy."""
+        keys, device = self.config.dpo, logprobs.device
+        sums, reference = self._sums(part, logprobs)
         good = torch.from_numpy(part.rewards).to(device)
         ratio, kl = sums - reference, torch.tensor(self._kl, device=device)
         loss = kto(ratio, good, kl, keys.beta, (keys.desirable_weight, keys.undesirable_weight)).sum()
         margin = keys.beta * (2 * good - 1) * ratio.detach()
         preferred = (margin > 0).float().sum()
         metrics = {"loss": loss.detach(), "kto_kl": kl * len(part), "preferred": preferred, "margin": margin.sum()}
-        return loss / denominator, metrics
+        return loss, metrics
 
 
 class DpoStage(Stage):

@@ -26,7 +26,8 @@ class Examples:
     """Hold prompts and answers; example i has the rows i * width to (i + 1) * width - 1."""
 
     experience: Experience  # answers, each with the end-of-sequence token, are responses; rewards: the row's number
-    dropped: int  # examples with a sequence longer than data.max_len
+    places: list[str]  # where each example stands
+    dropped: list[str]  # where those stand that have a sequence longer than data.max_len
     width: int = 1  # sequences of an example
 
     def __len__(self) -> int:
@@ -79,15 +80,20 @@ def load_judged(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
     count, parts = len(alone), np.split(one.token_ids, one.token_offsets[1:-1])
     kept: list[tuple[Any, Any]] = []
     numbers: list[float] = []
+    places: list[str] = []
+    dropped = [*alone.dropped]
     for row in range(count):
         mine, other = one.prompt_lens[row], (row + count // 2) % count
         pair = [(parts[row][:mine], parts[each][one.prompt_lens[each] :]) for each in (row, other)]
         if mine + one.response_lens[other] <= data.max_len:
             kept += pair
             numbers += [float(one.rewards[row])] * 2
+            places.append(alone.places[row])
+        else:
+            dropped.append(alone.places[row])
     if count < 2 or not kept:
-        raise DataError(f"{path}: {len(kept) // 2} usable examples: KTO compares the answers of two, bring more")
-    return Examples(_packed(kept, numbers), alone.dropped + count - len(kept) // 2, 2)
+        raise DataError(f"{path}: {len(places)} usable examples: KTO compares the answers of two, bring more")
+    return Examples(_packed(kept, numbers), places, dropped, 2)
 
 
 def load_pairs(path: Path, tokenizer: Tokenizer, data: Data, margins: bool = False) -> Examples:
@@ -152,16 +158,19 @@ def _load(
 ) -> Examples:
     answers: list[list[str]] = []
     values: list[float] = []
+    places: list[str] = []
 
     def rows() -> Iterator[tuple[int, str, Row]]:
         for index, (where, row) in enumerate(read_rows(path, data.max_samples, data)):
             whole, found, value = answered(row, where)
             answers.append(found)
             values.append(value)
+            places.append(where)
             yield index, where, whole
 
     sequences: list[tuple[Any, Any]] = []
     numbers: list[float] = []
+    kept: list[int] = []
     prompts = []
     for found in prompts_of(rows(), tokenizer, data, data.max_len - 1):
         if not isinstance(found, BadRow):
@@ -178,12 +187,14 @@ def _load(
         ]
         if all(len(prompt) + len(response) <= data.max_len for prompt, response in example):
             sequences += example
-            numbers += [values[repeated[place].index]] * width
+            kept.append(repeated[place].index)
+            numbers += [values[kept[-1]]] * width
     if not answers:
         raise DataError(f"{path}: the file holds no examples")
     if not sequences:
         raise DataError(f"{path}: every example is longer than data.max_len = {data.max_len} tokens: raise it")
-    return Examples(_packed(sequences, numbers), len(answers) - len(sequences) // width, width)
+    dropped = [places[index] for index in sorted({*range(len(places))} - {*kept})]
+    return Examples(_packed(sequences, numbers), [places[index] for index in kept], dropped, width)
 
 
 def _packed(sequences: list[tuple[Any, Any]], numbers: list[float]) -> Experience:

@@ -14,7 +14,6 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import Examples, load_pairs
-from slurm_rlhf.stages.record import StageRecord
 from slurm_rlhf.stages.stage import Stage, StageTrainer
 from slurm_rlhf.trainer.export import classifier, save_reward
 from slurm_rlhf.trainer.frozen import last_token
@@ -33,7 +32,7 @@ class RmTrainer(StageTrainer, HeadTrainer):
         pad = config_of_body.get_text_config().pad_token_id
         self.pad: int = tokenizer.eos_token_id if pad is None else pad
         self.statistics: dict[str, float] = {}
-        """`mean` and `std` of the scores, by which they are normalised; known at the end."""
+        """`mean` and `std` of the scores that were measured last, by which they are normalised."""
 
     def _load(self, ds: Ds) -> nn.Module:
         module: Any = super()._load(ds)
@@ -54,6 +53,15 @@ class RmTrainer(StageTrainer, HeadTrainer):
         metrics = {"loss": loss.detach(), "preferred": (margin > 0).float().sum(), "margin": margin.sum()}
         return loss / denominator, metrics
 
+    def measured(self, examples: Examples) -> dict[str, float]:
+        """Measure the scores by `preferences.judged`, and keep what normalises them."""
+        scores = self.of_all(examples, self.scores, of_rows=True)
+        found, numbers = judged(scores), torch.from_numpy(scores)
+        # Scores that are all alike have no deviation to divide by.
+        self.statistics = {"mean": found["mean"], "std": max(found["std"], 1e-6)}
+        margins = torch.from_numpy(examples.experience.rewards[::2])
+        return {"loss": float(bradley_terry(numbers[::2], numbers[1::2], margins).mean()), **found}
+
     def export_hf(self, directory: Path) -> None:
         module, backend, rank = self.backend.module, self.backend, self.world.rank
         (head,) = [module.value_head.exact("weight").detach().cpu() for _ in backend.gathered(module.value_head)]
@@ -63,15 +71,12 @@ class RmTrainer(StageTrainer, HeadTrainer):
 
 
 class RmStage(Stage):
-    """Trains on `rm.dataset`, and measures on `rm.eval_dataset`."""
+    """Trains on `rm.dataset`."""
 
     name: ClassVar[str] = "rm"
-
-    _held_out: Examples | None = None
+    measures_always: ClassVar[bool] = True  # the scores are normalised
 
     def load(self, path: Path, tokenizer: Tokenizer, config: Config) -> Examples:
-        if config.rm.eval_dataset:
-            self._held_out = load_pairs(Path(config.rm.eval_dataset), tokenizer, config.data)
         return load_pairs(path, tokenizer, config.data, margins=True)
 
     def trainer(self, config: Config, total_steps: int) -> RmTrainer:
@@ -79,14 +84,3 @@ class RmStage(Stage):
 
     def denominator(self, batch: Experience) -> float:
         return len(batch) / 2
-
-    def finish(self, trainer: RmTrainer, examples: Examples, record: StageRecord) -> dict[str, float]:
-        """Measure the scores of the held-out pairs, else of those that it was trained on, by `preferences.judged`."""
-        measured = self._held_out or examples
-        found = judged(trainer.of_all(measured, trainer.scores, of_rows=True))
-        # Scores that are all alike have no deviation to divide by.
-        trainer.statistics = {"mean": found["mean"], "std": max(found["std"], 1e-6)}
-        what = "held-out pairs" if self._held_out else "pairs that it was trained on"
-        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items())
-        record.say(f"{len(measured)} {what}: {shown}")
-        return {f"eval/{name}": value for name, value in found.items()}

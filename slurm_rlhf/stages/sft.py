@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 from torch import Tensor
 
 from slurm_rlhf.algorithms.losses import Metrics
@@ -12,11 +13,10 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import Examples, load_examples
-from slurm_rlhf.stages.stage import Stage, StageTrainer
-from slurm_rlhf.trainer.trainers import LanguageModelTrainer
+from slurm_rlhf.stages.stage import AnswerTrainer, Stage
 
 
-class SftTrainer(LanguageModelTrainer, StageTrainer):
+class SftTrainer(AnswerTrainer):
     """Trains the answers of examples on one rank."""
 
     def __init__(self, config: Config, total_steps: int) -> None:
@@ -24,10 +24,11 @@ class SftTrainer(LanguageModelTrainer, StageTrainer):
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         """Sum the cross-entropy of this micro-batch's answers, divided by the answer tokens of the whole step."""
-        batch = self._collate(part)
-        logprobs, _ = self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)
-        total = -batch.whole(logprobs).sum()
+        total = -self.logprobs(part).sum()
         return total / denominator, {"loss": total.detach()}
+
+    def measured(self, examples: Examples) -> dict[str, float]:
+        return {"loss": -float(self.of_all(examples, self.logprobs, of_rows=False).mean(dtype=np.float64))}
 
 
 class SftStage(Stage):

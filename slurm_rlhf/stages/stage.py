@@ -27,7 +27,7 @@ from slurm_rlhf.stages.examples import Examples
 from slurm_rlhf.stages.record import StageRecord, StopSignals, exit_code, words_of
 from slurm_rlhf.trainer.distributed import World, join_world, undisturbed
 from slurm_rlhf.trainer.train_settings import Schedule
-from slurm_rlhf.trainer.trainers import TrainedModel
+from slurm_rlhf.trainer.trainers import LanguageModelTrainer, TrainedModel
 
 PROGRESS_LINES = 40  # about so many
 
@@ -68,12 +68,28 @@ class StageTrainer(TrainedModel):
         known: F32 = (found / self.layout.ranks).cpu().numpy()
         return known[: len(experience if of_rows else experience.action_mask)]
 
+    @abstractmethod
+    def measured(self, examples: Examples) -> dict[str, float]:
+        """Measure the model by examples: the mean loss, and more, the same on every rank. Collective."""
+
+
+class AnswerTrainer(LanguageModelTrainer, StageTrainer):
+    """Trains a language model on answers."""
+
+    def logprobs(self, part: Experience) -> Tensor:
+        """Compute the log-probs of the answers of a micro-batch, fp32 [A]. Collective."""
+        batch = self._collate(part)
+        logprobs: Tensor = self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)[0]
+        return batch.whole(logprobs)
+
 
 class Stage(ABC):
     """Declares what one kind of training on a data set has of its own."""
 
     name: ClassVar[str]
     """Name of its command, of its group of keys, and of the model's state in a checkpoint."""
+    measures_always: ClassVar[bool] = False
+    """Whether the model is measured by the examples that it was trained on if there are no others."""
 
     @abstractmethod
     def load(self, path: Path, tokenizer: Tokenizer, config: Config) -> Examples:
@@ -89,10 +105,6 @@ class Stage(ABC):
 
     def prepare(self, trainer: Any, examples: Examples, record: StageRecord) -> None:
         """Compute what the loss needs of the model before it is trained. Collective."""
-
-    def finish(self, trainer: Any, examples: Examples, record: StageRecord) -> dict[str, float]:
-        """Measure the model that is trained, for the metrics of the last step. Collective."""
-        return {}
 
 
 def train_stage(config: Config, stage: Stage) -> int:
@@ -111,7 +123,9 @@ def train_stage(config: Config, stage: Stage) -> int:
         )
     if config.train.threads_per_rank:
         torch.set_num_threads(config.train.threads_per_rank)
-    examples = stage.load(Path(keys.dataset), Tokenizer.load(config.actor.model_name_or_path), config)
+    tokenizer = Tokenizer.load(config.actor.model_name_or_path)
+    examples = stage.load(Path(keys.dataset), tokenizer, config)
+    held_out = stage.load(Path(keys.eval_dataset), tokenizer, config) if keys.eval_dataset else None
     world = join_world(config.timeout.collective, config.timeout.connect)
     order = _order(config, stage.name, examples, world)
     steps = min(order.total, keys.max_steps or order.total)
@@ -119,14 +133,16 @@ def train_stage(config: Config, stage: Stage) -> int:
     checkpoint, state = record.begin(steps)
     if checkpoint:
         order.load_state_dict(state["order"])
-    record.say(f"{len(examples)} examples, {examples.dropped} dropped as too long, {steps} steps")
+    record.say(f"{len(examples)} examples, {len(examples.dropped)} dropped as too long, {steps} steps")
     trainer = stage.trainer(config, steps)
-    stage.prepare(trainer, examples, record)
+    for each in filter(None, (examples, held_out)):
+        stage.prepare(trainer, each, record)
     if checkpoint:
         trainer.load(checkpoint / stage.name)
         record.say(f"resuming from {checkpoint} at step {state['step']}/{steps}")
     with StopSignals() as signals:
-        done = _train(stage, trainer, examples, order, record, signals, state.get("step", 0), steps)
+        measured_by = held_out or (examples if stage.measures_always else None)
+        done = _train(stage, trainer, examples, measured_by, order, record, signals, state.get("step", 0), steps)
     if done < steps:
         asked = record.asked
         by = f"the file {STOP_FILE}" if asked else words_of(signals.number)
@@ -171,6 +187,7 @@ def _train(
     stage: Stage,
     trainer: StageTrainer,
     examples: Examples,
+    measured_by: Examples | None,
     order: PromptOrder,
     record: StageRecord,
     signals: StopSignals,
@@ -191,11 +208,12 @@ def _train(
             [*metrics.values(), float(signals.number > 0 or (trainer.world.rank == 0 and record.asked))], trainer
         )
         means = {name: value / denominator for name, value in zip(metrics, sums, strict=True)}
-        if step == steps:
-            means |= stage.finish(trainer, examples, record)
         seconds, tokens = time.monotonic() - began, float(batch.response_lens.sum())
         row = means | {"lr": of_step["lr"], "grad_norm": of_step.get("grad_norm", math.nan), "tokens": tokens}
-        record.step(step, {**row, "time/step": seconds, "perf/tokens_per_s": float(batch.lengths.sum()) / seconds})
+        row["perf/tokens_per_s"] = float(batch.lengths.sum()) / seconds
+        if measured_by and (step == steps or (keys.eval_steps and step % keys.eval_steps == 0)):
+            row |= _measured(trainer, measured_by, record, "" if keys.eval_dataset else " that it was trained on")
+        record.step(step, {**row, "time/step": time.monotonic() - began})
         if step % math.ceil(steps / PROGRESS_LINES) == 0 or step in (1, steps):
             shown = " ".join(f"{name} {value:.4f}" for name, value in means.items())
             record.say(
@@ -208,6 +226,15 @@ def _train(
             if stopped:
                 return step
     return steps
+
+
+def _measured(trainer: StageTrainer, examples: Examples, record: StageRecord, which: str) -> dict[str, float]:
+    """Measure the model, say what comes of it, and return it as metrics."""
+    began = time.monotonic()
+    found = trainer.measured(examples)
+    shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items())
+    record.say(f"measured by {len(examples)} examples{which}: {shown}")
+    return {**{f"eval/{name}": value for name, value in found.items()}, "time/eval": time.monotonic() - began}
 
 
 def _sum_over_ranks(values: list[float], trainer: StageTrainer) -> list[float]:

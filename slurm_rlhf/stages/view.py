@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +13,14 @@ from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_stages import STAGES
 from slurm_rlhf.data.prompts import BadRow, prompts_of
-from slurm_rlhf.data.rows import read_rows
+from slurm_rlhf.data.rows import Row, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, cut, shortened
 from slurm_rlhf.records import Prompt
 from slurm_rlhf.report.data_page import DataView, ShownRow
 from slurm_rlhf.report.page import CHARACTERS, tokens_within
+from slurm_rlhf.rewards.reasoning_gym import KEY as TASKS
+from slurm_rlhf.rewards.reasoning_gym import task_rows
 
 _LINES = 5
 """Rows that are left out, of those that are named."""
@@ -29,31 +31,37 @@ def views(config: Config, rows: int) -> Iterator[DataView]:
 
     Raises UserError.
     """
-    model = config.actor.model_name_or_path
-    prompts = [("data.prompt_dataset", config.data.prompt_dataset, model, config.data.max_samples)]
+    model, data = config.actor.model_name_or_path, config.data
+    prompts = [("data.prompt_dataset", data.prompt_dataset, model, data.max_samples)]
     answered = config.generate
     prompts.append(("generate.dataset", answered.dataset, answered.model_name_or_path, answered.max_samples))
-    trained = {name: get(config, f"{name}.dataset") for name in STAGES}
-    if any([*trained.values(), config.data.prompt_dataset]) and not model:
+    trained = {f"{name}.{key}": get(config, f"{name}.{key}") for name in STAGES for key in ("dataset", "eval_dataset")}
+    if any([*trained.values(), data.prompt_dataset, data.reasoning_gym]) and not model:
         raise ConfigError("actor.model_name_or_path is not set: name the directory of the model, for its tokenizer")
+    if data.reasoning_gym:
+        yield _prompts(TASKS, data.reasoning_gym, task_rows(data), Tokenizer.load(model), config, rows)
     for key, path, directory, most in prompts:
         if path:
-            yield _prompts(key, Path(path), Tokenizer.load(directory), config, most, rows)
-    for name, path in trained.items():
+            read = [*read_rows(Path(path), most, data)]
+            view = _prompts(key, path, read, Tokenizer.load(directory), config, rows)
+            view.dropped += _unread(Path(path), len(read), most, config)
+            yield view
+    for key, path in trained.items():
         if path:
-            yield _examples(name, Path(path), Tokenizer.load(model), config, rows)
+            yield _examples(key, Path(path), Tokenizer.load(model), config, rows)
 
 
-def _prompts(key: str, path: Path, tokenizer: Tokenizer, config: Config, most: int, rows: int) -> DataView:
-    """Look at prompts, whose responses are sampled."""
+def _prompts(
+    key: str, source: str, given: Iterable[tuple[str, Row]], tokenizer: Tokenizer, config: Config, rows: int
+) -> DataView:
+    """Look at prompts, whose responses are sampled; `given`: each row behind the place where it stands."""
     data = config.data
-    read = [(index, *row) for index, row in enumerate(read_rows(path, most, data))]
+    read = [(index, *row) for index, row in enumerate(given)]
     found = list(prompts_of(read, tokenizer, data, data.max_len - config.rollout.max_new_tokens))
     kept = [one for one in found if isinstance(one, Prompt)]
     bad = sorted((one for one in found if isinstance(one, BadRow)), key=lambda one: one.index)
-    view = DataView(key, str(path), [len(prompt.token_ids) for prompt in kept])
+    view = DataView(key, source, [len(prompt.token_ids) for prompt in kept])
     view.facts += _facts("prompts", [prompt.token_ids.tobytes() for prompt in kept], [p.text for p in kept], view)
-    view.dropped = _unread(path, len(read), most, config)
     long = [one for one in bad if one.long]
     if long:
         places = shortened((read[one.index][1] for one in long), _LINES)
@@ -68,26 +76,27 @@ def _prompts(key: str, path: Path, tokenizer: Tokenizer, config: Config, most: i
     return view
 
 
-def _examples(name: str, path: Path, tokenizer: Tokenizer, config: Config, rows: int) -> DataView:
+def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: int) -> DataView:
     """Look at the examples of a stage: prompts with the answers that are trained on."""
     from slurm_rlhf.stages.stage import named_stage
 
-    examples = named_stage(name).load(path, tokenizer, config)
-    found, width = examples.experience, examples.width
-    view = DataView(f"{name}.dataset", str(path), found.lengths.tolist())
+    examples = named_stage(key.partition(".")[0]).load(path, tokenizer, config)
+    found, width, long = examples.experience, examples.width, examples.dropped
+    view = DataView(key, str(path), found.lengths.tolist())
     ids = np.split(found.token_ids, found.token_offsets[1:-1])
     masks = np.split(found.action_mask, found.action_offsets[1:-1])
     whole = [b"|".join(part.tobytes() for part in ids[first : first + width]) for first in range(0, len(ids), width)]
     texts = [tokenizer.decode(ids[first].tolist()) for first in range(0, len(ids), width)]
     view.facts += _facts("examples", whole, texts, view)
     view.facts.append(f"{int(found.action_mask.sum())} of {len(found.token_ids)} tokens are in the loss")
-    view.dropped = _unread(path, len(examples) + examples.dropped, config.data.max_samples, config)
-    if examples.dropped:
-        view.dropped.append(f"{examples.dropped} longer than data.max_len = {config.data.max_len} tokens")
+    view.dropped = _unread(path, len(examples) + len(long), config.data.max_samples, config)
+    if long:
+        places = shortened(long, _LINES)
+        view.dropped.append(f"{len(long)} longer than data.max_len = {config.data.max_len} tokens: {places}")
     for place in range(min(rows, len(examples)) * width):
         mask = [False] * int(found.prompt_lens[place]) + masks[place].tolist()
         part = f", answer {place % width + 1} of {width}" if width > 1 else ""
-        view.rows.append(_row(f"example {place // width + 1}{part}", ids[place].tolist(), mask, tokenizer))
+        view.rows.append(_row(f"{examples.places[place // width]}{part}", ids[place].tolist(), mask, tokenizer))
     return view
 
 

@@ -53,7 +53,8 @@ def test_it_shows_tokens_masks_lengths_and_what_is_left_out(file: Path, capsys: 
         "    1│+│1│=",
     ):
         assert line in prompts.splitlines()
-    assert "  left out: 1 longer than data.max_len = 16 tokens" in examples.splitlines()
+    assert f"  left out: 1 longer than data.max_len = 16 tokens: {file.parent}/s.jsonl:2" in examples.splitlines()
+    assert f"  {file.parent}/d.jsonl:1, answer 2 of 2, 6 tokens" in pairs.splitlines()
     assert "    1│+│1│=│[2]│[<eos>]" in examples.splitlines()
     assert "  2 of 6 tokens are in the loss" in examples.splitlines()
     assert [line for line in pairs.splitlines() if "│" in line] == [
@@ -64,6 +65,20 @@ def test_it_shows_tokens_masks_lengths_and_what_is_left_out(file: Path, capsys: 
     assert '<span class="none">=</span><span class="loss">2</span>' in page
     assert page.count('class="bar"') == 3
     assert "src=" not in page
+
+
+@pytest.mark.slow
+def test_it_shows_tasks_of_reasoning_gym_and_held_out_examples(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny(file.parent / "model")
+    words = ["--data.prompt_dataset=", "--sft.dataset=", "--dpo.dataset=", "--rm.eval_dataset=d.jsonl"]
+    tasks = ["--data.reasoning_gym=basic_arithmetic,gcd", "--data.max_samples=3", "--data.max_len=4096"]
+    assert main(["data", str(file), *words, *tasks, "--rows=3"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["data.reasoning_gym: basic_arithmetic,gcd", "  3 prompts"]
+    titles = [line.partition(", label")[0] for line in shown if "  data.reasoning_gym, " in line]
+    names = ["basic_arithmetic, task 0", "gcd, task 1", "basic_arithmetic, task 2"]
+    assert titles == [f"  data.reasoning_gym, {name}" for name in names]
+    assert f"rm.eval_dataset: {file.parent}/d.jsonl" in shown
 
 
 def test_the_page_escapes_what_data_say(file: Path) -> None:

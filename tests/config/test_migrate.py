@@ -95,7 +95,7 @@ openrlhf.cli.train_{stage} \
    --model.model_name_or_path /models/base \
    --data.dataset /data/rows.jsonl --ckpt.output_dir /out/{stage} \
    --adam.lr=4e-6 --train.batch_size 256 --ckpt.save_steps -1 --ds.zero_stage 3 \
-   --rollout.batch_size 4 --optim adam
+   --rollout.batch_size 4 --optim adam --eval.dataset /data/held_out.jsonl --eval.steps -1
 EOF
 if [[ ${{1}} != "slurm" ]]; then
     deepspeed --module $commands
@@ -134,6 +134,7 @@ def test_a_stage_goes_to_its_command(tmp_path: Path, capsys: pytest.CaptureFixtu
     keys = get(load_config(tmp_path / "run.toml"), stage)
     assert (keys.dataset, keys.output_dir) == ("/data/rows.jsonl", f"/out/{stage}")
     assert (keys.learning_rate, keys.batch_size, keys.save_steps) == (4e-6, 256, 0)
+    assert (keys.eval_dataset, keys.eval_steps) == ("/data/held_out.jsonl", 0)
     assert "learning_rate = 4e-06  # --adam.lr" in out
     assert f"--rollout.batch_size 4: `slurm-rlhf {stage}` does not read rollout.batch_size" in out
     assert "--optim adam: AdamW is the only optimizer" in out

@@ -200,6 +200,35 @@ def test_an_agent_file_is_read_as_it_is(tmp_path: Path) -> None:
     assert (second.text, second.logs, second.done) == (str([f"<hi>!a{first.text}", "b", "x"]), {"turns": 2.0}, True)
 
 
+def test_images_for_the_policy_are_an_error(tmp_path: Path) -> None:
+    made = instances(tmp_path, AGENT.replace('"scores": 0.5', '"environment_images": ["a picture"]'))
+    made.begin(0, start(label="x"))
+    with pytest.raises(EpisodeError, match="expected text: models see no images here"):
+        made.turn(0, Turn("a"))
+
+
+def judged(directory: Path, code: str) -> float:
+    made = instances(directory, TOOLS.replace("def get_reward", "def _unused") + code)
+    made.begin(0, start(by=3, answer=4))
+    made.turn(0, Turn("", [ToolCall("add", {"times": 5})]))
+    reward: float = made.end(0).reward
+    return reward
+
+
+def test_reward_functions_of_its_file_that_take_environments_are_added(tmp_path: Path) -> None:
+    judges = (
+        "\ndef score(environments, **kwargs):\n    return [env.count for env in environments]\n"
+        "def near(environments, answer):\n    return [float(answer[0] == 4)]\n"
+        "def other(environments, **kwargs):\n    return [None for env in environments]\n"
+        "def no_judge(completions, **kwargs):\n    return [100.0]\n"
+    )
+    assert judged(tmp_path, judges) == 16.0
+    with pytest.raises(EpisodeError, match=r"score returned \[1, 2\]; expected a list with one reward"):
+        judged(tmp_path, "\ndef score(environments):\n    return [1, 2]\n")
+    with pytest.raises(EpisodeError, match=r"game.py:\d+: score raised AttributeError"):
+        judged(tmp_path, "\ndef score(environments):\n    return [environments[0].lost]\n")
+
+
 def test_a_class_of_skyrl_gym_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = instances(tmp_path, GYM)
     assert (made.begin(0, start(more="more")).messages or [])[-1]["content"] == "and more"

@@ -45,7 +45,8 @@ def test_a_pair_is_two_rows_and_a_long_one_is_dropped_whole(tmp_path: Path, toke
         one = found.experience.select([row])
         texts.append(tokenizer.decode(one.token_ids.tolist(), skip_special_tokens=False))
     assert texts == ["1+1=2<eos>", "1+1=13<eos>", "1+1=9<eos>", "1+1=13<eos>"]
-    assert (len(found), found.dropped, found.rows([1])) == (2, 1, [2, 3])
+    assert (len(found), found.rows([1])) == (2, [2, 3])
+    assert [place.rpartition(":")[2] for place in (*found.places, *found.dropped)] == ["1", "3", "2"]
     assert found.experience.response_lens.tolist() == [2, 3, 2, 3]
     assert found.lengths(found.experience, packed=True) == [13, 13]
     assert found.lengths(found.experience, packed=False) == [14, 14]
@@ -153,9 +154,14 @@ def test_two_ranks_do_what_one_does(trained: Path, tmp_path: Path, words: tuple[
         directory = tmp_path / str(len(found))
         directory.mkdir()
         make_job(directory)
-        more = (f"--actor.model_name_or_path={trained / 'model'}", "--dpo.max_steps=3")
+        more = (
+            f"--actor.model_name_or_path={trained / 'model'}",
+            "--dpo.max_steps=3",
+            "--dpo.eval_dataset=pairs.jsonl",
+        )
         done = dpo(directory, *words, *more, launcher=launcher)
         assert done.returncode == 0, done.stderr
         found.append(metrics(directory))
+    assert found[0][-1]["eval/loss"] < found[0][0]["loss"]
     for one, two in zip(*found, strict=True):
         assert one == pytest.approx(two, rel=1e-4, abs=1e-5)

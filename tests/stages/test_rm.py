@@ -72,7 +72,9 @@ def test_an_answer_with_a_label_stands_before_an_answer_to_another_prompt(tmp_pa
     texts = [tokenizer.decode(text, skip_special_tokens=False) for text in ids]
     assert texts == ["2=b<eos>", "2=d<eos>", "3=ccccccccc<eos>", "3=a<eos>", "4=d<eos>", "4=b<eos>"]
     assert found.experience.rewards.tolist() == [0, 0, 1, 1, 0, 0]
-    assert (len(found), found.dropped, found.width) == (3, 1, 2), "11= with the nine c is longer than data.max_len"
+    assert (len(found), found.width) == (3, 2)
+    assert [place.rpartition(":")[2] for place in found.places] == ["2", "3", "4"]
+    assert [place.rpartition(":")[2] for place in found.dropped] == ["1"], "11= with the nine c is too long"
 
 
 @pytest.mark.parametrize("label", ["true", 2, None])
@@ -129,10 +131,10 @@ def metrics(directory: Path) -> list[dict[str, float]]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("rm")
-    make_job(directory, eval_dataset="held_out.jsonl")
+    make_job(directory, eval_dataset="held_out.jsonl", eval_steps=2)
     done = start(directory)
     finished(done)
-    assert re.search(r"rm: 7 held-out pairs: accuracy 1\.0000, margin \d", done.stdout)
+    assert re.search(r"rm: measured by 7 examples: loss 0\.\d+, accuracy 1\.0000, margin \d", done.stdout)
     return directory
 
 
@@ -144,6 +146,8 @@ def test_it_learns_what_is_preferred(trained: Path) -> None:
     assert (rows[-1]["preferred"], rows[-1]["eval/accuracy"]) == (1.0, 1.0)
     assert rows[-1]["eval/margin"] > 2
     assert 0 < rows[-1]["eval/calibration_error"] < 0.1
+    assert [row["step"] for row in rows if "eval/loss" in row] == [2, 4, 6, 8, 10, 12]
+    assert rows[-1]["eval/loss"] < 0.3 < rows[1]["eval/loss"] < 1
 
 
 @pytest.mark.slow
@@ -188,7 +192,7 @@ def test_transformers_and_the_reward_role_give_the_scores_that_it_was_measured_b
 def test_it_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_job(tmp_path, eval_dataset="held_out.jsonl")
+    make_job(tmp_path, eval_dataset="held_out.jsonl", eval_steps=2)
     step, taken = RmTrainer.train_step, []
 
     def stopped(self: RmTrainer, *given: Any) -> dict[str, float]:
@@ -210,12 +214,17 @@ def test_it_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
 @pytest.mark.slow
 @pytest.mark.full  # test_sft and test_dpo have two ranks
 def test_three_ranks_do_what_one_does(trained: Path, tmp_path: Path) -> None:
-    make_job(tmp_path, eval_dataset="held_out.jsonl")
+    make_job(tmp_path, eval_dataset="held_out.jsonl", eval_steps=2)
     more = (f"--actor.model_name_or_path={trained / 'model'}", "--rm.max_steps=3", "--ds.zero_stage=3")
-    finished(start(tmp_path, *more, ranks=3))
+    script = tmp_path / "slurm-rlhf"
+    script.write_text(f"import atexit\natexit.register(print, 'teardown')\n{script.read_text()}")
+    done = start(tmp_path, *more, ranks=3)
+    finished(done)
+    assert "teardown" not in done.stdout, "threads of gloo abort it, if they still let go of a tensor"
     for one, three in zip(metrics(trained)[:2], metrics(tmp_path)[:2], strict=True):
         assert one.keys() == three.keys()
-        assert all(three[name] == pytest.approx(one[name], rel=1e-6, abs=1e-6) for name in one if name != "lr")
+        same = [name for name in one if name != "lr" and not name.startswith("eval/")]  # behind updates of another rate
+        assert all(three[name] == pytest.approx(one[name], rel=1e-6, abs=1e-6) for name in same)
 
 
 @pytest.mark.slow
@@ -229,12 +238,20 @@ def test_kto_learns_from_answers_alone(tmp_path: Path) -> None:
         for good in (bool((a + b) % 2),)
     ]
     written(tmp_path, rows, "judged.jsonl")
-    finished(start(tmp_path, command="dpo"))
+    held_out = ("--dpo.eval_dataset=judged.jsonl", "--dpo.eval_steps=4")
+    finished(start(tmp_path, *held_out, command="dpo"))
     one = metrics(tmp_path)
+    measured = [row for row in one if "eval/loss" in row]
+    assert [row["step"] for row in measured] == [4, 8, 12]
+    assert measured[-1]["eval/loss"] < measured[0]["eval/loss"] < 0.5
+    assert (measured[-1]["eval/preferred"], measured[-1]["eval/kto_kl"]) == (
+        1.0,
+        pytest.approx(one[-1]["kto_kl"], abs=9),
+    )
     assert (one[0]["loss"], one[0]["kto_kl"]) == (pytest.approx(0.5, abs=1e-5), pytest.approx(0, abs=1e-5))
     assert one[-1]["loss"] < 0.45
     assert one[-1]["preferred"] == 1.0
-    finished(start(tmp_path, "--dpo.output_dir=three", command="dpo", ranks=3))
+    finished(start(tmp_path, *held_out, "--dpo.output_dir=three", command="dpo", ranks=3))
     (tmp_path / "out.run").rename(tmp_path / "one.run")
     (tmp_path / "three.run").rename(tmp_path / "out.run")
     for alone, three in zip(one, metrics(tmp_path), strict=True):
@@ -261,6 +278,9 @@ def test_check_sees_what_is_wrong_before_anything_is_loaded(tmp_path: Path) -> N
     config = checked(tmp_path)
     config.rm.eval_dataset = str(tmp_path / "none.jsonl")
     with pytest.raises(ConfigError, match=r"rm\.eval_dataset: "):
+        check_stage(config, "rm")
+    config.rm.eval_dataset, config.rm.eval_steps = "", 3
+    with pytest.raises(ConfigError, match=r"rm\.eval_steps needs rm\.eval_dataset: set it"):
         check_stage(config, "rm")
     with pytest.raises(ConfigError, match=r"dpo\.undesirable_weight = 2 has no effect with dpo\.loss_type = dpo"):
         check_stage(checked(tmp_path, undesirable_weight=2.0), "dpo")

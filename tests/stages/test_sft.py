@@ -57,9 +57,13 @@ def make_job(tmp_path: Path) -> Path:
     rows = [{"input": f"{a}+{b}=", "output": str(a + b)} for a in range(10) for b in range(10)]
     rows.append({"input": "1" * 60, "output": "too long"})
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::7]))
     config: dict[str, dict[str, Any]] = {
         "actor": {"model_name_or_path": "model", "lr_warmup_ratio": 0.1},
-        "sft": {"dataset": "sums.jsonl", "output_dir": "out", "batch_size": 20, "max_epochs": 8, "learning_rate": 3e-3},
+        "sft": {
+            **{"dataset": "sums.jsonl", "output_dir": "out", "batch_size": 20, "max_epochs": 8},
+            **{"learning_rate": 3e-3, "eval_dataset": "held_out.jsonl", "eval_steps": 5},
+        },
         "data": {"max_len": 32},
         "ds": {"param_dtype": "fp32"},
         "train": {"max_tokens_per_gpu": 100},
@@ -128,13 +132,16 @@ def test_metrics_and_log_are_beside_the_model(trained: tuple[Path, str]) -> None
     alone = losses(printed)
     assert sorted(alone) == list(range(1, 41))
     assert 0 < alone[40] < 0.6 * alone[1]
-    left = ["job.toml", "model", "out", "out.run", "slurm-rlhf", "sums.jsonl"]
+    left = ["held_out.jsonl", "job.toml", "model", "out", "out.run", "slurm-rlhf", "sums.jsonl"]
     assert sorted(path.name for path in job.iterdir()) == left
     assert sorted(path.name for path in (job / "out.run").iterdir()) == ["config.toml", "metrics.jsonl", "sft.log"]
     assert losses((job / "out.run" / "sft.log").read_text()) == alone
     measured = metrics(job / "out.run")
     assert [row["step"] for row in measured] == list(range(1, 41))
     assert {step: round(row["loss"], 4) for step, row in enumerate(measured, start=1)} == alone
+    held_out = {row["step"]: row["eval/loss"] for row in measured if "eval/loss" in row}
+    assert [*held_out] == [5, 10, 15, 20, 25, 30, 35, 40]
+    assert 0 < held_out[40] < 0.6 * held_out[5]
     assert all(row["lr"] > 0 and row["grad_norm"] > 0 and row["tokens"] > 20 for row in measured)
 
 
