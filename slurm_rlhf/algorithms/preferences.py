@@ -40,8 +40,8 @@ Loss = Callable[[Pairs, float, float, float], "Tensor"]
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """Compute -log(sigmoid(-x)) = log(1 + exp(x)) without overflow."""
-    return x.clamp(min=0) + (-x.abs()).exp().log1p()
+    """Compute -log(sigmoid(-x)) = log(1 + exp(x)) without overflow, also its slope at 0, where every DPO begins."""
+    return x.logaddexp(x.new_zeros(()))
 
 
 def _smoothed(logit: Tensor, smoothing: float) -> Tensor:

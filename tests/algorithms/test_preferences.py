@@ -75,6 +75,22 @@ def test_large_margins_overflow_nowhere() -> None:
     assert chosen.grad.tolist() == [0.0, -1.0]
 
 
+@pytest.mark.parametrize("loss", ["dpo", "simpo", "orpo", "bradley_terry"])
+def test_the_slope_is_half_where_both_answers_are_alike(loss: str) -> None:
+    """DPO begins there: the policy is its own reference, and their log-probs are often equal bit for bit."""
+    half, ones = torch.full((2,), -0.5), torch.ones(2)
+    chosen = half.clone().requires_grad_()
+    if loss == "bradley_terry":
+        found = bradley_terry(chosen, half, torch.zeros(2))
+    else:
+        found = LOSSES[loss](Pairs(chosen, half, half, half, ones, ones), 1.0, 0.0, 0.0)
+    found.sum().backward()
+    assert chosen.grad is not None
+    # of ORPO: the cross-entropy, and half of the slope of log(p / (1 - p))
+    wanted = -1 - 0.5 / (1 - math.exp(-0.5)) if loss == "orpo" else -0.5
+    np.testing.assert_allclose(chosen.grad.numpy(), [wanted] * 2, rtol=1e-6)
+
+
 def slopes(of: Callable[[list[float]], list[float]], at: list[float]) -> list[float]:
     """Take the central differences of the sum of `of`, for each number."""
     found = []
