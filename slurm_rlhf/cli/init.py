@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from string import Template
 
-from slurm_rlhf.cli.commands import Arguments, commands, number, unknown
+from slurm_rlhf.cli.commands import Arguments, commands, filled, number, unknown
 from slurm_rlhf.cluster.resources import Partition, ask_modules, ask_partitions, best, proposed
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
@@ -41,7 +40,7 @@ def toml(start: NewRun) -> str:
     """Write the configuration: GRPO, with all roles in turns on all GPUs, for any number of GPUs."""
     colocated = start.gpus > 0
     prompts = math.ceil(64 / start.slots) * start.slots  # at least 64, and divisible by the number of ranks
-    return _filled(
+    return filled(
         "run.toml",
         name=start.name,
         model=start.model,
@@ -61,7 +60,7 @@ def toml(start: NewRun) -> str:
 
 def reward() -> str:
     """Write a reward function that works: 1 for a response that contains the label."""
-    return _filled("reward.py.txt")
+    return filled("reward.py.txt")
 
 
 def script(start: NewRun) -> str:
@@ -83,17 +82,12 @@ def script(start: NewRun) -> str:
     }
     lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in headers.items() if value != ""]
     modules = _MODULES.format(" ".join(start.modules)) if start.modules else ""
-    return _filled("job.sh.txt", headers="\n".join(lines), modules=modules, name=start.name)
+    return filled("job.sh.txt", headers="\n".join(lines), modules=modules, name=start.name)
 
 
 _MODULES = """# Modules of this cluster that you may need (`module avail`); wheels of torch and vLLM contain CUDA:
 # module load {}
 """
-
-
-def _filled(template: str, **values: object) -> str:
-    text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
-    return Template(text).substitute(values)
 
 
 Ask = Callable[[str, str], str]

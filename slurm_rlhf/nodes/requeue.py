@@ -21,6 +21,7 @@ from slurm_rlhf.cluster.slurm_job import command
 from slurm_rlhf.cluster.stop import Arrangement, Continuation, immune, termination
 from slurm_rlhf.config.schema import Slurm
 from slurm_rlhf.nodes.environment import GPU_VARIABLES
+from slurm_rlhf.nodes.srun import SLURM_OPTIONS
 from slurm_rlhf.wire import timeouts
 
 _AGAIN_S = 10.0
@@ -199,40 +200,6 @@ def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) 
     return ChainContinuation(here, slurm) if settings.chain else here
 
 
-OPTION_OF_FIELD = {
-    "JobName": "--job-name",
-    "Partition": "--partition",
-    "Account": "--account",
-    "QOS": "--qos",
-    "Reservation": "--reservation",
-    "TimeLimit": "--time",
-    "NumNodes": "--nodes",
-    "MinMemoryNode": "--mem",
-    "MinMemoryCPU": "--mem-per-cpu",
-    "ReqNodeList": "--nodelist",
-    "ExcNodeList": "--exclude",
-    "Features": "--constraint",
-    "Licenses": "--licenses",
-    "Comment": "--comment",
-    "MailUser": "--mail-user",
-    "MailType": "--mail-type",
-    "WorkDir": "--chdir",
-}
-"""Field of `scontrol show job` -> option of sbatch."""
-
-OPTION_OF_VARIABLE = {
-    "SLURM_NTASKS": "--ntasks",
-    "SLURM_NTASKS_PER_NODE": "--ntasks-per-node",
-    "SLURM_CPUS_PER_TASK": "--cpus-per-task",
-    "SLURM_GPUS": "--gpus",
-    "SLURM_GPUS_PER_NODE": "--gpus-per-node",
-    "SLURM_GPUS_PER_TASK": "--gpus-per-task",
-    "SLURM_MEM_PER_GPU": "--mem-per-gpu",
-    "SLURM_EXPORT_ENV": "--export",
-    "SLURM_ARRAY_TASK_ID": "--array",
-}
-"""Variable of the batch script -> option. Slurm sets it only if the option was given."""
-
 _OVERSUBSCRIBE = {"NO": "--exclusive", "USER": "--exclusive=user", "YES": "--oversubscribe"}
 _EMPTY = {"", "(null)", "N/A"}
 _GPU = re.compile(r"gres[:/]gpu\b")
@@ -252,8 +219,9 @@ def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> Su
 
     `environ` of its batch step; `argv`: the words that the script gave to this program.
     """
-    options = [f"{option}={value}" for field, option in OPTION_OF_FIELD.items() if (value := _field(shown, field))]
-    options += [f"{option}={environ[name]}" for name, option in OPTION_OF_VARIABLE.items() if environ.get(name)]
+    fields = SLURM_OPTIONS["fields"].items()
+    options = [f"{option}={value}" for field, option in fields if (value := _field(shown, field))]
+    options += [f"{option}={environ[name]}" for name, option in SLURM_OPTIONS["variables"].items() if environ.get(name)]
     options += _resources(shown, environ) + _files(shown)
     if sharing := _OVERSUBSCRIBE.get(_field(shown, "OverSubscribe")):
         options.append(sharing)
