@@ -20,7 +20,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, PlacementError, RemoteError, RoleDied
 from slurm_rlhf.groups.restarts import Loss, next_place
 from slurm_rlhf.groups.state import Unit
-from slurm_rlhf.nodes.engine_launcher import EngineLauncher
+from slurm_rlhf.nodes.launcher import EngineLauncher
 from slurm_rlhf.observe.run_log import ENGINE_JOINED, ENGINE_LOST
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import EngineCalls

@@ -20,8 +20,7 @@ from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Standstills, StartLogs
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.groups.silence import Silence, conductor_stood_still
 from slurm_rlhf.groups.state import Unit
-from slurm_rlhf.nodes.engine_launcher import EngineEnds, Environment
-from slurm_rlhf.nodes.launcher import Launcher, names_in
+from slurm_rlhf.nodes.launcher import EngineEnds, Environment, Launcher, names_in
 from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until

@@ -210,7 +210,7 @@ class Agent:
         if self._temporary is not None:
             self._temporary.remove()
         if self._spec and self._ranks and deserted:
-            await_end(self._spec, self._ranks, self._node, f"tcp://{self._orders.address}:{self._orders.port}")
+            await_end(self._spec, self._ranks, self._node, (self._orders.address, self._orders.port))
 
     def _kill(self, roles: Collection[str]) -> None:
         """End every process of `roles` by force, and wait for it; that they ended is no news."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_rlhf.nodes import file_checks, network_checks, node_checks, speed_checks
+from slurm_rlhf.nodes import network_checks, node_checks
 from slurm_rlhf.nodes.collect import collect
 from slurm_rlhf.nodes.facts import FACTS_LINE, Introduction, NodeFacts, Orders
 from slurm_rlhf.nodes.groups import Outcome, links, role_groups
@@ -233,10 +233,10 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
             node_checks.packages(facts, seen.versions),
         ]
     checks += [
-        file_checks.run_directory(facts, needs, seen.token),
-        file_checks.places(facts),
-        file_checks.space(facts, needs),
-        file_checks.locks(needs),
+        node_checks.run_directory(facts, needs, seen.token),
+        node_checks.places(facts),
+        node_checks.space(facts, needs),
+        node_checks.locks(needs),
         node_checks.shared_memory(facts, needs),
         node_checks.limits(facts, needs),
         node_checks.gpus(facts, needs),
@@ -248,6 +248,6 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
         return (*checks, Check("links and groups", f"not measured: {seen.unmeasured}"))
     return (
         *checks,
-        speed_checks.links(seen.links, {node: each.link_mbits for node, each in facts.items()}),
-        speed_checks.groups(seen.groups),
+        network_checks.links(seen.links, {node: each.link_mbits for node, each in facts.items()}),
+        network_checks.groups(seen.groups),
     )

@@ -1,20 +1,26 @@
 """Define what a launcher does: the seam between the conductor and the processes of the roles.
 
-There are two: `nodes.agent_launcher` (srun steps, or one machine) and `nodes.mpi.launcher` (MPI ranks).
+There are two: `nodes.agent_launcher` (srun steps, or one machine) and `nodes.mpi.launcher` (MPI ranks). Only the first
+starts an engine again: a rank that is gone is missing in COMM_WORLD.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from slurm_rlhf.cluster.processes import KILLED
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.nodes.engine_launcher import EngineLauncher
 from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.wire import timeouts
+
+Environment = Mapping[str, Mapping[str, str]]
+"""Node -> variables of its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,41 @@ def names_in(nodes: str) -> list[str]:
         return expand(nodes)
     except PlacementError:
         return [nodes]
+
+
+class EngineLauncher(Protocol):
+    """Starts the engines of one rank map. Made by the command line, used by the thread that leads the job.
+
+    An engine ends when one of its ranks does: the others are ended with it, and no other engine is.
+    """
+
+    unfit: Mapping[str, str]
+    """Node -> why no engine is to start there, though it is one of `spares`."""
+
+    @property
+    def spares(self) -> list[str]:
+        """List the nodes without ranks, on which an engine can start that has lost its own."""
+
+    def start(self, arguments: list[str], environment: Environment) -> None:
+        """Start all engines, whose ranks get `arguments`; it does not wait for them. Called once."""
+
+    def ended(self) -> list[tuple[int, str]]:
+        """Return (engine, how) of the engines that ended since the last call, but by `end`. Does not block."""
+
+    def end(self, engine: int) -> None:
+        """End what is left of an engine, by force; returns at once."""
+
+    def gone(self, engine: int) -> bool:
+        """Tell whether no process of an engine is left, as far as its node says."""
+
+    def start_again(self, engine: int, node: str) -> None:
+        """Start an engine that is gone, on its own node or one of `spares`; it does not wait for it.
+
+        Its processes end with the thread that calls this.
+        """
+
+    def stop(self, done: bool, grace_s: float) -> None:
+        """End every engine and wait until it is gone; `done`: all are leaving, and get `grace_s` seconds for it."""
 
 
 class Launcher(Protocol):
@@ -55,7 +96,7 @@ class Launcher(Protocol):
         None: there are none, or they are started like any other role and none can start again.
         """
 
-    def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
+    def start(self, role: str, arguments: list[str], environment: Environment) -> None:
         """Start `role` on all its nodes, with the variables of `environment[node]`.
 
         The conductor calls it from its main thread, once for each role, and again after `end`; it does not wait for
@@ -90,3 +131,23 @@ class Launcher(Protocol):
 
         done: the ranks said that they have closed what they hold, and are leaving.
         """
+
+
+class EngineEnds:
+    """Collects how engines ended: their launcher knows of signals, a rank that is left only that another is gone."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, tuple[float, str]] = {}
+
+    def said(self, engine: int, why: str) -> None:
+        """Note what a rank says ended its engine, whose processes end within the second. For any thread."""
+        self._said.setdefault(engine, (time.monotonic(), why))
+
+    def news(self, ended: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Return (engine, why): what the launcher has `ended`, and what a rank said where that has not come in time."""
+        found = []
+        for engine, how in ended:
+            _, why = self._said.pop(engine, (0.0, how))
+            found.append((engine, how if KILLED in how else why))
+        due = [engine for engine, (at, _) in list(self._said.items()) if time.monotonic() > at + timeouts.ENGINE_END_S]
+        return found + [(engine, self._said.pop(engine)[1]) for engine in due]

@@ -73,11 +73,10 @@ def last_words(run_dir: Path, job: Job) -> str:
     return ""
 
 
-def answers(endpoint: str) -> bool:
-    """Tell whether somebody listens at `tcp://host:port`. Blocks for 3 s at most."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+def answers(endpoint: tuple[str, int]) -> bool:
+    """Tell whether somebody listens at this address and port. Blocks for 3 s at most."""
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeouts.CONNECT_S).close()
+        socket.create_connection(endpoint, timeouts.CONNECT_S).close()
     except OSError:
         return False
     return True
@@ -93,7 +92,7 @@ class Heir:
     node: str
     place: int
     run_dir: Path
-    endpoint: str  # address of the conductor
+    endpoint: tuple[str, int]  # address and port of the conductor
     chain: bool = False
     _since: float | None = field(default=None, init=False)  # when it was seen headless
     _claimed: bool = field(default=False, init=False)
@@ -154,7 +153,7 @@ class Heir:
             write_atomically(mark(self.run_dir, self.job, self.restarts), f"{text}\n")
 
 
-def await_end(spec: StepSpec, ranks: RankMap, node: str, endpoint: str) -> None:
+def await_end(spec: StepSpec, ranks: RankMap, node: str, endpoint: tuple[str, int]) -> None:
     """Wait for the end of a job whose conductor, at `endpoint`, is gone, and see to it; this process ends with it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # scancel ends it at once, and it requeues no cancelled job
     slurm = read_slurm(os.environ)

@@ -112,9 +112,8 @@ class SlurmContinuation(Continuation):
 
     def _follower(self) -> str:
         """Return the successor that an earlier sbatch has submitted without having an answer in time, if any."""
-        words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
-        jobs = [line.partition(" ") for line in command([*words, "-o", "%i %E"]).stdout.splitlines()]
-        return next((job for job, _, after in jobs if after.startswith(f"afterany:{self._job}")), "")
+        waiting = _waiting(self._slurm.job_name)
+        return next((job for job, _, after in waiting if after.startswith(f"afterany:{self._job}")), "")
 
     def _script(self, path: str, text: str) -> str:
         """Return `path` if it still is the script of this job, else a copy of what Slurm has kept."""
@@ -159,9 +158,7 @@ class ChainContinuation(Continuation):
 
         Other experiments may have the same name: they train in another run directory, and so have other arguments.
         """
-        words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
-        lines = command([*words, "-o", "%i %E"]).stdout.splitlines()
-        waiting = [line.partition(" ")[0] for line in lines if "singleton" in line]
+        waiting = [job for job, _, after in _waiting(self._slurm.job_name) if "singleton" in after]
         own, *others = map(_what, (str(self._slurm.job_id), *waiting))
         return [job for job, what in zip(waiting, others, strict=True) if what == own and all(own)]
 
@@ -176,6 +173,12 @@ class ParentContinuation(Continuation):
     def go_on(self) -> Arrangement:
         os.kill(self._parent, self._number)
         return Arrangement("the job is requeued by the process that submitit started", True)
+
+
+def _waiting(name: str) -> list[tuple[str, str, str]]:
+    """List (job, a blank, its dependency) of this user's pending jobs of this name."""
+    words = ["squeue", "-h", "-t", "PENDING", f"--name={name}", f"--user={os.getuid()}", "-o", "%i %E"]
+    return [line.partition(" ") for line in command(words).stdout.splitlines()]
 
 
 def _is_away(told: str) -> bool:
