@@ -26,6 +26,7 @@ from slurm_rlhf.config.model_directory import (
     read_config,
     uncompared,
 )
+from slurm_rlhf.config.ranges import URLS
 from slurm_rlhf.config.reward_sources import part_problems, preset, settings_of
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, has_reward, has_teacher, running_roles
 from slurm_rlhf.config.rules import (
@@ -286,11 +287,11 @@ def _reward_file(config: Config) -> Iterator[str]:
 
 def _file_or_servers(key: str, value: str, what: str) -> Iterator[str]:
     """Check the file or the servers that a key names, if it names any."""
-    if not value.startswith(("http://", "https://")):
+    if not value.startswith(URLS):
         yield from _file(key, value, what) if value else ()
         return
     for url in value.split(","):
-        if not url.strip().startswith(("http://", "https://")):
+        if not url.strip().startswith(URLS):
             yield f"{key}: {url.strip()!r} is no http:// or https:// address, as the first one is"
 
 

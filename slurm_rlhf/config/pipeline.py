@@ -138,14 +138,14 @@ def read_pipeline(file: Path) -> Pipeline:
     root = Path(os.path.abspath(file.parent / Path(table.get("run_dir") or f"runs/{file.stem}").expanduser()))
     stages: dict[str, PipelineStage] = {}
     for number, row in enumerate(table["stage"], 1):
-        stage = _stage(f"{file}: stage {number}", row, root, file.parent, stages)
-        stages[stage.name] = PipelineStage(
-            stage.name, stage.command, stage.files, stage.words, stage.directory, table.get("sbatch", []) + stage.sbatch
-        )
+        stage = _stage(f"{file}: stage {number}", row, root, file.parent, stages, table.get("sbatch", []))
+        stages[stage.name] = stage
     return Pipeline(file, root, list(stages.values()), table.get("setup", []))
 
 
-def _stage(where: str, row: Any, root: Path, base: Path, earlier: dict[str, PipelineStage]) -> PipelineStage:
+def _stage(
+    where: str, row: Any, root: Path, base: Path, earlier: dict[str, PipelineStage], sbatch: list[str]
+) -> PipelineStage:
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: a stage is a table: write [[stage]]")
     _check(where, row, _STAGE)
@@ -164,7 +164,7 @@ def _stage(where: str, row: Any, root: Path, base: Path, earlier: dict[str, Pipe
                 raise ConfigError(f"{where}: {key} = {text!r}: no stage before it is called {reference!r} ({known})")
         words.append(f"--{key}={_REFERENCE.sub(lambda found: models[found[1]], text)}")
     files = [base / Path(each).expanduser() for each in row.get("files", [])]
-    stage = PipelineStage(name, command, files, words, root / name, row.get("sbatch", []))
+    stage = PipelineStage(name, command, files, words, root / name, sbatch + row.get("sbatch", []))
     taken = {word.partition("=")[0] for word in stage.output} & {word.partition("=")[0] for word in words}
     if taken:
         raise ConfigError(f"{where}: {min(taken)[2:]}: the pipeline says where its stages write: leave it out")

@@ -10,12 +10,22 @@ import tomllib
 from collections.abc import Callable, Collection
 from typing import Any
 
-from slurm_rlhf.config.evaluation import entry_table, read_entry
-from slurm_rlhf.config.keys import DATA_SETS, PARTS, VALUES, Key, all_keys, documentation, get, key_of, meaning
-from slurm_rlhf.config.reward_sources import part_table, read_part
+from slurm_rlhf.config.keys import (
+    ENTRIES,
+    VALUES,
+    Key,
+    all_keys,
+    documentation,
+    entry_keys,
+    entry_table,
+    get,
+    key_of,
+    meaning,
+)
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.config.schema_models import RewardPart
+from slurm_rlhf.errors import meant
 
 
 class BadValue(ValueError):
@@ -35,10 +45,8 @@ def from_toml(key: Key, value: Any) -> Any:
     if key.kind.startswith("list["):
         if not isinstance(value, list):
             raise BadValue(key, value)
-        if key.kind == DATA_SETS:
-            return [_entry_from_toml(key, each) for each in value]
-        if key.kind == PARTS:
-            return [_part_from_toml(key, each) for each in value]
+        if key.kind in ENTRIES:
+            return [_read_entry(key, each) for each in value]
         item = Key(key.name, key.kind[len("list[") : -1], None)
         try:
             return [from_toml(item, each) for each in value]
@@ -57,18 +65,24 @@ def from_toml(key: Key, value: Any) -> Any:
     return value
 
 
-def _entry_from_toml(key: Key, value: Any) -> EvalDataSet:
-    entry = read_entry(key, value, from_toml)
-    if isinstance(entry, str):
-        raise BadValue(key, value, entry)
-    return entry
-
-
-def _part_from_toml(key: Key, value: Any) -> RewardPart:
-    part = read_part(key.name, value)
-    if isinstance(part, str):
-        raise BadValue(key, value, part)
-    return part
+def _read_entry(key: Key, value: Any) -> EvalDataSet | RewardPart:
+    """Read a table of the list `key`; a data set may be its path alone. Raises BadValue."""
+    entry = ENTRIES[key.kind]
+    if isinstance(value, entry):
+        return value
+    if isinstance(value, str) and entry is EvalDataSet:
+        value = {"path": value}
+    if not isinstance(value, dict):
+        raise BadValue(key, value, f"{key.name} takes {key.expected}, got an entry {value!r}")
+    known = entry_keys(key)
+    for name in value:
+        if name not in known:
+            near = f"an entry has no {name!r}{meant(name, known)} (valid: {', '.join(known)})"
+            raise BadValue(key, value, f"{key.name}: {near}")
+    found = entry(**{name: from_toml(known[name], inner) for name, inner in value.items()})
+    if found.problem:
+        raise BadValue(key, value, f"{key.name}: {found.problem}")
+    return found
 
 
 _PLAIN = re.compile(r"\[[\w ,./-]*\]")
@@ -230,8 +244,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, EvalDataSet | RewardPart):
-        table = part_table(value) if isinstance(value, RewardPart) else entry_table(value)
-        inner = ", ".join(f"{name} = {toml_value(each)}" for name, each in table.items())
+        inner = ", ".join(f"{name} = {toml_value(each)}" for name, each in entry_table(value).items())
         return f"{{ {inner} }}"
     return repr(value)
 
