@@ -58,11 +58,6 @@ def toml(start: NewRun) -> str:
     )
 
 
-def reward() -> str:
-    """Write a reward function that works: 1 for a response that contains the label."""
-    return filled("reward.py.txt")
-
-
 def script(start: NewRun) -> str:
     """Write the batch script of a job that saves and requeues itself before its time is up."""
     headers = {
@@ -108,7 +103,7 @@ def write_files(arguments: Arguments) -> int:
     start = choose(names[0], given, partitions, _question if asked else _default)
     if partitions:
         start = replace(start, modules=tuple(proposed(ask_modules())))
-    files = {f"{start.name}.toml": toml(start), f"{start.name}_reward.py": reward()}
+    files = {f"{start.name}.toml": toml(start), f"{start.name}_reward.py": filled("reward.py.txt")}
     if partitions:
         files[f"{start.name}.sh"] = script(start)
     existing = [name for name in files if Path(name).exists()]

@@ -40,17 +40,11 @@ if TYPE_CHECKING:
 NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and the same command resumes it"
 
 
-def train(arguments: Arguments, start: Launched) -> int:
-    """Train; return the exit code of the run on rank 0, and 0 on the other ranks. Raises SlurmRlhfError."""
-    return _together(arguments, start, examine=False)
+def lead_or_follow(arguments: Arguments, start: Launched, examine: bool = False) -> int:
+    """Train, or `examine` the nodes and print the report; return the exit code on rank 0, and 0 on the other ranks.
 
-
-def preflight(arguments: Arguments, start: Launched) -> int:
-    """Examine the nodes, and print the report on rank 0; return the exit codes as `train`."""
-    return _together(arguments, start, examine=True)
-
-
-def _together(arguments: Arguments, start: Launched, examine: bool) -> int:
+    Raises SlurmRlhfError.
+    """
     try:
         world = Communicator(start)
     except SlurmRlhfError as error:

@@ -150,14 +150,14 @@ def state_words(job_state: str) -> tuple[str, str]:
     return " and ".join(what for what, _ in known), " ".join(todo for _, todo in known if todo)
 
 
-def reason_words(reason: str, reasons: Mapping[str, str] = REASONS) -> str:
+def reason_words(reason: str) -> str:
     """Explain the reason of a pending job; empty if there is none."""
-    name = reason.replace("_", " ") if reason.replace("_", " ") in reasons else reason.split(",", maxsplit=1)[0]
+    name = reason.replace("_", " ") if reason.replace("_", " ") in REASONS else reason.split(",", maxsplit=1)[0]
     if name in ("", "None"):
         return ""
     if name.startswith(("Assoc", "QOS")):
         return f"{name}: a limit of your account or QOS is reached"
-    return f"{name}: {reasons[name]}" if name in reasons else name
+    return f"{name}: {REASONS[name]}" if name in REASONS else name
 
 
 _NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")

@@ -46,7 +46,7 @@ class Question:
     thorough: bool = False  # measure them even if no run can start anyhow
     inside: bool = False  # the agents run in a container, and this process does not
     job: str = ""
-    started: str = ""
+    started: str = ""  # the program that is to run on the nodes
     equipment: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by node, where its agent cannot know it
     limit_s: float = 60.0
 
@@ -96,7 +96,7 @@ class Examination:
         pairs = links([node for node in asked.nodes if node not in away], slots)
         evidence = replace(evidence, links=talk.measure_links(pairs, asked.ranks.topology, LINKS))
         ranks = self._placed(evidence)
-        away |= {node for node in evidence.nodes if node not in talk.here}
+        away |= {node for node in asked.nodes if node not in talk.here}
         return replace(evidence, groups=talk.measure_groups(role_groups(ranks, away), ranks.topology, GROUPS))
 
     def _evidence(self, talk: Interview, token: str) -> Evidence:
@@ -110,19 +110,10 @@ class Examination:
         mine = dict(asked.versions)
         if asked.inside and facts:
             mine = {**next(iter(facts.values())).versions, "slurm_rlhf": mine.get("slurm_rlhf", MISSING)}
-        return Evidence(
-            asked.nodes,
-            asked.here,
-            f"{asked.here} ({self._agents.address}:{self._agents.server.port})",
-            asked.needs,
-            mine,
-            token,
-            facts,
-            asked.job,
-            "\n".join(line for line in self._agents.said().splitlines() if not line.startswith(FACTS_LINE)),
-            asked.started,
-            unmeasured="" if asked.measure else "preflight = quick",
-        )
+        where = f"{asked.here} ({self._agents.address}:{self._agents.server.port})"
+        said = "\n".join(line for line in self._agents.said().splitlines() if not line.startswith(FACTS_LINE))
+        unmeasured = "" if asked.measure else "preflight = quick"
+        return Evidence(asked, where, mine, token, facts, said, unmeasured=unmeasured)
 
     def _cut_off(self, talk: Interview, evidence: Evidence) -> set[str]:
         """Return the nodes that take no part in measurements: silent, or not to be reached."""
@@ -150,16 +141,8 @@ def look_here(asked: Question, environ: Mapping[str, str]) -> Report:
             "", asked.address, 0, needs.run_dir, 0.0, 0.0, "", str(canary), needs.places, needs.sandbox, True
         )
         facts = collect(orders, asked.here, environ)
-    seen = Evidence(
-        asked.nodes,
-        asked.here,
-        asked.here,
-        asked.needs,
-        asked.versions,
-        token,
-        {asked.here: facts},
-        unmeasured="one machine; `slurm-rlhf preflight` measures",
-    )
+    unmeasured = "one machine; `slurm-rlhf preflight` measures"
+    seen = Evidence(asked, asked.here, asked.versions, token, {asked.here: facts}, unmeasured=unmeasured)
     return Report(asked.nodes, judge(seen), time.monotonic() - begun)
 
 
@@ -200,16 +183,12 @@ def _peers(node: str, asked: Question, met: Mapping[str, Introduction]) -> dict[
 class Evidence:
     """Hold what was asked and what came back."""
 
-    nodes: tuple[str, ...]
-    here: str  # the conductor's node
+    asked: Question
     where: str  # host, address and port of the conductor
-    needs: Needs
     versions: Mapping[str, str]  # package -> version in the conductor
     token: str  # in the canary
     facts: Mapping[str, NodeFacts]
-    job: str = ""
     said: str = ""  # words of the launcher
-    started: str = ""  # the program that was to run on the nodes
     links: Sequence[Outcome] = ()
     groups: Sequence[Outcome] = ()
     unmeasured: str = ""  # why there are no links and groups
@@ -217,18 +196,17 @@ class Evidence:
 
 def judge(seen: Evidence) -> tuple[Check, ...]:
     """Return all checks. Those of the network need several nodes."""
-    facts, needs = seen.facts, seen.needs
-    several = len(seen.nodes) > 1
-    checks = [network_checks.answers(facts, seen.nodes, seen.said, seen.started)]
-    if seen.job:
-        checks.append(node_checks.allocation(needs, seen.nodes, seen.job))
+    asked, facts, needs = seen.asked, seen.facts, seen.asked.needs
+    checks = [network_checks.answers(facts, asked.nodes, seen.said, asked.started)]
+    if asked.job:
+        checks.append(node_checks.allocation(needs, asked.nodes, asked.job))
     if not facts:
         return tuple(checks)  # nothing is known of anything else
-    if several:
+    if len(asked.nodes) > 1:
         checks += [
             network_checks.names(facts),
             network_checks.conductor(facts, seen.where),
-            network_checks.interfaces(facts, seen.here),
+            network_checks.interfaces(facts, asked.here),
             network_checks.clocks(facts),
             node_checks.packages(facts, seen.versions),
         ]

@@ -75,9 +75,7 @@ def corrected(config: dict[str, Any]) -> bool:
 def short(sample: Sample) -> dict[str, Any]:
     """Return a sample for the page: with rounded numbers and shortened texts."""
     found = asdict(sample)
-    for name in ("prompt", "response"):
-        text = found[name]
-        found[name] = cut(text, CHARACTERS)
+    found |= {name: cut(found[name], CHARACTERS) for name in ("prompt", "response")}
     count = tokens_within(sample.tokens, CHARACTERS)
     found["tokens"] = sample.tokens[:count]
     for name in ("logprobs", "actor_logprobs"):
