@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.cli.commands import Arguments, commands, filled, number, unknown
@@ -42,13 +42,9 @@ def toml(start: NewRun) -> str:
     prompts = math.ceil(64 / start.slots) * start.slots  # at least 64, and divisible by the number of ranks
     return filled(
         "run.toml",
-        name=start.name,
-        model=start.model,
-        prompts=start.prompts,
-        nodes=start.nodes,
+        **asdict(start),
         gpus_per_node=max(start.gpus, 1),
         engines=start.slots // start.tensor_parallel_size,
-        tensor_parallel_size=start.tensor_parallel_size,
         share_of_memory="gpu_memory_utilization = 0.5  # the trainer needs the rest\n" if colocated else "",
         batch=prompts,
         zero_stage=3 if start.slots > 1 else 2,

@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import convert
+
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.cli.plan import check_memory, print_resolved
@@ -26,7 +28,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SlurmRlhfError, printable
 from slurm_rlhf.nodes.accelerators import seen_by_processes
-from slurm_rlhf.nodes.examination import Examination
+from slurm_rlhf.nodes.examination import examine_nodes
 from slurm_rlhf.nodes.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.nodes.mpi.communicator import Communicator
 from slurm_rlhf.nodes.node_look import equipment
@@ -65,7 +67,7 @@ def _first(
     try:
         config = load_config(arguments.files, arguments.overrides)
         check(config)
-        placed = place_processes(config, [_process(fields) for fields in seen], start)
+        placed = place_processes(config, convert(seen, list[Process]), start)
         if not examine:
             config = check_memory(config, placed.ranks)
     except SlurmRlhfError as error:
@@ -121,10 +123,6 @@ def _other(world: Communicator) -> int:
     return 0
 
 
-def _process(fields: dict[str, Any]) -> Process:
-    return Process(fields["node"], tuple(fields["cpus"]), tuple(fields["gpus"]))
-
-
 def run_conductor(orders: int) -> int:
     """Run the conductor in the child of rank 0; `orders`: the file into which those of the agents are written.
 
@@ -163,7 +161,8 @@ def _examine(
         thorough=full,
         measure=full or (config.preflight != QUICK and len(nodes) > 1),
     )
-    return Examination(asked, agents).run().report
+    report, _ = examine_nodes(asked, agents)
+    return report
 
 
 if __name__ == "__main__":

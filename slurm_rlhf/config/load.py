@@ -65,7 +65,7 @@ def load_config(path: Path | str | Sequence[Path | str] | None, overrides: Seque
     problems: list[str] = []
     files = [Path(file) for file in ([] if path is None else [path] if isinstance(path, Path | str) else path)]
     for file in files:
-        _apply_table(_Source(config, problems, str(file), file.parent), _read(file), "")
+        _apply_table(_Source(config, problems, str(file), file.parent), read_toml(file), "")
     _apply_overrides(_Source(config, problems, COMMAND_LINE, Path.cwd(), "--"), list(overrides))
     if problems:
         raise ConfigError(joined(problems))
@@ -97,11 +97,12 @@ def joined(problems: list[str]) -> str:
     return "\n  - ".join([f"{len(problems)} problems in the configuration:", *problems])
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_toml(file: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises ConfigError."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors put a byte order mark first
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file (a TOML file with the run's keys is needed)") from None
+        raise ConfigError(f"{file}: no such file (a TOML file with the keys is needed)") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

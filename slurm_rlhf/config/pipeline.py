@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.keys import Key, all_keys, get
-from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.load import load_config, read_toml
 from slurm_rlhf.config.model_contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_stages import STAGES
@@ -128,10 +127,7 @@ class Pipeline:
 def read_pipeline(file: Path) -> Pipeline:
     """Read a pipeline. Relative paths start at the directory of the file. Raises ConfigError."""
     file = file.absolute()
-    try:
-        table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: no pipeline that can be read: {error}") from None
+    table = read_toml(file)
     _check(str(file), table, _TOP)
     if not table.get("stage"):
         raise ConfigError(f"{file}: it has no stage: write [[stage]] with name, command and files")

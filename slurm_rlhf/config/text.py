@@ -60,7 +60,7 @@ def from_toml(key: Key, value: Any) -> Any:
         value = float(value)
         if not math.isfinite(value):
             raise BadValue(key, value)
-    if isinstance(value, str) and (not _is_unicode(value) or (key.choices and value not in key.choices)):
+    if isinstance(value, str) and (_SURROGATE.search(value) or (key.choices and value not in key.choices)):
         raise BadValue(key, value)
     return value
 
@@ -85,6 +85,8 @@ def _read_entry(key: Key, value: Any) -> EvalDataSet | RewardPart:
     return found
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What no TOML file can hold: bytes of the command line that are not UTF-8 become these."""
 _PLAIN = re.compile(r"\[[\w ,./-]*\]")
 """A list without the quotes that TOML wants, as a shell leaves it."""
 _NAMES = ("logger.use",)
@@ -139,15 +141,6 @@ def _list_from_words(key: Key, words: list[str]) -> list[Any]:
     return list(from_toml(key, values))
 
 
-def _is_unicode(text: str) -> bool:
-    """Tell whether a TOML file could hold `text`: bytes of the command line that are not UTF-8 become surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _shown(value: object) -> str:
     if value is None:
         return "nothing"
@@ -155,7 +148,7 @@ def _shown(value: object) -> str:
         return str(value).lower()
     if isinstance(value, dict):
         return "a table"
-    return ascii(value) if isinstance(value, str) and not _is_unicode(value) else repr(value)
+    return ascii(value) if isinstance(value, str) and _SURROGATE.search(value) else repr(value)
 
 
 def _hint(key: Key, value: object) -> str:

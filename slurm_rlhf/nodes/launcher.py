@@ -7,17 +7,20 @@ starts an engine again: a rank that is gone is missing in COMM_WORLD.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slurm_rlhf.cluster.processes import KILLED
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.wire import timeouts
+
+if TYPE_CHECKING:
+    from slurm_rlhf.nodes.agent_launcher import AgentEngines
+    from slurm_rlhf.nodes.agent_server import AgentServer
 
 Environment = Mapping[str, Mapping[str, str]]
 """Node -> variables of its ranks."""
@@ -41,41 +44,6 @@ def names_in(nodes: str) -> list[str]:
         return [nodes]
 
 
-class EngineLauncher(Protocol):
-    """Starts the engines of one rank map. Made by the command line, used by the thread that leads the job.
-
-    An engine ends when one of its ranks does: the others are ended with it, and no other engine is.
-    """
-
-    unfit: Mapping[str, str]
-    """Node -> why no engine is to start there, though it is one of `spares`."""
-
-    @property
-    def spares(self) -> list[str]:
-        """List the nodes without ranks, on which an engine can start that has lost its own."""
-
-    def start(self, arguments: list[str], environment: Environment) -> None:
-        """Start all engines, whose ranks get `arguments`; it does not wait for them. Called once."""
-
-    def ended(self) -> list[tuple[int, str]]:
-        """Return (engine, how) of the engines that ended since the last call, but by `end`. Does not block."""
-
-    def end(self, engine: int) -> None:
-        """End what is left of an engine, by force; returns at once."""
-
-    def gone(self, engine: int) -> bool:
-        """Tell whether no process of an engine is left, as far as its node says."""
-
-    def start_again(self, engine: int, node: str) -> None:
-        """Start an engine that is gone, on its own node or one of `spares`; it does not wait for it.
-
-        Its processes end with the thread that calls this.
-        """
-
-    def stop(self, done: bool, grace_s: float) -> None:
-        """End every engine and wait until it is gone; `done`: all are leaving, and get `grace_s` seconds for it."""
-
-
 class Launcher(Protocol):
     """Start the roles of one rank map. Created by the command line, used by the conductor's supervisor."""
 
@@ -86,11 +54,15 @@ class Launcher(Protocol):
     """Node of the allocation -> why it is to take over no ranks, though it has none."""
 
     @property
+    def agents(self) -> AgentServer:
+        """Return the agents of the nodes. Any thread may ask them."""
+
+    @property
     def address(self) -> str:
         """Return the address of this process for the run's nodes; loopback if all are this machine."""
 
     @property
-    def engines(self) -> EngineLauncher | None:
+    def engines(self) -> AgentEngines | None:
         """Return what keeps the engines that `start` has started: it, and not `ended`, tells of those that end.
 
         None: there are none, or they are started like any other role and none can start again.
@@ -115,16 +87,6 @@ class Launcher(Protocol):
 
     def stopped(self) -> list[tuple[str, int]]:
         """Return (role, process id) of the torchruns that a signal has stopped, as far as this process sees them."""
-
-    def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
-        """Return what each node sees of the processes `pids[node]`. A node may be missing.
-
-        The watchdog calls it, from its thread, when a run hangs. Blocks for `within_s` at most; raises OSError and
-        RunError.
-        """
-
-    def unheard(self, seconds: float) -> set[str]:
-        """Return the nodes that were heard once, and of which no agent was heard for `seconds`. Does not block."""
 
     def stop(self, done: bool, grace_s: float) -> None:
         """End every process of every role, and wait until they are gone: a little longer than `grace_s`.

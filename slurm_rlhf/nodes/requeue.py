@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -93,10 +92,10 @@ class SlurmContinuation(Continuation):
             return self._refused(why)
         if follower := self._follower():
             return Arrangement(f"requeue is not allowed here ({why}); job {follower} follows this one", True)
-        job = successor(shown.stdout, self._environ, self._argv)
-        script = self._script(job.script, written.stdout)
+        options, script, arguments = successor(shown.stdout, self._environ, self._argv)
+        script = self._script(script, written.stdout)
         submitted = command(
-            ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *job.options, script, *job.arguments],
+            ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *options, script, *arguments],
             env=successor_environment(self._environ),
             cwd=self._slurm.submit_dir,  # SLURM_SUBMIT_DIR of the next job: scripts find their files by it
         )
@@ -208,19 +207,11 @@ _EMPTY = {"", "(null)", "N/A"}
 _GPU = re.compile(r"gres[:/]gpu\b")
 
 
-@dataclass(frozen=True, slots=True)
-class Successor:
-    """Hold the command line of sbatch: options, the script as it was submitted (it may be gone), its arguments."""
+def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Return the command line of sbatch for the job after the one that `scontrol show job` describes in `shown`.
 
-    options: list[str]
-    script: str
-    arguments: list[str]
-
-
-def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> Successor:
-    """Return the job after the one that `scontrol show job` describes in `shown`.
-
-    `environ` of its batch step; `argv`: the words that the script gave to this program.
+    It has options, the script as it was submitted (it may be gone), and its arguments. `environ`: the variables of its
+    batch step; `argv`: the words that the script gave to this program.
     """
     fields = SLURM_OPTIONS["fields"].items()
     options = [f"{option}={value}" for field, option in fields if (value := _field(shown, field))]
@@ -230,7 +221,7 @@ def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> Su
         options.append(sharing)
     if _field(shown, "Requeue") == "0":
         options.append("--no-requeue")
-    return Successor(options, *split_command(_line(shown, "Command"), argv))
+    return (options, *split_command(_line(shown, "Command"), argv))
 
 
 def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
+from slurm_rlhf.cluster.network import unreachable
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS
 from slurm_rlhf.cluster.slurm_job import Job
 from slurm_rlhf.nodes import orphan
 from slurm_rlhf.nodes.children import EngineRanks
-from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Heir, answers, decide, heirs, mark
+from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Heir, decide, heirs, mark
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -66,8 +67,8 @@ def test_what_is_done(job: Job | None, expected: str) -> None:
 
 def test_a_conductor_answers_where_somebody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert answers(server.getsockname())
-    assert not answers(NOBODY)
+        assert not unreachable(*server.getsockname())
+    assert unreachable(*NOBODY)
 
 
 class Slurm:

@@ -68,7 +68,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     made = Bench(tmp_path)
     yield made
-    made.engines.stop(False, 0)
+    made.agents.end(made.engines.forget())
     made.agents.close()
 
 
