@@ -13,9 +13,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec import ValidationError, convert
 
 from slurm_rlhf.errors import SlurmRlhfError, cut, printable
 from slurm_rlhf.run_directory import write_atomically
@@ -173,17 +176,9 @@ def read_events(path: Path) -> list[RunEvent]:
     """Read all events in the order in which they were written; skip lines that hold something else."""
     found = []
     for row in read_rows(path, "event"):
-        try:
-            found.append(_event(row))
-        except (KeyError, TypeError, ValueError):
-            continue
+        with suppress(ValidationError):
+            found.append(convert(row, RunEvent))
     return found
-
-
-def _event(row: dict[str, Any]) -> RunEvent:
-    engine = row.get("engine")
-    what = (str(row["event"]), float(row["at"]), int(row["step"]), str(row["text"]))
-    return RunEvent(*what, None if engine is None else int(engine))
 
 
 def kind_of_note(text: str) -> str:
