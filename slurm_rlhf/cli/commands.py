@@ -26,6 +26,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from slurm_rlhf.config.keys import all_keys, groups
@@ -254,6 +255,12 @@ def unknown(name: str, known: Collection[str]) -> str:
 def columns() -> int:
     """Return the width of help pages and tables."""
     return min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
+
+
+def filled(template: str, **values: object) -> str:
+    """Return a file of `templates` with `values` in it."""
+    text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
+    return Template(text).substitute(values)
 
 
 def _shown(option: Option) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import ClassVar
 
-from slurm_rlhf.cli.commands import WIDEST, Arguments, commands, unknown
+from slurm_rlhf.cli.commands import WIDEST, Arguments, commands, filled, unknown
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.docs.pages import TOPICS, contents, page
 
@@ -45,33 +45,6 @@ def _show(text: str) -> None:
     console.print(Page(text), width=min(console.width, WIDEST))
 
 
-_SCRIPT = """_slurm_rlhf() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} key=
-  COMPREPLY=()
-  if ((COMP_CWORD == 1)); then
-    COMPREPLY=($(compgen -W "{commands}" -- "$word"))
-    return
-  fi
-  # bash splits words at "=": --KEY, =, and the value to complete.
-  if [[ $word == "=" ]]; then key=$before word=
-  elif [[ $before == "=" ]]; then key=${{COMP_WORDS[COMP_CWORD-2]}}
-  elif [[ $before == --* ]]; then key=$before
-  fi
-  case $key in
-{values}
-  esac
-  if ((${{#COMPREPLY[@]}})); then return; fi
-  if [[ ${{COMP_WORDS[1]}} == docs ]]; then
-    COMPREPLY=($(compgen -W "{topics}" -- "$word"))
-  elif [[ $word == --* ]]; then
-    COMPREPLY=($(compgen -W "--help {keys}" -- "$word"))
-    compopt -o nospace 2>/dev/null
-  fi
-}}
-complete -o default -F _slurm_rlhf slurm-rlhf
-"""
-
-
 def script() -> str:
     """Return a script for bash that completes commands, keys and their choices, topics of the documentation, files."""
     choices: dict[str, list[str]] = {}
@@ -84,12 +57,7 @@ def script() -> str:
     )
     keys = " ".join(f"--{name}=" for name in all_keys())
     names = " ".join(name for name in commands() if " " not in name)
-    return _SCRIPT.format(
-        commands=names,
-        values=values,
-        topics=" ".join(TOPICS),
-        keys=keys,
-    )
+    return filled("completion.bash.txt", commands=names, values=values, topics=" ".join(TOPICS), keys=keys)
 
 
 def completion(arguments: Arguments) -> int:

@@ -18,7 +18,7 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
 from slurm_rlhf.nodes.accelerators import Wanted
-from slurm_rlhf.nodes.examination import Examination, look_here
+from slurm_rlhf.nodes.examination import examine_nodes, look_here
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, lock_problem
@@ -85,7 +85,8 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps
     )
     asked = replace(question(config, ranks, needs, ranks.used_nodes, slurm), measure=False)
     if slurm is not None:
-        return Examination(asked, steps).run().report
+        report, _ = examine_nodes(asked, steps)
+        return report
     steps.begin(steps.orders())
     return look_here(asked, os.environ)
 

@@ -6,11 +6,10 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from string import Template
 
-from slurm_rlhf.cli.commands import Arguments, commands, number, unknown
+from slurm_rlhf.cli.commands import Arguments, commands, filled, number, unknown
 from slurm_rlhf.cluster.resources import Partition, ask_modules, ask_partitions, best, proposed
 from slurm_rlhf.config.keys import peers
 from slurm_rlhf.config.migrate import translate
@@ -42,15 +41,11 @@ def toml(start: NewRun) -> str:
     """Write the configuration: GRPO, with all roles in turns on all GPUs, for any number of GPUs."""
     colocated = start.gpus > 0
     prompts = math.ceil(64 / start.slots) * start.slots  # at least 64, and divisible by the number of ranks
-    return _filled(
+    return filled(
         "run.toml",
-        name=start.name,
-        model=start.model,
-        prompts=start.prompts,
-        nodes=start.nodes,
+        **asdict(start),
         gpus_per_node=max(start.gpus, 1),
         engines=start.slots // start.tensor_parallel_size,
-        tensor_parallel_size=start.tensor_parallel_size,
         share_of_memory="gpu_memory_utilization = 0.5  # the trainer needs the rest\n" if colocated else "",
         batch=prompts,
         zero_stage=3 if start.slots > 1 else 2,
@@ -58,11 +53,6 @@ def toml(start: NewRun) -> str:
         train_batch=prompts * 4,
         colocation="colocate_all = true  # engines and trainers share the GPUs, in turns\n" if colocated else "",
     )
-
-
-def reward() -> str:
-    """Write a reward function that works: 1 for a response that contains the label."""
-    return _filled("reward.py.txt")
 
 
 def script(start: NewRun) -> str:
@@ -84,17 +74,12 @@ def script(start: NewRun) -> str:
     }
     lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in headers.items() if value != ""]
     modules = _MODULES.format(" ".join(start.modules)) if start.modules else ""
-    return _filled("job.sh.txt", headers="\n".join(lines), modules=modules, name=start.name)
+    return filled("job.sh.txt", headers="\n".join(lines), modules=modules, name=start.name)
 
 
 _MODULES = """# Modules of this cluster that you may need (`module avail`); wheels of torch and vLLM contain CUDA:
 # module load {}
 """
-
-
-def _filled(template: str, **values: object) -> str:
-    text = (Path(__file__).parent / "templates" / template).read_text(encoding="utf-8")
-    return Template(text).substitute(values)
 
 
 Ask = Callable[[str, str], str]
@@ -115,7 +100,7 @@ def write_files(arguments: Arguments) -> int:
     start = choose(names[0], given, partitions, _question if asked else _default)
     if partitions:
         start = replace(start, modules=tuple(proposed(ask_modules())))
-    files = {f"{start.name}.toml": toml(start), f"{start.name}_reward.py": reward()}
+    files = {f"{start.name}.toml": toml(start), f"{start.name}_reward.py": filled("reward.py.txt")}
     if partitions:
         files[f"{start.name}.sh"] = script(start)
     existing = [name for name in files if Path(name).exists()]

@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import convert
+
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.cli.plan import check_memory, print_resolved
@@ -26,7 +28,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SlurmRlhfError, printable
 from slurm_rlhf.nodes.accelerators import seen_by_processes
-from slurm_rlhf.nodes.examination import Examination
+from slurm_rlhf.nodes.examination import examine_nodes
 from slurm_rlhf.nodes.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.nodes.mpi.communicator import Communicator
 from slurm_rlhf.nodes.node_look import equipment
@@ -40,17 +42,11 @@ if TYPE_CHECKING:
 NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and the same command resumes it"
 
 
-def train(arguments: Arguments, start: Launched) -> int:
-    """Train; return the exit code of the run on rank 0, and 0 on the other ranks. Raises SlurmRlhfError."""
-    return _together(arguments, start, examine=False)
+def lead_or_follow(arguments: Arguments, start: Launched, examine: bool = False) -> int:
+    """Train, or `examine` the nodes and print the report; return the exit code on rank 0, and 0 on the other ranks.
 
-
-def preflight(arguments: Arguments, start: Launched) -> int:
-    """Examine the nodes, and print the report on rank 0; return the exit codes as `train`."""
-    return _together(arguments, start, examine=True)
-
-
-def _together(arguments: Arguments, start: Launched, examine: bool) -> int:
+    Raises SlurmRlhfError.
+    """
     try:
         world = Communicator(start)
     except SlurmRlhfError as error:
@@ -71,7 +67,7 @@ def _first(
     try:
         config = load_config(arguments.files, arguments.overrides)
         check(config)
-        placed = place_processes(config, [_process(fields) for fields in seen], start)
+        placed = place_processes(config, convert(seen, list[Process]), start)
         if not examine:
             config = check_memory(config, placed.ranks)
     except SlurmRlhfError as error:
@@ -127,10 +123,6 @@ def _other(world: Communicator) -> int:
     return 0
 
 
-def _process(fields: dict[str, Any]) -> Process:
-    return Process(fields["node"], tuple(fields["cpus"]), tuple(fields["gpus"]))
-
-
 def run_conductor(orders: int) -> int:
     """Run the conductor in the child of rank 0; `orders`: the file into which those of the agents are written.
 
@@ -169,7 +161,8 @@ def _examine(
         thorough=full,
         measure=full or (config.preflight != QUICK and len(nodes) > 1),
     )
-    return Examination(asked, agents).run().report
+    report, _ = examine_nodes(asked, agents)
+    return report
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from slurm_rlhf.config.pipeline import Pipeline, PipelineStage, read_pipeline
 from slurm_rlhf.errors import ConfigError, RunError, meant
 from slurm_rlhf.nodes.child_process import bound_to_parent
 from slurm_rlhf.nodes.requeue import successor_environment
+from slurm_rlhf.observe.run_log import read_object, read_rows
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 FILE = "pipeline.json"
@@ -72,13 +73,13 @@ def _read_by() -> dict[str, tuple[str, ...]]:
 
 
 def _is_done(stage: PipelineStage, digest: str) -> bool:
-    state = _read(stage.directory / _STATE)
+    state = read_object(stage.directory / _STATE)
     return state.get("hash") == digest and bool(state.get("done")) and stage.made
 
 
 def _refuse_running(whole: Pipeline) -> None:
     """Raise ConfigError if a job of an earlier call may still write into the directory."""
-    for name, job in _read(whole.root / FILE).get("jobs", {}).items():
+    for name, job in read_object(whole.root / FILE).get("jobs", {}).items():
         if any(one.state not in OVER for one in ask_jobs(job)) and job != os.environ.get("SLURM_JOB_ID"):
             raise ConfigError(f"job {job} of the stage {name} waits or runs: wait for it, or `scancel {job}` first")
 
@@ -120,7 +121,7 @@ def _run_one(whole: Pipeline, name: str, hashes: dict[str, str]) -> int:
     if _is_done(stage, hashes[name]):
         return 0
     made = [each for each in stage.directory.glob("*") if each != state]
-    if made and _read(state).get("hash") != hashes[name]:
+    if made and read_object(state).get("hash") != hashes[name]:
         aside = (stage.directory.with_name(f"{name}.{number}") for number in itertools.count(1))
         stage.directory.rename(next(place for place in aside if not place.exists()))
     stage.directory.mkdir(parents=True, exist_ok=True)
@@ -159,17 +160,17 @@ def _submit(whole: Pipeline, stage: PipelineStage, after: list[str]) -> str:
 
 def pipeline_of(root: Path) -> Pipeline | None:
     """Return the pipeline whose directory `root` is; None: it is none. Raises ConfigError."""
-    known = _read(root / FILE)
+    known = read_object(root / FILE)
     return read_pipeline(Path(known["file"])) if "file" in known else None
 
 
 def pipeline_lines(whole: Pipeline) -> tuple[list[str], bool]:
     """Describe each stage in a line, and tell whether the pipeline is over."""
-    jobs, lines, over = _read(whole.root / FILE).get("jobs", {}), [], True
+    jobs, lines, over = read_object(whole.root / FILE).get("jobs", {}), [], True
     width = max(len(stage.name) for stage in whole.stages)
     hashes, before = whole.hashes(_read_by()), True
     for stage in whole.stages:
-        state, job = _read(stage.directory / _STATE), jobs.get(stage.name, "")
+        state, job = read_object(stage.directory / _STATE), jobs.get(stage.name, "")
         known = ask_jobs(job) if job else []
         if before and _is_done(stage, hashes[stage.name]):
             text = f"done: {stage.model}"
@@ -186,18 +187,8 @@ def pipeline_lines(whole: Pipeline) -> tuple[list[str], bool]:
 
 
 def _progress(stage: PipelineStage) -> str:
-    from slurm_rlhf.observe.run_log import read_rows
-
     rows = read_rows(RunDirectory(stage.record).metrics)
     return f", step {rows[-1]['step']}" if rows else ""
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _write(file: Path, value: dict[str, Any]) -> None:

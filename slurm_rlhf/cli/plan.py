@@ -40,11 +40,10 @@ def layout_here(config: Config, environ: Mapping[str, str] = os.environ, nodes: 
     `nodes`: use only these nodes of the allocation; empty: all but the last `cluster.spares`. Raises PlacementError if
     roles do not fit.
     """
-    colocate = colocations(config)
     slurm = read_slurm(environ) if config.cluster.spares and not nodes else None
     if slurm is not None:
         nodes = chosen(slurm.job_nodes, (), (), config.cluster.spares)
-    return place(current_topology(config, colocate, environ, nodes), role_sizes(config), colocate)
+    return place(current_topology(config, environ, nodes), role_sizes(config), colocations(config))
 
 
 def layout_on(config: Config, names: Sequence[str], gpus: Sequence[int]) -> RankMap:
@@ -154,15 +153,9 @@ def memory_json(memory: Memory) -> dict[str, Any]:
         "fits": found.fits(),
         "pinned_host_bytes": found.pinned,
         "rows": [
-            {
-                "name": row.name.strip(),
-                "role": row.role,
-                "ranks": row.ranks,
-                "needed": row.needed,
-                "there": row.there or None,
-                "fits": row.fits,
-                "terms": dict(row.terms),
-            }
+            asdict(row)
+            | {"name": row.name.strip(), "there": row.there or None, "terms": dict(row.terms)}
+            | {"needed": row.needed, "fits": row.fits}
             for row in found.rows
         ],
         "kv_cache": found.engine

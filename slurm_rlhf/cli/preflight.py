@@ -20,7 +20,7 @@ from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import printable
-from slurm_rlhf.nodes.examination import Examination, Examined, Question, look_here
+from slurm_rlhf.nodes.examination import Question, examine_nodes, look_here
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, needs_of
 from slurm_rlhf.nodes.node_look import versions
@@ -69,9 +69,9 @@ def before_run(config: Config, ranks: RankMap, steps: AgentSteps) -> tuple[RankM
     if config.preflight == OFF:
         steps.begin(steps.orders())
         return ranks, {}
-    answer = examine(config, ranks, steps)
-    tell(answer.report)
-    return answer.ranks, answer.report.unfit()
+    report, ranks = examine(config, ranks, steps)
+    tell(report)
+    return ranks, report.unfit()
 
 
 def tell(report: Report) -> None:
@@ -84,7 +84,7 @@ def tell(report: Report) -> None:
         print(f"preflight: {count} checks of {nodes} nodes in {report.seconds:.1f} s", flush=True)
 
 
-def examine(config: Config, ranks: RankMap, steps: AgentSteps, full: bool = False) -> Examined:
+def examine(config: Config, ranks: RankMap, steps: AgentSteps, full: bool = False) -> tuple[Report, RankMap]:
     """Examine the nodes of the allocation, or this machine. `full`: also links and groups, whatever `preflight` is.
 
     Blocks for at most `timeout.preflight` and a few seconds; the agents of `steps` stay. Raises RunError, and DiskError
@@ -95,14 +95,14 @@ def examine(config: Config, ranks: RankMap, steps: AgentSteps, full: bool = Fals
             return _examine_allocation(config, ranks, steps, steps.slurm, full)
         asked = local_question(config, ranks)
         if full:
-            return Examination(asked, steps).run()
+            return examine_nodes(asked, steps)
         steps.begin(steps.orders())
-        return Examined(look_here(asked, os.environ), ranks)
+        return look_here(asked, os.environ), ranks
 
 
 def _examine_allocation(
     config: Config, ranks: RankMap, steps: AgentSteps, slurm: SlurmEnvironment, full: bool
-) -> Examined:
+) -> tuple[Report, RankMap]:
     spares = config.cluster.spares
     nodes: Sequence[str] = slurm.job_nodes if spares else ranks.used_nodes
     needs = _for_spares(_needs(config, ranks, slurm, "ask for them with sbatch --gpus-per-node"), nodes)
@@ -113,7 +113,7 @@ def _examine_allocation(
         thorough=full,
         measure=full or (config.preflight != QUICK and len(nodes) > 1),
     )
-    return Examination(asked, steps).run()
+    return examine_nodes(asked, steps)
 
 
 def question(
@@ -162,8 +162,9 @@ def preflight(arguments: Arguments) -> int:
     if start is not None:
         from slurm_rlhf.cli import mpi_start
 
-        return mpi_start.preflight(arguments, start)
+        return mpi_start.lead_or_follow(arguments, start, examine=True)
     config = load_config(arguments.files, arguments.overrides)
     check(config)
     with steps_of(config, Path(config.run_dir)) as steps:
-        return show(examine(config, layout_here(config), steps, full=True).report, "json" in arguments.options)
+        report, _ = examine(config, layout_here(config), steps, full=True)
+        return show(report, "json" in arguments.options)

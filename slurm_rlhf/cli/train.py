@@ -40,7 +40,7 @@ def train(arguments: Arguments) -> int:
     if start is not None:
         from slurm_rlhf.cli import mpi_start
 
-        return mpi_start.train(arguments, start)
+        return mpi_start.lead_or_follow(arguments, start)
     refuse_unread_keys(arguments)
     if "dry_run" in arguments.options:
         config = load_config(arguments.files, arguments.overrides)

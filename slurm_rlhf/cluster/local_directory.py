@@ -42,29 +42,24 @@ class LocalDirectory:
     _lock: int | None  # a descriptor; None: the directory is removed
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it."""
+        """Remove the directory with all that is in it, and its parent if that is empty then."""
         if self._lock is None:
             return
-        remove_directory(self.path)
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError), _locked(self.path.parent):
+            if os.listdir(self.path.parent) == [_LOCK]:
+                shutil.rmtree(self.path.parent)
         os.close(self._lock)
         self._lock = None
 
 
-def remove_directory(path: Path) -> None:
-    """Remove a directory of this user, and its parent if that is empty then."""
-    shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError), _locked(path.parent):
-        if os.listdir(path.parent) == [_LOCK]:
-            shutil.rmtree(path.parent)
-
-
-def take_directory(name: str, base: Path | None = None) -> LocalDirectory:
+def take_directory(name: str, base: Path) -> LocalDirectory:
     """Make a directory `name`, for logs, sockets, and caches that are not kept.
 
     First removes directories of this user whose processes have ended: a killed process cannot clean up. `base` must not
     be on a shared file system, where a stale handle can end one rank and hang the others.
     """
-    root = _private(Path(tempfile.gettempdir()) if base is None else base)
+    root = _private(base)
     with _locked(root):
         for other in root.iterdir():
             if other.is_dir() and _abandoned(other):

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf.errors import ConfigError, PlacementError
+from slurm_rlhf.wire import timeouts
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _ANY_PORT = 9
+_BACKLOG = 4096
 LOOPBACK = "127.0.0.1"
 _LOOPBACK = {"localhost": LOOPBACK, LOOPBACK: LOOPBACK, "::1": "::1"}
 
@@ -93,6 +95,21 @@ def own_address(name: str, interfaces: str = "") -> str:
     named = [address for _, address in outside if address in found]
     meant = [address for interface in chosen for name, address in owned if name == interface]
     return str(next(iter([*named, *meant, *(address for _, address in outside)]), _LOOPBACK["localhost"]))
+
+
+def listening(address: str) -> socket.socket:
+    """Listen at a free port of `address`. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+
+
+def unreachable(address: str, port: int) -> str:
+    """Say why nobody answers at a port; empty: somebody does. Blocks for 3 s at most."""
+    try:
+        socket.create_connection((address, port), timeouts.CONNECT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def link_mbits(interfaces: str, root: Path = Path("/sys/class/net")) -> int:

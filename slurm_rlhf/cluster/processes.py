@@ -59,11 +59,19 @@ def read_session(run_dir: Path) -> Session | None:
 
 def running(pid: int) -> bool:
     """Tell whether a process of this machine runs; a zombie does not."""
+    return _letter(pid) not in _ENDED
+
+
+_PROC = Path("/proc")
+_ENDED = ("", "Z", "X")
+
+
+def _letter(pid: int) -> str:
+    """Return the letter of a process's state; empty if there is no such process."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 _OFTEN = {
@@ -163,22 +171,21 @@ _STATES = {
     "T": "stopped by a signal; SIGCONT resumes it",
     "t": "stopped by a debugger",
 }
-_ENDED = "ZX"
 
 
-def node_load(proc: Path = Path("/proc")) -> str:
+def node_load() -> str:
     """Describe the load and the free memory of this node in a line; "?" for a value that cannot be read."""
     try:
-        load = " ".join((proc / "loadavg").read_text(encoding="ascii").split()[:3])
+        load = " ".join((_PROC / "loadavg").read_text(encoding="ascii").split()[:3])
     except OSError:
         load = "?"
-    free, total = _memory(proc)
+    free, total = _memory()
     return f"load {load} on {os.cpu_count()} CPUs, {free} of {total} GiB of memory available"
 
 
-def _memory(proc: Path) -> tuple[str, str]:
+def _memory() -> tuple[str, str]:
     try:
-        lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
+        lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return "?", "?"
     known = {name: words for name, _, words in (line.partition(":") for line in lines)}
@@ -189,16 +196,13 @@ def _memory(proc: Path) -> tuple[str, str]:
     return gib("MemAvailable"), gib("MemTotal")
 
 
-def process_state(pid: int, proc: Path = Path("/proc")) -> str:
+def process_state(pid: int) -> str:
     """Describe what a process of this node does: "S (sleeping), in futex_wait_queue"; empty if it has ended."""
-    try:
-        letter = (proc / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    letter = _letter(pid)
     if letter in _ENDED:
         return ""
     try:
-        where = (proc / str(pid) / "wchan").read_text(encoding="ascii").strip()
+        where = (_PROC / str(pid) / "wchan").read_text(encoding="ascii").strip()
     except OSError:
         where = ""
     place = f", in {where}" if where not in ("", "0") else ""

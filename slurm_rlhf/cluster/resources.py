@@ -19,7 +19,7 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.slurm_job import ask_scontrol, command, granted_types
 from slurm_rlhf.cluster.slurm_notation import parse_gpus
 from slurm_rlhf.config.model_directory import check_tensor_parallel
-from slurm_rlhf.config.roles import has_engines
+from slurm_rlhf.config.roles import colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
 from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, size_by_keys
@@ -28,9 +28,7 @@ from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, role_sizes
 
 
-def local_topology(
-    config: Config, colocate: Sequence[frozenset[str]] = (), environ: Mapping[str, str] | None = None
-) -> Topology:
+def local_topology(config: Config, environ: Mapping[str, str] = os.environ) -> Topology:
     """Describe this machine: with its GPUs if it has any, else with as many process slots as the roles need.
 
     Raises PlacementError if roles ask for several nodes, or for more GPUs than there are.
@@ -44,11 +42,11 @@ def local_topology(
             f"{keys}, but this is not a Slurm allocation and there is only this machine: set "
             f"{' and '.join(size.key('num_nodes') for size in several)} to 1, or submit with sbatch --nodes={most}"
         )
-    topology = _this_machine(os.environ if environ is None else environ)
+    topology, together = _this_machine(environ), colocations(config)
     if topology.accelerator == CPU:
-        return process_slots(topology, roles, colocate)
+        return process_slots(topology, roles, together)
     try:
-        place(topology, roles, colocate)
+        place(topology, roles, together)
     except PlacementError as error:
         raise PlacementError(
             f"{error}\n  or hide the GPUs and run on CPUs: CUDA_VISIBLE_DEVICES= slurm-rlhf ..."
@@ -61,25 +59,21 @@ def node_name(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
-def current_topology(
-    config: Config,
-    colocate: Sequence[frozenset[str]] = (),
-    environ: Mapping[str, str] | None = None,
-    nodes: Sequence[str] = (),
-) -> Topology:
+def current_topology(config: Config, environ: Mapping[str, str] = os.environ, nodes: Sequence[str] = ()) -> Topology:
     """Return nodes and slots for a run with `config` here. Without GPUs slots are processes.
 
     `nodes`: use only these nodes of the allocation; empty: all. Raises PlacementError if the environment contradicts
     itself, or does not have what `config` asks for.
     """
-    environ = os.environ if environ is None else environ
     slurm = read_slurm(environ)
     if slurm is None:
-        return local_topology(config, colocate, environ)
+        return local_topology(config, environ)
     topology = slurm.topology(*_gpus(slurm))
     if nodes:
         topology = replace(topology, nodes=tuple(node for node in topology.nodes if node.name in nodes))
-    return process_slots(topology, role_sizes(config), colocate) if topology.accelerator == CPU else topology
+    if topology.accelerator == GPU:
+        return topology
+    return process_slots(topology, role_sizes(config), colocations(config))
 
 
 def nodes_here(environ: Mapping[str, str]) -> Topology:

@@ -1,6 +1,6 @@
 """Ask Slurm for a job: its fields, what its state means for a run, why it waits, and the GPUs it was granted.
 
-Uses `scontrol`, which needs no accounting data base. Source: slurm.h, `man squeue`.
+Uses `scontrol`, which needs no accounting data base. `slurm.toml` has the words for states and reasons.
 """
 
 from __future__ import annotations
@@ -8,14 +8,21 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurm_rlhf.cluster.slurm_notation import expand, parse_gpus
 from slurm_rlhf.errors import PlacementError, RunError
 from slurm_rlhf.wire import timeouts
 
 _FIELD = re.compile(r"(?:^|\s)([A-Z][\w:/]*)=")
+_FIELDS = (
+    *("JobState", "Reason", "ExitCode", "Restarts", "NodeList", "EndTime", "StdOut"),
+    *("Partition", "StartTime", "BatchHost", "Requeue"),
+)
+"""Fields of scontrol, in the order of `Job` from `state` on."""
 _FORGOTTEN = ("Invalid job id", "not found")
 
 
@@ -60,11 +67,7 @@ def parse_jobs(text: str) -> list[Job]:
             Job(
                 f"{fields['ArrayJobId']}_{task}" if task else fields["JobId"],
                 fields["JobId"],
-                *(fields.get(name, "") for name in ("JobState", "Reason", "ExitCode", "Restarts", "NodeList")),
-                *(
-                    fields.get(name, "")
-                    for name in ("EndTime", "StdOut", "Partition", "StartTime", "BatchHost", "Requeue")
-                ),
+                *(fields.get(name, "") for name in _FIELDS),
             )
         )
     return jobs
@@ -124,57 +127,12 @@ def command(
         return subprocess.CompletedProcess(list(words), 1, "", str(error))
 
 
-_SAME = "Submit the same command again: it goes on from the newest checkpoint, if there is one."
-_BACK = "Nothing to do: Slurm starts it again by itself; it goes on from the newest checkpoint, if there is one."
+_TABLES = tomllib.loads(Path(__file__).with_name("slurm.toml").read_text(encoding="utf-8"))
 
 STATES: dict[str, tuple[str, str]] = {
-    "PENDING": ("waits in the queue", ""),
-    "CONFIGURING": ("has its nodes, which are being booted or prepared", "It starts when they are ready."),
-    "RUNNING": ("runs", ""),
-    "COMPLETING": ("is over on some of its nodes and ending on the others", "Give it KillWait, 30 s on most clusters."),
-    "STAGE_OUT": ("is over; its burst buffer is being copied", "Wait."),
-    "SIGNALING": ("is being sent a signal", "Wait."),
-    "STOPPED": (
-        "was stopped by SIGSTOP and keeps its nodes",
-        "scontrol release, or scancel --signal=CONT: it goes on.",
-    ),
-    "SUSPENDED": (
-        "is suspended: another job has its nodes for now",
-        "Slurm resumes it. After a long time ranks may take each other for lost; then it fails, and the same command "
-        "goes on.",
-    ),
-    "RESIZING": (
-        "changes its number of nodes",
-        "The rank map does not change: a run needs the same nodes all the time.",
-    ),
-    "REQUEUED": ("goes back into the queue", _BACK),
-    "REQUEUE_FED": ("goes back into the queue of a federation of clusters", _BACK),
-    "REQUEUE_HOLD": ("is back in the queue and held", "scontrol release, when the cause of its failure is repaired."),
-    "SPECIAL_EXIT": ("is back in the queue and held, for a special exit code", "scontrol release."),
-    "POWER_UP_NODE": ("waits for nodes that are being switched on", "Wait."),
-    "RECONFIG_FAIL": ("could not have its nodes configured", "Ask the site's staff; then submit it again."),
-    "LAUNCH_FAILED": ("could not be started on its nodes", "Exclude them: sbatch --exclude=NODES, the same command."),
-    "UPDATE_DB": ("is being written to the accounting data base", "Wait."),
-    "EXPEDITING": ("is requeued with priority, for a node that failed", _BACK),
-    "REVOKED": ("was given to another cluster of the federation", "Look for it there: squeue --federation."),
-    "COMPLETED": ("is over, with exit code 0", ""),
-    "CANCELLED": ("was cancelled", _SAME),
-    "FAILED": ("ended with an exit code that is not 0", f"Repair what the last lines below say. {_SAME}"),
-    "TIMEOUT": (
-        "reached its time limit",
-        f"{_SAME} With #SBATCH --signal=B:USR1@600 and --requeue it saves before the limit, and goes on by itself.",
-    ),
-    "DEADLINE": ("was ended because it could not finish by its --deadline", "Submit it with a later one."),
-    "PREEMPTED": ("had to leave for another job", f"With #SBATCH --requeue it goes on by itself; else: {_SAME}"),
-    "NODE_FAIL": ("lost a node", f"With #SBATCH --requeue it goes on by itself; else: {_SAME}"),
-    "BOOT_FAIL": ("had a node that did not boot", f"Slurm requeues it on most clusters; else: {_SAME}"),
-    "OUT_OF_MEMORY": (
-        "used more host memory than it was given",
-        "Request all of the node's memory (#SBATCH --mem=0 --exclusive), or lower train.max_tokens_per_gpu, then "
-        "vllm.cpu_kvcache_gib or the number of ranks on a node.",
-    ),
+    name: (what, todo.format_map(_TABLES["words"])) for name, (what, todo) in _TABLES["states"].items()
 }
-"""State -> (its meaning, what to do; empty: nothing)."""
+"""State -> (its meaning, what to do; empty: nothing), from `slurm.toml`."""
 
 OVER = frozenset(
     {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE"}
@@ -182,26 +140,8 @@ OVER = frozenset(
 )
 """States of a job that will not start again by itself."""
 
-REASONS: dict[str, str] = {
-    "Priority": "other jobs come first",
-    "Resources": "it starts when nodes for it are free",
-    "Dependency": "it waits for another job, as --dependency says",
-    "DependencyNeverSatisfied": "the job it waits for did not end as --dependency demands: scancel it",
-    "BeginTime": "its time to begin has not come; after a requeue that takes about two minutes",
-    "JobArrayTaskLimit": "as many tasks of its array run as the number after % allows",
-    "JobHeldUser": "you hold it: scontrol release",
-    "JobHeldAdmin": "the staff of the cluster hold it: ask them",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
-    "NodeDown": "a node that it needs is down",
-    "Licenses": "it waits for a licence",
-    "Reservation": "it waits for its reservation",
-    "PartitionTimeLimit": "it asks for more time than the partition gives: scontrol update TimeLimit, or --time",
-    "PartitionNodeLimit": "it asks for more nodes than the partition gives: another --partition, or fewer --nodes",
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition starts no jobs",
-    "launch failed requeued held": "it could not be started; scontrol release when the node is repaired",
-}
-"""Reason why a job is pending -> explanation. Reasons that begin with Assoc or QOS are limits of the account."""
+REASONS: dict[str, str] = _TABLES["reasons"]
+"""Reason why a job is pending -> explanation."""
 
 
 def state_words(job_state: str) -> tuple[str, str]:
@@ -210,14 +150,14 @@ def state_words(job_state: str) -> tuple[str, str]:
     return " and ".join(what for what, _ in known), " ".join(todo for _, todo in known if todo)
 
 
-def reason_words(reason: str, reasons: Mapping[str, str] = REASONS) -> str:
+def reason_words(reason: str) -> str:
     """Explain the reason of a pending job; empty if there is none."""
-    name = reason.replace("_", " ") if reason.replace("_", " ") in reasons else reason.split(",", maxsplit=1)[0]
+    name = reason.replace("_", " ") if reason.replace("_", " ") in REASONS else reason.split(",", maxsplit=1)[0]
     if name in ("", "None"):
         return ""
     if name.startswith(("Assoc", "QOS")):
         return f"{name}: a limit of your account or QOS is reached"
-    return f"{name}: {reasons[name]}" if name in reasons else name
+    return f"{name}: {REASONS[name]}" if name in REASONS else name
 
 
 _NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")

@@ -26,6 +26,7 @@ from slurm_rlhf.config.model_directory import (
     read_config,
     uncompared,
 )
+from slurm_rlhf.config.ranges import URLS
 from slurm_rlhf.config.reward_sources import part_problems, preset, settings_of
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, has_reward, has_teacher, running_roles
 from slurm_rlhf.config.rules import (
@@ -42,7 +43,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
 from slurm_rlhf.config.schema_stages import StageKeys
-from slurm_rlhf.errors import ConfigError, DataError, ModelError, UserError
+from slurm_rlhf.errors import ConfigError, ModelError, UserError
 
 MODEL = "reward.model_name_or_path"
 TEACHER = "algo.distill.model_name_or_path"
@@ -166,7 +167,7 @@ def _errors_of(rule: Callable[..., object], *arguments: Any, **named: Any) -> It
     """Yield what `rule` raises for these arguments."""
     try:
         rule(*arguments, **named)
-    except (ConfigError, ModelError) as error:
+    except UserError as error:
         yield error
 
 
@@ -244,17 +245,11 @@ def _file(key: str, value: str, what: str) -> Iterator[str]:
 def _data(key: str, value: str) -> Iterator[str]:
     yield from _needed(key, value, WHAT)
     if value:
-        try:
-            data_files(value)
-        except DataError as error:
-            yield f"{key}: {error}"
+        yield from (f"{key}: {error}" for error in _errors_of(data_files, value))
 
 
 def _slurm(config: Config) -> Iterator[str]:
-    try:
-        minutes(config.slurm.time)
-    except ConfigError as error:
-        yield str(error)
+    yield from map(str, _errors_of(minutes, config.slurm.time))
     if config.slurm.container and not config.slurm.container_python:
         yield "slurm.container_python is empty: name the interpreter inside the container"
 
@@ -286,11 +281,11 @@ def _reward_file(config: Config) -> Iterator[str]:
 
 def _file_or_servers(key: str, value: str, what: str) -> Iterator[str]:
     """Check the file or the servers that a key names, if it names any."""
-    if not value.startswith(("http://", "https://")):
+    if not value.startswith(URLS):
         yield from _file(key, value, what) if value else ()
         return
     for url in value.split(","):
-        if not url.strip().startswith(("http://", "https://")):
+        if not url.strip().startswith(URLS):
             yield f"{key}: {url.strip()!r} is no http:// or https:// address, as the first one is"
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.keys import Broken, Key, Rules, all_keys
+from slurm_rlhf.config.keys import Broken, Rules, entry_table
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.errors import meant
@@ -82,7 +81,8 @@ def eval_problems(config: Config) -> Iterator[str]:
 
 
 def _settled(entry: EvalDataSet, config: Config) -> EvalSettings:
-    values: dict[str, Any] = {name: getattr(config.eval, name) for name in FIELDS if hasattr(config.eval, name)}
+    names = (field.name for field in fields(entry))
+    values: dict[str, Any] = {name: getattr(config.eval, name) for name in names if hasattr(config.eval, name)}
     values |= {"input_key": config.data.input_key, "label_key": config.data.label_key} | entry_table(entry)
     values["name"] = entry.name or re.sub(r"[^A-Za-z0-9_.@+-]", "_", Path(entry.path).stem) or "eval"
     values["pass_k"] = tuple(values["pass_k"]) or default_pass_k(values["n_samples_per_prompt"])
@@ -94,48 +94,6 @@ def _best(config: Config) -> Iterator[str]:
     if name and name not in valid:
         unknown = f"ckpt.best_metric = {name!r} is no metric of this evaluation{meant(name, valid)}"
         yield f"{unknown} (valid: {', '.join(valid)})"
-
-
-FIELDS = tuple(field.name for field in fields(EvalDataSet))
-
-Check = Callable[[Key, Any], Any]
-"""Checks a value against the type of its key: `text.from_toml`."""
-
-
-def field_key(key: Key, name: str) -> Key:
-    """Return the key that a field of an entry is like, by the name that errors give it."""
-    if name in ("path", "name"):
-        return Key(f"{key.name}: {name}", "str", "")
-    like = all_keys().get(f"eval.{name}") or all_keys()[f"data.{name}"]
-    return Key(f"{key.name}: {name}", like.kind, like.default)
-
-
-def read_entry(key: Key, value: Any, check: Check) -> EvalDataSet | str:
-    """Read one entry; a text says what is wrong with it. Raises what `check` raises for a value of a wrong type."""
-    if isinstance(value, EvalDataSet):
-        return value
-    if isinstance(value, str):
-        value = {"path": value}
-    if not isinstance(value, dict):
-        return f"{key.name} takes {key.expected}, got an entry {value!r}"
-    for name in value:
-        if name not in FIELDS:
-            return f"{key.name}: a data set has no {name!r}{meant(name, FIELDS)} (valid: {', '.join(FIELDS)})"
-    entry = EvalDataSet(**{"path": "", **{name: check(field_key(key, name), inner) for name, inner in value.items()}})
-    if not entry.path:
-        return f"{key.name}: a data set has no path: name its JSONL file"
-    return entry
-
-
-def entry_table(entry: EvalDataSet) -> dict[str, Any]:
-    """Return what a user would write for the entry: the fields that are set."""
-    found = {name: getattr(entry, name) for name in FIELDS}
-    return {name: value for name, value in found.items() if value is not None and (name, value) != ("name", "")}
-
-
-def resolved_entry(entry: EvalDataSet, base: Path) -> EvalDataSet:
-    """Return the entry with an absolute path, which starts at `base`."""
-    return replace(entry, path=os.path.abspath(base / Path(entry.path).expanduser()))
 
 
 class NoDataRules(Rules):

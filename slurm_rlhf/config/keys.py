@@ -33,10 +33,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.config.schema_models import RewardPart
 
-DATA_SETS = "list[dataset]"
-"""The kind of eval.datasets."""
-PARTS = "list[part]"
-"""The kind of reward.sources."""
+ENTRIES: dict[str, type[EvalDataSet | RewardPart]] = {"list[dataset]": EvalDataSet, "list[part]": RewardPart}
+"""Kind of a key that holds tables -> what a table is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +95,8 @@ def _walk(group: Any, prefix: str) -> Iterable[Key]:
             yield Key(name, _kind(kind), value, allowed=hint.__metadata__[0], words=words)
         elif get_origin(hint) is Annotated:
             yield Key(name, "path", value)
-        elif RewardPart in get_args(hint):
-            yield Key(name, PARTS, value)
-        elif EvalDataSet in get_args(hint):
-            yield Key(name, DATA_SETS, value)
+        elif kinds := [kind for kind, entry in ENTRIES.items() if entry in get_args(hint)]:
+            yield Key(name, kinds[0], value)
         elif any(get_origin(item) is Annotated for item in get_args(hint)):
             yield Key(name, "list[path]", value)
         else:
@@ -108,7 +104,21 @@ def _walk(group: Any, prefix: str) -> Iterable[Key]:
 
 
 def _kind(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+    """Name a type; None in place of a value of it is nobody's to write."""
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).removesuffix(" | None")
+
+
+def entry_keys(key: Key) -> dict[str, Key]:
+    """Return a key for each field of the tables that `key` holds, by its name: `eval.datasets: temperature`."""
+    prefix = f"{key.name}: "
+    return {inner.name.removeprefix(prefix): inner for inner in _walk(ENTRIES[key.kind](), prefix)}
+
+
+def entry_table(entry: EvalDataSet | RewardPart) -> dict[str, Any]:
+    """Return what a user would write for a table: the fields that are set."""
+    empty = type(entry)()
+    names = (field.name for field in fields(entry))
+    return {name: value for name in names if (value := getattr(entry, name)) != getattr(empty, name)}
 
 
 @cache

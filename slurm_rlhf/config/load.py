@@ -7,20 +7,19 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config import hub
 from slurm_rlhf.config.data_files import parts
-from slurm_rlhf.config.evaluation import resolved_entry
 from slurm_rlhf.config.keys import (
-    DATA_SETS,
-    PARTS,
+    ENTRIES,
     Key,
     all_keys,
     begins_alias,
+    entry_keys,
     get,
     groups,
     key_of,
@@ -28,16 +27,19 @@ from slurm_rlhf.config.keys import (
     nearest,
     put,
 )
-from slurm_rlhf.config.reward_sources import resolved_part
+from slurm_rlhf.config.ranges import URLS
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_jobs import EvalDataSet
+from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.config.text import BadValue, from_text, from_toml, split_overrides
 from slurm_rlhf.errors import ConfigError
 
 COMMAND_LINE = "the command line"
 NOT_PATHS = {
     "resume": ("auto", "never"),
-    "reward.remote_url": ("http://", "https://"),
-    "env.path": ("http://", "https://"),
+    "reward.remote_url": URLS,
+    "reward.sources: remote_url": URLS,
+    "env.path": URLS,
     "train.kernel_cache": ("auto", "none"),
 }
 """Key of a path -> other words that it takes."""
@@ -63,7 +65,7 @@ def load_config(path: Path | str | Sequence[Path | str] | None, overrides: Seque
     problems: list[str] = []
     files = [Path(file) for file in ([] if path is None else [path] if isinstance(path, Path | str) else path)]
     for file in files:
-        _apply_table(_Source(config, problems, str(file), file.parent), _read(file), "")
+        _apply_table(_Source(config, problems, str(file), file.parent), read_toml(file), "")
     _apply_overrides(_Source(config, problems, COMMAND_LINE, Path.cwd(), "--"), list(overrides))
     if problems:
         raise ConfigError(joined(problems))
@@ -95,11 +97,12 @@ def joined(problems: list[str]) -> str:
     return "\n  - ".join([f"{len(problems)} problems in the configuration:", *problems])
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_toml(file: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises ConfigError."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors put a byte order mark first
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file (a TOML file with the run's keys is needed)") from None
+        raise ConfigError(f"{file}: no such file (a TOML file with the keys is needed)") from None
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -188,10 +191,8 @@ def _unknown(name: str, dashes: str = "") -> str:
 def _resolved(key: Key, value: Any, base: Path) -> Any:
     if key.kind == "list[path]":
         return [os.path.abspath(base / Path(item).expanduser()) for item in value]
-    if key.kind == DATA_SETS:
-        return [resolved_entry(entry, base) for entry in value]
-    if key.kind == PARTS:
-        return [resolved_part(part, base) for part in value]
+    if key.kind in ENTRIES:
+        return [_resolved_entry(key, entry, base) for entry in value]
     if key.kind != "path" or not value or value.startswith(NOT_PATHS.get(key.name, ())):
         return value
     if key.name in hub.KEYS and (model := hub.named(value, base)):
@@ -199,3 +200,12 @@ def _resolved(key: Key, value: Any, base: Path) -> Any:
     whole = base / Path(value).expanduser()
     several = parts(value) if key.name.endswith("dataset") and not whole.exists() else [value]
     return ",".join(os.path.abspath(base / Path(part).expanduser()) for part in several)
+
+
+def _resolved_entry(key: Key, entry: EvalDataSet | RewardPart, base: Path) -> EvalDataSet | RewardPart:
+    found = replace(
+        entry, **{name: _resolved(one, getattr(entry, name), base) for name, one in entry_keys(key).items()}
+    )
+    if isinstance(found, RewardPart) and found.preset == "json_schema" and found.preset_value:
+        found.preset_value = os.path.abspath(base / Path(found.preset_value).expanduser())
+    return found

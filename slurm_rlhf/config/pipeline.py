@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.keys import Key, all_keys, get
-from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.load import load_config, read_toml
 from slurm_rlhf.config.model_contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_stages import STAGES
@@ -128,24 +127,21 @@ class Pipeline:
 def read_pipeline(file: Path) -> Pipeline:
     """Read a pipeline. Relative paths start at the directory of the file. Raises ConfigError."""
     file = file.absolute()
-    try:
-        table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file}: no pipeline that can be read: {error}") from None
+    table = read_toml(file)
     _check(str(file), table, _TOP)
     if not table.get("stage"):
         raise ConfigError(f"{file}: it has no stage: write [[stage]] with name, command and files")
     root = Path(os.path.abspath(file.parent / Path(table.get("run_dir") or f"runs/{file.stem}").expanduser()))
     stages: dict[str, PipelineStage] = {}
     for number, row in enumerate(table["stage"], 1):
-        stage = _stage(f"{file}: stage {number}", row, root, file.parent, stages)
-        stages[stage.name] = PipelineStage(
-            stage.name, stage.command, stage.files, stage.words, stage.directory, table.get("sbatch", []) + stage.sbatch
-        )
+        stage = _stage(f"{file}: stage {number}", row, root, file.parent, stages, table.get("sbatch", []))
+        stages[stage.name] = stage
     return Pipeline(file, root, list(stages.values()), table.get("setup", []))
 
 
-def _stage(where: str, row: Any, root: Path, base: Path, earlier: dict[str, PipelineStage]) -> PipelineStage:
+def _stage(
+    where: str, row: Any, root: Path, base: Path, earlier: dict[str, PipelineStage], sbatch: list[str]
+) -> PipelineStage:
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: a stage is a table: write [[stage]]")
     _check(where, row, _STAGE)
@@ -164,7 +160,7 @@ def _stage(where: str, row: Any, root: Path, base: Path, earlier: dict[str, Pipe
                 raise ConfigError(f"{where}: {key} = {text!r}: no stage before it is called {reference!r} ({known})")
         words.append(f"--{key}={_REFERENCE.sub(lambda found: models[found[1]], text)}")
     files = [base / Path(each).expanduser() for each in row.get("files", [])]
-    stage = PipelineStage(name, command, files, words, root / name, row.get("sbatch", []))
+    stage = PipelineStage(name, command, files, words, root / name, sbatch + row.get("sbatch", []))
     taken = {word.partition("=")[0] for word in stage.output} & {word.partition("=")[0] for word in words}
     if taken:
         raise ConfigError(f"{where}: {min(taken)[2:]}: the pipeline says where its stages write: leave it out")

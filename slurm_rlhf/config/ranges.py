@@ -34,3 +34,5 @@ SHARE = Range(0, 1)
 
 FilePath = Annotated[str, "path"]
 """A file or directory: made absolute when it is read. Empty stays empty."""
+URLS = ("http://", "https://")
+"""Beginnings of the addresses of servers, which some keys take in place of a file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Iterator
 
@@ -102,7 +103,8 @@ def _batches(config: Config) -> Iterator[str]:
     responses, batch = prompts * samples, config.train.batch_size
     product = f"rollout.batch_size * rollout.n_samples_per_prompt = {prompts} * {samples} = {responses}"
     if responses % batch:
-        fits = _divisors(responses, batch)
+        near = sorted(_divisors(responses), key=lambda n: abs(n - batch))[:2]
+        fits = " or ".join(str(n) for n in sorted(near))
         yield f"{product} responses do not divide into optimizer steps of train.batch_size = {batch}: use {fits}"
     for role in (row for row in running_roles(config) if row.kind != "engine"):
         group, name, ranks = role.settings(config), role.group, role.ranks(config)
@@ -119,17 +121,9 @@ def _batches(config: Config) -> Iterator[str]:
             yield f"{product} responses do not divide over {sizes} ranks{shared}: use a multiple of {many}"
 
 
-_MANY = 1_000_000
-"""Responses of a step that nobody samples, and of which finding the divisors takes a second."""
-
-
-def _divisors(whole: int, wanted: int) -> str:
-    """Name the divisors of `whole` that are nearest to `wanted`, unless it would take long to find them."""
-    if whole > _MANY:
-        return "a number that divides it"
-    valid = [n for n in range(1, whole + 1) if whole % n == 0]
-    near = sorted(sorted(valid, key=lambda n: abs(n - wanted))[:2])
-    return " or ".join(str(n) for n in near)
+def _divisors(whole: int) -> list[int]:
+    pairs = ((n, whole // n) for n in range(1, math.isqrt(whole) + 1) if whole % n == 0)
+    return sorted({n for pair in pairs for n in pair})
 
 
 def colocated(config: Config) -> Iterator[str]:
@@ -371,10 +365,8 @@ class ColocationRules(Rules):
         slots, taken = actor.num_nodes * actor.num_gpus_per_node, vllm.num_engines * vllm.tensor_parallel_size
         if not _turns(self.config) or (taken == slots and actor.num_gpus_per_node % vllm.tensor_parallel_size == 0):
             return False
-        widths = [
-            width for width in range(1, min(actor.num_gpus_per_node, 64) + 1) if actor.num_gpus_per_node % width == 0
-        ]
-        return {"slots": slots, "taken": taken, "fits": " or ".join(f"{slots // width} x {width}" for width in widths)}
+        fits = " or ".join(f"{slots // width} x {width}" for width in _divisors(actor.num_gpus_per_node))
+        return {"slots": slots, "taken": taken, "fits": fits}
 
     def colocated_nodes(self) -> Broken:
         """train.colocate_all puts engines on the actor's {actor.num_nodes} nodes, and vllm.num_nodes is

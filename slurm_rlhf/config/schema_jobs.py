@@ -141,7 +141,7 @@ class Timeout:
 class EvalDataSet:
     """Is an entry of eval.datasets; what is None is as in the group eval, columns as in the group data."""
 
-    path: FilePath
+    path: FilePath = ""
     name: str = ""  # name in metrics and reports; empty: name of the file
     n_samples_per_prompt: int | None = None
     temperature: float | None = None
@@ -152,6 +152,11 @@ class EvalDataSet:
     source_key: str | None = None
     input_key: str | None = None
     label_key: str | None = None
+
+    @property
+    def problem(self) -> str:
+        """Say what is wrong with it; empty: nothing."""
+        return "" if self.path else "a data set has no path: name its JSONL file"
 
 
 @dataclass(slots=True)

@@ -108,11 +108,17 @@ class RewardPart:
     name: str = ""
     weight: float = 1.0
     clip: list[float] = field(default_factory=list)  # empty: it is not clipped
-    remote_url: str = ""
+    remote_url: FilePath = ""
     function: str = ""
     preset: str = ""
     preset_value: str = ""
     model: bool = False  # true: the score of reward.model_name_or_path
+
+    @property
+    def problem(self) -> str:
+        """Say what is wrong with it; empty: nothing."""
+        whole = not self.clip or (len(self.clip) == 2 and self.clip[0] < self.clip[1])
+        return "" if whole else f"clip takes two numbers, the lower first, got {self.clip}"
 
 
 @dataclass(slots=True)

@@ -10,12 +10,22 @@ import tomllib
 from collections.abc import Callable, Collection
 from typing import Any
 
-from slurm_rlhf.config.evaluation import entry_table, read_entry
-from slurm_rlhf.config.keys import DATA_SETS, PARTS, VALUES, Key, all_keys, documentation, get, key_of, meaning
-from slurm_rlhf.config.reward_sources import part_table, read_part
+from slurm_rlhf.config.keys import (
+    ENTRIES,
+    VALUES,
+    Key,
+    all_keys,
+    documentation,
+    entry_keys,
+    entry_table,
+    get,
+    key_of,
+    meaning,
+)
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.config.schema_models import RewardPart
+from slurm_rlhf.errors import meant
 
 
 class BadValue(ValueError):
@@ -35,10 +45,8 @@ def from_toml(key: Key, value: Any) -> Any:
     if key.kind.startswith("list["):
         if not isinstance(value, list):
             raise BadValue(key, value)
-        if key.kind == DATA_SETS:
-            return [_entry_from_toml(key, each) for each in value]
-        if key.kind == PARTS:
-            return [_part_from_toml(key, each) for each in value]
+        if key.kind in ENTRIES:
+            return [_read_entry(key, each) for each in value]
         item = Key(key.name, key.kind[len("list[") : -1], None)
         try:
             return [from_toml(item, each) for each in value]
@@ -52,25 +60,33 @@ def from_toml(key: Key, value: Any) -> Any:
         value = float(value)
         if not math.isfinite(value):
             raise BadValue(key, value)
-    if isinstance(value, str) and (not _is_unicode(value) or (key.choices and value not in key.choices)):
+    if isinstance(value, str) and (_SURROGATE.search(value) or (key.choices and value not in key.choices)):
         raise BadValue(key, value)
     return value
 
 
-def _entry_from_toml(key: Key, value: Any) -> EvalDataSet:
-    entry = read_entry(key, value, from_toml)
-    if isinstance(entry, str):
-        raise BadValue(key, value, entry)
-    return entry
+def _read_entry(key: Key, value: Any) -> EvalDataSet | RewardPart:
+    """Read a table of the list `key`; a data set may be its path alone. Raises BadValue."""
+    entry = ENTRIES[key.kind]
+    if isinstance(value, entry):
+        return value
+    if isinstance(value, str) and entry is EvalDataSet:
+        value = {"path": value}
+    if not isinstance(value, dict):
+        raise BadValue(key, value, f"{key.name} takes {key.expected}, got an entry {value!r}")
+    known = entry_keys(key)
+    for name in value:
+        if name not in known:
+            near = f"an entry has no {name!r}{meant(name, known)} (valid: {', '.join(known)})"
+            raise BadValue(key, value, f"{key.name}: {near}")
+    found = entry(**{name: from_toml(known[name], inner) for name, inner in value.items()})
+    if found.problem:
+        raise BadValue(key, value, f"{key.name}: {found.problem}")
+    return found
 
 
-def _part_from_toml(key: Key, value: Any) -> RewardPart:
-    part = read_part(key.name, value)
-    if isinstance(part, str):
-        raise BadValue(key, value, part)
-    return part
-
-
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What no TOML file can hold: bytes of the command line that are not UTF-8 become these."""
 _PLAIN = re.compile(r"\[[\w ,./-]*\]")
 """A list without the quotes that TOML wants, as a shell leaves it."""
 _NAMES = ("logger.use",)
@@ -125,15 +141,6 @@ def _list_from_words(key: Key, words: list[str]) -> list[Any]:
     return list(from_toml(key, values))
 
 
-def _is_unicode(text: str) -> bool:
-    """Tell whether a TOML file could hold `text`: bytes of the command line that are not UTF-8 become surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _shown(value: object) -> str:
     if value is None:
         return "nothing"
@@ -141,7 +148,7 @@ def _shown(value: object) -> str:
         return str(value).lower()
     if isinstance(value, dict):
         return "a table"
-    return ascii(value) if isinstance(value, str) and not _is_unicode(value) else repr(value)
+    return ascii(value) if isinstance(value, str) and _SURROGATE.search(value) else repr(value)
 
 
 def _hint(key: Key, value: object) -> str:
@@ -230,8 +237,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, EvalDataSet | RewardPart):
-        table = part_table(value) if isinstance(value, RewardPart) else entry_table(value)
-        inner = ", ".join(f"{name} = {toml_value(each)}" for name, each in table.items())
+        inner = ", ".join(f"{name} = {toml_value(each)}" for name, each in entry_table(value).items())
         return f"{{ {inner} }}"
     return repr(value)
 

@@ -20,7 +20,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, PlacementError, RemoteError, RoleDied
 from slurm_rlhf.groups.restarts import Loss, next_place
 from slurm_rlhf.groups.state import Unit
-from slurm_rlhf.nodes.engine_launcher import EngineLauncher
+from slurm_rlhf.nodes.agent_launcher import AgentEngines
 from slurm_rlhf.observe.run_log import ENGINE_JOINED, ENGINE_LOST
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import EngineCalls
@@ -46,7 +46,7 @@ class Engines:
         self,
         handle: EngineHandle,
         server: ControlServer,
-        launcher: EngineLauncher | None,
+        launcher: AgentEngines | None,
         homes: Mapping[int, str],
         config: Config,
         fail: Callable[[Exception], None],
@@ -291,11 +291,11 @@ class Engines:
         else:
             self._note(f"warning: {what}. The run goes on without them, and takes them in when they come")
 
-    def _is_over(self, engine: int, unit: Unit, launcher: EngineLauncher) -> bool:
+    def _is_over(self, engine: int, unit: Unit, launcher: AgentEngines) -> bool:
         gone = launcher.gone(engine) or time.monotonic() - unit.lost_at > timeouts.ENGINE_GONE_S
         return gone and self._peers_lost(engine)
 
-    def _start_again(self, engine: int, unit: Unit, launcher: EngineLauncher) -> None:
+    def _start_again(self, engine: int, unit: Unit, launcher: AgentEngines) -> None:
         spares = [node for node in launcher.spares if node not in self._left_out]
         place = next_place(engine, unit.node, self._losses, spares, self._node_gone(unit), self._most, launcher.unfit)
         if place.node is None:

@@ -16,12 +16,10 @@ from slurm_rlhf.cluster.processes import raise_descriptors, running
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Standstills, StartLogs
+from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Silence, Standstills, StartLogs, conductor_stood_still
 from slurm_rlhf.groups.engines import Engines
-from slurm_rlhf.groups.silence import Silence, conductor_stood_still
 from slurm_rlhf.groups.state import Unit
-from slurm_rlhf.nodes.engine_launcher import EngineEnds, Environment
-from slurm_rlhf.nodes.launcher import Launcher, names_in
+from slurm_rlhf.nodes.launcher import EngineEnds, Environment, Launcher, names_in
 from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
@@ -130,7 +128,7 @@ class Supervisor:
 
     def _lose_before_hello(self, role: str, silent_s: float, why: str) -> None:
         """Break the run if ranks of `role` are missing on nodes of which nothing was heard for `silent_s`."""
-        gone = self._launcher.unheard(silent_s)
+        gone = self._launcher.agents.unheard(silent_s)
         dead = [share for share in self._ranks.roles[role] if share.node in gone and {*share.ranks} - self.here(role)]
         if dead:
             who = ", ".join(f"rank {share.ranks[0]} on {share.node}" for share in dead)
@@ -199,8 +197,8 @@ class Supervisor:
             self.server.fail_role(name, self.failure)
 
     def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
-        """Return what each node knows of its processes, as `Launcher.look` does."""
-        return self._launcher.look(pids, within_s)
+        """Return what each node knows of its processes, as `AgentServer.look` does."""
+        return self._launcher.agents.look(pids, within_s)
 
     @property
     def sync_host(self) -> str:

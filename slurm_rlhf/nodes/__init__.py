@@ -5,12 +5,12 @@ step `nodes`, over all nodes from before a run to its end, an agent examines its
 returns `facts`), and looks at its processes in a hang (`node_look`). In a role's step it is the parent of the role's
 processes (`children`, `child_process`), which get an `environment` and what `step_spec` says. Without Slurm one agent,
 a child of the conductor, does both.
-Starting: `launcher` and `engine_launcher` (what starts roles and engines), `agent_launcher` and `agent_engines` with
-`agent_steps` and `srun` (in a Slurm job, and on one machine), `mpi/` (all of MPI).
+Starting: `launcher` (what starts roles and engines), `agent_launcher` with `agent_steps` and `srun` (in a Slurm job,
+and on one machine), `mpi/` (all of MPI).
 Jobs: `requeue` (the next job of a run), `orphan` (a job that has lost its first node), `submitit_job`.
 Examining: `examination` asks the nodes by an `interview` and judges, `needs` says what a run wants of them;
-`group_host` starts a light process per rank for the collectives that `groups` lists. Pure: `network_checks`,
-`node_checks`, `file_checks` and `speed_checks`; `report` shows them. `accelerators` has checks before a start.
+`examiner` starts a light process per rank for the collectives that `groups` lists. Pure: `network_checks` and
+`node_checks`; `report` shows them. `accelerators` has checks before a start.
 
 mpi4py only in `mpi/communicator`, submitit only in `submitit_job`, torch only in `group_rank`, inside functions.
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import convert
+
 from slurm_rlhf.cluster.gpu_query import GpuProcess, GpuState, is_busy
 from slurm_rlhf.config.architectures import missing
 from slurm_rlhf.config.schema import Config
@@ -158,11 +160,7 @@ def _unlike(answers: Answers, wanted: Wanted) -> list[str]:
 
 def _cards(said: Mapping[str, Any], slots: int) -> list[GpuState]:
     """Return the first `slots` of a node: those that the rank map uses."""
-    found = []
-    for card in said["gpus"][:slots]:
-        processes = tuple(GpuProcess(**process) for process in card["processes"])
-        found.append(GpuState(**{**card, "processes": processes}))
-    return found
+    return convert(said["gpus"][:slots], list[GpuState])
 
 
 def _listed(problems: Sequence[str], remedy: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
-from slurm_rlhf.cluster.network import own_address
+from slurm_rlhf.cluster.network import listening, own_address, unreachable
 from slurm_rlhf.cluster.processes import STORE_FD, die_with_parent, exit_text
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
@@ -40,8 +39,6 @@ from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.messages import Request
-
-_BACKLOG = 4096
 
 
 class Agent:
@@ -187,8 +184,7 @@ class Agent:
             return "", self._start_child(spec, command, environment)
         # The port is bound here, and the socket handed down: no other process can take it in between.
         address = own_address(self._node, environment.get("GLOO_SOCKET_IFNAME", ""))
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as store:
+        with listening(address) as store:
             environment[STORE_FD] = str(store.fileno())
             pid = self._start_child(spec, command, environment, (store.fileno(),))
             return f"{address}:{store.getsockname()[1]}", pid
@@ -210,7 +206,7 @@ class Agent:
         if self._temporary is not None:
             self._temporary.remove()
         if self._spec and self._ranks and deserted:
-            await_end(self._spec, self._ranks, self._node, f"tcp://{self._orders.address}:{self._orders.port}")
+            await_end(self._spec, self._ranks, self._node, (self._orders.address, self._orders.port))
 
     def _kill(self, roles: Collection[str]) -> None:
         """End every process of `roles` by force, and wait for it; that they ended is no news."""
@@ -246,10 +242,8 @@ def _absence(client: ControlClient, orders: Orders) -> str:
             return ""
         except CallTimeout as error:
             said = str(error)
-        try:
-            socket.create_connection((orders.address, orders.port), timeouts.CONNECT_S).close()
-        except OSError as error:
-            return error.strerror or str(error)
+        if why := unreachable(orders.address, orders.port):
+            return why
     return said  # it is there, and does not answer
 
 

@@ -78,14 +78,18 @@ class AgentServer(ABC):
         return self.call(peer, "start", (spec, ranks.to_json()), tuple[str, int])
 
     def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
-        """Return what each node sees of its processes, as far as it comes in time."""
+        """Return what each node sees of its processes `pids[node]`. A node may be missing.
+
+        The watchdog calls it, from its thread, when a run hangs. Blocks for `within_s` at most; raises OSError and
+        RunError.
+        """
         known = [node for node in pids if node in self.residents]
         calls = [self.call(self.residents[node], "look", list(pids[node]), NodeView) for node in known]
         done, _ = wait(calls, within_s)
         return [call.result() for call in done if call.exception() is None]
 
     def unheard(self, seconds: float) -> set[str]:
-        """Return the nodes that were heard once, and of which no agent was heard for `seconds`."""
+        """Return the nodes that were heard once, and of which no agent was heard for `seconds`. Does not block."""
         silent = self.server.silent(seconds)
         return {
             node

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_rlhf.nodes import file_checks, network_checks, node_checks, speed_checks
+from slurm_rlhf.nodes import network_checks, node_checks
 from slurm_rlhf.nodes.collect import collect
 from slurm_rlhf.nodes.facts import FACTS_LINE, Introduction, NodeFacts, Orders
 from slurm_rlhf.nodes.groups import Outcome, links, role_groups
@@ -46,99 +46,71 @@ class Question:
     thorough: bool = False  # measure them even if no run can start anyhow
     inside: bool = False  # the agents run in a container, and this process does not
     job: str = ""
-    started: str = ""
+    started: str = ""  # the program that is to run on the nodes
     equipment: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by node, where its agent cannot know it
     limit_s: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """Hold what was found, and the rank map of the nodes that a run should take."""
+def examine_nodes(asked: Question, agents: AgentServer) -> tuple[Report, RankMap]:
+    """Examine the nodes; return what was found, and the rank map of those that a run should take.
 
-    report: Report
-    ranks: RankMap
+    Blocks for at most `limit_s`. The agents stay. Raises RunError if no agent can be started, OSError for a bad run
+    directory.
+    """
+    from slurm_rlhf.nodes.interview import Interview
+
+    talk = Interview(agents, asked.limit_s)
+    with canary_in(Path(asked.needs.run_dir)) as (canary, token):
+        agents.begin(_orders(asked, agents, canary))
+        talk.meet(asked.nodes, INTRODUCED)
+        talk.learn({node: _peers(node, asked, talk.met) for node in list(talk.met)}, FACTS)
+    seen = _measured(talk, _evidence(asked, agents, talk, token))
+    talk.end()
+    report, ranks = Report(asked.nodes, judge(seen), talk.seconds()), _placed(seen)
+    taken = {node.name for node in ranks.topology.nodes}
+    gone = tuple(node for node in report.bad_nodes() if node not in taken)
+    return replace(report, left_out=gone), ranks
 
 
-class Examination:
-    """Examine the nodes of one question, once. Blocks for at most `limit_s`. Its agents stay."""
+def _measured(talk: Interview, seen: Evidence) -> Evidence:
+    """Add links and groups. A run that cannot start anyhow is to end in seconds, without them."""
+    asked = seen.asked
+    if not asked.measure:
+        return seen
+    if not (asked.thorough or asked.spares) and Report(asked.nodes, judge(seen), 0.0).verdict == FAILED:
+        return replace(seen, unmeasured="a run cannot start here anyhow")
+    unreached = {node for each in names(seen.facts).findings if each.verdict == FAILED for node in each.nodes}
+    away = (set(asked.nodes) - set(talk.met)) | unreached
+    slots = {share.node: min(share.gpus) for shares in asked.ranks.roles.values() for share in shares}
+    pairs = links([node for node in asked.nodes if node not in away], slots)
+    seen = replace(seen, links=talk.measure_links(pairs, asked.ranks.topology, LINKS))
+    ranks = _placed(seen)
+    away |= {node for node in asked.nodes if node not in talk.here}
+    return replace(seen, groups=talk.measure_groups(role_groups(ranks, away), ranks.topology, GROUPS))
 
-    def __init__(self, question: Question, agents: AgentServer) -> None:
-        self._question = question
-        self._agents = agents
 
-    def run(self) -> Examined:
-        """Return what was found. Raises RunError if no agent can be started, OSError for a bad run directory."""
-        from slurm_rlhf.nodes.interview import Interview
+def _evidence(asked: Question, agents: AgentServer, talk: Interview, token: str) -> Evidence:
+    facts = {
+        node: replace(talk.facts[node], equipment=asked.equipment.get(node, talk.facts[node].equipment))
+        for node in asked.nodes
+        if node in talk.facts
+    }
+    mine = dict(asked.versions)
+    if asked.inside and facts:
+        mine = {**next(iter(facts.values())).versions, "slurm_rlhf": mine.get("slurm_rlhf", MISSING)}
+    where = f"{asked.here} ({agents.address}:{agents.server.port})"
+    said = "\n".join(line for line in agents.said().splitlines() if not line.startswith(FACTS_LINE))
+    unmeasured = "" if asked.measure else "preflight = quick"
+    return Evidence(asked, where, mine, token, facts, said, unmeasured=unmeasured)
 
-        asked = self._question
-        talk = Interview(self._agents, asked.limit_s)
-        with canary_in(Path(asked.needs.run_dir)) as (canary, token):
-            self._agents.begin(_orders(asked, self._agents, canary))
-            talk.meet(asked.nodes, INTRODUCED)
-            talk.learn({node: _peers(node, asked, talk.met) for node in list(talk.met)}, FACTS)
-        evidence = self._measured(talk, self._evidence(talk, token))
-        talk.end()
-        report = self._report(evidence, talk.seconds())
-        ranks = self._placed(evidence)
-        taken = {node.name for node in ranks.topology.nodes}
-        gone = tuple(node for node in report.bad_nodes() if node not in taken)
-        return Examined(replace(report, left_out=gone), ranks)
 
-    def _measured(self, talk: Interview, evidence: Evidence) -> Evidence:
-        """Add links and groups. A run that cannot start anyhow is to end in seconds, without them."""
-        asked = self._question
-        if not asked.measure:
-            return evidence
-        if not (asked.thorough or asked.spares) and self._report(evidence).verdict == FAILED:
-            return replace(evidence, unmeasured="a run cannot start here anyhow")
-        away = self._cut_off(talk, evidence)
-        slots = {share.node: min(share.gpus) for shares in asked.ranks.roles.values() for share in shares}
-        pairs = links([node for node in asked.nodes if node not in away], slots)
-        evidence = replace(evidence, links=talk.measure_links(pairs, asked.ranks.topology, LINKS))
-        ranks = self._placed(evidence)
-        away |= {node for node in evidence.nodes if node not in talk.here}
-        return replace(evidence, groups=talk.measure_groups(role_groups(ranks, away), ranks.topology, GROUPS))
-
-    def _evidence(self, talk: Interview, token: str) -> Evidence:
-        asked = self._question
-        known = asked.equipment
-        facts = {
-            node: replace(talk.facts[node], equipment=known.get(node, talk.facts[node].equipment))
-            for node in asked.nodes
-            if node in talk.facts
-        }
-        mine = dict(asked.versions)
-        if asked.inside and facts:
-            mine = {**next(iter(facts.values())).versions, "slurm_rlhf": mine.get("slurm_rlhf", MISSING)}
-        return Evidence(
-            asked.nodes,
-            asked.here,
-            f"{asked.here} ({self._agents.address}:{self._agents.server.port})",
-            asked.needs,
-            mine,
-            token,
-            facts,
-            asked.job,
-            "\n".join(line for line in self._agents.said().splitlines() if not line.startswith(FACTS_LINE)),
-            asked.started,
-            unmeasured="" if asked.measure else "preflight = quick",
-        )
-
-    def _cut_off(self, talk: Interview, evidence: Evidence) -> set[str]:
-        """Return the nodes that take no part in measurements: silent, or not to be reached."""
-        unreached = {node for each in names(evidence.facts).findings if each.verdict == FAILED for node in each.nodes}
-        return (set(self._question.nodes) - set(talk.met)) | unreached
-
-    def _placed(self, evidence: Evidence) -> RankMap:
-        """Return the rank map on good nodes, where there are nodes to spare."""
-        asked = self._question
-        if not asked.spares:
-            return asked.ranks
-        report = self._report(evidence)
-        return asked.place(chosen(asked.nodes, report.bad_nodes(), report.failed_nodes(), asked.spares))
-
-    def _report(self, evidence: Evidence, seconds: float = 0.0) -> Report:
-        return Report(self._question.nodes, judge(evidence), seconds)
+def _placed(seen: Evidence) -> RankMap:
+    """Return the rank map on good nodes, where there are nodes to spare."""
+    asked = seen.asked
+    if not asked.spares:
+        return asked.ranks
+    report = Report(asked.nodes, judge(seen), 0.0)
+    return asked.place(chosen(asked.nodes, report.bad_nodes(), report.failed_nodes(), asked.spares))
 
 
 def look_here(asked: Question, environ: Mapping[str, str]) -> Report:
@@ -150,16 +122,8 @@ def look_here(asked: Question, environ: Mapping[str, str]) -> Report:
             "", asked.address, 0, needs.run_dir, 0.0, 0.0, "", str(canary), needs.places, needs.sandbox, True
         )
         facts = collect(orders, asked.here, environ)
-    seen = Evidence(
-        asked.nodes,
-        asked.here,
-        asked.here,
-        asked.needs,
-        asked.versions,
-        token,
-        {asked.here: facts},
-        unmeasured="one machine; `slurm-rlhf preflight` measures",
-    )
+    unmeasured = "one machine; `slurm-rlhf preflight` measures"
+    seen = Evidence(asked, asked.here, asked.versions, token, {asked.here: facts}, unmeasured=unmeasured)
     return Report(asked.nodes, judge(seen), time.monotonic() - begun)
 
 
@@ -200,16 +164,12 @@ def _peers(node: str, asked: Question, met: Mapping[str, Introduction]) -> dict[
 class Evidence:
     """Hold what was asked and what came back."""
 
-    nodes: tuple[str, ...]
-    here: str  # the conductor's node
+    asked: Question
     where: str  # host, address and port of the conductor
-    needs: Needs
     versions: Mapping[str, str]  # package -> version in the conductor
     token: str  # in the canary
     facts: Mapping[str, NodeFacts]
-    job: str = ""
     said: str = ""  # words of the launcher
-    started: str = ""  # the program that was to run on the nodes
     links: Sequence[Outcome] = ()
     groups: Sequence[Outcome] = ()
     unmeasured: str = ""  # why there are no links and groups
@@ -217,26 +177,25 @@ class Evidence:
 
 def judge(seen: Evidence) -> tuple[Check, ...]:
     """Return all checks. Those of the network need several nodes."""
-    facts, needs = seen.facts, seen.needs
-    several = len(seen.nodes) > 1
-    checks = [network_checks.answers(facts, seen.nodes, seen.said, seen.started)]
-    if seen.job:
-        checks.append(node_checks.allocation(needs, seen.nodes, seen.job))
+    asked, facts, needs = seen.asked, seen.facts, seen.asked.needs
+    checks = [network_checks.answers(facts, asked.nodes, seen.said, asked.started)]
+    if asked.job:
+        checks.append(node_checks.allocation(needs, asked.nodes, asked.job))
     if not facts:
         return tuple(checks)  # nothing is known of anything else
-    if several:
+    if len(asked.nodes) > 1:
         checks += [
             network_checks.names(facts),
             network_checks.conductor(facts, seen.where),
-            network_checks.interfaces(facts, seen.here),
+            network_checks.interfaces(facts, asked.here),
             network_checks.clocks(facts),
             node_checks.packages(facts, seen.versions),
         ]
     checks += [
-        file_checks.run_directory(facts, needs, seen.token),
-        file_checks.places(facts),
-        file_checks.space(facts, needs),
-        file_checks.locks(needs),
+        node_checks.run_directory(facts, needs, seen.token),
+        node_checks.places(facts),
+        node_checks.space(facts, needs),
+        node_checks.locks(needs),
         node_checks.shared_memory(facts, needs),
         node_checks.limits(facts, needs),
         node_checks.gpus(facts, needs),
@@ -248,6 +207,6 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
         return (*checks, Check("links and groups", f"not measured: {seen.unmeasured}"))
     return (
         *checks,
-        speed_checks.links(seen.links, {node: each.link_mbits for node, each in facts.items()}),
-        speed_checks.groups(seen.groups),
+        network_checks.links(seen.links, {node: each.link_mbits for node, each in facts.items()}),
+        network_checks.groups(seen.groups),
     )

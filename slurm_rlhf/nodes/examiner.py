@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
+import secrets
 import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.network import address_of, address_towards, is_loopback, listening
+from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.collect import collect
+from slurm_rlhf.nodes.environment import visible_gpus, without_injected
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts, Orders, Reach
-from slurm_rlhf.nodes.group_host import GroupHost
-from slurm_rlhf.nodes.link_test import Answerer, measure
+from slurm_rlhf.placement.topology import Node, Topology
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 
 _PROBES = 16  # connections that are tried at a time
-_BACKLOG = 4096
+_MESSAGE = 1 << 20  # most bytes between an agent and the process that has imported torch
 
 
 class Examiner:
@@ -41,9 +48,8 @@ class Examiner:
     def introduce(self) -> Introduction:
         """Get ready for measurements. Raises OSError and PlacementError."""
         own = address_towards(self._orders.address)
-        family = socket.AF_INET6 if ":" in own else socket.AF_INET
-        self._sockets = [socket.create_server((own, 0), family=family, backlog=_BACKLOG) for _ in range(2)]
-        Answerer(self._sockets[0], self._secret, self._orders.limit_s)
+        self._sockets = [listening(own) for _ in range(2)]
+        answer_links(self._sockets[0], self._secret, self._orders.limit_s)
         self._host = GroupHost() if self._orders.groups else None
         links, store = (each.getsockname()[1] for each in self._sockets)
         return Introduction(own, links, store, time.time())
@@ -105,3 +111,164 @@ def _reach(node: str, port: int, timeout_s: float) -> Reach:
     except OSError as error:
         return Reach(node, address, name, error.strerror or str(error))
     return Reach(node, address, name, "")
+
+
+class GroupHost:
+    """Start `group_rank` on this node; importing torch takes seconds, in which other checks go on."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "slurm_rlhf.nodes.group_rank", str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            env={**without_injected(os.environ), **one_thread},
+        )
+        theirs.close()
+        self._socket = ours
+
+    def run(
+        self, order: Mapping[str, Any], listening: socket.socket, environ: Mapping[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        """Let the seats of `order` go through their stages; yield their reports until all have ended.
+
+        `listening`: where the store of the group listens if this node has it.
+        """
+        address = str(listening.getsockname()[0])
+        interface = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        if interface and not is_loopback(address):
+            try:
+                address = address_of(interface, "GLOO_SOCKET_IFNAME")
+            except ConfigError as error:
+                yield from self._all(order, str(error))
+                return
+        self._socket.settimeout(order["limit_s"] + timeouts.PREFLIGHT_S)
+        place = Topology((Node(order["node"], order["gpus"], 0, tuple(order["devices"])),), order["accelerator"])
+        seats = [[seat, slot, visible_gpus(place, order["node"], [slot], environ)] for seat, slot in order["seats"]]
+        message = json.dumps({**order, "seats": seats, "address": address}).encode()
+        try:
+            socket.send_fds(self._socket, [message], [listening.fileno()])
+            while (said := self._socket.recv(_MESSAGE)) and (report := json.loads(said)) != {"end": True}:
+                yield report
+            if not said:
+                yield from self._all(order, f"the process that imports torch has ended: {self._last_words()}")
+        except OSError as error:
+            yield from self._all(order, f"the process that imports torch says nothing: {error.strerror or error}")
+
+    def end(self) -> None:
+        """End the process and what it started."""
+        self._socket.close()
+        self._process.kill()  # its seats go with it
+        self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+    def _last_words(self) -> str:
+        assert self._process.stderr is not None
+        lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "without a word"
+
+    @staticmethod
+    def _all(order: Mapping[str, Any], error: str) -> Iterator[dict[str, Any]]:
+        """Report the same error of every seat in every group."""
+        mine = {seat for seat, _ in order["seats"]}
+        for stage in order["stages"]:
+            for name, seats in stage:
+                for seat in mine.intersection(seats):
+                    yield {"seat": seat, "group": name, "error": error}
+
+
+SIZE = 2 << 20
+"""Bytes that go each way."""
+_PIECE = 1 << 16
+_PINGS = 5
+_ENOUGH_S = 0.5  # limit of repeating: a slow link is not measured again
+_REPEATS = 3
+_NUMBER = 16  # bytes
+_PROOF = hashlib.sha256().digest_size
+
+
+def answer_links(listening: socket.socket, secret: str, timeout_s: float) -> None:
+    """Answer the other ends of links at a listening socket, each in a thread, until that is closed."""
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                guest, _ = listening.accept()
+                threading.Thread(target=_answer, args=(guest, secret, timeout_s), daemon=True).start()
+
+    threading.Thread(target=serve, name="link-answers", daemon=True).start()
+
+
+def _answer(guest: socket.socket, secret: str, timeout_s: float) -> None:
+    """Do the other half of `measure`. Strangers, and those who only tried to connect, are hung up on."""
+    with guest, suppress(OSError):
+        guest.settimeout(timeout_s)
+        number = secrets.token_bytes(_NUMBER)
+        guest.sendall(number)
+        if not hmac.compare_digest(_received(guest, _PROOF), _proof(secret, number)):
+            return
+        guest.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        guest.sendall(b".")
+        while kind := guest.recv(1):
+            if kind == b"p":
+                guest.sendall(b".")
+            elif kind == b"s":
+                _receive(guest, SIZE)
+                guest.sendall(b".")
+                guest.sendall(bytes(SIZE))
+
+
+def measure(address: str, port: int, secret: str, timeout_s: float) -> dict[str, Any]:
+    """Return seconds of a round trip, of sending and of receiving. Raises OSError."""
+    with socket.create_connection((address, port), timeout_s) as link:
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link.sendall(_proof(secret, _received(link, _NUMBER)))
+        _receive(link, 1)
+        pings = sorted(_took(link, b"p", 1) for _ in range(_PINGS))
+        found: list[tuple[float, float]] = []
+        begun = time.monotonic()
+        while len(found) < _REPEATS and time.monotonic() - begun < _ENOUGH_S:
+            there = _took(link, b"s" + bytes(SIZE), 1)
+            start = time.monotonic()
+            _receive(link, SIZE)
+            found.append((there, time.monotonic() - start))
+    return {
+        "latency_s": pings[_PINGS // 2],
+        "there_s": min(there for there, _ in found),
+        "back_s": min(back for _, back in found),
+        "size": SIZE,
+    }
+
+
+def _proof(secret: str, number: bytes) -> bytes:
+    """Answer a fresh number with the secret of both ends."""
+    return hmac.digest(secret.encode(), number, "sha256")
+
+
+def _took(link: socket.socket, data: bytes, answer: int) -> float:
+    start = time.monotonic()
+    link.sendall(data)
+    _receive(link, answer)
+    return time.monotonic() - start
+
+
+def _received(link: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        data = link.recv(count - len(found))
+        if not data:
+            raise ConnectionError("the other end hung up")
+        found += data
+    return found
+
+
+def _receive(link: socket.socket, count: int) -> None:
+    """Read and forget `count` bytes."""
+    while count:
+        count -= len(_received(link, min(count, _PIECE)))

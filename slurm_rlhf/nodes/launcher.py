@@ -1,20 +1,29 @@
 """Define what a launcher does: the seam between the conductor and the processes of the roles.
 
-There are two: `nodes.agent_launcher` (srun steps, or one machine) and `nodes.mpi.launcher` (MPI ranks).
+There are two: `nodes.agent_launcher` (srun steps, or one machine) and `nodes.mpi.launcher` (MPI ranks). Only the first
+starts an engine again: a rank that is gone is missing in COMM_WORLD.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from slurm_rlhf.cluster.processes import KILLED
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.nodes.engine_launcher import EngineLauncher
-from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.wire import timeouts
+
+if TYPE_CHECKING:
+    from slurm_rlhf.nodes.agent_launcher import AgentEngines
+    from slurm_rlhf.nodes.agent_server import AgentServer
+
+Environment = Mapping[str, Mapping[str, str]]
+"""Node -> variables of its ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +54,21 @@ class Launcher(Protocol):
     """Node of the allocation -> why it is to take over no ranks, though it has none."""
 
     @property
+    def agents(self) -> AgentServer:
+        """Return the agents of the nodes. Any thread may ask them."""
+
+    @property
     def address(self) -> str:
         """Return the address of this process for the run's nodes; loopback if all are this machine."""
 
     @property
-    def engines(self) -> EngineLauncher | None:
+    def engines(self) -> AgentEngines | None:
         """Return what keeps the engines that `start` has started: it, and not `ended`, tells of those that end.
 
         None: there are none, or they are started like any other role and none can start again.
         """
 
-    def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
+    def start(self, role: str, arguments: list[str], environment: Environment) -> None:
         """Start `role` on all its nodes, with the variables of `environment[node]`.
 
         The conductor calls it from its main thread, once for each role, and again after `end`; it does not wait for
@@ -75,18 +88,28 @@ class Launcher(Protocol):
     def stopped(self) -> list[tuple[str, int]]:
         """Return (role, process id) of the torchruns that a signal has stopped, as far as this process sees them."""
 
-    def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
-        """Return what each node sees of the processes `pids[node]`. A node may be missing.
-
-        The watchdog calls it, from its thread, when a run hangs. Blocks for `within_s` at most; raises OSError and
-        RunError.
-        """
-
-    def unheard(self, seconds: float) -> set[str]:
-        """Return the nodes that were heard once, and of which no agent was heard for `seconds`. Does not block."""
-
     def stop(self, done: bool, grace_s: float) -> None:
         """End every process of every role, and wait until they are gone: a little longer than `grace_s`.
 
         done: the ranks said that they have closed what they hold, and are leaving.
         """
+
+
+class EngineEnds:
+    """Collects how engines ended: their launcher knows of signals, a rank that is left only that another is gone."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, tuple[float, str]] = {}
+
+    def said(self, engine: int, why: str) -> None:
+        """Note what a rank says ended its engine, whose processes end within the second. For any thread."""
+        self._said.setdefault(engine, (time.monotonic(), why))
+
+    def news(self, ended: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Return (engine, why): what the launcher has `ended`, and what a rank said where that has not come in time."""
+        found = []
+        for engine, how in ended:
+            _, why = self._said.pop(engine, (0.0, how))
+            found.append((engine, how if KILLED in how else why))
+        due = [engine for engine, (at, _) in list(self._said.items()) if time.monotonic() > at + timeouts.ENGINE_END_S]
+        return found + [(engine, self._said.pop(engine)[1]) for engine in due]

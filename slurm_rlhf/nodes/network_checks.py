@@ -1,13 +1,15 @@
-"""Judge names, addresses, interfaces and clocks of the nodes: pure."""
+"""Judge names, addresses, interfaces and clocks of the nodes, and how fast links and groups are: pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from slurm_rlhf.errors import shortened
 from slurm_rlhf.nodes.facts import NodeFacts
-from slurm_rlhf.nodes.report import FAILED, WARNING, Check, Finding
+from slurm_rlhf.nodes.groups import LINK, Figures, Outcome
+from slurm_rlhf.nodes.report import Check, Finding, exclude, failed, warned
 from slurm_rlhf.workers.http_client import Health
 
 Facts = Mapping[str, NodeFacts]
@@ -16,11 +18,6 @@ SKEW_S = 2.0
 """Clocks of a cluster with NTP agree to milliseconds; file systems keep times in seconds."""
 SKEW_FAILS_S = 300.0
 """Munge and Kerberos refuse credentials that are five minutes old, or from the future."""
-
-
-def exclude(*nodes: str) -> str:
-    """Return the option that leaves nodes out of the next allocation."""
-    return f"--exclude={','.join(nodes)}"
 
 
 def answers(facts: Facts, nodes: Sequence[str], said: str, started: str) -> Check:
@@ -35,21 +32,17 @@ def answers(facts: Facts, nodes: Sequence[str], said: str, started: str) -> Chec
         f"If that names nothing to mend: {started} did not run there. Install the environment on a file system that "
         f"all nodes share, or at the same place on each; leave a broken node out with {exclude(*silent)}"
     )
-    return Check("answers", "", (Finding(FAILED, silent, told, remedy),))
+    return Check("answers", "", [failed(told, remedy, *silent)])
 
 
 def conductor(facts: Facts, where: str) -> Check:
     """Name nodes that do not reach the conductor's port; `where` is host and address of it."""
-    found = tuple(
-        Finding(
-            FAILED,
-            (node,),
-            f"{node} cannot reach the conductor at {where}: {each.conductor}; it has {', '.join(each.addresses)}",
-            f"Let a firewall pass connections between the job's nodes, or leave it out: {exclude(node)}",
-        )
-        for node, each in facts.items()
-        if each.conductor
-    )
+    found = []
+    for node, each in facts.items():
+        if each.conductor:
+            said = f"{node} cannot reach the conductor at {where}: {each.conductor}; it has {', '.join(each.addresses)}"
+            remedy = f"Let a firewall pass connections between the job's nodes, or leave it out: {exclude(node)}"
+            found.append(failed(said, remedy, node))
     return Check("conductor", f"every node reaches {where}", found)
 
 
@@ -65,15 +58,15 @@ def names(facts: Facts) -> Check:
         mend = f"let {culprit} resolve to {facts[culprit].address or 'an address of its own'} on all nodes"
         if bad is not None and not bad.address:
             said = f"{by} cannot resolve the name {culprit}: {bad.problem}"
-            found.append(Finding(FAILED, (culprit,), said, f"In /etc/hosts or DNS {mend}, or {exclude(culprit)}"))
+            found.append(failed(said, f"In /etc/hosts or DNS {mend}, or {exclude(culprit)}", culprit))
         elif bad is not None:
             said = f"{by} cannot reach {culprit}, whose name is {bad.address} there: {bad.problem}"
             remedy = f"Its own address towards the conductor is {facts[culprit].address or 'not known'}"
             also = f" ({facts[culprit].interface}): {mend}, or {exclude(culprit)}"
-            found.append(Finding(FAILED, (culprit,), said, remedy + also))
+            found.append(failed(said, remedy + also, culprit))
         elif strange is not None:
             said = f"the name {culprit} is {strange.address} elsewhere, and {culprit} has only {', '.join(own)}"
-            found.append(Finding(FAILED, (culprit,), said, f"In /etc/hosts or DNS {mend}, or {exclude(culprit)}"))
+            found.append(failed(said, f"In /etc/hosts or DNS {mend}, or {exclude(culprit)}", culprit))
     found += _back(facts)
     nameless = sorted(
         {each.node for there in facts.values() for each in there.reached if each.address and not each.name}
@@ -84,7 +77,7 @@ def names(facts: Facts) -> Check:
         if nameless
         else ", and their addresses have names"
     )
-    return Check("names", said if count else "one node: none is looked up", tuple(found))
+    return Check("names", said if count else "one node: none is looked up", found)
 
 
 def _back(facts: Facts) -> list[Finding]:
@@ -95,13 +88,9 @@ def _back(facts: Facts) -> list[Finding]:
         for each in there.reached
         if each.name.partition(".")[0] in facts and each.name.partition(".")[0] != each.node
     }
+    remedy = "Mend /etc/hosts or the reverse zone of DNS: log lines and libraries that look up a peer's name mislead"
     return [
-        Finding(
-            WARNING,
-            (node,),
-            f"{address}, the address of {node}, has the name {name}, which is another node's",
-            "Mend /etc/hosts or the reverse zone of DNS: log lines and libraries that look up a peer's name mislead",
-        )
+        warned(f"{address}, the address of {node}, has the name {name}, which is another node's", remedy, node)
         for node, address, name in sorted(wrong)
     ]
 
@@ -111,13 +100,9 @@ def interfaces(facts: Facts, here: str) -> Check:
 
     `here` is the conductor's own node: alone on loopback towards itself, where its neighbours show the network.
     """
+    remedy = "Export a name that every node has, or none: the one that reaches the others counts; or"
     found = [
-        Finding(
-            FAILED,
-            (node,),
-            f"{node} has no such interface: {each.exported[0]}",
-            f"Export a name that every node has, or none: the one that reaches the others counts; or {exclude(node)}",
-        )
+        failed(f"{node} has no such interface: {each.exported[0]}", f"{remedy} {exclude(node)}", node)
         for node, each in facts.items()
         if each.exported
     ]
@@ -128,43 +113,148 @@ def interfaces(facts: Facts, here: str) -> Check:
             most, net = usual[0][0]
             said = f"{node} reaches the conductor by {interface} in {subnet or 'no subnet'}, most by {most} in {net}"
             remedy = f"export NCCL_SOCKET_IFNAME={most} GLOO_SOCKET_IFNAME={most}, or {exclude(node)}"
-            found.append(Finding(WARNING, (node,), said, remedy))
+            found.append(warned(said, remedy, node))
     told = ", ".join(f"{interface} in {subnet}" for interface, subnet in dict.fromkeys(seen.values()))
-    return Check("interfaces", told or "loopback", tuple(found))
+    return Check("interfaces", told or "loopback", found)
 
 
 def clocks(facts: Facts) -> Check:
     """Name nodes whose clock differs from the conductor's."""
-    found = tuple(
-        Finding(
-            FAILED if abs(each.skew_s) >= SKEW_FAILS_S else WARNING,
-            (node,),
-            f"the clock of {node} is {_duration(abs(each.skew_s))} {'ahead' if each.skew_s > 0 else 'behind'}",
-            f"Set it (chronyc makestep, as root), or {exclude(node)}: credentials of munge are refused from 300 s on, "
-            "and times of files and log lines mislead",
-        )
-        for node, each in facts.items()
-        if abs(each.skew_s) >= SKEW_S
-    )
+    found = []
+    for node, each in facts.items():
+        if abs(each.skew_s) >= SKEW_S:
+            said = f"the clock of {node} is {_duration(abs(each.skew_s))} {'ahead' if each.skew_s > 0 else 'behind'}"
+            remedy = (
+                f"Set it (chronyc makestep, as root), or {exclude(node)}: credentials of munge are refused from 300 s "
+                "on, and times of files and log lines mislead"
+            )
+            found.append((failed if abs(each.skew_s) >= SKEW_FAILS_S else warned)(said, remedy, node))
     return Check("clocks", f"all within {SKEW_S:g} s", found)
 
 
 def servers(found: Sequence[Health]) -> Check:
     """Name the servers of rewards and environments that are away. A run waits for them, so it may start."""
-    away = tuple(
-        Finding(
-            WARNING,
-            (),
-            f"{one.key}: {one.url} is not there: {one.away}",
-            "Start it (slurm-rlhf serve-reward, serve-env), or correct the address or the token: the run waits "
-            "while none answers",
-        )
-        for one in found
-        if one.away
+    remedy = (
+        "Start it (slurm-rlhf serve-reward, serve-env), or correct the address or the token: the run waits while none "
+        "answers"
     )
+    away = [warned(f"{one.key}: {one.url} is not there: {one.away}", remedy) for one in found if one.away]
     told = "; ".join(f"{one.url} serves {one.serves or one.key}" for one in found if not one.away)
     return Check("servers", told, away)
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+SLOW = 1 / 3
+"""Of the median of the peers: what is below is named."""
+FAR_BELOW = 1 / 10
+"""Of what an interface is made for: with two nodes, what is below is named. One stream of bytes does not fill it."""
+_STREAM_MBITS = 10_000  # expected of one TCP stream, however fast the interface
+_MB = 1e6
+
+
+def links(outcomes: Sequence[Outcome], mbits: Mapping[str, int] | None = None) -> Check:
+    """Name nodes all of whose links are slow, and single links that are though both their nodes have faster ones.
+
+    Two nodes have no peers: there the figure is what the slower interface is made for, by `mbits` of each node. With
+    more, a node is as fast as its fastest link: a slow one makes the links of its partners slow, too.
+    """
+    found = [_broken(each) for each in outcomes if each.error]
+    rates = {each.nodes: each.figures.rate for each in outcomes if each.figures is not None}
+    best: dict[str, float] = {}
+    for nodes, rate in rates.items():
+        for node in nodes:
+            best[node] = max(rate, best.get(node, 0.0))
+    slow = {node for node, rate in best.items() if len(best) > 2 and rate < SLOW * _median_without(best, node)}
+    for node in sorted(slow):
+        others = _median_without(best, node)
+        said = f"the link of {node} carries {_rate(best[node])}, those of its peers {_rate(others)} (median)"
+        remedy = f"Look at its cable, its port and NCCL_SOCKET_IFNAME, or leave it out: {exclude(node)}"
+        found.append(warned(said, remedy, node, avoid=True))
+    usual = median(rates.values()) if rates else 0.0
+    for nodes, rate in rates.items():
+        if not slow.intersection(nodes) and rate < SLOW * min(usual, *(best[node] for node in nodes)):
+            said = f"between {' and '.join(nodes)} pass {_rate(rate)}, though both have links of {_rate(usual)}"
+            remedy = f"Something on the way between these two is slow; leave one out: {exclude(nodes[-1])}"
+            found.append(warned(said, remedy, nodes[-1], avoid=True))
+    if len(best) == 2:
+        found += _far_below(rates, mbits or {})
+    shown = [each.figures for each in outcomes if each.figures is not None]
+    return Check("links", f"{len(shown)} pairs: {_span(shown)}" if shown else "one node: there are none", found)
+
+
+def _far_below(rates: Mapping[tuple[str, ...], float], mbits: Mapping[str, int]) -> list[Finding]:
+    found = []
+    for nodes, rate in rates.items():
+        made_for = min(_STREAM_MBITS, *(mbits.get(node, 0) for node in nodes)) * _MB / 8
+        if rate < FAR_BELOW * made_for:
+            said = (
+                f"between {' and '.join(nodes)} pass {_rate(rate)}, and their interfaces are made for {_rate(made_for)}"
+            )
+            remedy = "Look at cables, ports, and at what else uses this network; NCCL_SOCKET_IFNAME names another one"
+            found.append(warned(said, remedy, *nodes))
+    return found
+
+
+def groups(outcomes: Sequence[Outcome]) -> Check:
+    """Name groups that do not work, and those that are slow beside groups of their kind and size."""
+    found = [_broken(each) for each in outcomes if each.error]
+    for each in outcomes:
+        peers = [
+            other.figures.rate
+            for other in outcomes
+            if other is not each and other.figures is not None and _alike(other, each)
+        ]
+        if each.figures is None or len(peers) < 2 or each.figures.rate >= SLOW * median(peers):
+            continue
+        said = f"{_called(each)} moves {_rate(each.figures.rate)}, its peers {_rate(median(peers))} (median)"
+        nodes = ", ".join(each.nodes)
+        remedy = (
+            f"Look at what else runs on {nodes} and how its GPUs are joined (nvidia-smi topo -m), or leave it out: "
+        )
+        found.append(warned(said, remedy + exclude(*each.nodes), *each.nodes, avoid=len(each.nodes) == 1))
+    shown = [
+        f"{_called(each)} {_rate(each.figures.rate)}, {1e3 * each.figures.latency_s:.1f} ms"
+        for each in outcomes
+        if each.figures is not None
+    ]
+    rest = f" and {len(shown) - 6} more" if len(shown) > 6 else ""
+    return Check("groups", "; ".join(shown[:6]) + rest or "none has two members", found)
+
+
+def _broken(outcome: Outcome) -> Finding:
+    culprits = outcome.culprits if len(outcome.culprits) < len(outcome.nodes) else ()
+    whose = f" on {', '.join(outcome.culprits)}" if outcome.culprits else ""
+    if not outcome.tried:
+        said = f"{_called(outcome)} was not tried: {outcome.error}{whose}"
+        return warned(said, "Importing torch is slow there, or an earlier group failed")
+    said = f"{_called(outcome)} does not work{whose}: {outcome.error}"
+    remedy = "Let connections between the nodes pass, look at NCCL_SOCKET_IFNAME, or "
+    return failed(said, remedy + exclude(*(culprits or outcome.nodes)), *culprits)
+
+
+def _called(outcome: Outcome) -> str:
+    if outcome.group.kind == LINK:
+        return f"the pair {outcome.group.name}"
+    return f"{outcome.group.kind} group {outcome.group.name} ({len(outcome.group.seats)} ranks)"
+
+
+def _alike(one: Outcome, other: Outcome) -> bool:
+    same = one.group.kind == other.group.kind and len(one.group.seats) == len(other.group.seats)
+    return same and len(one.nodes) == len(other.nodes)
+
+
+def _median_without(rates: dict[str, float], node: str) -> float:
+    return median(rate for other, rate in rates.items() if other != node)
+
+
+def _span(figures: Sequence[Figures]) -> str:
+    rates = [each.rate for each in figures]
+    latency = median(each.latency_s for each in figures)
+    return f"{_rate(min(rates))} to {_rate(max(rates))}, {1e3 * latency:.1f} ms (median)"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / _MB:.0f} MB/s" if rate >= 10 * _MB else f"{rate / _MB:.1f} MB/s"

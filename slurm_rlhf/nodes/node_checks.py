@@ -1,4 +1,4 @@
-"""Judge what each node is by itself: packages, shared memory, limits, GPUs, and the allocation: pure."""
+"""Judge what each node is by itself, and sees of the run directory, of models, data and the disk's space: pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from slurm_rlhf.errors import UserError, shortened
 from slurm_rlhf.nodes.accelerators import judge_accelerators
 from slurm_rlhf.nodes.facts import UNKNOWN, NodeFacts
-from slurm_rlhf.nodes.needs import Needs
-from slurm_rlhf.nodes.network_checks import exclude
-from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Check, Finding
+from slurm_rlhf.nodes.needs import Needs, Space
+from slurm_rlhf.nodes.report import OK, Check, Finding, exclude, failed, warned
 from slurm_rlhf.sandbox.box import described
 from slurm_rlhf.sandbox.commands import LACKS
 
@@ -33,16 +32,12 @@ def packages(facts: Facts, here: Mapping[str, str]) -> Check:
         ]
         for node, each in facts.items()
     }
-    found = tuple(
-        Finding(
-            FAILED,
-            (node,),
-            f"{node}: {shortened(lines, 8, '; ')}: not the same packages as on the node that runs the conductor",
-            f"Install one environment on a file system that all share, or the same one on each, or {exclude(node)}",
-        )
-        for node, lines in unlike.items()
-        if lines
-    )
+    found = []
+    for node, lines in unlike.items():
+        if lines:
+            said = f"{node}: {shortened(lines, 8, '; ')}: not the same packages as on the node that runs the conductor"
+            remedy = "Install one environment on a file system that all share, or the same one on each, or"
+            found.append(failed(said, f"{remedy} {exclude(node)}", node))
     shown = ("python", "torch", "vllm", "deepspeed", "transformers", "nccl", "slurm_rlhf")
     return Check("packages", ", ".join(f"{name} {here[name]}" for name in shown if name in here), found)
 
@@ -57,12 +52,12 @@ def shared_memory(facts: Facts, needs: Needs) -> Check:
         )
         if each.shm:
             said = f"/dev/shm of {node} cannot be used, {each.shm_free // MIB} MiB are free: {each.shm}"
-            found.append(Finding(FAILED, (node,), said, sweep))
+            found.append(failed(said, sweep, node))
         elif needs.wanted.slots and 0 <= each.shm_free < wanted:
             said = f"/dev/shm of {node} has {each.shm_free // MIB} MiB free, and NCCL may take {wanted // MIB}"
-            found.append(Finding(WARNING, (node,), said, f"{sweep}. In a container: --shm-size"))
+            found.append(warned(said, f"{sweep}. In a container: --shm-size", node))
     least = min((each.shm_free for each in facts.values()), default=0)
-    return Check("shared memory", f"at least {least // MIB} MiB free in /dev/shm", tuple(found))
+    return Check("shared memory", f"at least {least // MIB} MiB free in /dev/shm", found)
 
 
 def limits(facts: Facts, needs: Needs) -> Check:
@@ -73,14 +68,14 @@ def limits(facts: Facts, needs: Needs) -> Check:
         if UNKNOWN < each.most_files < files:
             said = f"{node}: a process may open {each.most_files} files, and a rank of this run may need {files}"
             remedy = f"Raise its limit (`ulimit -Hn`; nofile in limits.conf, LimitNOFILE of slurmd), or {exclude(node)}"
-            found.append(Finding(FAILED, (node,), said, remedy))
+            found.append(failed(said, remedy, node))
         if each.infiniband and each.memlock > UNKNOWN:
             said = f"{node}: a process may lock {each.memlock // MIB} MiB of memory, and InfiniBand registers buffers"
             remedy = (
                 "ulimit -l unlimited in the batch script; where that is refused, limits.conf or slurmd's LimitMEMLOCK"
             )
-            found.append(Finding(WARNING, (node,), said, remedy))
-    return Check("limits", f"{files} open files, locked memory", tuple(found))
+            found.append(warned(said, remedy, node))
+    return Check("limits", f"{files} open files, locked memory", found)
 
 
 def compilers(facts: Facts) -> Check:
@@ -88,32 +83,30 @@ def compilers(facts: Facts) -> Check:
 
     Name locks, too, for which a rank that compiles an extension of torch would wait.
     """
-    found = [
-        Finding(
-            FAILED,
-            (node,),
-            f"{node}: {each.compiler}; on GPUs Triton compiles while an engine starts",
-            "Load a compiler's module in the batch script (`module load gcc`), install gcc and Python's development "
-            f"package there, make the environment with a Python that has its headers, or {exclude(node)}",
-        )
-        for node, each in facts.items()
-        if each.compiler
-    ]
+    remedy = (
+        "Load a compiler's module in the batch script (`module load gcc`), install gcc and Python's development "
+        "package there, make the environment with a Python that has its headers, or"
+    )
+    found = []
+    for node, each in facts.items():
+        if each.compiler:
+            said = f"{node}: {each.compiler}; on GPUs Triton compiles while an engine starts"
+            found.append(failed(said, f"{remedy} {exclude(node)}", node))
     for lock in sorted({lock for each in facts.values() for lock in each.locks}):
         nodes = tuple(node for node, each in facts.items() if lock in each.locks)
         said = f"{shortened(nodes)}: {lock} was left by a process that compiled an extension of torch and was killed"
         remedy = f"A rank that needs the extension waits until it is gone: rm {lock}, unless another node compiles now"
-        found.append(Finding(WARNING, nodes, said, remedy))
-    return Check("compiler", "a C compiler, and Python's headers", tuple(found))
+        found.append(warned(said, remedy, *nodes))
+    return Check("compiler", "a C compiler, and Python's headers", found)
 
 
 def sandboxes(facts: Facts) -> Check:
     """Name the kind of sandbox that each node has, nodes that have none, and what a weak kind cannot do."""
-    found = [Finding(FAILED, (node,), each.no_sandbox, "") for node, each in facts.items() if each.no_sandbox]
+    found = [failed(each.no_sandbox, "", node) for node, each in facts.items() if each.no_sandbox]
     kinds = sorted({each.sandbox for each in facts.values() if each.sandbox})
     on = {kind: tuple(node for node, each in facts.items() if each.sandbox == kind) for kind in kinds}
-    found += [Finding(WARNING, on[kind], f"{shortened(on[kind])}: {described(kind)}", "") for kind in on if LACKS[kind]]
-    return Check("sandbox", "; ".join(f"{kind}: {shortened(nodes)}" for kind, nodes in on.items()), tuple(found))
+    found += [warned(f"{shortened(on[kind])}: {described(kind)}", "", *on[kind]) for kind in on if LACKS[kind]]
+    return Check("sandbox", "; ".join(f"{kind}: {shortened(nodes)}" for kind, nodes in on.items()), found)
 
 
 def gpus(facts: Facts, needs: Needs) -> Check:
@@ -122,19 +115,14 @@ def gpus(facts: Facts, needs: Needs) -> Check:
     found: list[Finding] = []
     try:
         notes = judge_accelerators(equipment, needs.wanted, needs.granted_by)
-        found += [Finding(WARNING, (), note.removeprefix("note: "), "") for note in notes]
+        found += [warned(note.removeprefix("note: "), "") for note in notes]
     except UserError as error:
-        culprits = tuple(node for node in facts if f"{node}:" in str(error))
-        found.append(Finding(FAILED, culprits, str(error), ""))
-    found += [
-        Finding(
-            WARNING, (node,), f"{node}: {line}", f"Have it looked at, and leave it out: {exclude(node)}", avoid=True
-        )
-        for node, each in facts.items()
-        for line in each.unhealthy
-    ]
+        found.append(failed(str(error), "", *(node for node in facts if f"{node}:" in str(error))))
+    for node, each in facts.items():
+        remedy = f"Have it looked at, and leave it out: {exclude(node)}"
+        found += [warned(f"{node}: {line}", remedy, node, avoid=True) for line in each.unhealthy]
     count = sum(needs.wanted.slots.values())
-    return Check("GPUs", f"{count} can be used, and are free and well" if count else "the run wants none", tuple(found))
+    return Check("GPUs", f"{count} can be used, and are free and well" if count else "the run wants none", found)
 
 
 def allocation(needs: Needs, nodes: Sequence[str], job: str) -> Check:
@@ -143,10 +131,105 @@ def allocation(needs: Needs, nodes: Sequence[str], job: str) -> Check:
     if needs.allocation:
         said = f"job {job} is not what its environment says: {needs.allocation}"
         remedy = "Requeue it (scontrol requeue), or submit it again: a run wants the same nodes throughout"
-        found.append(Finding(FAILED, (), said, remedy))
+        found.append(failed(said, remedy))
     if needs.earlier and set(needs.earlier) != set(nodes):
         said = (
             f"the last start in this run_dir was on {shortened(needs.earlier, 4)}, this one is on {shortened(nodes, 4)}"
         )
         found.append(Finding(OK, (), said, "It goes on from the newest checkpoint, if any, all the same"))
-    return Check("allocation", shortened(nodes, 8), tuple(found))
+    return Check("allocation", shortened(nodes, 8), found)
+
+
+_GB = 1e9
+_MAKE_ROOM = "Free space, keep fewer (ckpt.max_num), or take another disk (run_dir)"
+
+
+def run_directory(facts: Facts, needs: Needs, token: str) -> Check:
+    """Name nodes that do not see the canary, which holds `token`, or cannot write beside it."""
+    found: list[Finding] = []
+    blind = tuple(node for node, each in facts.items() if each.canary != token)
+    if blind:
+        seen = shortened([node for node in facts if node not in blind] or ["the node that runs the conductor"], 4)
+        said = f"run_dir {needs.run_dir} is not shared by all nodes: {shortened(blind, 4)} cannot see what {seen} wrote"
+        said += " there"
+        remedy = (
+            "Put it on a file system that every node mounts (often /scratch or your home; not /tmp): "
+            f"--run_dir=/SHARED/DIRECTORY, or leave nodes without the mount out: {exclude(*blind)}"
+        )
+        found.append(failed(said, remedy, *blind))
+    locked = {node: each.run_dir for node, each in facts.items() if each.run_dir and node not in blind}
+    if locked:
+        said = f"run_dir {needs.run_dir} cannot be written on {shortened(locked, 4)}: {next(iter(locked.values()))}"
+        found.append(failed(said, f"Mount it there for writing, or {exclude(*locked)}", *locked))
+    return Check("run directory", f"{needs.run_dir}: every node sees the canary and can write", found)
+
+
+def places(facts: Facts) -> Check:
+    """Name nodes that cannot read a model, the data, or a file of the user."""
+    lacking: dict[tuple[str, str, str], list[str]] = {}
+    for node, each in facts.items():
+        for place in each.places:
+            if place.problem:
+                lacking.setdefault((place.key, place.path, place.problem), []).append(node)
+    found = []
+    for (key, path, problem), nodes in lacking.items():
+        remedy = f"Put it on a file system that every node mounts, mend its permissions, or {exclude(*nodes)}"
+        found.append(failed(f"{key} = {path} cannot be read on {shortened(nodes, 4)}: {problem}", remedy, *nodes))
+    seen = dict.fromkeys(place.key for each in facts.values() for place in each.places)
+    return Check("models and data", f"every node reads {', '.join(seen) or 'nothing'}", found)
+
+
+def space(facts: Facts, needs: Needs) -> Check:
+    """Compare the free bytes and files of the run directory with the checkpoints that the run keeps.
+
+    What the user's quota leaves counts, where it is less than what the file system has.
+    """
+    want, quota = needs.space, needs.quota
+    known = [each for each in facts.values() if each.free_bytes >= 0]
+    if want is None or not known:
+        return Check("disk space", "not known: the sizes of the models cannot be read")
+    free = min(each.free_bytes for each in known)
+    files = min((each.free_files for each in known if each.free_files >= 0), default=-1)
+    place = of_bytes = of_files = f"run_dir {needs.run_dir}"
+    if quota is not None and quota.free_bytes is not None and quota.free_bytes < free:
+        free, of_bytes = quota.free_bytes, f"your quota on {place} (by `{quota.by}`)"
+    if quota is not None and quota.free_files is not None and (files < 0 or quota.free_files < files):
+        files, of_files = quota.free_files, f"your quota on {place} (by `{quota.by}`)"
+    found = _lacking_bytes(of_bytes, want, free + want.there) or _lacking_files(of_files, want, files)
+    told = f"{want.kept} checkpoints of {_size(want.one)} each, {_size(free)} free"
+    return Check("disk space", told, found)
+
+
+def _lacking_bytes(place: str, want: Space, room: int) -> list[Finding]:
+    if room < want.one:
+        said = f"{place} has room for {_size(room)}, and one checkpoint takes about {_size(want.one)}"
+        return [failed(said, _MAKE_ROOM)]
+    total = want.kept * want.one
+    if room < total:
+        fit = room // max(want.one, 1)
+        said = f"{place} has room for {fit} checkpoints, and ckpt.max_num = {want.kept} take {_size(total)}"
+        return [warned(said, _MAKE_ROOM)]
+    return []
+
+
+def _lacking_files(place: str, want: Space, files: int) -> list[Finding]:
+    if not 0 <= files < want.files * want.kept:
+        return []
+    said = f"{place} has {files} inodes left, and the checkpoints take about {want.files * want.kept}"
+    return [(failed if files < want.files else warned)(said, _MAKE_ROOM)]
+
+
+def locks(needs: Needs) -> Check:
+    """Warn where the run directory is on a file system that cannot lock files."""
+    if not needs.lock:
+        return Check("locks", "files in run_dir can be locked")
+    said = f"files in run_dir {needs.run_dir} cannot be locked: {needs.lock}"
+    remedy = (
+        "The run works, but does not notice a second one in the same directory: never start two there, or take a file "
+        "system with locks (Lustre: mounted with -o flock)"
+    )
+    return Check("locks", "", [warned(said, remedy)])
+
+
+def _size(count: int) -> str:
+    return f"{count / _GB:.1f} GB" if count >= _GB / 10 else f"{count / 1e6:.1f} MB"

@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slurm_rlhf.cluster.network import unreachable
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_job import Job, ask_jobs, command
 from slurm_rlhf.config.load import load_config
@@ -26,7 +26,6 @@ from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
-from slurm_rlhf.wire import timeouts
 
 HEIRS = 2
 """Nodes that wait: the second acts where the first is down, too."""
@@ -73,16 +72,6 @@ def last_words(run_dir: Path, job: Job) -> str:
     return ""
 
 
-def answers(endpoint: str) -> bool:
-    """Tell whether somebody listens at `tcp://host:port`. Blocks for 3 s at most."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeouts.CONNECT_S).close()
-    except OSError:
-        return False
-    return True
-
-
 @dataclass(slots=True)
 class Heir:
     """Is what is left of a job on `node`: `place` in line, from 0."""
@@ -93,7 +82,7 @@ class Heir:
     node: str
     place: int
     run_dir: Path
-    endpoint: str  # address of the conductor
+    endpoint: tuple[str, int]  # address and port of the conductor
     chain: bool = False
     _since: float | None = field(default=None, init=False)  # when it was seen headless
     _claimed: bool = field(default=False, init=False)
@@ -101,7 +90,7 @@ class Heir:
 
     def settled(self) -> bool:
         """Look once, and act when it is time; return whether nothing is left to do. Blocks for 30 s at most."""
-        if answers(self.endpoint):  # it was stopped, or this node was cut off
+        if not unreachable(*self.endpoint):  # it was stopped, or this node was cut off
             return True
         try:
             jobs = ask_jobs(self.job)
@@ -154,7 +143,7 @@ class Heir:
             write_atomically(mark(self.run_dir, self.job, self.restarts), f"{text}\n")
 
 
-def await_end(spec: StepSpec, ranks: RankMap, node: str, endpoint: str) -> None:
+def await_end(spec: StepSpec, ranks: RankMap, node: str, endpoint: tuple[str, int]) -> None:
     """Wait for the end of a job whose conductor, at `endpoint`, is gone, and see to it; this process ends with it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # scancel ends it at once, and it requeues no cancelled job
     slurm = read_slurm(os.environ)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,11 +32,26 @@ class Check:
 
     name: str
     said: str
-    findings: tuple[Finding, ...] = ()
+    findings: Sequence[Finding] = ()
 
     @property
     def verdict(self) -> str:
         return max((finding.verdict for finding in self.findings), key=_ORDER.index, default=OK)
+
+
+def failed(said: str, remedy: str, *nodes: str) -> Finding:
+    """Make a finding with which a run cannot start."""
+    return Finding(FAILED, nodes, said, remedy)
+
+
+def warned(said: str, remedy: str, *nodes: str, avoid: bool = False) -> Finding:
+    """Make a finding with which a run can start."""
+    return Finding(WARNING, nodes, said, remedy, avoid)
+
+
+def exclude(*nodes: str) -> str:
+    """Return the option that leaves nodes out of the next allocation."""
+    return f"--exclude={','.join(nodes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +88,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         checks = [
-            {
-                "name": check.name,
-                "verdict": check.verdict,
-                "said": check.said,
-                "findings": list(map(asdict, check.findings)),
-            }
+            {**asdict(check), "verdict": check.verdict, "findings": list(map(asdict, check.findings))}
             for check in self.checks
         ]
         return {

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from slurm_rlhf.cluster.slurm_job import command
 from slurm_rlhf.cluster.stop import Arrangement, Continuation, immune, termination
 from slurm_rlhf.config.schema import Slurm
 from slurm_rlhf.nodes.environment import GPU_VARIABLES
+from slurm_rlhf.nodes.srun import SLURM_OPTIONS
 from slurm_rlhf.wire import timeouts
 
 _AGAIN_S = 10.0
@@ -92,10 +92,10 @@ class SlurmContinuation(Continuation):
             return self._refused(why)
         if follower := self._follower():
             return Arrangement(f"requeue is not allowed here ({why}); job {follower} follows this one", True)
-        job = successor(shown.stdout, self._environ, self._argv)
-        script = self._script(job.script, written.stdout)
+        options, script, arguments = successor(shown.stdout, self._environ, self._argv)
+        script = self._script(script, written.stdout)
         submitted = command(
-            ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *job.options, script, *job.arguments],
+            ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *options, script, *arguments],
             env=successor_environment(self._environ),
             cwd=self._slurm.submit_dir,  # SLURM_SUBMIT_DIR of the next job: scripts find their files by it
         )
@@ -111,9 +111,8 @@ class SlurmContinuation(Continuation):
 
     def _follower(self) -> str:
         """Return the successor that an earlier sbatch has submitted without having an answer in time, if any."""
-        words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
-        jobs = [line.partition(" ") for line in command([*words, "-o", "%i %E"]).stdout.splitlines()]
-        return next((job for job, _, after in jobs if after.startswith(f"afterany:{self._job}")), "")
+        waiting = _waiting(self._slurm.job_name)
+        return next((job for job, _, after in waiting if after.startswith(f"afterany:{self._job}")), "")
 
     def _script(self, path: str, text: str) -> str:
         """Return `path` if it still is the script of this job, else a copy of what Slurm has kept."""
@@ -158,9 +157,7 @@ class ChainContinuation(Continuation):
 
         Other experiments may have the same name: they train in another run directory, and so have other arguments.
         """
-        words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
-        lines = command([*words, "-o", "%i %E"]).stdout.splitlines()
-        waiting = [line.partition(" ")[0] for line in lines if "singleton" in line]
+        waiting = [job for job, _, after in _waiting(self._slurm.job_name) if "singleton" in after]
         own, *others = map(_what, (str(self._slurm.job_id), *waiting))
         return [job for job, what in zip(waiting, others, strict=True) if what == own and all(own)]
 
@@ -175,6 +172,12 @@ class ParentContinuation(Continuation):
     def go_on(self) -> Arrangement:
         os.kill(self._parent, self._number)
         return Arrangement("the job is requeued by the process that submitit started", True)
+
+
+def _waiting(name: str) -> list[tuple[str, str, str]]:
+    """List (job, a blank, its dependency) of this user's pending jobs of this name."""
+    words = ["squeue", "-h", "-t", "PENDING", f"--name={name}", f"--user={os.getuid()}", "-o", "%i %E"]
+    return [line.partition(" ") for line in command(words).stdout.splitlines()]
 
 
 def _is_away(told: str) -> bool:
@@ -199,67 +202,26 @@ def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) 
     return ChainContinuation(here, slurm) if settings.chain else here
 
 
-OPTION_OF_FIELD = {
-    "JobName": "--job-name",
-    "Partition": "--partition",
-    "Account": "--account",
-    "QOS": "--qos",
-    "Reservation": "--reservation",
-    "TimeLimit": "--time",
-    "NumNodes": "--nodes",
-    "MinMemoryNode": "--mem",
-    "MinMemoryCPU": "--mem-per-cpu",
-    "ReqNodeList": "--nodelist",
-    "ExcNodeList": "--exclude",
-    "Features": "--constraint",
-    "Licenses": "--licenses",
-    "Comment": "--comment",
-    "MailUser": "--mail-user",
-    "MailType": "--mail-type",
-    "WorkDir": "--chdir",
-}
-"""Field of `scontrol show job` -> option of sbatch."""
-
-OPTION_OF_VARIABLE = {
-    "SLURM_NTASKS": "--ntasks",
-    "SLURM_NTASKS_PER_NODE": "--ntasks-per-node",
-    "SLURM_CPUS_PER_TASK": "--cpus-per-task",
-    "SLURM_GPUS": "--gpus",
-    "SLURM_GPUS_PER_NODE": "--gpus-per-node",
-    "SLURM_GPUS_PER_TASK": "--gpus-per-task",
-    "SLURM_MEM_PER_GPU": "--mem-per-gpu",
-    "SLURM_EXPORT_ENV": "--export",
-    "SLURM_ARRAY_TASK_ID": "--array",
-}
-"""Variable of the batch script -> option. Slurm sets it only if the option was given."""
-
 _OVERSUBSCRIBE = {"NO": "--exclusive", "USER": "--exclusive=user", "YES": "--oversubscribe"}
 _EMPTY = {"", "(null)", "N/A"}
 _GPU = re.compile(r"gres[:/]gpu\b")
 
 
-@dataclass(frozen=True, slots=True)
-class Successor:
-    """Hold the command line of sbatch: options, the script as it was submitted (it may be gone), its arguments."""
+def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Return the command line of sbatch for the job after the one that `scontrol show job` describes in `shown`.
 
-    options: list[str]
-    script: str
-    arguments: list[str]
-
-
-def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> Successor:
-    """Return the job after the one that `scontrol show job` describes in `shown`.
-
-    `environ` of its batch step; `argv`: the words that the script gave to this program.
+    It has options, the script as it was submitted (it may be gone), and its arguments. `environ`: the variables of its
+    batch step; `argv`: the words that the script gave to this program.
     """
-    options = [f"{option}={value}" for field, option in OPTION_OF_FIELD.items() if (value := _field(shown, field))]
-    options += [f"{option}={environ[name]}" for name, option in OPTION_OF_VARIABLE.items() if environ.get(name)]
+    fields = SLURM_OPTIONS["fields"].items()
+    options = [f"{option}={value}" for field, option in fields if (value := _field(shown, field))]
+    options += [f"{option}={environ[name]}" for name, option in SLURM_OPTIONS["variables"].items() if environ.get(name)]
     options += _resources(shown, environ) + _files(shown)
     if sharing := _OVERSUBSCRIBE.get(_field(shown, "OverSubscribe")):
         options.append(sharing)
     if _field(shown, "Requeue") == "0":
         options.append("--no-requeue")
-    return Successor(options, *split_command(_line(shown, "Command"), argv))
+    return (options, *split_command(_line(shown, "Command"), argv))
 
 
 def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,24 +25,14 @@ from slurm_rlhf.wire import timeouts
 AGENT = "slurm_rlhf.nodes.agent"
 """Module of the task of every step."""
 
-_OPTION_NAMES = """
-    ACCOUNT ACCTG_FREQ BCAST BCAST_EXCLUDE BURST_BUFFER CLUSTERS COMPRESS CONSTRAINT CONTAINER CORE_SPEC CPUS_PER_GPU
-    CPUS_PER_TASK CPU_BIND CPU_FREQ_REQ DELAY_BOOT DEPENDENCY DISABLE_STATUS DISTRIBUTION DIST_PLANESIZE EPILOG EXACT
-    EXCLUSIVE EXIT_ERROR EXIT_IMMEDIATE EXPORT_ENV GPUS GPUS_PER_NODE GPUS_PER_SOCKET GPUS_PER_TASK GPU_BIND GPU_FREQ
-    GRES GRES_FLAGS HINT IMMEDIATE KILL_BAD_EXIT LABELIO MEM_BIND MEM_PER_CPU MEM_PER_GPU MEM_PER_NODE MPI_TYPE NNODES
-    NO_KILL NPROCS NTASKS NTASKS_PER_CORE NTASKS_PER_GPU NTASKS_PER_NODE NTASKS_PER_SOCKET OPEN_MODE OVERCOMMIT OVERLAP
-    PARTITION POWER PROFILE PROLOG QOS REMOTE_CWD REQ_SWITCH RESERVATION RESV_PORTS SEND_LIBS SIGNAL SPREAD_JOB
-    STDERRMODE STDINMODE STDOUTMODE TEST_EXEC THREADS THREADS_PER_CORE THREAD_SPEC TIMELIMIT TRES_BIND TRES_PER_TASK
-    UMASK UNBUFFEREDIO USE_MIN_NODES WAIT WAIT4SWITCH WCKEY WORKING_DIR
-"""
-STEP_VARIABLES = frozenset(
-    {f"SLURM_{name}" for name in _OPTION_NAMES.split()} | {"SRUN_CONTAINER", "SRUN_CPUS_PER_TASK", "SRUN_EXPORT_ENV"}
+SLURM_OPTIONS: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_name("slurm.toml").read_text(encoding="utf-8")
 )
-"""Variables that srun would read as options of the step (`man srun`, input environment variables).
-
-The job, a shell around it or a user's profile has set them. Those that configure the site stay: SLURM_CONF,
-SLURM_DEBUG, SLURM_NETWORK, SLURM_TASK_PROLOG and SLURM_TASK_EPILOG, SLURM_PMI_*.
-"""
+"""Tables of `slurm.toml`."""
+STEP_VARIABLES = frozenset(
+    f"{prefix.upper()}_{name}" for prefix, names in SLURM_OPTIONS["step"].items() for name in names.split()
+)
+"""Variables that srun would read as options of the step."""
 
 _TASK_ENDED = re.compile(r"^srun: error: (?P<nodes>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.MULTILINE)
 _PASSING_FAILURES = ("Unable to contact slurm controller", "Communication connection failure")

@@ -105,17 +105,8 @@ def slurm_executor(config: Config, folder: Path) -> Any:
 def slurm_parameters(config: Config) -> dict[str, Any]:
     """Return the parameters of submitit's executor of Slurm; pure. Raises ConfigError, PlacementError."""
     slurm = config.slurm
-    optional = {
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "exclude": slurm.exclude,
-        "mem": slurm.mem,
-        "exclusive": slurm.exclusive,
-        "dependency": slurm.dependency,
-        "setup": slurm.setup,
-    }
+    known = ("partition", "account", "qos", "constraint", "exclude", "mem", "exclusive", "dependency", "setup")
+    others = ("gpus_per_node", "cpus_per_task", "reservation")  # submitit has no parameters for these
     more = {
         "nodes": config.slurm.nodes or wanted_nodes(config) + config.cluster.spares,
         "ntasks-per-node": 1,
@@ -123,9 +114,7 @@ def slurm_parameters(config: Config) -> dict[str, Any]:
         "requeue": True,
         # A node that is down would end the job, and with it the run that goes on with a spare one.
         **({"no-kill": True} if config.cluster.spares else {}),
-        **({"gpus-per-node": slurm.gpus_per_node} if slurm.gpus_per_node else {}),
-        **({"cpus-per-task": slurm.cpus_per_task} if slurm.cpus_per_task else {}),
-        **({"reservation": slurm.reservation} if slurm.reservation else {}),
+        **{name.replace("_", "-"): value for name in others if (value := getattr(slurm, name))},
     }
     return {
         "name": slurm.job_name or Path(config.run_dir).name,
@@ -134,7 +123,7 @@ def slurm_parameters(config: Config) -> dict[str, Any]:
         "stderr_to_stdout": True,
         "slurm_use_srun": False,
         "slurm_additional_parameters": more,
-        **{f"slurm_{name}": value for name, value in optional.items() if value},
+        **{f"slurm_{name}": value for name in known if (value := getattr(slurm, name))},
     }
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slurm_rlhf.config.schema import Logger
-from slurm_rlhf.observe.progress import Cell, Clock, Headers, PlainProgress, Progress, count, duration, row
+from slurm_rlhf.observe.progress import Cell, PlainProgress, Progress, count, duration
 
 _REFRESH_HZ = 2
 _BAR = 32  # columns at most
@@ -21,14 +21,13 @@ _TEXT = 52  # columns for the text after the bar
 _BUSY = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
-class LiveProgress(Progress):
+class LiveProgress(PlainProgress):
     """Show rows and a bar with rich. All other output appears above the bar."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
-        self._clock = Clock()
+        super().__init__()
         self._live: Live | None = None
-        self._headers = Headers(self._console.width)
         self._done = self._total = 0
         self._phase = ""
         self._phase_began = 0.0
@@ -36,8 +35,12 @@ class LiveProgress(Progress):
         self._lock = Lock()
         self._answered = self._tokens = 0
 
+    @property
+    def _width(self) -> int:
+        return self._console.width
+
     def begin(self, done: int, total: int) -> None:
-        self._clock.tick()
+        super().begin(done, total)
         self._done, self._total = done, total
         self._live = Live(
             get_renderable=self._footer, console=self._console, refresh_per_second=_REFRESH_HZ, transient=True
@@ -58,14 +61,8 @@ class LiveProgress(Progress):
         self._console.print(Text(text))
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        self._clock.tick()
         self._done, self._total = step, total
-        if names := self._headers.before(metrics):
-            self._print(Text(names, style="underline dim"))
-        left = duration(self._clock.remaining(total - step))
-        self._print(_styled(row(step, total, metrics, left, self._console.width)))
-        if "eval" in metrics:
-            self._print(Text(f"{'':9} evaluation {metrics['eval']:.4f}", style="bold magenta"))
+        super().step(step, total, metrics)
         if self._live is not None:
             self._live.refresh()
 
@@ -74,7 +71,8 @@ class LiveProgress(Progress):
             self._live.stop()
             self._live = None
 
-    def _print(self, text: Text) -> None:
+    def _show(self, cells: list[Cell]) -> None:
+        text = Text(" ").join(Text(cell.text, style=cell.style) for cell in cells)
         self._console.print(text, no_wrap=True, overflow="crop", crop=True)
 
     def _footer(self) -> RenderableType:
@@ -108,10 +106,6 @@ class LiveProgress(Progress):
         line = Table.grid(padding=(0, 1))
         line.add_row(Text(name.rjust(9), style="bold"), bar, Text(text, style="cyan"), Text(dim, style="dim"))
         return line
-
-
-def _styled(cells: list[Cell]) -> Text:
-    return Text(" ").join(Text(cell.text, style=cell.style) for cell in cells)
 
 
 def make_progress(settings: Logger) -> Progress:

@@ -6,7 +6,6 @@ TensorFlow if that is installed; its message classes and its writer of records d
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import socket
@@ -15,37 +14,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slurm_rlhf.observe.run_log import Sample, drop_end, markdown_text, truncate_after
+from slurm_rlhf.observe.run_log import Sample, append_line, markdown_text
 from slurm_rlhf.observe.sinks import TrackedRun, grouped
 
 TIMED = ("time/", "perf/")
 """Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism."""
 
 
-class MetricsLog:
-    """Append a line per step: `step` comes first, then the other metrics by name, timings last.
+def append_metrics(path: Path, step: int, metrics: dict[str, float]) -> None:
+    """Append the line of a step: `step` comes first, then the other metrics by name, timings last.
 
-    Floats are written as their shortest exact representation (Python's repr), so that numbers are equal bit for bit if
-    lines are equal. NaN and infinities, which JSON lacks, become null.
+    A run that is killed after that does not lose it. Floats are written as their shortest exact representation
+    (Python's repr), so that numbers are equal bit for bit if lines are equal. NaN and infinities, which JSON lacks,
+    become null. Raises OSError.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def append(self, step: int, metrics: dict[str, float]) -> None:
-        """Write one line; a run that is killed after that does not lose it."""
-        names = sorted(metrics, key=lambda name: (name.startswith(TIMED), name))
-        line = json.dumps({"step": step, **{name: finite(metrics[name]) for name in names}}, allow_nan=False)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-    def truncate_after(self, step: int) -> int:
-        """Drop the lines after `step`, which a resumed run writes again, and any half line; return how many lines."""
-        return truncate_after(self._path, step)
-
-    def drop_end(self, step: int) -> None:
-        """Drop the last line, that of `step`, and all after it: it will be written again."""
-        drop_end(self._path, step)
+    names = sorted(metrics, key=lambda name: (name.startswith(TIMED), name))
+    append_line(path, {"step": step, **{name: finite(metrics[name]) for name in names}})
 
 
 def finite(value: float | None) -> float | int | None:

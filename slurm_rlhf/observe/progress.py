@@ -44,8 +44,11 @@ class PlainProgress(Progress):
 
     def __init__(self) -> None:
         self._clock = Clock()
-        self._width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
         self._headers = Headers(self._width)
+
+    @property
+    def _width(self) -> int:
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
 
     def begin(self, done: int, total: int) -> None:
         self._clock.tick()
@@ -56,11 +59,13 @@ class PlainProgress(Progress):
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         self._clock.tick()
         if names := self._headers.before(metrics):
-            print(names)
-        print(line(row(step, total, metrics, duration(self._clock.remaining(total - step)), self._width)))
+            self._show([Cell(names, "underline dim")])
+        self._show(row(step, total, metrics, duration(self._clock.remaining(total - step)), self._width))
         if "eval" in metrics:
-            print(f"{'':9} evaluation {metrics['eval']:.4f}")
-        sys.stdout.flush()
+            self._show([Cell(f"{'':9} evaluation {metrics['eval']:.4f}", "bold magenta")])
+
+    def _show(self, cells: list[Cell]) -> None:
+        print(line(cells), flush=True)
 
 
 PHASES = ("rollout", "reward", "forward", "update", "sync")

@@ -13,14 +13,18 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec import ValidationError, convert
 
 from slurm_rlhf.errors import SlurmRlhfError, cut, printable
 from slurm_rlhf.run_directory import write_atomically
 
 _BLOCK = 1 << 16
+_WIDTH, _SHOWN = 100, 600  # columns of a sample on a terminal, and characters of a text
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
@@ -61,6 +65,15 @@ def iterate_rows(path: Path, key: str = "step", wanted: Container[int] | None = 
             if wanted is None or number in wanted:
                 for _, row in whole_lines(line.decode("utf-8", "replace").removesuffix("\n"), key):
                     yield {sys.intern(name): value for name, value in row.items()}  # rows share the names
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object; empty if it is missing, half written, or holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def count_lines(path: Path) -> int:
@@ -163,17 +176,9 @@ def read_events(path: Path) -> list[RunEvent]:
     """Read all events in the order in which they were written; skip lines that hold something else."""
     found = []
     for row in read_rows(path, "event"):
-        try:
-            found.append(_event(row))
-        except (KeyError, TypeError, ValueError):
-            continue
+        with suppress(ValidationError):
+            found.append(convert(row, RunEvent))
     return found
-
-
-def _event(row: dict[str, Any]) -> RunEvent:
-    engine = row.get("engine")
-    what = (str(row["event"]), float(row["at"]), int(row["step"]), str(row["text"]))
-    return RunEvent(*what, None if engine is None else int(engine))
 
 
 def kind_of_note(text: str) -> str:
@@ -259,15 +264,9 @@ def choose(seed: int, step: int, count: int, total: int) -> list[int]:
     return sorted(random.Random(f"{seed} samples {step}").sample(range(total), min(count, total)))
 
 
-class SampleLog:
-    """Append samples to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def append(self, sample: Sample) -> None:
-        """Write one line. Raises OSError."""
-        append_line(self._path, asdict(sample))
+def append_sample(path: Path, sample: Sample) -> None:
+    """Write one line. Raises OSError."""
+    append_line(path, asdict(sample))
 
 
 def read_samples(path: Path, wanted: Container[int] | None = None) -> list[Sample]:
@@ -281,13 +280,13 @@ def read_samples(path: Path, wanted: Container[int] | None = None) -> list[Sampl
     return [Sample(**{name: row[name] for name in names & row.keys()}) for row in rows]
 
 
-def console_text(sample: Sample, width: int = 100, most: int = 600) -> str:
+def console_text(sample: Sample) -> str:
     """Format a sample for a terminal or a log file: control characters as escapes, long texts cut."""
     said = f"reward {_number(sample.reward)}"
     if sample.score is not None:
         said += f", score {_number(sample.score)}"
     head = f"sample of step {sample.step}, prompt {sample.prompt_index}: {said}, {sample.finish_reason}"
-    return "\n".join([head, *_lines("> ", sample.prompt, width, most), *_lines("< ", sample.response, width, most)])
+    return "\n".join([head, *_lines("> ", sample.prompt), *_lines("< ", sample.response)])
 
 
 def markdown_text(sample: Sample) -> str:
@@ -304,8 +303,8 @@ def _code(text: str) -> str:
     return textwrap.indent(text or " ", "    ", lambda line: True)
 
 
-def _lines(mark: str, text: str, width: int, most: int) -> list[str]:
+def _lines(mark: str, text: str) -> list[str]:
     found = []
-    for line in cut(text, most).splitlines() or [""]:
-        found += textwrap.wrap(printable(line.replace("\t", "\\t")), width - 4, drop_whitespace=False) or [""]
+    for line in cut(text, _SHOWN).splitlines() or [""]:
+        found += textwrap.wrap(printable(line.replace("\t", "\\t")), _WIDTH - 4, drop_whitespace=False) or [""]
     return [f"  {mark}{line}" for line in found]

@@ -10,7 +10,7 @@ from typing import Any
 
 from slurm_rlhf.observe.log_tail import read_end
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.observe.run_log import whole_lines
+from slurm_rlhf.observe.run_log import read_object, whole_lines
 from slurm_rlhf.run_directory import write_atomically
 
 
@@ -102,7 +102,7 @@ class RunStatus:
 
 def read_run_status(metrics: Path, summary: Path) -> RunStatus:
     """Read the two files; a file that is missing or half written counts as empty."""
-    ended, rows = _summary(summary), _last_rows(metrics)
+    ended, rows = read_object(summary), _last_rows(metrics)
     seconds = [row["time/step"] for row in rows if row.get("time/step") is not None][-_WINDOW:]
     return RunStatus(
         status=str(ended.get("status", "")),
@@ -116,14 +116,6 @@ def read_run_status(metrics: Path, summary: Path) -> RunStatus:
         restarts=tuple(map(str, ended.get("restarts", ()))),
         rows=rows,
     )
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:

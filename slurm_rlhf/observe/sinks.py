@@ -43,19 +43,15 @@ class Sink(Protocol):
 
     def open(self, run: TrackedRun) -> str:
         """Begin the run or go on with it; return how the user can look at it."""
-        ...
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step. An earlier step than the last one may come with further metrics."""
-        ...
 
     def samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Write responses of a step, before its metrics."""
-        ...
 
     def close(self, failed: bool) -> None:
         """Write everything, and end this part of the run."""
-        ...
 
 
 def grouped(metrics: Mapping[str, float]) -> dict[str, float]:

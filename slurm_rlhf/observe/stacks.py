@@ -87,13 +87,7 @@ def read_stacks(text: str) -> list[ThreadStack]:
 
     Faulthandler writes no names of threads, and the main thread last.
     """
-    found: list[tuple[str, list[Frame]]] = []
-    for line in text.splitlines():
-        if head := _THREAD.match(line):
-            found.append((head["name"], []))
-        elif found and (frame := _FRAME.match(line)):
-            found[-1][1].append(Frame(frame["file"], int(frame["line"]), frame["function"]))
-    threads = [ThreadStack(name, tuple(frames)) for name, frames in found]
+    threads = [ThreadStack(head["name"], frames) for head, frames in _read(text, _THREAD, _FRAME)]
     if threads and not any(thread.name == MAIN for thread in threads):
         threads = [ThreadStack(MAIN, threads[-1].frames), *threads[:-1]]
     return sorted(threads, key=lambda thread: thread.name != MAIN)
@@ -117,14 +111,20 @@ def last_late_dump(log: str) -> str:
 
 def read_spy(text: str) -> list[ThreadStack]:
     """Read what `py-spy dump` printed, the main thread first."""
-    found: list[tuple[str, bool, list[Frame]]] = []
-    for line in text.splitlines():
-        if head := _SPY_THREAD.match(line):
-            found.append((head["name"] or "?", "gil" in head["state"], []))
-        elif found and (frame := _SPY_FRAME.match(line)):
-            found[-1][2].append(Frame(frame["file"], int(frame["line"] or 0), frame["function"]))
-    threads = [ThreadStack(name, tuple(frames), lock) for name, lock, frames in found]
+    found = _read(text, _SPY_THREAD, _SPY_FRAME)
+    threads = [ThreadStack(head["name"] or "?", frames, "gil" in head["state"]) for head, frames in found]
     return sorted(threads, key=lambda thread: thread.name != MAIN)
+
+
+def _read(text: str, head: re.Pattern[str], frame: re.Pattern[str]) -> list[tuple[re.Match[str], tuple[Frame, ...]]]:
+    """Return the line of each thread that matches `head`, with the calls below it that match `frame`."""
+    found: list[tuple[re.Match[str], list[Frame]]] = []
+    for line in text.splitlines():
+        if begins := head.match(line):
+            found.append((begins, []))
+        elif found and (call := frame.match(line)):
+            found[-1][1].append(Frame(call["file"], int(call["line"] or 0), call["function"]))
+    return [(begins, tuple(frames)) for begins, frames in found]
 
 
 SIGNAL = signal.SIGRTMAX - 3

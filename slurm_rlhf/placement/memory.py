@@ -16,10 +16,11 @@ from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement import rank_memory
+from slurm_rlhf.placement.gpus import GIB
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
 
 # Estimates, not measured: a context with its libraries, and the buffers of a group's communicators.
-CONTEXT, GROUP, SYNC_GROUP = 3 * rank_memory.GIB // 4, rank_memory.GIB // 2, rank_memory.GIB // 4
+CONTEXT, GROUP, SYNC_GROUP = 3 * GIB // 4, GIB // 2, GIB // 4
 
 Models = Mapping[str, ModelShape]
 """Role -> the shape of its model."""
@@ -266,7 +267,7 @@ def _row(name: str, terms: dict[str, int], there: int, role: str, ranks: int = 0
 
 def gib(size: float) -> str:
     """Write bytes in GiB: `12.3`."""
-    return f"{size / rank_memory.GIB:.1f}"
+    return f"{size / GIB:.1f}"
 
 
 LOWER, RAISE = "lower", "raise"
@@ -281,15 +282,15 @@ _FOR_ONE_SEQUENCE: list[tuple[str, object]] = [
 """Keys that leave more room for an engine's KV cache."""
 
 
-def help_for(config: Config, row: Row, most: int = 2) -> list[str]:
-    """Say which keys help where the role of `row` does not fit: `lower train.max_tokens_per_gpu (now 16384)`.
+def help_for(config: Config, row: Row) -> list[str]:
+    """Say which two keys help where the role of `row` does not fit: `lower train.max_tokens_per_gpu (now 16384)`.
 
     One for each of the largest terms comes first; how much is needed is not computed. Empty: no key helps.
     """
     terms = [_FOR_ONE_SEQUENCE] if row.role == ROLLOUT and row.fits else _ways(row)
     sentences = [[text for key, how in ways if (text := _said(config, key, how))] for ways in terms]
     first, others = [texts[0] for texts in sentences if texts], [text for texts in sentences for text in texts[1:]]
-    return list(dict.fromkeys(first + others))[:most]
+    return list(dict.fromkeys(first + others))[:2]
 
 
 def _ways(row: Row) -> Iterator[list[tuple[str, object]]]:

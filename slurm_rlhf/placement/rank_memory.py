@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from slurm_rlhf.config.roles import ROLES, RoleSpec
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.activations import Pass, autocast_weights, forward_work, recomputed, saved, widest
+from slurm_rlhf.placement.gpus import GIB
 from slurm_rlhf.placement.model_shape import ModelShape
 
 BLOCK = 16  # tokens of a KV block on GPUs
 VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of it
-GIB = 1 << 30
 CUDA_GRAPHS = GIB  # graphs of the sizes that vLLM captures by default: an estimate
 TP_GROUP = GIB // 2  # buffers of a TP group's all-reduces: an estimate
 

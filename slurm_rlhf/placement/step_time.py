@@ -20,12 +20,11 @@ from statistics import NormalDist
 from slurm_rlhf.config.correction import before_update
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, actor_is_reference, roles_by_slots
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.gpus import Gpu
+from slurm_rlhf.placement.gpus import GIB, Gpu
 from slurm_rlhf.placement.memory import Models
 from slurm_rlhf.placement.model_shape import ModelShape, batch_flops
 from slurm_rlhf.placement.rank_memory import engine, half, tensors, trained, weights
 
-GIB = 1 << 30
 ADAM_BYTES = 36
 """Bytes of a parameter in a step of AdamW: gradient, parameter and two moments in fp32, read and written."""
 CPU_BLOCK = 128  # tokens of a block of vLLM's prefix cache on CPUs

@@ -6,5 +6,5 @@ puts them and the settings into one JSON document, and that into the HTML of `pa
 May import: the base modules, `config`, `observe`, `placement`. No numpy, because the command line writes reports, too.
 
 To show something more: record it (`observe`), a function here that returns plain data, a function of `page/*.js` that
-draws it, and its row in the table of sections of `page/main.js`.
+draws it, and its row in the table of sections of `page/main.js`. `page/page.html` names the scripts.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -75,9 +76,7 @@ def corrected(config: dict[str, Any]) -> bool:
 def short(sample: Sample) -> dict[str, Any]:
     """Return a sample for the page: with rounded numbers and shortened texts."""
     found = asdict(sample)
-    for name in ("prompt", "response"):
-        text = found[name]
-        found[name] = cut(text, CHARACTERS)
+    found |= {name: cut(found[name], CHARACTERS) for name in ("prompt", "response")}
     count = tokens_within(sample.tokens, CHARACTERS)
     found["tokens"] = sample.tokens[:count]
     for name in ("logprobs", "actor_logprobs"):
@@ -151,33 +150,17 @@ def _shown(value: Any) -> Any:
     )
 
 
-SCRIPTS = (
-    "base.js",
-    "view.js",
-    "lines.js",
-    "curves.js",
-    "times.js",
-    "timeline.js",
-    "history.js",
-    "nodes.js",
-    "evaluation.js",
-    "samples.js",
-    "settings.js",
-    "main.js",
-)
-"""Scripts of the page; each uses those before it."""
+_PART = re.compile(r"/\*(\w+\.(?:css|js))\*/")
+"""Mark in page.html where a file of its directory goes; each script uses those before it."""
 
 
 def page(content: dict[str, Any]) -> str:
     """Return the page that shows `content`."""
     folder = files("slurm_rlhf.report") / "page"
-    parts = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)}
-    script = "\n".join(parts[name] for name in SCRIPTS)
-    html = parts["page.html"]
-    for mark, text in (("/*CSS*/", parts["page.css"]), ("/*SCRIPT*/", script), ("/*DATA*/", embedded(content))):
-        before, _, after = html.partition(mark)
-        html = before + text + after
-    return html
+    html = (folder / "page.html").read_text(encoding="utf-8")
+    html = _PART.sub(lambda mark: (folder / mark[1]).read_text(encoding="utf-8"), html)
+    before, _, after = html.partition("/*DATA*/")
+    return before + embedded(content) + after
 
 
 def embedded(content: dict[str, Any]) -> str:

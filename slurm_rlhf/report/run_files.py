@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.text import flat
-from slurm_rlhf.observe.run_log import RunEvent, Sample, count_lines, read_events, read_rows, read_samples
+from slurm_rlhf.observe.run_log import RunEvent, Sample, count_lines, read_events, read_object, read_rows, read_samples
 from slurm_rlhf.run_directory import RunDirectory
 
 SAMPLES = 300
@@ -52,34 +52,18 @@ class RunFiles:
             samples_of=samples_of,
             events=read_events(directory.events),
             timeline=read_rows(directory.timeline),
-            layout=_json(directory.layout),
-            summary=_json(directory.summary),
+            layout=read_object(directory.layout),
+            summary=read_object(directory.summary),
             config=_config(directory.config),
             evaluations=read_evaluations(directory.evaluations),
         )
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_text(path))
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return flat(tomllib.loads(_text(path)))
-    except ValueError:
+        return flat(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
         return {}
-
-
-def _text(path: Path) -> str:
-    """Read a file; empty if there is none."""
-    try:
-        return path.read_text(encoding="utf-8") if path.is_file() else ""
-    except (OSError, UnicodeError):
-        return ""
 
 
 MOST_EVALUATIONS = 8

@@ -13,7 +13,7 @@ from pathlib import Path
 from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
 from slurm_rlhf.cluster.resources import current_topology, fits_gpus, node_name
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
-from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
+from slurm_rlhf.config.roles import ROLLOUT, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import CheckpointError, ConfigError, DiskError, RunError
@@ -120,7 +120,7 @@ class Conductor:
         tell = (self.reporting.note, partial(self.reporting.note, kind=run_log.HANG))
         watchdog = Watchdog(self.config, self.directory, supervisor, self.stop, *tell, lambda: self.state.step + 1)
         startup = Startup(self, supervisor, inputs, watchdog)
-        allocation = partial(current_topology, self.config, colocations(self.config))
+        allocation = partial(current_topology, self.config)
         recovery = TrainerRecovery(
             self.config,
             supervisor,

@@ -19,7 +19,7 @@ import numpy as np
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.observe.run_log import START, EventLog, Sample, SampleLog, WarningEvents, choose, truncate_after
+from slurm_rlhf.observe.run_log import START, EventLog, Sample, WarningEvents, append_sample, choose, truncate_after
 from slurm_rlhf.observe.timing import CallSpans, StepSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience, SyncConnection
@@ -67,7 +67,6 @@ class Recorder:
         self._warn = warn
         self._warned = False
         self._events = EventLog(directory.events)
-        self._samples = SampleLog(directory.samples)
         self._timeline = TimelineLog(directory.timeline)
         self._spans = CallSpans()
         self._taken: StepSpans | None = None  # calls of the step that `done` writes next
@@ -169,7 +168,7 @@ class Recorder:
         rows = sorted({*chosen, *failed[:FAILED_SAMPLES]})
         found = [sample_of(batch, experience, row, self.pieces) for row in rows]
         for sample in found:
-            self._samples.append(sample)
+            append_sample(self._directory.samples, sample)
         return found
 
     @spared

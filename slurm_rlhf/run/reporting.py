@@ -13,8 +13,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import printable
 from slurm_rlhf.observe import run_log
 from slurm_rlhf.observe.live import make_progress
-from slurm_rlhf.observe.metrics import MetricsLog
-from slurm_rlhf.observe.run_log import console_text
+from slurm_rlhf.observe.metrics import append_metrics
+from slurm_rlhf.observe.run_log import console_text, drop_end, truncate_after
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.trackers import Trackers
 from slurm_rlhf.placement.rank_map import RankMap
@@ -36,7 +36,6 @@ class Reporting:
         self._directory = directory
         self._world = world
         self._progress = make_progress(config.logger)
-        self._metrics = MetricsLog(directory.metrics)
         self._config = config
         self._trackers = Trackers(config, directory, self.note)
         rollout, filtered = config.rollout, config.algo.dynamic_filtering_enable
@@ -97,7 +96,7 @@ class Reporting:
         # Lines after the checkpoint belong to steps that will be done again.
         if checkpoint is None:
             self._put_aside()
-        dropped = self._metrics.truncate_after(state.step)
+        dropped = truncate_after(self._directory.metrics, state.step)
         self.recorder.begin(state.step)
         self._trackers.open()
         if not self.restarts:
@@ -147,7 +146,7 @@ class Reporting:
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step that is done."""
         self.moved = True
-        self._metrics.append(step, metrics)
+        append_metrics(self._directory.metrics, step, metrics)
         self._trackers.metrics(step, metrics)
         self._progress.step(step, total, metrics)
         self.recorder.done(step)
@@ -163,13 +162,13 @@ class Reporting:
 
     def step_again(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step in place of the line that it may have already."""
-        self._metrics.drop_end(step)
+        drop_end(self._directory.metrics, step)
         self.step(step, total, metrics)
 
     def evaluated(self, step: int, line: dict[str, float], found: dict[str, float], message: str) -> None:
         """Replace the line of a step that is evaluated late by `line`, in which the metrics `found` are new."""
-        self._metrics.drop_end(step)
-        self._metrics.append(step, line)
+        drop_end(self._directory.metrics, step)
+        append_metrics(self._directory.metrics, step, line)
         self._trackers.metrics(step, found)
         self.note(f"evaluation of step {step}: {message}")
 

@@ -19,7 +19,8 @@ from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import CheckpointError, printable
-from slurm_rlhf.observe.metrics import MetricsLog
+from slurm_rlhf.observe.metrics import append_metrics
+from slurm_rlhf.observe.run_log import truncate_after
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.trainer.distributed import World
 
@@ -38,7 +39,6 @@ class StageRecord:
         out = Path(get(config, f"{name}.output_dir"))
         self._paths = RunDirectory(out.with_name(f"{out.name}.run"))
         self._checkpoints = CheckpointDir(self._paths.root)
-        self._metrics = MetricsLog(self._paths.metrics)
         self.root = self._paths.root
         """Directory of all that it writes."""
 
@@ -61,7 +61,7 @@ class StageRecord:
             self._paths.config.write_text(dump_toml(self._config), encoding="utf-8")
             if checkpoint is None:
                 self._put_aside()
-            self._metrics.truncate_after(state.get("step", 0))
+            truncate_after(self._paths.metrics, state.get("step", 0))
         return checkpoint, state
 
     def _together(self) -> None:
@@ -85,7 +85,7 @@ class StageRecord:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step."""
         if self._world.rank == 0:
-            self._metrics.append(step, metrics)
+            append_metrics(self._paths.metrics, step, metrics)
 
     def save(self, step: int, steps: int, order: dict[str, Any], write: Callable[[Path], object]) -> None:
         """Save a checkpoint, in place of the one before; `write` is called on each rank with the same directory."""

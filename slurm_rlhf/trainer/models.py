@@ -27,11 +27,10 @@ from slurm_rlhf.trainer import packing
 from slurm_rlhf.trainer._transformers import packed_rows_are_known, restore_buffers
 from slurm_rlhf.trainer.backends import gathering, is_sharded
 from slurm_rlhf.trainer.batch import PackedRow
-from slurm_rlhf.trainer.faster_layers import compile_layers, take_liger_kernels
 from slurm_rlhf.trainer.forward_fixes import fix_frequencies, switch_off
+from slurm_rlhf.trainer.layers import checkpoint_layers, compile_layers, take_liger_kernels
 from slurm_rlhf.trainer.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
 from slurm_rlhf.trainer.optimizer_state import Fragment
-from slurm_rlhf.trainer.recompute import checkpoint_layers
 from slurm_rlhf.trainer.train_settings import DTYPES
 
 SCORE_CAP = "attn_logit_softcapping"

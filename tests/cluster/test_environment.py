@@ -279,9 +279,9 @@ def test_a_job_submitted_from_inside_another_has_its_own_gpus(monkeypatch: pytes
     monkeypatch.setenv("PATH", "")  # no scontrol either
     one = {"SLURM_JOB_NODELIST": "gpu001", "SLURM_NODELIST": "gpu001", "SLURM_JOB_NUM_NODES": "1"}
     counts = {"SLURM_JOB_CPUS_PER_NODE": "64", "SLURM_TASKS_PER_NODE": "1", "SLURM_GPUS_PER_TASK": "1"}
-    found = current_topology(Config(), (), {**BATCH, **one, **counts, "SLURM_GPUS_ON_NODE": "4"})
+    found = current_topology(Config(), {**BATCH, **one, **counts, "SLURM_GPUS_ON_NODE": "4"})
     assert [node.gpus for node in found.nodes] == [4]
 
 
 def placed(config: Config, environ: dict[str, str]) -> RankMap:
-    return place(current_topology(config, (), environ), role_sizes(config))
+    return place(current_topology(config, environ), role_sizes(config))

@@ -71,9 +71,9 @@ def test_fewer_gpus_than_needed(tmp_path: Path) -> None:
     config.actor.num_gpus_per_node = 4
     with pytest.raises(PlacementError, match=r"(?s)need 7 GPUs.*actor.num_gpus_per_node = 4.*CUDA_VISIBLE_DEVICES="):
         local_topology(config, environ=nvidia_smi(tmp_path, 4))
-    colocated = [frozenset(("actor", "reference"))]
+    config.train.colocate_actor_ref = True
     config.actor.num_gpus_per_node = 1
-    assert local_topology(config, colocated, nvidia_smi(tmp_path, 3)).slots == 3
+    assert local_topology(config, nvidia_smi(tmp_path, 3)).slots == 3
 
 
 def test_several_nodes_outside_an_allocation(tmp_path: Path) -> None:

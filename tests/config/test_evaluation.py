@@ -72,7 +72,7 @@ def test_metrics_of_which_more_is_better(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
-        ("temprature = 1", "a data set has no 'temprature'; did you mean temperature? (valid: path, name,"),
+        ("temprature = 1", "an entry has no 'temprature'; did you mean temperature? (valid: path, name,"),
         ("temperature = 'hot'", "eval.datasets: temperature takes a number, got 'hot'"),
         ("pass_k = [1.5]", "eval.datasets: pass_k takes a list of whole numbers, got [1.5]"),
     ],

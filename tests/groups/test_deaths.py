@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.groups.deaths import Death, Deaths, RoleRanks, Standstills, StartLogs, culprits
-from slurm_rlhf.groups.silence import silent_nodes
+from slurm_rlhf.groups.deaths import Death, Deaths, RoleRanks, Standstills, StartLogs, culprits, silent_nodes
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.messages import Peer

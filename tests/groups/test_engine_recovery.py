@@ -36,7 +36,7 @@ TOPOLOGY = Topology.uniform(["n1", "n2"], 4)
 
 
 class Engines:
-    """Implements `EngineLauncher`: two engines of two ranks each."""
+    """Stands in for `AgentEngines`: two engines of two ranks each."""
 
     address = "127.0.0.1"
 
@@ -102,6 +102,7 @@ class Roles:
     def __init__(self, directory: RunDirectory) -> None:
         self.engines = Engines(directory)
         self.stop = self.engines.stop
+        self.agents = self
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         if role == "rollout":

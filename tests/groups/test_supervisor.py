@@ -20,7 +20,7 @@ from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.silence import SILENT_BEATS
+from slurm_rlhf.groups.deaths import SILENT_BEATS
 from slurm_rlhf.groups.supervisor import POLL_S, Supervisor
 from slurm_rlhf.nodes.agent_launcher import AgentLauncher
 from slurm_rlhf.nodes.agent_steps import LocalAgents
@@ -78,6 +78,7 @@ class Processes:
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
+        self.agents = self
         self.started: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
         self.news: list[Ended] = []
         self.absent: set[tuple[str, int]] = set()  # ranks that never come

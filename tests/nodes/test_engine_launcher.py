@@ -14,7 +14,7 @@ from waiting import until
 
 from slurm_rlhf.nodes import children
 from slurm_rlhf.nodes.children import EngineRanks
-from slurm_rlhf.nodes.engine_launcher import EngineEnds
+from slurm_rlhf.nodes.launcher import EngineEnds
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.wire import timeouts

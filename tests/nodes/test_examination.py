@@ -23,10 +23,10 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.agent_steps import LocalAgents
-from slurm_rlhf.nodes.examination import Examination, Question, look_here
+from slurm_rlhf.nodes.examination import Question, examine_nodes, look_here
+from slurm_rlhf.nodes.examiner import answer_links, measure
 from slurm_rlhf.nodes.groups import Lineup
 from slurm_rlhf.nodes.interview import Interview, skew
-from slurm_rlhf.nodes.link_test import Answerer, measure
 from slurm_rlhf.nodes.needs import Needs, allocation_problem, earlier_nodes, needs_of
 from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.report import FAILED, OK, draw
@@ -76,7 +76,7 @@ def agents(tmp_path: Path) -> Iterator[LocalAgents]:
 
 
 def test_an_agent_reports_and_stays(agents: LocalAgents, tmp_path: Path) -> None:
-    report = Examination(question(tmp_path), agents).run().report
+    report, _ = examine_nodes(question(tmp_path), agents)
     assert report.verdict == OK, draw(report)
     assert [check.name for check in report.checks][:2] == ["answers", "run directory"]
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]  # the canary is gone
@@ -91,9 +91,9 @@ def test_an_agent_reports_and_stays(agents: LocalAgents, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_the_groups_of_the_rank_map_work_together(agents: LocalAgents, tmp_path: Path) -> None:
     """Four processes, of one import of torch, which ends with the measurements: engine's, actor's and sync group."""
-    answer = Examination(question(tmp_path, measure=True), agents).run()
-    assert answer.report.verdict == OK, draw(answer.report)
-    told = answer.report.checks[-1].said
+    report, _ = examine_nodes(question(tmp_path, measure=True), agents)
+    assert report.verdict == OK, draw(report)
+    told = report.checks[-1].said
     for name in ("TP group engine 0 (2 ranks)", "ZeRO group actor (2 ranks)", "sync group weight sync (4 ranks)"):
         assert name in told
     assert "MB/s" in told
@@ -113,7 +113,7 @@ def test_without_groups_nothing_is_measured(agents: LocalAgents) -> None:
 def test_an_agent_that_does_not_reach_the_conductor(tmp_path: Path, nodes: tuple[str, ...]) -> None:
     with closing(LocalAgents(tmp_path, HERE)) as agents:
         agents._nodes._command = [sys.executable, "-c", DEAF]
-        report = Examination(replace(question(tmp_path), nodes=nodes), agents).run().report
+        report, _ = examine_nodes(replace(question(tmp_path), nodes=nodes), agents)
     failed = {check.name: check.findings[0] for check in report.checks if check.verdict == FAILED}
     if len(nodes) == 1:
         assert not failed  # nobody has to reach it
@@ -139,7 +139,7 @@ def test_a_clock_is_ahead_by_what_is_certain() -> None:
 
 def test_a_link_is_measured_for_those_with_the_secret_alone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        Answerer(listening, "secret", 10.0)
+        answer_links(listening, "secret", 10.0)
         port = listening.getsockname()[1]
         assert measure("127.0.0.1", port, "secret", 10.0)["there_s"] > 0
         with pytest.raises(ConnectionError):

@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
+from slurm_rlhf.cluster.network import unreachable
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS
 from slurm_rlhf.cluster.slurm_job import Job
 from slurm_rlhf.nodes import orphan
 from slurm_rlhf.nodes.children import EngineRanks
-from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Heir, answers, decide, heirs, mark
+from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Heir, decide, heirs, mark
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
 ALIVE = Job("12", "12", "RUNNING", "None", "0:0", "1", "gpu[001-003]", "", "", batch_host="gpu001", requeue="1")
 HEADLESS = replace(ALIVE, nodes="gpu[002-003]")
-NOBODY = "tcp://127.0.0.1:1"
+NOBODY = ("127.0.0.1", 1)
 SHOWN = "JobId=12 JobState={} Requeue={} Restarts={} NodeList={} BatchHost=gpu001"
 
 
@@ -66,8 +67,8 @@ def test_what_is_done(job: Job | None, expected: str) -> None:
 
 def test_a_conductor_answers_where_somebody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert answers(f"tcp://127.0.0.1:{server.getsockname()[1]}")
-    assert not answers(NOBODY)
+        assert not unreachable(*server.getsockname())
+    assert unreachable(*NOBODY)
 
 
 class Slurm:
@@ -96,7 +97,7 @@ class Slurm:
         calls = (self.bin / "calls").read_text().splitlines()
         return [call for call in calls if not call.startswith("scontrol show")]
 
-    def heir(self, node: str = "gpu002", endpoint: str = NOBODY) -> Heir:
+    def heir(self, node: str = "gpu002", endpoint: tuple[str, int] = NOBODY) -> Heir:
         return Heir("12", 0, "gpu001", node, int(node == "gpu003"), self.run_dir, endpoint)
 
 
@@ -149,7 +150,7 @@ def test_a_conductor_that_answers_is_left_alone(slurm: Slurm) -> None:
     """It was stopped for a while, or this node was cut off."""
     slurm.says()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert slurm.heir(endpoint=f"tcp://127.0.0.1:{server.getsockname()[1]}").settled()
+        assert slurm.heir(endpoint=server.getsockname()).settled()
     assert not (slurm.bin / "calls").exists()
 
 
@@ -195,6 +196,6 @@ def test_scancel_ends_it_although_the_ranks_ignore_sigterm() -> None:
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "from slurm_rlhf.nodes import orphan\n"
         "orphan.read_slurm = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "orphan.await_end(None, None, 'n', '')\n"
+        "orphan.await_end(None, None, 'n', ('', 0))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=HANG_S).returncode == -signal.SIGTERM

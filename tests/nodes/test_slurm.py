@@ -184,7 +184,7 @@ def residents(bench: Bench) -> list[PlayedAgent]:
 def test_each_node_looks_at_its_own_processes(bench: Bench, residents: list[PlayedAgent]) -> None:
     pids = {NODES[0]: [1], NODES[1]: [2, 3]}
     with ThreadPoolExecutor() as pool:
-        views = pool.submit(bench.launcher.look, pids, HANG_S)
+        views = pool.submit(bench.launcher.agents.look, pids, HANG_S)
         for agent, node in zip(residents, NODES, strict=True):
             request, asked = agent.asked("look")
             assert asked == pids[node]
@@ -197,7 +197,7 @@ def test_each_node_looks_at_its_own_processes(bench: Bench, residents: list[Play
 
 
 def test_nodes_that_do_not_answer_are_not_waited_for(bench: Bench, residents: list[PlayedAgent]) -> None:
-    assert bench.launcher.look({node: [1] for node in (*NODES, "n9")}, 1.0) == []
+    assert bench.launcher.agents.look({node: [1] for node in (*NODES, "n9")}, 1.0) == []
 
 
 def test_a_node_is_heard_while_one_of_its_agents_is(bench: Bench, residents: list[PlayedAgent]) -> None:
@@ -205,10 +205,10 @@ def test_a_node_is_heard_while_one_of_its_agents_is(bench: Bench, residents: lis
     assert "--job-name=nodes" in step
     assert "--no-kill" in step
     assert f"--nodelist={','.join(NODES)}" in step
-    assert bench.launcher.unheard(HANG_S) == set()
+    assert bench.launcher.agents.unheard(HANG_S) == set()
     residents[1].client.close()
-    until(lambda: bench.launcher.unheard(HANG_S) == {NODES[1]}, "its goodbye")
+    until(lambda: bench.launcher.agents.unheard(HANG_S) == {NODES[1]}, "its goodbye")
     bench.start("actor")
     until(lambda: bench.starts == 2, "the step of a role")
     bench.agent(NODES[1])
-    until(lambda: bench.launcher.unheard(HANG_S) == set(), "another agent of that node")
+    until(lambda: bench.launcher.agents.unheard(HANG_S) == set(), "another agent of that node")

@@ -13,7 +13,7 @@ from played_agents import WRITE_ORDERS, PlayedAgent
 from waiting import until
 
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.nodes.agent_engines import AgentEngines
+from slurm_rlhf.nodes.agent_launcher import AgentEngines
 from slurm_rlhf.nodes.agent_steps import AgentSteps
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.topology import RoleSize, Topology
@@ -68,7 +68,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     made = Bench(tmp_path)
     yield made
-    made.engines.stop(False, 0)
+    made.agents.end(made.engines.forget())
     made.agents.close()
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.nodes.groups import Lineup, links, orders_for, outcomes, role_groups
+from slurm_rlhf.nodes.network_checks import groups as judge_groups
+from slurm_rlhf.nodes.network_checks import links as judge_links
 from slurm_rlhf.nodes.report import FAILED, OK, WARNING
-from slurm_rlhf.nodes.speed_checks import groups as judge_groups
-from slurm_rlhf.nodes.speed_checks import links as judge_links
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.replacement import chosen
 from slurm_rlhf.placement.topology import RoleSize, Topology

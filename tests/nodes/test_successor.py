@@ -46,9 +46,9 @@ ARGV = ["train", "/shared/run.toml", "--run_dir=/a", "--data.input_template=a b 
 
 
 def test_options_arguments_and_files_of_a_job() -> None:
-    job = successor(SHOWN, ENVIRON, ARGV)
-    assert job.arguments[-3:] == ARGV[2:]
-    assert sorted(job.options) == sorted(
+    options, _, arguments = successor(SHOWN, ENVIRON, ARGV)
+    assert arguments[-3:] == ARGV[2:]
+    assert sorted(options) == sorted(
         [
             *("--job-name=my job", "--partition=gpu", "--time=1-00:10:00", "--nodes=2", "--mem=8000M"),
             *("--exclude=gpu004", "--comment=a comment", "--chdir=/shared/a place", "--ntasks=2"),
@@ -61,7 +61,8 @@ def test_options_arguments_and_files_of_a_job() -> None:
 def test_gpus_are_asked_for_once_and_other_spellings_are_read() -> None:
     newer = SHOWN.replace("gres:gpu:8,gres:nic:1", "gres/gpu:h100:8,gres/nic:1").replace("Requeue=0", "Requeue=1")
     newer = newer.replace("OverSubscribe=OK", "OverSubscribe=NO").replace("StdErr=/shared/my", "StdErr=/100%/my")
-    options = successor(newer, {**ENVIRON, "SLURM_GPUS_PER_NODE": "h100:8", "SLURM_ARRAY_TASK_ID": "3"}, ARGV).options
+    environ = {**ENVIRON, "SLURM_GPUS_PER_NODE": "h100:8", "SLURM_ARRAY_TASK_ID": "3"}
+    options, _, _ = successor(newer, environ, ARGV)
     assert [word for word in options if "gpu:" in word or "gpus" in word] == ["--gpus-per-node=h100:8"]
     assert {"--gres=nic:1", "--exclusive", "--error=/100%%/my job.41.log", "--array=3"} <= set(options)
     assert "--no-requeue" not in options

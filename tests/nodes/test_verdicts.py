@@ -10,10 +10,12 @@ import pytest
 from slurm_rlhf.config.architectures import wanted_modules
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.nodes.accelerators import Wanted
-from slurm_rlhf.nodes.examination import Evidence, judge
+from slurm_rlhf.nodes.examination import Evidence, Question, judge
 from slurm_rlhf.nodes.facts import NodeFacts, Place, Reach
 from slurm_rlhf.nodes.needs import Needs, Quota, Space, nodes_differ
 from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.wire.codec import read
 from slurm_rlhf.workers.http_client import Health
 
@@ -25,6 +27,7 @@ NEEDS = Needs(
     dict.fromkeys(NODES, 2),
     space=Space(10_000_000_000, 100, 3, 0),
 )
+RANKS = place(Topology.uniform(NODES, 2), [RoleSize("actor", 4, 2)])
 EQUIPMENT = {"cuda_build": "", "modules": dict.fromkeys(wanted_modules(), False)}
 
 
@@ -56,7 +59,8 @@ def examined(odd: str = "n3", needs: Needs = NEEDS, said: str = "", nodes: Any =
     there = {node: facts(node) for node in NODES} if nodes is None else nodes
     if odd in there:
         there[odd] = replace(there[odd], **changes)
-    seen = Evidence(NODES, "n1", "n1 (10.1.0.1:4000)", needs, HERE, "token", there, "12", said, "python")
+    asked = Question(NODES, "n1", "10.1.0.1", needs, HERE, RANKS, lambda nodes: RANKS, job="12", started="python")
+    seen = Evidence(asked, "n1 (10.1.0.1:4000)", HERE, "token", there, said)
     return Report(NODES, judge(seen), 1.0)
 
 

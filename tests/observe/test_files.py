@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from waiting import HANG_S
 
 from slurm_rlhf.observe.log_tail import FailedProcess, first_failure
-from slurm_rlhf.observe.metrics import MetricsLog, TensorBoardEvents
-from slurm_rlhf.observe.run_log import whole_lines
+from slurm_rlhf.observe.metrics import TensorBoardEvents, append_metrics
+from slurm_rlhf.observe.run_log import truncate_after, whole_lines
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.timing import Phases
 
 
 def test_a_line_has_the_step_first_and_timings_last(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append(1, {"time/update": 0.5, "reward": 0.1 + 0.2, "perf/tokens_per_s": 9.0, "kl": 0.0, "n": 3})
-    log.append(2, {"kl": -0.0, "perf/tokens_per_s": 9.0, "reward": 1e-45, "n": 4, "time/update": 1e22})
+    path = tmp_path / "metrics.jsonl"
+    append_metrics(path, 1, {"time/update": 0.5, "reward": 0.1 + 0.2, "perf/tokens_per_s": 9.0, "kl": 0.0, "n": 3})
+    append_metrics(path, 2, {"kl": -0.0, "perf/tokens_per_s": 9.0, "reward": 1e-45, "n": 4, "time/update": 1e22})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == (
         '{"step": 1, "kl": 0.0, "n": 3, "reward": 0.30000000000000004, "perf/tokens_per_s": 9.0, "time/update": 0.5}\n'
@@ -38,8 +38,7 @@ def test_a_line_has_the_step_first_and_timings_last(tmp_path):
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
 def test_floats_come_back_bit_for_bit(value, tmp_path_factory):
     path = tmp_path_factory.mktemp("log") / "metrics.jsonl"
-    log = MetricsLog(path)
-    log.append(1, {"x": value, "f32": np.float32(value) if abs(value) < 1e38 else 0.0})
+    append_metrics(path, 1, {"x": value, "f32": np.float32(value) if abs(value) < 1e38 else 0.0})
     ((_, row),) = whole_lines(path.read_text())
     assert np.float64(row["x"]).tobytes() == np.float64(value).tobytes()
     assert row["f32"] == (float(np.float32(value)) if abs(value) < 1e38 else 0.0)
@@ -47,28 +46,27 @@ def test_floats_come_back_bit_for_bit(value, tmp_path_factory):
 
 
 def test_what_json_cannot_hold_is_null(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append(1, {"a": math.nan, "b": math.inf, "c": np.float32("nan")})
+    path = tmp_path / "metrics.jsonl"
+    append_metrics(path, 1, {"a": math.nan, "b": math.inf, "c": np.float32("nan")})
     rows = whole_lines((tmp_path / "metrics.jsonl").read_text())
     assert [row for _, row in rows] == [{"step": 1, "a": None, "b": None, "c": None}]
 
 
 def test_truncation_keeps_bytes_and_drops_half_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    assert log.truncate_after(3) == 0
+    assert truncate_after(path, 3) == 0
     assert not path.exists()
     for step in range(1, 6):
-        log.append(step, {"reward": step / 3, "time/step": 0.1})
+        append_metrics(path, step, {"reward": step / 3, "time/step": 0.1})
     whole = path.read_text().splitlines(keepends=True)
     with path.open("a") as file:
         file.write('{"step": 6, "rew')  # the run was killed here
     assert [row["step"] for _, row in whole_lines(path.read_text())] == [1, 2, 3, 4, 5]
-    assert log.truncate_after(3) == 2
+    assert truncate_after(path, 3) == 2
     assert path.read_text() == "".join(whole[:3])
-    log.append(4, {"reward": 4 / 3, "time/step": 0.1})
+    append_metrics(path, 4, {"reward": 4 / 3, "time/step": 0.1})
     assert path.read_text() == "".join(whole[:4])
-    assert log.truncate_after(0) == 4
+    assert truncate_after(path, 0) == 4
     assert path.read_text() == ""
 
 

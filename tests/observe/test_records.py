@@ -13,9 +13,9 @@ from recorded_run import Clock, sample
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung, SyncBroken, SyncError, of_hang
 from slurm_rlhf.observe.run_log import (
     EventLog,
-    SampleLog,
     WarningEvents,
     append_line,
+    append_sample,
     choose,
     console_text,
     drop_end,
@@ -80,7 +80,7 @@ def test_samples_are_read_back(tmp_path: Path) -> None:
 
     path, made = tmp_path / "samples.jsonl", [sample(step, 0, random.Random(1)) for step in (1, 2)]
     for each in made:
-        SampleLog(path).append(each)
+        append_sample(path, each)
     append_line(path, {"step": 3, "prompt": "of another version"})
     assert read_samples(path) == made
 

@@ -13,7 +13,7 @@ import pytest
 from recorded_run import BEGAN, RANKS, write_run
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.observe.run_log import RunEvent, Sample, SampleLog
+from slurm_rlhf.observe.run_log import RunEvent, Sample, append_sample
 from slurm_rlhf.report.curves import POINTS, curves, nodes, step_times, weight_sync
 from slurm_rlhf.report.page import CHARACTERS, content, distinct, embedded, groups, page, settings, short
 from slurm_rlhf.report.run_files import SAMPLES, RunFiles, shown_places
@@ -189,9 +189,8 @@ def test_samples_are_thinned_and_cut(tmp_path: Path) -> None:
     made = Sample(1, 0, 0, "p" * 9999, "r" * 20, None, 1.0, None, None, "stop", 0, 0, ["r" * 10] * 2, [-1.0] * 2, [])
     assert short(made)["prompt"].endswith("(9999 characters)")
     assert len(short(made)["prompt"]) < CHARACTERS + 50
-    log = SampleLog(tmp_path / "samples.jsonl")
     for step in range(1000):
-        log.append(replace(made, step=step))
+        append_sample(tmp_path / "samples.jsonl", replace(made, step=step))
     run = RunFiles.read(RunDirectory(tmp_path))
     assert run.samples_of == 1000
     assert [sample.step for sample in run.samples] == shown_places(1000)

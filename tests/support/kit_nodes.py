@@ -18,7 +18,7 @@ from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.agent_steps import AgentSteps
-from slurm_rlhf.nodes.examination import Examination, Question
+from slurm_rlhf.nodes.examination import Question, examine_nodes
 from slurm_rlhf.nodes.needs import Needs
 from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.srun import STEP_VARIABLES, Step, step_command
@@ -43,7 +43,7 @@ def look(place: Place) -> Finding:
     slurm = read_slurm(os.environ)
     assert slurm is not None
     with closing(AgentSteps(Path(place.scratch, "run"), slurm, ranks.topology)) as steps:
-        report = Examination(asked, steps).run().report
+        report, _ = examine_nodes(asked, steps)
     report.require()
     if report.notes() and not place.rehearse:
         raise AssertionError(" ".join(report.notes()))

@@ -12,8 +12,8 @@ from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.eval.report import ScoredResponse, report_of
-from slurm_rlhf.observe.metrics import MetricsLog
-from slurm_rlhf.observe.run_log import EventLog, Sample, SampleLog
+from slurm_rlhf.observe.metrics import append_metrics
+from slurm_rlhf.observe.run_log import EventLog, Sample, append_sample
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.timing import CallSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
@@ -57,15 +57,15 @@ def write_run(root: Path, steps: int = 30, seed: int = 1, **keys: Any) -> RunDir
     layout = {"ranks": RANKS.to_json(), "weight_transfer": {"backend": "nccl", "interface": "ib0"}}
     layout["memory"] = {"actor": {str(rank): {"used": 50 << 30, "total": 80 << 30} for rank in range(8)}}
     directory.layout.write_text(json.dumps(layout))
-    metrics, samples, clock = MetricsLog(directory.metrics), SampleLog(directory.samples), Clock(BEGAN)
+    clock = Clock(BEGAN)
     events, timeline, spans = EventLog(directory.events, clock), TimelineLog(directory.timeline), CallSpans(clock)
     events.append("start", 0, f"step 0 of {steps}")
     for step in range(1, steps + 1):
         _calls(spans, clock, draw)
         timeline.append(spans.take().line(step))
-        metrics.append(step, _metrics(step, steps, draw))
+        append_metrics(directory.metrics, step, _metrics(step, steps, draw))
         for place in range(2):
-            samples.append(sample(step, place, draw))
+            append_sample(directory.samples, sample(step, place, draw))
         if step == steps // 2:
             _requeue(events, clock, step)
         if step == steps // 3:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.nodes.agent_server import AgentServer
 from slurm_rlhf.nodes.facts import Orders
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
@@ -62,47 +61,41 @@ class MpiLauncher:
     engines = None  # none can be started again
 
     def __init__(self, agents: MpiAgents, ranks: RankMap) -> None:
-        self._agents = agents
+        self.agents = agents
         self._ranks = ranks
         self.address = agents.address
         self._run_id = secrets.token_hex(6)
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
-        first, *others = self._agents.server.wait_for(role, self._ranks.world(role), self._agents.timeout.start)
-        directory = RunDirectory(self._agents.run_dir)
+        first, *others = self.agents.server.wait_for(role, self._ranks.world(role), self.agents.timeout.start)
+        directory = RunDirectory(self.agents.run_dir)
         keys = directory.keys.read_text(encoding="utf-8")
         own = {node: {**variables, KEYS: keys} for node, variables in environment.items()}
         spec = StepSpec(role, str(directory.root), self._run_id, arguments, own)
 
         def start_others(answer: Future[tuple[str, int]]) -> None:
             for peer in others if answer.exception() is None else ():
-                self._agents.start_there(peer, replace(spec, store=answer.result()[0]), self._ranks)
+                self.agents.start_there(peer, replace(spec, store=answer.result()[0]), self._ranks)
 
-        self._agents.start_there(first, spec, self._ranks).add_done_callback(start_others)
+        self.agents.start_there(first, spec, self._ranks).add_done_callback(start_others)
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         raise RunError(self.fixed)
 
     def ended(self) -> list[Ended]:
-        return [self._agents.news.popleft() for _ in range(len(self._agents.news))]
+        return [self.agents.news.popleft() for _ in range(len(self.agents.news))]
 
     def stopped(self) -> list[tuple[str, int]]:
         return []  # ranks are children of the MPI launcher
 
-    def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
-        return self._agents.look(pids, within_s)
-
-    def unheard(self, seconds: float) -> set[str]:
-        return self._agents.unheard(seconds)
-
     def stop(self, done: bool, grace_s: float) -> None:
         """Let all ranks leave, or end them; their agents leave MPI together."""
         for peer in self._present():
-            self._agents.call(peer, "leave")
+            self.agents.call(peer, "leave")
         if done:
             wait_until(lambda: not self._present(), grace_s, 0.05, 0.05)
-        wait([self._agents.call(peer, "kill", [peer.role]) for peer in self._present()], timeouts.MPI_CLOSED_S)
-        self._agents.close()
+        wait([self.agents.call(peer, "kill", [peer.role]) for peer in self._present()], timeouts.MPI_CLOSED_S)
+        self.agents.close()
 
     def _present(self) -> list[Peer]:
-        return [peer for role in self._ranks.roles for peer in self._agents.server.peers(role) if not peer.lost]
+        return [peer for role in self._ranks.roles for peer in self.agents.server.peers(role) if not peer.lost]

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from slurm_rlhf.cluster.network import address_among
+from slurm_rlhf.cluster.network import address_among, listening
 from slurm_rlhf.cluster.processes import STORE_FD, STORE_RANKS
 from slurm_rlhf.nodes.agent import Agent, client_of
 from slurm_rlhf.nodes.child_process import bound_to_parent, start_child
@@ -125,7 +125,7 @@ class RankAgent(Agent):
         if spec.store:
             return spec.store, self._start_rank(spec, ranks, spec.store, None)
         address = address_among([share.node for share in ranks.roles[spec.role]], self._node)
-        with socket.create_server((address, 0), backlog=1024) as store:
+        with listening(address) as store:
             where = f"{address}:{store.getsockname()[1]}"
             return where, self._start_rank(spec, ranks, where, store)
 
