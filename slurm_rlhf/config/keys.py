@@ -310,11 +310,12 @@ def begins_alias(name: str) -> bool:
 
 
 def meaning(name: str) -> str:
-    """Say what a name of OpenRLHF, verl or TRL is here; empty where it is none of theirs."""
+    """Say what a name of OpenRLHF, verl or TRL is here; empty if it is none of theirs, or the last part of a key."""
     if name in _instead():
         return f"OpenRLHF's {name} is no key here: {_instead()[name]}"
     for peer in (peers()["verl"], peers()["trl"]):
-        if key := {**peer["keys"], **peer.get("train", {}).get("keys", {})}.get(name):
+        key = {**peer["keys"], **peer.get("train", {}).get("keys", {})}.get(name)
+        if key and (key.rpartition(".")[2] != name or name in peer["units"]):
             unit = f"; {peer['units'][name]}" if name in peer["units"] else ""
             return f"{peer['name']}'s {name} is {key} here{unit} (`slurm-rlhf train --help {key}` says what it takes)"
     return ""
