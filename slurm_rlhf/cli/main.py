@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -33,6 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     keep_others_out()
     code = guarded(lambda: _dispatch(words))
     if argv is None and "torch" in sys.modules:
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
         sys.stderr.flush()
         # As a rank does: a thread of a process group that still lets go of a tensor aborts the interpreter's teardown,
         # and so does the teardown of two engines on a GPU.
