@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SBATCH = Path(__file__).parents[2] / "sbatch"
 RECIPES = sorted({path.stem for path in (SBATCH / "recipes").glob("*.toml")} - {"code_grpo", "distill"})
 """All but those with a reward or a teacher of their own."""
-ALIKE = {"cispo", "dr_grpo", "gspo", "rloo", "grpo_lora", "ppo"}
+ALIKE = {"cispo", "dr_grpo", "gspo", "rloo", "grpo_lora", "ppo", "reinforce_pp"}
 """Recipes whose run differs from another one's in a formula alone, or that test_run_lora and the quickstart run."""
 SMALL = (
     *("--train.max_steps=2", "--train.max_epochs=1", "--train.full_determinism=false"),

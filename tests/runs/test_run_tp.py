@@ -119,6 +119,7 @@ def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Ru
     assert list(place.rglob("*")) == []
 
 
+@pytest.mark.full  # test_run_lora has engines of two ranks that give the same bits
 def test_a_run_after_a_killed_one_gives_the_same_bits(config: Path, killed: list[str]) -> None:
     prefixes = [
         segment_prefix(Config(run_dir=str(config.parent / name)), EnginePlace(engine, 0, 2, ""))

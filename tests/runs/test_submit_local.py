@@ -78,6 +78,7 @@ def test_preempted_it_goes_on_and_its_result_is_the_summary(config: Path) -> Non
     assert said.count(f"{STEPS}/{STEPS}") == 1
 
 
+@pytest.mark.full  # test_slurm_run has a role that dies, with its last lines
 def test_a_run_that_fails_raises_with_the_last_lines_of_the_role(config: Path) -> None:
     run_dir = config.parent / "failed"
     job, run = submitted(
