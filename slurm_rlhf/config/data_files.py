@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import re
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def condition(text: str) -> tuple[str, str, str] | None:
 
 def parts(path: Path | str) -> list[str]:
     """Return the data sets that `path` joins by commas; a comma in the name of a file that is there joins none."""
-    return [str(path)] if Path(path).exists() else [part.strip() for part in str(path).split(",")]
+    return [str(path)] if os.path.exists(path) else [part.strip() for part in str(path).split(",")]
 
 
 def data_files(path: Path | str) -> list[Path]:

@@ -198,7 +198,7 @@ def _resolved(key: Key, value: Any, base: Path) -> Any:
     if key.name in hub.KEYS and (model := hub.named(value, base)):
         return model
     whole = base / Path(value).expanduser()
-    several = parts(value) if key.name.endswith("dataset") and not whole.exists() else [value]
+    several = parts(value) if key.name.endswith("dataset") and not os.path.exists(whole) else [value]
     return ",".join(os.path.abspath(base / Path(part).expanduser()) for part in several)
 
 
