@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.config.keys import INTERVALS, VALUES, Key, all_keys, changed, key_of, meaning, nearest, peers
-from slurm_rlhf.config.peer_figures import FIGURES, Figures
+from slurm_rlhf.config.peer_figures import FIGURES, PeerFigures
 from slurm_rlhf.config.python_script import python_settings
 from slurm_rlhf.config.rules import PreferenceRules, key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.shell_script import Said, commands, settings
+from slurm_rlhf.config.shell_script import Setting, commands, settings
 from slurm_rlhf.config.text import BadValue, from_text, listed, toml_value
 from slurm_rlhf.errors import ConfigError
 
@@ -108,8 +108,8 @@ def translate(script: str, read: Mapping[str, Collection[str]] | None = None, pe
     said = [each for each in said if each.words not in (["None"], ["null"])]
     known = [each for each in said if not each.unknown]
     names = {each.name for each in known}
-    defaults = [Said(name, _words(value), "") for name, value in book.defaults.items() if name not in names]
-    figures = Figures([*known, *defaults])
+    defaults = [Setting(name, _words(value), "") for name, value in book.defaults.items() if name not in names]
+    figures = PeerFigures([*known, *defaults])
     for each in [*said, *defaults]:
         if each.name not in book.needs or figures.true(book.needs[each.name]):
             _look_up(found, book, each, keys)
@@ -132,7 +132,7 @@ def _words(value: object) -> list[str]:
     return [str(item) for item in (value if isinstance(value, list) else [value])]
 
 
-def _look_up(found: Translation, book: Dictionary, said: Said, read: Collection[str]) -> None:
+def _look_up(found: Translation, book: Dictionary, said: Setting, read: Collection[str]) -> None:
     """Take what is said if a key here is that; else say why not, unless it is a default that nobody wrote."""
     key, why = book.find(said.name), ""
     if isinstance(key, str):
@@ -150,7 +150,7 @@ def _look_up(found: Translation, book: Dictionary, said: Said, read: Collection[
         found.left_out.append(f"{' '.join([said.flag, *said.words])}: {why}")
 
 
-def _take(found: Translation, key: Key, said: Said, values: Mapping[str, str]) -> None:
+def _take(found: Translation, key: Key, said: Setting, values: Mapping[str, str]) -> None:
     """Read the words of a flag as its key does. Raises BadValue."""
     words, never = said.words, key.name in INTERVALS or key.name.endswith((".save_steps", ".eval_steps"))
     if len(words) == 1 and words[0].startswith("[") and key.kind in ("path", "list[str]"):
@@ -202,7 +202,7 @@ def _problems(found: Translation, without: str = "") -> list[str]:
     return [*problems, *(PreferenceRules(config).problems() if found.command == "dpo" else ())]
 
 
-def _program(script: str, peer: str) -> tuple[str, list[Said]]:
+def _program(script: str, peer: str) -> tuple[str, list[Setting]]:
     """Find the program of a peer in a script, and what is said to it. Raises ConfigError where there is none."""
     table = peers()[peer]
     if "classes" in table and _PYTHON.search(script):

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.shell_script import Said
+from slurm_rlhf.config.shell_script import Setting
 
 Values = dict[str, Any]
 """Key -> its value; None: it is not set, nan: a number that it follows from is not known."""
 
 
-class Figures:
+class PeerFigures:
     """Holds what was said, the first of each name, and the peer's defaults."""
 
-    def __init__(self, said: Sequence[Said]) -> None:
+    def __init__(self, said: Sequence[Setting]) -> None:
         self._words = {each.name: each.words or ["true"] for each in reversed(said)}
 
     def text(self, name: str) -> str:
@@ -37,14 +37,14 @@ def _over(whole: float, part: float) -> float:
     return whole // part if part else math.nan
 
 
-def openrlhf(said: Figures, values: Mapping[str, Any], command: str) -> Values:
+def openrlhf(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
     """Choose the longest response where OpenRLHF gives it what its prompt leaves, and the default here is too long."""
     most = values.get("data.max_len", math.inf)
     short = most <= Config().rollout.max_new_tokens and "rollout.max_new_tokens" not in values
     return {"rollout.max_new_tokens": most // 2} if command == "train" and short else {}
 
 
-def verl(said: Figures, values: Mapping[str, Any], command: str) -> Values:
+def verl(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
     """Give all GPUs to engines, in turns, and take the KL penalty and the source of rewards that are switched on."""
     actor, gpus = "actor_rollout_ref.actor.", said.number("trainer.nnodes") * said.number("trainer.n_gpus_per_node")
     clip = [said.number(f"{actor}clip_ratio_{side}") for side in ("low", "high")]
@@ -57,7 +57,7 @@ def verl(said: Figures, values: Mapping[str, Any], command: str) -> Values:
     return found
 
 
-def trl(said: Figures, values: Mapping[str, Any], command: str) -> Values:
+def trl(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
     """Count prompts, where TRL counts responses; choose engines, loss, correction and reward of GRPO and RLOO."""
     if command != "train":
         return {}

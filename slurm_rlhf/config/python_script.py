@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slurm_rlhf.config.shell_script import Said, commands, settings
+from slurm_rlhf.config.shell_script import Setting, commands, settings
 from slurm_rlhf.errors import ConfigError
 
 
-def python_settings(script: str, table: Mapping[str, Any]) -> tuple[str, list[Said]]:
+def python_settings(script: str, table: Mapping[str, Any]) -> tuple[str, list[Setting]]:
     """Return the program that a script's configuration class stands for, and what is said to it.
 
     `table`: a peer's, with `classes`, `calls` and `uses`. Where the class is not called but made from the command line,
@@ -34,7 +34,7 @@ def python_settings(script: str, table: Mapping[str, Any]) -> tuple[str, list[Sa
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     found = [said for call in calls for said in _arguments(call, classes[0], table["calls"], known)]
     uses = [(name, *row) for name in used for row in table["uses"].get(name, {}).items()]
-    found += [Said(each, [str(value)], name if value is True else "") for name, each, value in uses]
+    found += [Setting(each, [str(value)], name if value is True else "") for name, each, value in uses]
     command = re.search(r"\.py (.*--.*)", (ast.get_docstring(tree) or "").replace("\\\n", " "))
     called = classes[0] in map(_name, calls)
     flags = settings(next(commands(command[1]), []), -1, {}) if command and not called else []
@@ -52,11 +52,11 @@ def _known(assigned: list[tuple[ast.expr, ast.expr]]) -> dict[str, Any]:
     return known
 
 
-def _attributes(assigned: list[tuple[ast.expr, ast.expr]], known: Mapping[str, Any]) -> Iterator[Said]:
+def _attributes(assigned: list[tuple[ast.expr, ast.expr]], known: Mapping[str, Any]) -> Iterator[Setting]:
     """Find what is set afterwards, as in `training_args.max_steps = 3`."""
     for target, value in assigned:
         if isinstance(target, ast.Attribute) and "args" in ast.unparse(target.value):
-            yield Said(target.attr, _words(value, known), target.attr)
+            yield Setting(target.attr, _words(value, known), target.attr)
 
 
 def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:
@@ -82,7 +82,7 @@ def _words(node: ast.expr, known: Mapping[str, Any]) -> list[str]:
     return [str(item) for item in (value if isinstance(value, list) else [value])]
 
 
-def _arguments(call: ast.Call, own: str, calls: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[Said]:
+def _arguments(call: ast.Call, own: str, calls: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[Setting]:
     """Find the arguments of a call: all keywords of the class `own`, else those in the table of `calls`."""
     names: Mapping[str, str] = calls.get(_name(call), {})
     given = {str(place): argument for place, argument in enumerate(call.args)}
@@ -90,7 +90,7 @@ def _arguments(call: ast.Call, own: str, calls: Mapping[str, Any], known: Mappin
     for name, value in given.items():
         theirs = name if _name(call) == own and not name.isdigit() else names.get(name, "")
         if theirs and (theirs == name or _literal(value, known) is not None):
-            yield Said(theirs, _words(value, known), theirs)
+            yield Setting(theirs, _words(value, known), theirs)
 
 
 def _name(call: ast.Call) -> str:

@@ -34,7 +34,7 @@ _OPERATORS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Flo
 _HYDRA = re.compile(r"\+{0,2}((?:\w+\.)+\w+)=(.*)", re.DOTALL)
 
 
-class Said(NamedTuple):
+class Setting(NamedTuple):
     """Holds what is said to a program: a name and its words."""
 
     name: str
@@ -47,7 +47,7 @@ class Said(NamedTuple):
         return any("$" in word for word in self.words)
 
 
-def settings(words: list[str], program: int, table: Mapping[str, Any]) -> list[Said]:
+def settings(words: list[str], program: int, table: Mapping[str, Any]) -> list[Setting]:
     """Return the flags behind the program, which is the word number `program`, and those of its launcher in `table`.
 
     They look like `--a.b=c`, `--a.b c d`, `--a.b`, `a.b=c` and `+a.b=c` (Hydra's).
@@ -56,14 +56,14 @@ def settings(words: list[str], program: int, table: Mapping[str, Any]) -> list[S
     return [said._replace(words=said.words[:1]) for said in before] + _said(words[program + 1 :])
 
 
-def _said(words: list[str]) -> list[Said]:
-    found: list[Said] = []
+def _said(words: list[str]) -> list[Setting]:
+    found: list[Setting] = []
     for word in words:
         name, equals, value = word.partition("=")
         if word.startswith("--") and word != "--":
-            found.append(Said(name[2:].replace("-", "_"), [value] if equals else [], name))
+            found.append(Setting(name[2:].replace("-", "_"), [value] if equals else [], name))
         elif of_hydra := _HYDRA.fullmatch(word):
-            found.append(Said(of_hydra[1], [of_hydra[2]], name))
+            found.append(Setting(of_hydra[1], [of_hydra[2]], name))
         elif found:
             found[-1].words.append(word)
     return found

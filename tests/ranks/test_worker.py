@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import pytest
 
@@ -22,18 +22,18 @@ class Sum(Record):
     numbers: list[int]
 
 
-class AddingCalls(RankCalls):
+class AddingCalls(RankCalls, Protocol):
     @call(deadline="forward")
     def add(self, request: Sum) -> int:
-        raise NotImplementedError
+        """Add up."""
 
     @call(deadline="forward")
     def add_later(self, request: Sum) -> Future[int]:
-        raise NotImplementedError
+        """Add up, and answer later."""
 
     @call(deadline="forward")
     def fail(self) -> None:
-        raise NotImplementedError
+        """Raise an error."""
 
     def hidden(self) -> int:
         return 1

@@ -242,7 +242,7 @@ def test_engines_that_cannot_start_end_the_job_with_their_reason(config: Path, t
     assert re.search(r"engine \d on \S+ is lost: it did not start: .*memory for the cache blocks", said), said
 
 
-@pytest.mark.full  # tests/checkpoint makes models of checkpoints
+@pytest.mark.full  # tests/trainer/test_export makes a model of a checkpoint
 def test_what_a_training_run_has_left_answers_as_its_checkpoint_does(config: Path, tmp_path: Path) -> None:
     """A run of one step has a final model and a checkpoint, which is made into a model without its ranks."""
     trained = workspace(tmp_path)

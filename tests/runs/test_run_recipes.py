@@ -205,7 +205,7 @@ def bypassed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[
     return path / "run", output, calls(file)
 
 
-@pytest.mark.full
+@pytest.mark.full  # tests/run has bypass, call by call; no whole run by default
 def test_the_actor_passes_nothing_forward_but_for_the_self_check(bypassed: tuple[Path, str, list[Call]]) -> None:
     _, _, made = bypassed
     of_actor = [call.method for call in made if call.role == "actor" and call.method != "sync_push"]
@@ -215,7 +215,7 @@ def test_the_actor_passes_nothing_forward_but_for_the_self_check(bypassed: tuple
     assert of_actor.count("train_step") == BYPASS_STEPS
 
 
-@pytest.mark.full
+@pytest.mark.full  # tests/run has bypass, call by call; no whole run by default
 def test_it_learns(bypassed: tuple[Path, str, list[Call]]) -> None:
     rewards = [row["reward"] for row in metrics(bypassed[0])]
     print([round(reward, 3) for reward in rewards])
@@ -223,7 +223,7 @@ def test_it_learns(bypassed: tuple[Path, str, list[Call]]) -> None:
     assert statistics.mean(rewards[-6:]) > statistics.mean(rewards[:6]) + 0.8
 
 
-@pytest.mark.full
+@pytest.mark.full  # tests/run has bypass, call by call; no whole run by default
 def test_the_first_update_measures_what_the_pass_would_have(bypassed: tuple[Path, str, list[Call]]) -> None:
     rows = metrics(bypassed[0])
     # A policy that has learned gives its only response a log-prob of 0 in engine and actor.
@@ -239,7 +239,7 @@ def test_the_first_update_measures_what_the_pass_would_have(bypassed: tuple[Path
         assert row["correction/not_finite"] == 0
 
 
-@pytest.mark.full
+@pytest.mark.full  # tests/run has bypass, call by call; no whole run by default
 def test_the_self_check_compares_engine_and_actor_and_says_what_bypass_means(
     bypassed: tuple[Path, str, list[Call]],
 ) -> None:

@@ -252,7 +252,7 @@ def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Pa
     assert "sampled, by source:" in output
 
 
-@pytest.mark.full  # tests/wire attacks one process after the other
+@pytest.mark.full  # tests/wire and tests/process_groups attack ports one by one
 def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
     """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, from the first process on.
 

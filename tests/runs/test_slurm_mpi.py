@@ -25,7 +25,6 @@ exec srun --mpi=pmix --overlap --nodes=2 --ntasks=4 --distribution=cyclic {train
 """
 
 
-@pytest.mark.full  # test_mpi_failures starts, stops and resumes under mpirun
 def test_srun_with_pmix_writes_the_metrics_of_torchrun(slurm: Cluster) -> None:
     config, run_dir = workspace(slurm.shared / "work"), slurm.shared / "pmix"
     words = [COMMAND, "train", str(config), f"--run_dir={run_dir}", *WORLD, *NODES]
