@@ -219,6 +219,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     for process in left:
         problems.append(f"still running after the tests: {_describe(process)}")
         _kill(process)
+    if exitstatus == pytest.ExitCode.INTERRUPTED:
+        problems.append(f"interrupted in {os.environ.get('PYTEST_CURRENT_TEST', 'no test')}")
     if os.environ.get("CI") == "true":
         problems += [f"skipped under CI: {name}: {why}" for name, why in skipped if not why.startswith(ABSENT)]
     if problems and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):

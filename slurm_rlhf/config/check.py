@@ -72,12 +72,24 @@ def check_stage(config: Config, stage: str) -> None:
     problems += _data(f"{stage}.dataset", keys.dataset)
     if keys.eval_dataset:
         problems += _data(f"{stage}.eval_dataset", keys.eval_dataset)
+    if "RANK" not in os.environ:  # with it torchrun says how many ranks there are
+        problems += shares_problem(config, stage, config.actor.num_nodes * config.actor.num_gpus_per_node)
     if stage == "dpo":
         problems += PreferenceRules(config).problems()
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
     problems += _needed(key, actor, "the directory of the model")
     how = {"head": stage != "rm", "sampled": False, "tokenizer": True}
     _raise(problems, _errors_of(_check_model, key, actor, config.data.max_len, **how) if actor else ())
+
+
+def shares_problem(config: Config, stage: str, ranks: int) -> Iterator[str]:
+    """Check that a stage's batches divide over the ranks, or the groups of ds.ulysses_size of them."""
+    batch, together = get(config, f"{stage}.batch_size"), config.ds.ulysses_size
+    if ranks % together:
+        yield f"ds.ulysses_size = {together} does not divide {ranks} ranks: change the one or the other"
+    elif batch % (many := ranks // together):
+        shared = f" in groups of ds.ulysses_size = {together}" if together > 1 else ""
+        yield f"{stage}.batch_size = {batch} does not divide over {ranks} ranks{shared}: use a multiple of {many}"
 
 
 def check_generate(config: Config) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import cut_batch
 from slurm_rlhf.cluster.stop import STOP_FILE
+from slurm_rlhf.config.check import shares_problem
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_stages import StageKeys
@@ -162,12 +163,9 @@ def of_rank(config: Config, name: str) -> int:
 
 def _order(config: Config, name: str, examples: Examples, world: World) -> PromptOrder:
     keys: StageKeys = get(config, name)
-    batch, groups = keys.batch_size, world.size // config.ds.ulysses_size
-    if groups and batch % groups:
-        shared = f" in groups of ds.ulysses_size = {config.ds.ulysses_size}" if groups < world.size else ""
-        raise ConfigError(
-            f"{name}.batch_size = {batch} does not divide over {world.size} ranks{shared}: use a multiple of {groups}"
-        )
+    batch = keys.batch_size
+    for problem in shares_problem(config, name, world.size):
+        raise ConfigError(problem)
     if len(examples) < batch:
         raise DataError(
             f"{keys.dataset}: {len(examples)} usable examples, fewer than {name}.batch_size = {batch}: lower it"

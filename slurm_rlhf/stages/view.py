@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
-from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_stages import STAGES
 from slurm_rlhf.data.prompts import BadRow, prompts_of
 from slurm_rlhf.data.rows import Row, read_rows
@@ -27,24 +28,27 @@ _LINES = 5
 
 
 def views(config: Config, rows: int) -> Iterator[DataView]:
-    """Read each data set that the configuration names, for training and for `generate`, with its first rows.
+    """Read each data set that the configuration names, for training, evaluation and `generate`, with its first rows.
 
     Raises UserError.
     """
     model, data = config.actor.model_name_or_path, config.data
-    prompts = [("data.prompt_dataset", data.prompt_dataset, model, data.max_samples)]
+    prompts = [("data.prompt_dataset", data.prompt_dataset, model, data.max_samples, data)]
+    for one in data_sets(config):
+        columns = replace(data, input_key=one.input_key, label_key=one.label_key, weights=[], filter=[])
+        prompts.append((f"eval.datasets, {one.name}", one.path, model, one.max_samples, columns))
     answered = config.generate
-    prompts.append(("generate.dataset", answered.dataset, answered.model_name_or_path, answered.max_samples))
+    prompts.append(("generate.dataset", answered.dataset, answered.model_name_or_path, answered.max_samples, data))
     trained = {f"{name}.{key}": get(config, f"{name}.{key}") for name in STAGES for key in ("dataset", "eval_dataset")}
-    if any([*trained.values(), data.prompt_dataset, data.reasoning_gym]) and not model:
+    if any([*trained.values(), *data_sets(config), data.prompt_dataset, data.reasoning_gym]) and not model:
         raise ConfigError("actor.model_name_or_path is not set: name the directory of the model, for its tokenizer")
     if data.reasoning_gym:
-        yield _prompts(TASKS, data.reasoning_gym, task_rows(data), Tokenizer.load(model), config, rows)
-    for key, path, directory, most in prompts:
+        yield _prompts(TASKS, data.reasoning_gym, task_rows(data), Tokenizer.load(model), config, data, rows)
+    for key, path, directory, most, columns in prompts:
         if path:
-            read = [*read_rows(Path(path), most, data)]
-            view = _prompts(key, path, read, Tokenizer.load(directory), config, rows)
-            view.dropped += _unread(Path(path), len(read), most, config)
+            read = [*read_rows(Path(path), most, columns)]
+            view = _prompts(key, path, read, Tokenizer.load(directory), config, columns, rows)
+            view.dropped += _unread(Path(path), len(read), most, columns)
             yield view
     for key, path in trained.items():
         if path:
@@ -52,10 +56,9 @@ def views(config: Config, rows: int) -> Iterator[DataView]:
 
 
 def _prompts(
-    key: str, source: str, given: Iterable[tuple[str, Row]], tokenizer: Tokenizer, config: Config, rows: int
+    key: str, source: str, given: Iterable[tuple[str, Row]], tokenizer: Tokenizer, config: Config, data: Data, rows: int
 ) -> DataView:
     """Look at prompts, whose responses are sampled; `given`: each row behind the place where it stands."""
-    data = config.data
     read = [(index, *row) for index, row in enumerate(given)]
     found = list(prompts_of(read, tokenizer, data, data.max_len - config.rollout.max_new_tokens))
     kept = [one for one in found if isinstance(one, Prompt)]
@@ -89,7 +92,7 @@ def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: 
     texts = [tokenizer.decode(ids[first].tolist()) for first in range(0, len(ids), width)]
     view.facts += _facts("examples", whole, texts, view)
     view.facts.append(f"{int(found.action_mask.sum())} of {len(found.token_ids)} tokens are in the loss")
-    view.dropped = _unread(path, len(examples) + len(long), config.data.max_samples, config)
+    view.dropped = _unread(path, len(examples) + len(long), config.data.max_samples, config.data)
     if long:
         places = shortened(long, _LINES)
         view.dropped.append(f"{len(long)} longer than data.max_len = {config.data.max_len} tokens: {places}")
@@ -112,9 +115,8 @@ def _facts(what: str, whole: Sequence[bytes], texts: Sequence[str], view: DataVi
     return [*lines, f"duplicates: {repeated or 'none'}{shown}"]
 
 
-def _unread(path: Path, read: int, most: int, config: Config) -> list[str]:
+def _unread(path: Path, read: int, most: int, data: Data) -> list[str]:
     """Say how many rows data.filter, data.weights and the key of the first rows leave out."""
-    data = config.data
     if not (data.filter or data.weights or most):
         return []
     every = sum(1 for _ in read_rows(path, 0, replace(data, filter=[], weights=[])))

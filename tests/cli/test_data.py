@@ -81,6 +81,18 @@ def test_it_shows_tasks_of_reasoning_gym_and_held_out_examples(file: Path, capsy
     assert f"rm.eval_dataset: {file.parent}/d.jsonl" in shown
 
 
+def test_it_shows_the_prompts_of_evaluations_by_their_own_columns(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(file.parent / "held.jsonl", [{"question": "2+2=", "answer": "4"}])
+    file.write_text(file.read_text() + '[[eval.datasets]]\npath = "held.jsonl"\ninput_key = "question"\n')
+    words = ["--data.prompt_dataset=", "--sft.dataset=", "--dpo.dataset=", "--data.filter=level<1"]
+    assert main(["data", str(file), *words]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == [f"eval.datasets, held: {file.parent}/held.jsonl", "  1 prompts"]
+    assert "    2│+│2│=" in shown
+
+
 def test_the_page_escapes_what_data_say(file: Path) -> None:
     row = [{"input": "1+1=", "label": "<script>alert(1)</script>"}]
     written(file.parent / "p.jsonl", row)

@@ -11,13 +11,13 @@ from pathlib import Path
 import lanes
 import psutil
 import pytest
-from waiting import HANG_S
+from waiting import HANG_S, scaled
 
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 
-RUN = f"import sys; sys.path.insert(0, {str(TESTS / 'support')!r}); import lanes; sys.exit(lanes.run({{}}))"
+RUN = f"import sys; sys.path.insert(0, {str(TESTS / 'support')!r}); import lanes; sys.exit(lanes.run({{}}{{}}))"
 GOOD = "def test_good():\n    pass\n"
 BAD = "def test_bad():\n    assert 1 == 2, 'the reason'\n\n\ndef test_fine():\n    pass\n"
 ODD = """
@@ -31,12 +31,12 @@ def test_odd():
 ENDED = "import os\n\n\ndef test_ends():\n    os._exit(STATUS)\n"
 
 
-def side_by_side(directory: Path, **files: str) -> subprocess.CompletedProcess[str]:
+def side_by_side(directory: Path, limit: str = "", **files: str) -> subprocess.CompletedProcess[str]:
     for name, text in files.items():
         (directory / f"test_{name}.py").write_text(text)
     chosen = {name: [f"test_{name}.py"] for name in files}
     (directory / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-c", RUN.format(chosen)]
+    command = [sys.executable, "-c", RUN.format(chosen, limit)]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
@@ -79,6 +79,21 @@ def test_a_session_that_is_cut_off_fails_the_run(tmp_path: Path, last: str, stat
     done = side_by_side(tmp_path, **files)
     assert done.returncode == 1
     assert f"FAILED: {last} ({status})" in done.stdout
+
+
+SLEEPS = "import time\n\n\ndef test_sleeps():\n    time.sleep(1000)\n"
+
+
+def test_after_the_limit_the_lanes_are_interrupted_and_say_what_failed(tmp_path: Path) -> None:
+    cores = [f"lane{number}" for number in range(len(os.sched_getaffinity(0)))]
+    files = dict.fromkeys(cores, BAD + SLEEPS) | {"last": GOOD}
+    done = side_by_side(tmp_path, f", {scaled(10)}", **files)
+    assert done.returncode == 1
+    assert "KeyboardInterrupt" in done.stdout
+    assert "AssertionError: the reason" in done.stdout
+    ended = done.stdout.splitlines()[-1]
+    assert all(f"{name} (2)" in ended and f"test_{name}.py::test_bad" in ended for name in cores)
+    assert "last (not begun)" in ended
 
 
 def test_every_test_file_is_in_one_lane(tmp_path: Path) -> None:
@@ -189,6 +204,12 @@ def test_under_ci_only_what_the_machine_lacks_may_be_skipped(tmp_path: Path) -> 
     assert "skipped under CI: test_it.py::test_for_vllm: no vllm here" in strict.stdout
     assert "test_for_a_gpu" not in strict.stdout
     assert session(tmp_path, SKIP).returncode == 0
+
+
+def test_a_session_that_is_interrupted_names_the_test_that_it_was_in(tmp_path: Path) -> None:
+    result = session(tmp_path, GOOD + "\n\ndef test_long():\n    raise KeyboardInterrupt\n")
+    assert result.returncode == 2
+    assert "SESSION FAILED: interrupted in test_it.py::test_long (call)" in result.stdout
 
 
 def test_a_test_that_cannot_be_interrupted_ends_the_session(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def test_stages_are_jobs_that_wait_for_each_other(slurm: Cluster) -> None:
     (root / "later.jsonl").rename(root / "sums.jsonl")
     slurm.run(COMMAND, "pipeline", str(file))
     for job in jobs_of(root):
-        assert slurm.wait_over(job) == ("COMPLETED", 0), (root / "out").glob("*.log")
+        ended = slurm.wait_over(job)
+        assert ended == ("COMPLETED", 0), "".join(log.read_text() for log in (root / "out").glob(f"*.{job}.log"))
     lines = slurm.run(COMMAND, "status", str(root / "out")).splitlines()
     assert [line.split()[2] for line in lines] == ["done:", "done:"]
 

@@ -30,7 +30,10 @@ def test_the_ranks_of_a_stage_are_started_and_their_errors_told(tmp_path: Path) 
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert len(list((tmp_path / "out.run" / "logs").glob("actor.*.[01].log"))) == 2
     assert not (tmp_path / "out.run" / ".control" / "keys.json").exists()
-    bad = run([*command, "--sft.output_dir=other", "--sft.batch_size=7"], tmp_path, {})
+    bad = run([*command, "--sft.output_dir=other", "--sft.batch_size=102"], tmp_path, {})
     assert bad.returncode == 1
     assert "and no model was written" in bad.stderr
-    assert "sft.batch_size = 7 does not divide over 2 ranks" in bad.stderr
+    assert "100 usable examples, fewer than sft.batch_size = 102: lower it" in bad.stderr
+    odd = run([*command, "--sft.output_dir=other", "--sft.batch_size=7"], tmp_path, {})
+    assert odd.returncode == 2
+    assert "sft.batch_size = 7 does not divide over 2 ranks: use a multiple of 2" in odd.stderr

@@ -3,7 +3,8 @@
 Each lane is a whole session: its own mark of processes, its own check of what was skipped or left running. More at a
 time than cores take longer, and more processor time. What a lane says about its tests is shown line by line,
 with the lane's name in front; its failures and warnings follow in one piece when it has ended. Tests that failed run
-once more when all lanes have ended, alone: those that pass then are flaky, and a run bears FLAKY of them.
+once more when all lanes have ended, alone: those that pass then are flaky, and a run bears FLAKY of them. After
+LIMIT_S the lanes are interrupted, so that a run that takes too long says where its time went.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,10 @@ FIRST = "test_sbatch_quickstart.py"
 """The longest test: nothing should wait for it at the end."""
 FLAKY = 3
 """Tests that may fail in their lane and pass alone; with more of them the run fails."""
+LIMIT_S = 4560.0
+"""Seconds until the lanes are interrupted: time is left below the limit of .ci/run to end processes and to report."""
+SLOWEST = 25
+"""Tests that the end of the run names, of all lanes."""
 
 RANKS = ("trainer", "weights", "checkpoint", "parity", "lab")
 """Rooms whose tests start groups of ranks: half of what all rooms take."""
@@ -51,6 +57,7 @@ def chosen(tests: Path = TESTS) -> dict[str, list[str]]:
 
 
 _HEADING = re.compile(r"=+ (?!test session starts).* =+|=+")
+_DURATION = re.compile(r"^ *(\d+\.\d+)s (call|setup|teardown) +(.+)$")
 _COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warning|error)s?\b")
 
 
@@ -60,6 +67,8 @@ class Lane:
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
         self.report: list[str] = []
+        self.took_s = 0.0
+        self._begun = time.monotonic()
         self._cache = tempfile.TemporaryDirectory(prefix="lane-")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-o", f"cache_dir={self._cache.name}", "--durations=20", *arguments],
@@ -84,7 +93,19 @@ class Lane:
     def wait(self) -> int:
         """The session's exit status."""
         self._reader.join()
-        return self._process.wait()
+        status = self._process.wait()
+        self.took_s = self.took_s or time.monotonic() - self._begun
+        return status
+
+    def interrupt(self) -> None:
+        """End the session as Ctrl-C does: it names the test that it was in, and shows what failed until then."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
+    def slowest(self) -> list[tuple[float, str]]:
+        """Seconds and names of its slowest tests."""
+        found = [_DURATION.match(line) for line in self.report]
+        return [(float(each[1]), f"{each[2]} {each[3].strip()}") for each in found if each]
 
     def counts(self) -> Counter[str]:
         """How many tests passed, failed, ...; nothing where the session was cut off."""
@@ -107,19 +128,18 @@ class Lane:
         return self.wait() == 0 or (self.wait() == 1 and bool(self.failed()) and not unlike_tests)
 
 
-def run(lanes: Mapping[str, Sequence[str]]) -> int:
+def run(lanes: Mapping[str, Sequence[str]], limit_s: float = LIMIT_S) -> int:
     """Run all lanes, then what failed once more, show what they said, and return the exit status of the whole."""
     begun = time.monotonic()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:
-        futures = [cores.submit(_whole, name, arguments) for name, arguments in lanes.items()]
-        for ended in as_completed(futures):
-            _show(ended.result())
-    running = [ended.result() for ended in futures]
+    running = _side_by_side(lanes, limit_s)
     total = sum((lane.counts() for lane in running), Counter[str]())
     errors = {name: error for lane in running for name, error in lane.failed().items()}
     broken = [f"{lane.name} ({lane.wait()})" for lane in running if not lane.is_whole()]
+    broken += [f"{name} (not begun)" for name in sorted(lanes.keys() - {lane.name for lane in running})]
     flaky: list[str] = []
-    if errors:
+    if broken:
+        broken += errors
+    elif errors:
         again = Lane("again", list(errors))
         _show(again)
         failed = again.failed() if again.is_whole() else errors
@@ -128,6 +148,10 @@ def run(lanes: Mapping[str, Sequence[str]]) -> int:
         total = Counter({**total, "passed": total["passed"] + len(flaky), "failed": len(failed), "error": 0})
         print(f"\n##### {len(flaky)} flaky: failed in their lane, passed alone")
         print("".join(f"  {name}\n    {errors[name]}\n" for name in flaky), end="")
+    print("\n##### slowest of all lanes")
+    slowest = sorted((each for lane in running for each in lane.slowest()), reverse=True)
+    print("".join(f"{took:8.0f} s {name}\n" for took, name in slowest[:SLOWEST]), end="")
+    print("##### lanes:", ", ".join(f"{lane.name} {lane.took_s:.0f} s ({lane.wait()})" for lane in running))
     counted = ", ".join(f"{number} {word}" for word, number in total.items() if number)
     verdict = f"FAILED: {', '.join(broken)}" if broken else "passed"
     beside = f"; flaky: {', '.join(flaky)}" if flaky else ""
@@ -135,10 +159,33 @@ def run(lanes: Mapping[str, Sequence[str]]) -> int:
     return 1 if broken else 0
 
 
-def _whole(name: str, arguments: Sequence[str]) -> Lane:
-    lane = Lane(name, arguments)
-    lane.wait()
-    return lane
+def _side_by_side(lanes: Mapping[str, Sequence[str]], limit_s: float) -> list[Lane]:
+    """The lanes that could begin, each to its end or the limit: as many at a time as there are cores."""
+    begun: list[Lane] = []
+    over = threading.Event()
+
+    def whole(name: str, arguments: Sequence[str]) -> Lane | None:
+        if over.is_set():
+            return None
+        begun.append(lane := Lane(name, arguments))
+        lane.wait()
+        return lane
+
+    def end() -> None:
+        over.set()
+        for lane in begun:
+            lane.interrupt()
+
+    timer = threading.Timer(limit_s, end)
+    timer.start()
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:
+            for future in as_completed([cores.submit(whole, *each) for each in lanes.items()]):
+                if lane := future.result():
+                    _show(lane)
+    finally:
+        timer.cancel()
+    return begun
 
 
 def _show(lane: Lane) -> None:
