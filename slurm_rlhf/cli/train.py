@@ -19,6 +19,7 @@ from slurm_rlhf.cli.plan import (
 from slurm_rlhf.cli.preflight import before_run, steps_of
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_of, memory_on
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_stage, warnings
 from slurm_rlhf.config.hub import fetch_models
 from slurm_rlhf.config.keys import all_keys, changed, changed_keys, get, key_of
@@ -127,7 +128,8 @@ def stage(arguments: Arguments) -> int:
         _say(f"note: `slurm-rlhf {name}` does not read {', '.join(unread)}")
     for text in warnings(config):
         _say(f"warning: {text}")
-    if config.actor.num_nodes * config.actor.num_gpus_per_node > 1 and "RANK" not in os.environ:
+    several = config.actor.num_nodes * config.actor.num_gpus_per_node > 1
+    if "RANK" not in os.environ and (several or read_slurm(os.environ) is not None):
         return _on_ranks(config, name)
     from slurm_rlhf.groups.role_environment import WAITING_THREADS
 

@@ -21,9 +21,10 @@ fact in `facts.NodeFacts`, collected in `collect`, a function in one of the `...
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slurm_rlhf.config.schema import Config
+if TYPE_CHECKING:
+    from slurm_rlhf.config.schema import Config
 
 
 def submit(config: Config, local: bool = False) -> Any:

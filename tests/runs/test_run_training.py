@@ -22,7 +22,7 @@ from patched_ranks import Call, calls, in_one_piece, noted
 from sums_task import REWARD
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
 from waiting import HANG_S, until
-from warm_runs import WarmRun
+from warm_runs import WarmRun, commands
 from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
 
 from slurm_rlhf.report.run_files import RunFiles
@@ -63,6 +63,12 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
     assert (run_dir / "config.toml").read_text().count("full_determinism = true") == 1
     assert not (run_dir / ".control" / "keys.json").exists()  # they end with the run
     assert f"{STEPS}/{STEPS}" in output
+
+
+def test_its_ranks_were_forked_from_a_warm_process(whole: tuple[Path, str]) -> None:
+    """A launcher that starts them in another way costs the tests most of their time, and fails none of them."""
+    mine = [line for line in commands().values() if f"--run_dir={whole[0]}" in line]
+    assert sum("rank_process --role=" in line and "torchrun" not in line for line in mine) == 6
 
 
 def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> None:

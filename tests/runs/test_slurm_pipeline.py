@@ -11,7 +11,7 @@ from slurm_cluster import CHECKOUT, COMMAND, Cluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-JOBS = 'sbatch = ["--partition=gpu", "--mem=4000", "--signal=B:USR1@10", "--time=10"]\n'
+JOBS = 'sbatch = ["--partition=gpu", "--mem=4000", "--signal=B:USR1@10", "--time=30"]\n'
 
 
 def jobs_of(root: Path) -> list[int]:
@@ -38,12 +38,14 @@ def test_stages_are_jobs_that_wait_for_each_other(slurm: Cluster) -> None:
     for job in jobs_of(root):
         ended = slurm.wait_over(job)
         assert ended == ("COMPLETED", 0), "".join(log.read_text() for log in (root / "out").glob(f"*.{job}.log"))
+    logs = [*(root / "out" / "sft").rglob("actor.*.0.log")]
+    assert len(logs) == 1, "one rank is a step of its job, as several are"
     lines = slurm.run(COMMAND, "status", str(root / "out")).splitlines()
     assert [line.split()[2] for line in lines] == ["done:", "done:"]
 
     # What has changed runs again, here in one job: the stages one after the other.
     (root / "base.toml").write_text(BASE.replace("[dpo]", "[dpo]\nlabel_smoothing = 0.1"))
-    header = ["--nodes=1", "--gres=none", "--mem=4000", "--signal=B:USR1@10", "--time=10", f"--output={root}.log"]
+    header = ["--nodes=1", "--gres=none", "--mem=4000", "--signal=B:USR1@10", "--time=30", f"--output={root}.log"]
     job = slurm.sbatch(*header, "--chdir", str(CHECKOUT), str(CHECKOUT / "sbatch" / "pipeline.sh"), str(file))
     assert slurm.wait_over(job) == ("COMPLETED", 0), Path(f"{root}.log").read_text()
     assert "sft: done, and nothing of it has changed" in Path(f"{root}.log").read_text()

@@ -33,8 +33,9 @@ ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 """In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
 TORCHRUN = "torch.distributed.run"
-MODULES = ("slurm_rlhf.ranks.torchrun", "slurm_rlhf.ranks.rank_process", TORCHRUN)
-"""What is forked in place of a new Python."""
+RANK = "slurm_rlhf.ranks.rank_process"
+MODULES = ("slurm_rlhf.nodes.agent", "slurm_rlhf.ranks.torchrun", RANK, TORCHRUN)
+"""What is forked in place of a new Python: a node's agent, its children, and theirs."""
 WRAPPER = "slurm_rlhf.nodes.child_process"
 _ABOVE = 900  # numbers of files that nobody uses
 
@@ -69,10 +70,10 @@ class Forked:
         command: Sequence[str],
         environment: dict[str, str],
         files: Sequence[int],
-        bound: bool,
+        bound: int,
         kept: Sequence[int] = (),
     ) -> None:
-        """`bound`: it is killed when the process that forks it ends. `kept`: open there under the same numbers."""
+        """`bound`: the signal that it gets when the process that forks it ends, or 0; `kept`: stays open as it is."""
         self.args = list(command)
         self.returncode: int | None = None
         self._forker = forker
@@ -116,7 +117,7 @@ class WarmRun(Forked):
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
         with open(os.devnull) as nothing:
             files = (nothing.fileno(), self._output.fileno(), self._output.fileno())
-            super().__init__(_zygote().forker, command, {**environment, REGISTRY: _zygote().registry}, files, False)
+            super().__init__(_zygote().forker, command, {**environment, REGISTRY: _zygote().registry}, files, 0)
 
     def printed(self) -> str:
         """What it printed so far."""
@@ -134,12 +135,13 @@ class WarmRank(Forked):
 
     def __init__(self, arguments: Sequence[str], torchrun: dict[str, str], script: str = "") -> None:
         """`script`: what it runs in place of the ranks' module."""
-        program = ["-u", script] if script else ["-m", MODULES[1]]
+        program = ["-u", script] if script else ["-m", RANK]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         environment |= {"VLLM_HOST_IP": "127.0.0.1", REGISTRY: _zygote().registry, **torchrun}
         with open(os.devnull) as nothing:
             files = (nothing.fileno(), 2, 2)
-            super().__init__(_zygote().forker, [sys.executable, *program, *arguments], environment, files, True)
+            command = [sys.executable, *program, *arguments]
+            super().__init__(_zygote().forker, command, environment, files, signal.SIGKILL)
 
 
 class WarmProgram(Forked):
@@ -154,7 +156,9 @@ class WarmProgram(Forked):
         answer, answers = os.pipe()
         with open(os.devnull, "w") as nothing:
             files = (asked, answers, nothing.fileno())
-            super().__init__(_zygote().forker, command, {**environment, REGISTRY: _zygote().registry}, files, True)
+            super().__init__(
+                _zygote().forker, command, {**environment, REGISTRY: _zygote().registry}, files, signal.SIGKILL
+            )
         os.close(asked)
         os.close(answers)
         self.stdin, self.stdout = open(ask, "w"), open(answer)  # noqa: SIM115
@@ -264,7 +268,7 @@ def _live(request: dict[str, Any], files: list[int], parent: int) -> None:
 def _prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
     os.setsid()
     if request["bound"]:
-        _die_with(parent)
+        _die_with(parent, request["bound"])
     targets = [0, 1, 2, *request["kept"]]
     # First away from the numbers that they are to have.
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE) for file in files]
@@ -284,9 +288,9 @@ def _prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
     _take_popen(_forker())
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the parent ends, as a launcher's children are."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+def _die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Get a signal when the parent ends, as a launcher's children do."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, number)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
 
@@ -315,8 +319,10 @@ def _take_popen(forker: Forker) -> None:
         if not (module or _is_ranks_program(command)):
             return usual(args, **options)
         wrapped = WRAPPER in command
-        bound = wrapped or module != MODULES[1]  # what stands before a module binds it to its parent
-        if wrapped or module not in (None, MODULES[1]):
+        bound = int(signal.SIGKILL) if module != RANK else 0
+        if wrapped:
+            bound = int(command[command.index(WRAPPER) + 2])
+        if wrapped or module not in (None, RANK):
             command = [sys.executable, "-m", *command[command.index(str(module)) :]]
         out = _number(options.get("stdout"), 1)
         err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)
