@@ -54,7 +54,7 @@ class PlainProgress(Progress):
         self._clock.tick()
 
     def note(self, text: str) -> None:
-        print(text, flush=True)
+        _print(text)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         self._clock.tick()
@@ -65,7 +65,13 @@ class PlainProgress(Progress):
             self._show([Cell(f"{'':9} evaluation {metrics['eval']:.4f}", "bold magenta")])
 
     def _show(self, cells: list[Cell]) -> None:
-        print(line(cells), flush=True)
+        _print(line(cells))
+
+
+def _print(text: str) -> None:
+    """Print a line in one piece: `print` writes its end apart, and another thread's line could come in between."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 PHASES = ("rollout", "reward", "forward", "update", "sync")

@@ -58,12 +58,13 @@ with Stop(Path("{path}")) as stop:
 
 
 class Peers:
-    """Implements `nodes.launcher.Launcher`: two ranks of the actor on n1."""
+    """Implements `nodes.launcher.Launcher`, and its agents: two ranks of the actor on n1."""
 
     address = "127.0.0.1"
     engines = None
 
     def __init__(self, directory: RunDirectory, limit: float) -> None:
+        self.agents = self
         self.directory, self.limit = directory, limit
         self.started: list[subprocess.Popen[bytes]] = []
 
