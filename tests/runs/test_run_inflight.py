@@ -71,6 +71,8 @@ def change(module):
         return landed
     def patient_load(engine, weights, version):
         load(engine, stand_still(engine, weights) if version == 2 else weights, version)
+        if not engine.loaded:  # what it answered for the self-check is no part of a batch
+            engine.loaded, engine.served = True, 0
         engine.patience = 0
     def stand_still(engine, weights):
         for number, pair in enumerate(weights):
@@ -81,6 +83,7 @@ def change(module):
                 os.kill(os.getpid(), signal.SIGSTOP)
             yield pair
     module.VllmEngine.served = module.VllmEngine.patience = 0
+    module.VllmEngine.loaded = False
     module.VllmEngine.step, module.VllmEngine.load = slow_step, patient_load
 """
 """Once a batch is served the engine does 100 more steps, in which every response begun before ends, and then none until
