@@ -267,6 +267,6 @@ def test_a_role_that_starts_where_a_node_has_died_does_not_wait_for_its_ranks(tm
         with pytest.raises(RoleDied, match="role critic died: rank 0 on n2 is lost before its hello: nothing was"):
             bench.starting.result(HANG_S)
         assert time.monotonic() - begun < bench.config.timeout.connect / 2
-        assert bench.supervisor.silent_nodes() == {"n2"}
+        until(lambda: bench.supervisor.silent_nodes() == {"n2"}, "the silence of the engine's ranks there")
     finally:
         bench.supervisor.stop()

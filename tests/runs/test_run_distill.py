@@ -40,7 +40,6 @@ def test_the_policy_comes_nearer_to_its_teacher(distilled: tuple[Path, Path, tup
     assert statistics.mean(gaps[-4:]) > 0.75 * gaps[0]
 
 
-@pytest.mark.full  # test_run_training resumes a run with a reference
 def test_resumed_it_writes_the_same_metrics(distilled: tuple[Path, Path, tuple[str, ...]], tmp_path: Path) -> None:
     config, run_dir, keys = distilled
     first = run_dir / "checkpoints" / "step_000020"

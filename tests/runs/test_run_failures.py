@@ -84,7 +84,6 @@ def test_a_reward_function_that_raises_costs_no_step_and_ctrl_c_ends_what_goes_o
     assert (tmp_path / "run" / "checkpoints" / f"step_{saved['steps']:06d}").is_dir()
 
 
-@pytest.mark.full  # test_slurm_run kills one, too
 def test_a_killed_rank_ends_the_run_and_is_named(config: Path) -> None:
     precision = ("--ds.param_dtype=bf16", "--ds.zero_stage=0")
     calm = ("--train.max_restarts=0",)

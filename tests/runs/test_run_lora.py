@@ -50,7 +50,6 @@ def adapter_of(run_dir: Path) -> Path:
     return run_dir / "final" / "adapter" / "adapter_model.safetensors"
 
 
-@pytest.mark.full  # tests/engine has adapters of several policies at once
 def test_a_response_is_of_one_policy_where_engines_sample_ahead(config: Path, tmp_path: Path) -> None:
     words = (*LORA, "--vllm.sync_mode=inflight", "--train.async_queue_size=2", "--train.staleness_threshold=2")
     words += ("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0", "--train.full_determinism=false")
@@ -63,7 +62,6 @@ def test_a_response_is_of_one_policy_where_engines_sample_ahead(config: Path, tm
     assert any(row["stale_tokens"] > 0 for row in rows)
 
 
-@pytest.mark.full  # test_run_hf without adapters
 def test_the_actors_ranks_sample_with_their_adapters(config: Path, tmp_path: Path) -> None:
     words = (*LORA, "--rollout.engine=hf", "--actor.num_gpus_per_node=2", "--ds.zero_stage=3")
     words += ("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0.05")

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SBATCH = Path(__file__).parents[2] / "sbatch"
 RECIPES = sorted({path.stem for path in (SBATCH / "recipes").glob("*.toml")} - {"code_grpo", "distill"})
 """All but those with a reward or a teacher of their own."""
-ALIKE = {"cispo", "dr_grpo", "gspo", "rloo", "grpo_lora", "ppo", "reinforce_pp"}
-"""Recipes whose run differs from another one's in a formula alone, or that test_run_lora and the quickstart run."""
+ALIKE = {"grpo_lora"}
+"""Recipes that are run elsewhere: test_run_lora has adapters."""
 SMALL = (
     *("--train.max_steps=2", "--train.max_epochs=1", "--train.full_determinism=false"),
     *("--eval.dataset=", "--logger.tensorboard=false"),
@@ -148,7 +148,6 @@ def test_resumed_it_writes_the_same_metrics(tmp_path: Path) -> None:
     assert len(rows) == 3
 
 
-@pytest.mark.full  # tests/sampling refills, test_run_training sleeps
 def test_engines_that_sleep_refill_awake_and_a_run_of_which_nothing_passes_saves_and_says_so(tmp_path: Path) -> None:
     config = workspace(tmp_path, PARITY)
     (tmp_path / "constant").touch()
@@ -205,7 +204,6 @@ def bypassed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[
     return path / "run", output, calls(file)
 
 
-@pytest.mark.full  # tests/run has bypass, call by call; no whole run by default
 def test_the_actor_passes_nothing_forward_but_for_the_self_check(bypassed: tuple[Path, str, list[Call]]) -> None:
     _, _, made = bypassed
     of_actor = [call.method for call in made if call.role == "actor" and call.method != "sync_push"]
@@ -215,7 +213,6 @@ def test_the_actor_passes_nothing_forward_but_for_the_self_check(bypassed: tuple
     assert of_actor.count("train_step") == BYPASS_STEPS
 
 
-@pytest.mark.full  # tests/run has bypass, call by call; no whole run by default
 def test_it_learns(bypassed: tuple[Path, str, list[Call]]) -> None:
     rewards = [row["reward"] for row in metrics(bypassed[0])]
     print([round(reward, 3) for reward in rewards])
@@ -223,7 +220,6 @@ def test_it_learns(bypassed: tuple[Path, str, list[Call]]) -> None:
     assert statistics.mean(rewards[-6:]) > statistics.mean(rewards[:6]) + 0.8
 
 
-@pytest.mark.full  # tests/run has bypass, call by call; no whole run by default
 def test_the_first_update_measures_what_the_pass_would_have(bypassed: tuple[Path, str, list[Call]]) -> None:
     rows = metrics(bypassed[0])
     # A policy that has learned gives its only response a log-prob of 0 in engine and actor.
@@ -239,7 +235,6 @@ def test_the_first_update_measures_what_the_pass_would_have(bypassed: tuple[Path
         assert row["correction/not_finite"] == 0
 
 
-@pytest.mark.full  # tests/run has bypass, call by call; no whole run by default
 def test_the_self_check_compares_engine_and_actor_and_says_what_bypass_means(
     bypassed: tuple[Path, str, list[Call]],
 ) -> None:

@@ -85,7 +85,6 @@ def test_nothing_was_trained_or_saved(stopped: tuple[Path, int, str]) -> None:
     assert list(run_dir.glob("checkpoints/step_*")) == []
 
 
-@pytest.mark.full  # tests/trainer has the modules that drop
 def test_a_model_with_dropout_trains_with_a_ratio_of_one(tmp_path: Path) -> None:
     """OPT drops activations by a function, and says so in config.json alone."""
     config = workspace(tmp_path)
@@ -115,7 +114,6 @@ BF16_DIFFERENCE = 0.009
 """Mean of |log-prob of the engine - log-prob of the actor| of this run in bf16."""
 
 
-@pytest.mark.full  # tests/trainer has fp16, tests/engine its engine
 def test_fp16_in_trainer_and_engine(tmp_path: Path) -> None:
     config = workspace(tmp_path / "work")
     words = ["--ds.param_dtype=fp16", "--ds.fp32_lm_head=true", "--ds.initial_scale_power=20"]

@@ -189,7 +189,6 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     assert "-> 0.5 (raise train.max_steps to go on, or give another --run_dir)" in output
 
 
-@pytest.mark.full  # tests/trainer/test_resize does it with the ranks alone
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
     """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
@@ -340,7 +339,6 @@ def test_one_rank_and_one_engine_agree_to_rounding(small: Path, whole: tuple[Pat
     assert metrics(small)[0]["entropy"] == pytest.approx(metrics(whole[0])[0]["entropy"], rel=1e-5)
 
 
-@pytest.mark.full  # the whole run has evaluations beside the training
 def test_evaluations_beside_the_training_change_none_of_its_metrics(config: Path, small: Path) -> None:
     run_dir = config.parent / "beside"
     code, output = train(config, run_dir, *SMALL, *EVALUATED, warm=True)
