@@ -185,7 +185,7 @@ def _side_by_side(lanes: Mapping[str, Sequence[str]], limit_s: float) -> list[La
                     _show(lane)
     finally:
         timer.cancel()
-    return begun
+    return sorted(begun, key=lambda lane: [*lanes].index(lane.name))
 
 
 def _show(lane: Lane) -> None:
