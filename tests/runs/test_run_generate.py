@@ -16,7 +16,7 @@ import pytest
 from generation_runs import BAD, COMMAND, SAMPLES, answers, assert_whole, generation_workspace, lines_of, written
 from small_disk import small_disk
 from training_runs import Run, started, summary, train, workspace
-from waiting import scaled, until
+from waiting import HANG_S, scaled, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -209,7 +209,8 @@ def test_late_answers_of_an_engine_that_was_stopped_are_not_written_again(
     """The other engine has nothing else to do and takes its rows; then it goes on, and answers them, too."""
     run_dir = tmp_path / "job"
     output = run_dir / "output.jsonl"
-    with started(config, run_dir, TWO, "--vllm.max_num_seqs=2", command=COMMAND, warm=True) as job:
+    words = (TWO, "--vllm.max_num_seqs=2", f"--timeout.heartbeat={HANG_S}")  # it is given up after that
+    with started(config, run_dir, *words, command=COMMAND, warm=True) as job:
         wait_for_both(job, output)
         stopped = job.workers("rollout")[0]
         os.kill(stopped, signal.SIGSTOP)
