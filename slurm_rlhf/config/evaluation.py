@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.keys import Broken, Rules, entry_table
-from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.errors import meant
 
@@ -34,6 +34,10 @@ class EvalSettings:
     input_key: str
     label_key: str
     needs_label: bool  # the data set names the column itself
+
+    def reading(self, data: Data) -> Data:
+        """Return the keys with which its file is read: every row of it, by its own columns."""
+        return replace(data, input_key=self.input_key, label_key=self.label_key, weights=[], filter=[])
 
 
 def data_sets(config: Config) -> list[EvalSettings]:

@@ -43,9 +43,8 @@ class EvalSet:
     @classmethod
     def read(cls, settings: EvalSettings, tokenizer: Tokenizer, config: Config) -> EvalSet:
         """Read a data set. Raises DataError as `PromptSet.load`, and for a column that is missing."""
-        data = replace(config.data, input_key=settings.input_key, label_key=settings.label_key, weights=[], filter=[])
         longest = config.data.max_len - config.rollout.max_new_tokens
-        found = PromptSet.load(settings.path, tokenizer, data, longest, settings.max_samples)
+        found = PromptSet.load(settings.path, tokenizer, settings.reading(config.data), longest, settings.max_samples)
         wanted = [("source_key", settings.source_key)] if settings.source_key else []
         wanted += [("label_key", settings.label_key)] if settings.needs_label else []
         for key, column in wanted:

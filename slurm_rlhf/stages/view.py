@@ -35,8 +35,7 @@ def views(config: Config, rows: int) -> Iterator[DataView]:
     model, data = config.actor.model_name_or_path, config.data
     prompts = [("data.prompt_dataset", data.prompt_dataset, model, data.max_samples, data)]
     for one in data_sets(config):
-        columns = replace(data, input_key=one.input_key, label_key=one.label_key, weights=[], filter=[])
-        prompts.append((f"eval.datasets, {one.name}", one.path, model, one.max_samples, columns))
+        prompts.append((f"eval.datasets, {one.name}", one.path, model, one.max_samples, one.reading(data)))
     answered = config.generate
     prompts.append(("generate.dataset", answered.dataset, answered.model_name_or_path, answered.max_samples, data))
     trained = {f"{name}.{key}": get(config, f"{name}.{key}") for name in STAGES for key in ("dataset", "eval_dataset")}
@@ -44,11 +43,11 @@ def views(config: Config, rows: int) -> Iterator[DataView]:
         raise ConfigError("actor.model_name_or_path is not set: name the directory of the model, for its tokenizer")
     if data.reasoning_gym:
         yield _prompts(TASKS, data.reasoning_gym, task_rows(data), Tokenizer.load(model), config, data, rows)
-    for key, path, directory, most, columns in prompts:
+    for key, path, directory, most, reading in prompts:
         if path:
-            read = [*read_rows(Path(path), most, columns)]
-            view = _prompts(key, path, read, Tokenizer.load(directory), config, columns, rows)
-            view.dropped += _unread(Path(path), len(read), most, columns)
+            read = [*read_rows(Path(path), most, reading)]
+            view = _prompts(key, path, read, Tokenizer.load(directory), config, reading, rows)
+            view.dropped += _unread(Path(path), len(read), most, reading)
             yield view
     for key, path in trained.items():
         if path:

@@ -17,7 +17,13 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 
-RUN = f"import sys; sys.path.insert(0, {str(TESTS / 'support')!r}); import lanes; sys.exit(lanes.run({{}}{{}}))"
+RUN = f"""
+import sys
+sys.path.insert(0, {str(TESTS / "support")!r})
+import lanes
+lanes.AGAIN_S = {scaled(10)}
+sys.exit(lanes.run({{}}{{}}))
+"""
 GOOD = "def test_good():\n    pass\n"
 BAD = "def test_bad():\n    assert 1 == 2, 'the reason'\n\n\ndef test_fine():\n    pass\n"
 ODD = """
@@ -81,12 +87,18 @@ def test_a_session_that_is_cut_off_fails_the_run(tmp_path: Path, last: str, stat
     assert f"FAILED: {last} ({status})" in done.stdout
 
 
-SLEEPS = "import time\n\n\ndef test_sleeps():\n    time.sleep(1000)\n"
+SWALLOWS = """
+import signal, time
+
+def test_swallows():
+    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.default_int_handler))
+    time.sleep(1000)
+"""
 
 
 def test_after_the_limit_the_lanes_are_interrupted_and_say_what_failed(tmp_path: Path) -> None:
     cores = [f"lane{number}" for number in range(len(os.sched_getaffinity(0)))]
-    files = dict.fromkeys(cores, BAD + SLEEPS) | {"last": GOOD}
+    files = dict.fromkeys(cores, BAD + SWALLOWS) | {"last": GOOD}
     done = side_by_side(tmp_path, f", {scaled(10)}", **files)
     assert done.returncode == 1
     assert "KeyboardInterrupt" in done.stdout

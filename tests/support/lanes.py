@@ -32,6 +32,8 @@ FLAKY = 3
 """Tests that may fail in their lane and pass alone; with more of them the run fails."""
 LIMIT_S = 4560.0
 """Seconds until the lanes are interrupted: time is left below the limit of .ci/run to end processes and to report."""
+AGAIN_S = 40.0
+"""Seconds until a lane that goes on is interrupted again: a test that handles the signal itself has swallowed it."""
 SLOWEST = 25
 """Tests that the end of the run names, of all lanes."""
 
@@ -162,7 +164,7 @@ def run(lanes: Mapping[str, Sequence[str]], limit_s: float = LIMIT_S) -> int:
 def _side_by_side(lanes: Mapping[str, Sequence[str]], limit_s: float) -> list[Lane]:
     """The lanes that could begin, each to its end or the limit: as many at a time as there are cores."""
     begun: list[Lane] = []
-    over = threading.Event()
+    over, ended = threading.Event(), threading.Event()
 
     def whole(name: str, arguments: Sequence[str]) -> Lane | None:
         if over.is_set():
@@ -173,8 +175,10 @@ def _side_by_side(lanes: Mapping[str, Sequence[str]], limit_s: float) -> list[La
 
     def end() -> None:
         over.set()
-        for lane in begun:
-            lane.interrupt()
+        while not ended.is_set():
+            for lane in begun:
+                lane.interrupt()
+            ended.wait(AGAIN_S)
 
     timer = threading.Timer(limit_s, end)
     timer.start()
@@ -185,6 +189,7 @@ def _side_by_side(lanes: Mapping[str, Sequence[str]], limit_s: float) -> list[La
                     _show(lane)
     finally:
         timer.cancel()
+        ended.set()
     return sorted(begun, key=lambda lane: [*lanes].index(lane.name))
 
 
