@@ -162,7 +162,7 @@ def preflight(arguments: Arguments) -> int:
     if start is not None:
         from slurm_rlhf.cli import mpi_start
 
-        return mpi_start.lead_or_follow(arguments, start, examine=True)
+        return mpi_start.lead_or_follow(arguments, start)
     config = load_config(arguments.files, arguments.overrides)
     check(config)
     with steps_of(config, Path(config.run_dir)) as steps:

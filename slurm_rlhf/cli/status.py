@@ -216,7 +216,7 @@ def _deserted(found: Found, directory: RunDirectory) -> list[str]:
 
 def _cut_off(found: Found, status: RunStatus) -> bool:
     """Tell whether summary.json says that the run goes on although its process is gone."""
-    if status.status != "running" or found.unasked:
+    if status.status != "running" or found.unasked or found.session is None:
         return False
     if found.job_id:
         return found.job is None or bool(OVER & set(found.job.state.split(",")))

@@ -20,7 +20,9 @@ from slurm_rlhf.config.text import flat, listed, toml_value
 from slurm_rlhf.errors import ConfigError, DataError, meant
 
 TRAIN, EVAL, GENERATE = "train", "eval", "generate"
-COMMANDS = (*STAGES, TRAIN, EVAL, GENERATE)
+TRAINING = (TRAIN, *STAGES)
+"""Commands that train."""
+COMMANDS = (*TRAINING, EVAL, GENERATE)
 """Commands that may be a stage."""
 _TOP = {"run_dir": str, "sbatch": list, "setup": list, "stage": list}
 _STAGE = {"name": str, "command": str, "files": list, "keys": dict, "sbatch": list}

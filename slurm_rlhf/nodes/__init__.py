@@ -27,15 +27,25 @@ if TYPE_CHECKING:
     from slurm_rlhf.config.schema import Config
 
 
-def submit(config: Config, local: bool = False) -> Any:
-    """Check `config` and submit a run; return a submitit job, whose `result()` is the summary of the run.
+def submit(config: Config, local: bool = False, command: str = "train") -> Any:
+    """Check `config` and submit a run of `command`, which is `train` or a stage.
+
+    Returns a submitit job, whose `result()` is the summary of the run.
 
     `config` says what to run and, in its group `slurm`, what to ask Slurm for; `local`: run on this machine instead.
     If the run fails, `result()` raises with the last lines of what failed. Raises ConfigError,
     PlacementError, ModelError, and RunError when sbatch refuses.
     """
-    from slurm_rlhf.config.check import check
+    from slurm_rlhf.config.check import check, check_stage
+    from slurm_rlhf.config.pipeline import TRAINING
+    from slurm_rlhf.config.schema_stages import STAGES
+    from slurm_rlhf.errors import ConfigError
     from slurm_rlhf.nodes.submitit_job import submit as by_submitit
 
-    check(config)
-    return by_submitit(config, local)
+    if command not in TRAINING:
+        raise ConfigError(f"command takes one of {', '.join(TRAINING)}, got {command!r}")
+    if command in STAGES:
+        check_stage(config, command)
+    else:
+        check(config)
+    return by_submitit(config, local, command)
