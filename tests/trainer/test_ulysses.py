@@ -109,14 +109,16 @@ def compute(name: str, models: Path, size: int) -> dict[str, Any]:
     found["after"] = parameters(trainer)
     if "ds.hpz_size" in case:
         assert all(hasattr(p, "ds_secondary_tensor") for p in trainer.backend.module.parameters())
+        before = trainer.logprobs(exp, everything)["logprobs"]
         (models / "saved").mkdir(exist_ok=True)
         trainer.backend.save(models / "saved").result()
         trainer.train_step(part, micro, 500.0)
         assert not equal(parameters(trainer), found["after"])
-        trainer.logprobs(exp, everything)
+        assert not np.array_equal(trainer.logprobs(exp, everything)["logprobs"], before)
         assert any(p.ds_secondary_tensor is not None for p in trainer.backend.module.parameters())
         trainer.backend.load(models / "saved")
         assert equal(parameters(trainer), found["after"])
+        assert np.array_equal(trainer.logprobs(exp, everything)["logprobs"], before)
     return found
 
 
