@@ -86,13 +86,13 @@ class _Measurement:
         many = int(max(2, min(batch * samples / world, room, ENOUGH / of_one)))
         self._pass(1, backward=True)  # memory is there afterwards, and kernels are
         forward, update = (
-            [self._fastest(partial(self._pass, count, backward)) for count in (max(1, many // 4), many)]
+            [self._middle(partial(self._pass, count, backward)) for count in (max(1, many // 4), many)]
             for backward in (False, True)
         )
         width = min(self._config.vllm.max_num_seqs, batch * samples // self._roles[ROLLOUT].world)
         most = max(2, min(width, int(ENOUGH / batch_flops(self._models[ROLLOUT], [len(self._prompt)], False, 0))))
         self._sampling(1)
-        sampling = [self._fastest(partial(self._sampling, count)) for count in (max(1, most // 4), most)]
+        sampling = [self._middle(partial(self._sampling, count)) for count in (max(1, most // 4), most)]
         (f1, f2), (u1, u2), (s1, s2) = forward, update, sampling
         optimizer, link = self._bytes
         gpu, rates = measured((f1, f2), (u1, u2), (s1, s2), optimizer)
@@ -105,9 +105,9 @@ class _Measurement:
         return Work(self._config, ACTOR, self._models[ACTOR], Gpu("CPU", 0, 0, 0, ""), Links(0, 0), batch)
 
     @staticmethod
-    def _fastest(probe: Callable[[], Probe]) -> Probe:
-        """Probe three times, as the machine may have other work; return the fastest."""
-        return min((probe() for _ in range(3)), key=lambda found: found.seconds / found.steps)
+    def _middle(probe: Callable[[], Probe]) -> Probe:
+        """Probe three times, as the machine may have other work; return neither the fastest nor the slowest."""
+        return sorted((probe() for _ in range(3)), key=lambda found: found.seconds / found.steps)[1]
 
     def _pass(self, count: int, backward: bool) -> Probe:
         """Have all ranks of the trained roles pass `count` sequences each; return what the actor's slowest did."""
