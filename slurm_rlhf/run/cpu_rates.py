@@ -133,7 +133,7 @@ class _Measurement:
 
     def _sampling(self, count: int) -> Probe:
         """Have all engines sample `count` responses; return what the slowest did."""
-        request = SamplingRequest(self._prompt, count, min(TOKENS, self._config.rollout.max_new_tokens))
+        request = SamplingRequest(self._prompt, count, min(TOKENS, self._response))
         loads = gather([self._roles[ROLLOUT].call(number, EngineCalls.measure, request) for number in self._engines])
         load, shape = max(loads, key=lambda each: each.busy_s), self._models[ROLLOUT]
         prefill = count * batch_flops(shape, [len(self._prompt)], backward=False, head_tokens=0)
