@@ -48,6 +48,7 @@ def keys(work: Path, stage: str, name: str, nodes: int, zero: int, steps: int) -
         "actor.num_nodes": nodes,
         "actor.num_gpus_per_node": 1,
         f"{stage}.dataset": work / ("sums.jsonl" if stage == "sft" else "pairs.jsonl"),
+        f"{stage}.eval_dataset": "",
         f"{stage}.output_dir": work / name,
         f"{stage}.batch_size": 8,
         f"{stage}.learning_rate": 1e-3,
