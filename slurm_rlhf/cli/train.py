@@ -146,6 +146,7 @@ ACTOR_ALONE = {
     "algo.kl.init_coef": 0.0,
     "algo.distill.model_name_or_path": "",
     "reward.model_name_or_path": "",
+    "reward.workers_num_nodes": 0,
 }
 """Keys with which the actor is the only role, as in a stage."""
 
