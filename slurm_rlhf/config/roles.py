@@ -205,6 +205,7 @@ _ACTOR_ALONE: dict[str, Any] = {
     "algo.kl.init_coef": 0.0,
     "algo.distill.model_name_or_path": "",
     "reward.model_name_or_path": "",
+    "reward.workers_num_nodes": 0,
 }
 
 

@@ -3,8 +3,8 @@
 Agents: `agent` is the task of every step, and `agent_server` the conductor's end of the connections to agents. In the
 step `nodes`, over all nodes from before a run to its end, an agent examines its node (`examiner` with `collect`, which
 returns `facts`), and looks at its processes in a hang (`node_look`). In a role's step it is the parent of the role's
-processes (`children`, `child_process`), which get an `environment` and what `step_spec` says. Without Slurm one agent,
-a child of the conductor, does both.
+processes (`children`, `child_process`), which get an `environment` and what `step_spec` says. In the step `workers` it
+has the workers of nodes that are kept for these. Without Slurm one agent, a child of the conductor, does all.
 Starting: `launcher` (what starts roles and engines), `agent_launcher` with `agent_steps` and `srun` (in a Slurm job,
 and on one machine), `mpi/` (all of MPI).
 Jobs: `requeue` (the next job of a run), `orphan` (a job that has lost its first node), `submitit_job`.

@@ -105,16 +105,16 @@ def slurm_executor(config: Config, folder: Path) -> Any:
 
 def slurm_parameters(config: Config) -> dict[str, Any]:
     """Return the parameters of submitit's executor of Slurm; pure. Raises ConfigError, PlacementError."""
-    slurm = config.slurm
+    slurm, beside = config.slurm, config.cluster.spares + config.reward.workers_num_nodes
     known = ("partition", "account", "qos", "constraint", "exclude", "mem", "exclusive", "dependency", "setup")
     others = ("gpus_per_node", "cpus_per_task", "reservation")  # submitit has no parameters for these
     more = {
-        "nodes": config.slurm.nodes or wanted_nodes(config) + config.cluster.spares,
+        "nodes": config.slurm.nodes or wanted_nodes(config) + beside,
         "ntasks-per-node": 1,
         "signal": f"B:{SIGNAL.name.removeprefix('SIG')}@{int(slurm.signal_lead_s)}",
         "requeue": True,
-        # A node that is down would end the job, and with it the run that goes on with a spare one.
-        **({"no-kill": True} if config.cluster.spares else {}),
+        # A node that is down would end the job, and with it the run that goes on with a spare one, or other workers.
+        **({"no-kill": True} if beside else {}),
         **{name.replace("_", "-"): value for name in others if (value := getattr(slurm, name))},
     }
     return {

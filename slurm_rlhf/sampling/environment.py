@@ -32,6 +32,7 @@ from slurm_rlhf.environments.tool_calls import tool_reader, without_end
 from slurm_rlhf.environments.turn_tokens import TurnTokens
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut
 from slurm_rlhf.records import F32, I32, LENGTH, LOST, REPETITION, Bool, Prompt, Sampling, Trajectory, VersionSpan
+from slurm_rlhf.workers.pool import WorkerNodes
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,15 +73,17 @@ class Environments:
         tokenizer: Tokenizer,
         printed: Path | None = None,
         note: Callable[[str], None] = lambda text: None,
+        nodes: WorkerNodes = (),
     ) -> None:
         """Load the environments; blocks, also while no server of env.path answers, of which `note` tells the user.
 
+        `nodes`: where their processes run; empty: here.
         `printed`: the file for what they print; None: it is printed as usual.
         Raises EpisodeError for a file without usable environments, ModelError for a chat template without room for
         turns or tools.
         """
         self.file, self.config, self.tokenizer = config.env.path, config, tokenizer
-        self.host = Host(config, printed, note)
+        self.host = Host(config, printed, note, nodes)
         try:
             self.described = self.host.describe()
             templated = config.data.apply_chat_template
