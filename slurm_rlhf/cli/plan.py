@@ -24,7 +24,7 @@ from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
 from slurm_rlhf.placement.memory import Account, Row, gib, help_for
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.replacement import chosen
-from slurm_rlhf.placement.step_time import GIGABIT, Links, StepTime, predict
+from slurm_rlhf.placement.step_time import GIGABIT, Links, StepLengths, StepTime, predict
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 from slurm_rlhf.weights.routes import cost_of
 from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
@@ -314,7 +314,9 @@ def step_time(
         return None
     network, inside = (rate * GIGABIT for rate in rates.values())
     sync = cost_of(transfer).seconds(network, inside) if transfer else 0.0
-    return predict(memory.config, memory.models, gpu, Links(network, inside), sync, mean)
+    return predict(
+        memory.config, memory.models, gpu, Links(network, inside), sync, StepLengths.expected(memory.config, mean)
+    )
 
 
 def draw_step(time: StepTime, gpu: str) -> str:

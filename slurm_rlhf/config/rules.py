@@ -109,7 +109,9 @@ def _batches(config: Config) -> Iterator[str]:
     for role in (row for row in running_roles(config) if row.kind != "engine"):
         group, name, ranks = role.settings(config), role.group, role.ranks(config)
         sizes = f"{name}.num_nodes * {name}.num_gpus_per_node = {group.num_nodes} * {group.num_gpus_per_node} = {ranks}"
-        together = config.ds.ulysses_size
+        together, inside, each = config.ds.ulysses_size, config.ds.hpz_size, group.num_gpus_per_node
+        if role.kind == "trained" and config.ds.zero_stage == 3 and each % inside:
+            yield f"ds.hpz_size = {inside} does not divide {name}.num_gpus_per_node = {each}: change one of them"
         if ranks % together:
             yield f"ds.ulysses_size = {together} does not divide {sizes} ranks: change the one or the other"
             continue
@@ -193,6 +195,11 @@ class KeyRules(Rules):
         ds.initial_scale_power = {ds.initial_scale_power}: lower the one or raise the other"""
         ds = self.config.ds
         return ds.param_dtype == "fp16" and ds.min_loss_scale > 2.0**ds.initial_scale_power
+
+    @unused("ds.hpz_size")
+    def copies_within_nodes(self) -> Broken:
+        """with ds.zero_stage = {ds.zero_stage}, it copies what ds.zero_stage = 3 cuts: leave it out or set 3"""
+        return self.config.ds.zero_stage != 3
 
     def input_key(self) -> Broken:
         """data.input_key is empty: name the column that holds the prompts (default: input)"""

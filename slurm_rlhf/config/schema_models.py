@@ -225,6 +225,10 @@ class Ds:
     """So many neighbouring ranks of each role compute a micro-batch together, a part of its tokens each, and exchange
     heads for attention: long sequences then take that much less memory for activations. The model's attention heads,
     and the ranks of actor, critic, reference and reward model, must be multiples of it. `slurm-rlhf docs models`."""
+    hpz_size: Annotated[int, COUNT] = 1
+    """With zero_stage = 3: in the first forward pass after an optimizer step, so many neighbouring ranks keep a copy of
+    all parameters, cut over themselves alone, and all further passes gather inside their node (ZeRO++'s hpZ). Costs
+    the bytes of a parameter / hpz_size on every GPU. It must divide the ranks of a node of actor and critic."""
     compile: bool = False
     """Compile the layers of all models but engines' (torch.compile): fewer, larger kernels, at the price of minutes at
     the first steps. Needs a C++ compiler, and on GPUs Triton, on the nodes."""

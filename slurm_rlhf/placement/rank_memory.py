@@ -196,6 +196,9 @@ def trainer_states(config: Config, shape: ModelShape, role: str) -> States:
     elements, sizes = tensors(shape, ROLES[role].head)
     small = persistent(sizes, elements) if ds.zero_stage == 3 else 0
     held = states(elements, ranks, ds.zero_stage, ds.param_dtype, small)
+    if ds.zero_stage == 3 and ds.hpz_size > 1:
+        copy = (2 if half(config) else 4) * -(-elements // ds.hpz_size)
+        held = replace(held, parameters=held.parameters + copy)
     if not config.lora.rank:
         return held
     own = states(trained(config, shape, ROLES[role].head)[0], ranks, ds.zero_stage, ds.param_dtype)

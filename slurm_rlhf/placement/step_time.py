@@ -143,19 +143,15 @@ def predict(
     gpu: Gpu,
     links: Links,
     sync_s: float,
-    mean_response: float = 0,
-    prompt: int = PROMPT,
+    batch: StepLengths,
     rates: Rates = RATES,
     cores: Cores | None = None,
 ) -> StepTime:
-    """Predict a step of a run with engines. `sync_s`: seconds of a weight transfer; `mean_response`: in tokens.
+    """Predict a step of a run with engines. `sync_s`: seconds of a weight transfer.
 
     `gpu` and `rates` may be of CPUs, by `measured`, with their `cores`.
     """
-    count, longest = config.rollout.batch_size * config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens
-    prompt = max(1, min(prompt, config.data.max_len - longest))
-    responses = response_lengths(count, mean_response or MEAN * longest, longest)
-    batch = PredictedBatch(responses, [prompt + response for response in responses], prompt)
+    count, responses = len(batch.responses), batch.responses
     engines = min(config.vllm.num_engines, count)
     work = {
         role: Work(config, role, shape, gpu, links, batch, rates) for role, shape in models.items() if role != ROLLOUT
@@ -173,7 +169,7 @@ def predict(
         return max(crowd, *(sum(seconds.get(role, 0.0) for role in group) for group in slots))
 
     phases = {
-        "sampling": max(sampling(config, models[ROLLOUT], gpu, share, prompt, rates) for share in shares),
+        "sampling": max(sampling(config, models[ROLLOUT], gpu, share, batch.prompt, rates) for share in shares),
         "forward": together(forward),
         "update": together(update),
         "sync": sync_s,
@@ -203,12 +199,20 @@ def predict(
 
 
 @dataclass(frozen=True, slots=True)
-class PredictedBatch:
+class StepLengths:
     """Hold the lengths of a step's sequences."""
 
     responses: Sequence[int]
     lengths: Sequence[int]  # with their prompts
-    prompt: int
+    prompt: int  # mean
+
+    @classmethod
+    def expected(cls, config: Config, mean_response: float = 0, prompt: int = PROMPT) -> StepLengths:
+        """Guess them from the means of responses and prompts; without one of responses, from their limit."""
+        count, longest = config.rollout.batch_size * config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens
+        prompt = max(1, min(prompt, config.data.max_len - longest))
+        responses = response_lengths(count, mean_response or MEAN * longest, longest)
+        return cls(responses, [prompt + response for response in responses], prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +224,7 @@ class Work:
     shape: ModelShape
     gpu: Gpu
     links: Links
-    batch: PredictedBatch
+    batch: StepLengths
     rates: Rates = RATES
 
     def flops(self, backward: bool = False) -> float:
@@ -244,7 +248,7 @@ class Work:
         flops = self.update_flops()
         ranks, tokens = ROLES[self.role].ranks(config), config.train.max_tokens_per_gpu
         steps = len(self.batch.lengths) / config.train.batch_size
-        computed = self._seconds(flops, self.rates.update, tokens, self.rates.update_s, steps)
+        computed = self._seconds(flops, self.rates.update, tokens, self.rates.update_s, steps, passes=2)
         elements = trained(config, self.shape, ROLES[self.role].head)[0]
         part = elements / ranks if ds.zero_stage else elements
         own = (
@@ -259,10 +263,13 @@ class Work:
             sums = gradient + (parameters if ds.zero_stage else gradient)
         return config.train.max_epochs * (computed + steps * (own + sums))
 
-    def _seconds(self, flops: float, share: float, tokens: int, micro_s: float, least: float = 1) -> float:
+    def _seconds(
+        self, flops: float, share: float, tokens: int, micro_s: float, least: float = 1, passes: int = 1
+    ) -> float:
         """Return the seconds of `flops` over the ranks, of which the one with most work counts.
 
-        They are done in at least so many micro-batches, each of which takes `micro_s` more.
+        They are done in at least so many micro-batches, each of which takes `micro_s` more, and goes through the model
+        in so many `passes`: forward, backward.
         """
         seconds = flops * self._imbalance(tokens) / ROLES[self.role].ranks(self.config)
         seconds /= share * self.gpu.bf16_tflops * 1e12
@@ -270,10 +277,12 @@ class Work:
             least, math.ceil(sum(self.batch.lengths) / ROLES[self.role].ranks(self.config) / tokens)
         )
         if self.config.ds.zero_stage == 3 and ROLES[self.role].kind == "trained":
-            width = 2 if half(self.config) else 4
-            micros = sum(self.batch.lengths) / ROLES[self.role].ranks(self.config) / tokens
-            gathered = 2 * width * tensors(self.shape, ROLES[self.role].head)[0] / self._link()
-            seconds = max(seconds, math.ceil(micros) * gathered)  # while a layer computes the next one is gathered
+            micros = math.ceil(sum(self.batch.lengths) / ROLES[self.role].ranks(self.config) / tokens)
+            size = (2 if half(self.config) else 4) * tensors(self.shape, ROLES[self.role].head)[0]
+            # Copies inside nodes are filled by the first pass after each optimizer step.
+            far = least if self.config.ds.hpz_size > 1 else passes * micros
+            gathered = size * (far / self._link() + max(0, passes * micros - far) / self.links.inside)
+            seconds = max(seconds, gathered)  # while a layer computes the next one is gathered
         return seconds
 
     def _imbalance(self, tokens: int) -> float:

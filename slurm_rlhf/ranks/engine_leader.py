@@ -153,6 +153,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         return answer
 
     def measure(self, request: SamplingRequest) -> EngineLoad:
+        self.meter.begin()
         for number in range(request.responses):
             sampling = Sampling(max_new_tokens=request.tokens)
             prompt = np.roll(request.token_ids, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from slurm_rlhf.placement.gpus import Gpu
 from slurm_rlhf.placement.memory import Models, read_models
 from slurm_rlhf.placement.model_shape import batch_flops
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.step_time import MEAN, Cores, Links, PredictedBatch, Probe, Work, measured
+from slurm_rlhf.placement.step_time import MEAN, Cores, Links, Probe, StepLengths, Work, measured
 from slurm_rlhf.placement.topology import CPU
 from slurm_rlhf.records import I32, Experience
 from slurm_rlhf.run.prediction import Prediction, Speeds
@@ -25,7 +25,7 @@ from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
 ENOUGH = 4e9
 """FLOPs of a pass of one rank that tell its rate: a tenth of a second to a second. A few sequences may have more."""
-MOST = 6e10
+MOST = 2e10
 """FLOPs of a pass of one rank at most: all measurements then take 20 s at 30 GFLOP/s, and a larger model has none."""
 TOKENS = 16
 """Tokens of a response that an engine samples, at most."""
@@ -72,6 +72,7 @@ class _Measurement:
         cores = {node: ranks.topology.node(node).cpus or here for node in nodes}
         rivals = sum(ranks.world(role) for role in models if role != ROLLOUT)
         self._cores = Cores(sum(cores.values()), config.train.threads_per_rank or max(1, sum(cores.values()) // rivals))
+        self._bytes = (0.0, 0.0)  # a second, that AdamW reads and writes, and that ranks exchange
         self._response = max(1, round(MEAN * config.rollout.max_new_tokens))
 
     def speeds(self) -> Speeds | None:
@@ -84,27 +85,31 @@ class _Measurement:
         room = self._config.train.max_tokens_per_gpu // (len(self._prompt) + self._response)
         many = int(max(2, min(batch * samples / world, room, ENOUGH / of_one)))
         self._pass(1, backward=True)  # memory is there afterwards, and kernels are
-        forward = [self._pass(count, backward=False) for count in (max(1, many // 4), many)]
-        update = [self._pass(count, backward=True) for count in (max(1, many // 4), many)]
+        forward, update = (
+            [self._middle(partial(self._pass, count, backward)) for count in (max(1, many // 4), many)]
+            for backward in (False, True)
+        )
         width = min(self._config.vllm.max_num_seqs, batch * samples // self._roles[ROLLOUT].world)
         most = max(2, min(width, int(ENOUGH / batch_flops(self._models[ROLLOUT], [len(self._prompt)], False, 0))))
         self._sampling(1)
-        sampling = [
-            min((self._sampling(count) for _ in range(3)), key=lambda probe: probe.seconds / probe.steps)
-            for count in (max(1, most // 4), most)
-        ]
-        optimizer, link = update[1][1], update[1][2]
-        (f1, f2), (u1, u2) = ([found[0] for found in both] for both in (forward, update))
-        gpu, rates = measured((f1, f2), (u1, u2), (sampling[0], sampling[1]), optimizer)
+        sampling = [self._middle(partial(self._sampling, count)) for count in (max(1, most // 4), most)]
+        (f1, f2), (u1, u2), (s1, s2) = forward, update, sampling
+        optimizer, link = self._bytes
+        gpu, rates = measured((f1, f2), (u1, u2), (s1, s2), optimizer)
         return Speeds(gpu, Links(link or optimizer, link or optimizer), rates, self._cores)
 
     def _work(self, count: int) -> Work:
         """Describe what a rank of the actor has to do with so many sequences."""
         prompt, response = len(self._prompt), self._response
-        batch = PredictedBatch([response] * count, [prompt + response] * count, prompt)
+        batch = StepLengths([response] * count, [prompt + response] * count, prompt)
         return Work(self._config, ACTOR, self._models[ACTOR], Gpu("CPU", 0, 0, 0, ""), Links(0, 0), batch)
 
-    def _pass(self, count: int, backward: bool) -> tuple[Probe, float, float]:
+    @staticmethod
+    def _middle(probe: Callable[[], Probe]) -> Probe:
+        """Probe three times, as the machine may have other work; return neither the fastest nor the slowest."""
+        return sorted((probe() for _ in range(3)), key=lambda found: found.seconds / found.steps)[1]
+
+    def _pass(self, count: int, backward: bool) -> Probe:
         """Have all ranks of the trained roles pass `count` sequences each; return what the actor's slowest did."""
         answers = {}
         for role in self._trained:
@@ -122,11 +127,13 @@ class _Measurement:
         work = self._work(count)
         flops = work.update_flops() if backward else work.flops()
         seconds = max(each.seconds for each in found) / alone
-        return Probe(flops, seconds), min(each.optimizer for each in found), min(each.link for each in found)
+        now = min(each.optimizer for each in found), min(each.link for each in found)
+        self._bytes = max(self._bytes[0], now[0]), max(self._bytes[1], now[1])
+        return Probe(flops, seconds)
 
     def _sampling(self, count: int) -> Probe:
         """Have all engines sample `count` responses; return what the slowest did."""
-        request = SamplingRequest(self._prompt, count, min(TOKENS, self._config.rollout.max_new_tokens))
+        request = SamplingRequest(self._prompt, count, min(TOKENS, self._response))
         loads = gather([self._roles[ROLLOUT].call(number, EngineCalls.measure, request) for number in self._engines])
         load, shape = max(loads, key=lambda each: each.busy_s), self._models[ROLLOUT]
         prefill = count * batch_flops(shape, [len(self._prompt)], backward=False, head_tokens=0)

@@ -19,6 +19,7 @@ runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.get_param_id(self, param)
 runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank(self, param)
 runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3._partition_all_parameters(self)
 runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters(self, sub_group_id)
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor(self)
 runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.persistent_parameters
 runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.grad_partitions_flat_buffer
 runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.ipg_buckets
@@ -146,6 +147,7 @@ def copy_masters_to_parameters(optimizer: Any) -> None:
         optimizer._partition_all_parameters()
         for group in range(len(optimizer.fp32_partitioned_groups_flat)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        optimizer.invalidate_secondary_tensor()
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     elif hasattr(optimizer, "update_lp_params"):

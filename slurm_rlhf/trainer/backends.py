@@ -51,5 +51,6 @@ def loading(ds: Ds, world: World) -> Iterator[Ds]:
     which loses small ones: there the parameters themselves are fp32, and autocast computes in 16 bits.
     ZeRO-3 shards the parameters while they are loaded.
     """
-    with sharded_from_the_start(world, zero3_config(ds.param_dtype)) if ds.zero_stage == 3 else nullcontext():
+    config = zero3_config(ds.param_dtype, hpz_size=ds.hpz_size)
+    with sharded_from_the_start(world, config) if ds.zero_stage == 3 else nullcontext():
         yield stored_as(ds)

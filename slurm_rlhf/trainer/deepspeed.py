@@ -47,6 +47,8 @@ from slurm_rlhf.trainer.optimizer_state import (
 from slurm_rlhf.trainer.train_settings import TrainSettings, adamw
 from slurm_rlhf.trainer.trainer import Trainer
 
+HPZ = "zero_hpz_partition_size"
+
 
 class DeepSpeedTrainer(Trainer):
     """Trains under any ZeRO stage; at stage 0 it neither reports the norm of the gradient nor stops at NaN."""
@@ -161,7 +163,7 @@ def deepspeed_config(cfg: TrainSettings, elements: int, ranks: int) -> dict[str,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "overlap_comm": cfg.zero_stage > 0 and ranks > 1,  # on a stream of its own, from two buckets in turns
-            **(persistence(elements) if cfg.zero_stage == 3 else {}),
+            **(persistence(elements) | {HPZ: cfg.ds.hpz_size} if cfg.zero_stage == 3 else {}),
         },
         "steps_per_print": None,
     }
@@ -195,17 +197,18 @@ def sharded_from_the_start(world: World, config: dict[str, Any]) -> Iterator[Non
         yield
 
 
-def zero3_config(param_dtype: str, offload: bool = False, elements: int = 0) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for sharding a frozen model; with `offload`, into host memory.
+def zero3_config(param_dtype: str, offload: bool = False, elements: int = 0, hpz_size: int = 1) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for sharding a model as it loads; with `offload`, into host memory.
 
-    `param_dtype`: "fp32", "bf16" or "fp16". `elements`: of all parameters, once that is known.
+    `param_dtype`: "fp32", "bf16" or "fp16". `elements`: of all parameters, once that is known. `hpz_size`: of a model
+    in training.
     """
     where = {"offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()}} if offload else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": param_dtype == "bf16"},
         "fp16": {"enabled": param_dtype == "fp16"},
-        "zero_optimization": {"stage": 3, **persistence(elements), **where},
+        "zero_optimization": {"stage": 3, **persistence(elements), **where, HPZ: hpz_size},
         "steps_per_print": None,
     }
 

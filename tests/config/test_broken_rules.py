@@ -57,6 +57,10 @@ BROKEN = [
         "train.gradient_checkpointing = off and actor.gradient_checkpointing_enable = true contradict each other",
     ),
     ("train.gradient_checkpointing=selective ds.zero_stage=3", "selective excludes ds.zero_stage = 3 ... use full"),
+    (
+        "ds.hpz_size=4 with ds.zero_stage=3 actor.num_gpus_per_node=2 critic.num_gpus_per_node=4",
+        "ds.hpz_size = 4 does not divide actor.num_gpus_per_node = 2",
+    ),
     ("ds.compile=true ds.zero_stage=3", "ds.compile = true excludes ds.zero_stage = 3: its layers gather"),
     ("ds.compile=true ref.zero_stage=3", "ds.compile = true excludes ref.zero_stage = 3: its layers gather"),
     (
@@ -258,6 +262,7 @@ BROKEN = [
     ("vllm.dtype=bf16 ds.param_dtype=fp16", "would round the weights ... use auto or fp16 or fp32"),
     ("vllm.dtype=fp16 ds.param_dtype=bf16", "would round the weights ... use auto or bf16 or fp32"),
     ("ds.grad_comm_dtype=bf16 ds.param_dtype=fp16", "would round to 8 bits ... bf16 for both"),
+    ("ds.hpz_size=2 ds.zero_stage=2", "it copies what ds.zero_stage = 3 cuts: leave it out"),
     ("ds.loss_scale_window=9 ds.param_dtype=bf16", "it is of the loss scale of fp16"),
     ("ds.min_loss_scale=2 ds.param_dtype=bf16", "it is of the loss scale of fp16"),
     ("ds.initial_scale_power=9 ds.param_dtype=fp32", "it is of the loss scale of fp16"),

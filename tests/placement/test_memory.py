@@ -96,6 +96,8 @@ def test_terms_follow_their_keys() -> None:
     cut = terms(ACTOR, "update", ds__zero_stage=3)
     assert cut["parameters"] < update["parameters"] / 7
     assert cut["gathered layers"] == 2_000_000_000
+    copied = terms(ACTOR, "update", ds__zero_stage=3, ds__hpz_size=4)
+    assert copied["parameters"] - cut["parameters"] == pytest.approx(2 * SEVEN.parameters / 4, rel=1e-6)
     assert terms(REFERENCE, "forward", ref__offload=True)["parameters"] < 0.01 * GIB
     assert terms(REFERENCE, "", ref__zero_stage=0)["parameters"] == 2 * SEVEN.parameters
     longer = terms(ACTOR, "update", data__max_len=100_000)

@@ -16,7 +16,17 @@ from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.model_shape import batch_flops, shape_of
 from slurm_rlhf.placement.rank_memory import weights
-from slurm_rlhf.placement.step_time import RATES, Cores, Links, Probe, StepTime, measured, predict, response_lengths
+from slurm_rlhf.placement.step_time import (
+    RATES,
+    Cores,
+    Links,
+    Probe,
+    StepLengths,
+    StepTime,
+    measured,
+    predict,
+    response_lengths,
+)
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 GBIT = 125e6
@@ -36,7 +46,7 @@ def step(name: str, *keys: str, model: str = "7B", card: str = "h100", network: 
     assert gpu is not None
     alone = config.actor.num_nodes == 1 or config.lora.rank > 0
     sync = 0.0 if alone else 2.0 * models["actor"].parameters / (network * GBIT)
-    return predict(config, models, gpu, Links(network * GBIT, 800 * GBIT), sync)
+    return predict(config, models, gpu, Links(network * GBIT, 800 * GBIT), sync, StepLengths.expected(config))
 
 
 @pytest.mark.parametrize(
@@ -82,6 +92,10 @@ def test_phases_follow_the_keys() -> None:
     assert ahead.step == max(ahead.phases["sampling"], training)
     assert ahead.binds == "training"
     assert step("ppo_32b", model="32B", network=1600).step < step("ppo_32b", model="32B").step
+    keys = ("--ds.grad_comm_dtype=bf16", "--train.max_tokens_per_gpu=8192")
+    slow, copies = (step("ppo_32b", f"--ds.hpz_size={size}", *keys, model="32B", network=20) for size in (1, 3))
+    assert copies.phases["update"] < 0.7 * slow.phases["update"]
+    assert copies.phases["forward"] <= slow.phases["forward"]
     for found in (usual, full, ahead):
         assert 0 <= found.idle < 0.35
         assert 0 < found.mfu < found.mfu_update < RATES.update
@@ -119,8 +133,9 @@ def test_on_cpus_a_step_takes_what_was_measured_and_ranks_share_the_cores() -> N
     models = {role.name: shape for role in running_roles(config)}
     line = (Probe(0.0, 0.1), Probe(1e12, 1.1))  # 1 TFLOP/s, 0.1 s for each micro-batch
     gpu, rates = measured(line, line, (Probe(0.0, 0.01), Probe(1e12, 1.01)), 36e9)
+    lengths = StepLengths.expected(config, 8, 8)
     alone, crowded = (
-        predict(config, models, gpu, Links(1e9, 1e9), 0.0, 8, 8, rates, Cores(count, 1)).phases for count in (99, 1)
+        predict(config, models, gpu, Links(1e9, 1e9), 0.0, lengths, rates, Cores(count, 1)).phases for count in (99, 1)
     )
     flops = batch_flops(shape, [16] * 8, False, 64)
     assert alone["forward"] == pytest.approx(flops / 1e12 + 0.1, rel=0.02)

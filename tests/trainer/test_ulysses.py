@@ -36,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {"model": "qwen3_moe", "train.max_tokens_per_gpu": 150},
     "adapters": {"model": "qwen2", "lora.rank": 4, "actor.entropy_coef": 0.1},
     "value": {"model": "reward"},
+    "hpz": {"model": "qwen2", "ds.zero_stage": 3, "ds.hpz_size": 2, "train.max_tokens_per_gpu": 300},
     "bf16": {"model": "qwen2", "ds.param_dtype": "bf16"},
 }
 """Last is DeepSpeed's autocast, which changes how later engines of its process add up gradients."""
@@ -105,8 +106,28 @@ def compute(name: str, models: Path, size: int) -> dict[str, Any]:
     found["gradients"] = gradients(trainer, part, micro, 500.0)
     trainer.backend.step()
     found["metrics"] = trainer.train_step(part, micro, 500.0)
-    found["after"] = {name: p.float().clone() for name, p in trainer.backend.gathered(trainer.backend.module)}
+    found["after"] = parameters(trainer)
+    if "ds.hpz_size" in case:
+        assert all(hasattr(p, "ds_secondary_tensor") for p in trainer.backend.module.parameters())
+        before = trainer.logprobs(exp, everything)["logprobs"]
+        (models / "saved").mkdir(exist_ok=True)
+        trainer.backend.save(models / "saved").result()
+        trainer.train_step(part, micro, 500.0)
+        assert not equal(parameters(trainer), found["after"])
+        assert not np.array_equal(trainer.logprobs(exp, everything)["logprobs"], before)
+        assert any(p.ds_secondary_tensor is not None for p in trainer.backend.module.parameters())
+        trainer.backend.load(models / "saved")
+        assert equal(parameters(trainer), found["after"])
+        assert np.array_equal(trainer.logprobs(exp, everything)["logprobs"], before)
     return found
+
+
+def parameters(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: p.float().clone() for name, p in trainer.backend.gathered(trainer.backend.module)}
+
+
+def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(each, others[name]) for name, each in some.items())
 
 
 def main() -> None:
