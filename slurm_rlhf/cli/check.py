@@ -1,19 +1,26 @@
-"""Run `slurm-rlhf check FILE.toml`: read everything that a run reads, without starting one."""
+"""Run `slurm-rlhf check FILE.toml`: read everything that a run, a stage or a pipeline reads, without starting one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments
+from slurm_rlhf.cli.pipeline import left_of, read_whole
 from slurm_rlhf.cli.plan import layout_somewhere, require_fit
+from slurm_rlhf.cli.train import read_by, refuse_unread_keys, unread
 from slurm_rlhf.cluster.resources import memory_on
-from slurm_rlhf.config.check import check, warnings
-from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.check import check, check_stage, warnings
+from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.load import load_config, read_toml
+from slurm_rlhf.config.pipeline import GENERATE, TRAIN
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RewardError, cut
+from slurm_rlhf.config.schema_stages import STAGES
+from slurm_rlhf.errors import ConfigError, RewardError, UserError, cut
 from slurm_rlhf.workers.http_client import health_of
 
 if TYPE_CHECKING:
@@ -26,20 +33,111 @@ ROWS = 4
 _WIDTH = 200  # characters of a prompt
 
 
-def check_run(arguments: Arguments) -> int:
-    """Print what a run would read and do. Raises UserError if something is wrong."""
-    config = load_config(arguments.files, arguments.overrides)
-    check(config)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Names a command that reads the user's file, and its configuration."""
+
+    name: str
+    command: str
+    config: Config
+    model: str = ""  # what `eval` evaluates
+    unmade: Collection[str] = ()  # keys of models that a stage before it has yet to make; others stand in for them
+
+    def lines(self) -> Iterator[str]:
+        """Check what the command checks before any rank starts, and describe what it would do. Raises UserError."""
+        if self.command in STAGES:
+            return _stage(self.config, self.command)
+        return _run(self.config, self.unmade) if self.command == TRAIN else _answers(self)
+
+
+def check_file(arguments: Arguments) -> int:
+    """Print what the commands would read and do that the file is for. Raises UserError if something is wrong."""
+    if len(arguments.files) == 1 and "stage" in read_toml(arguments.files[0]):
+        parts = list(_parts_of_pipeline(arguments))
+    else:
+        config = load_config(arguments.files, arguments.overrides)
+        parts = [Part(name, name, config) for name in (*STAGES, GENERATE) if get(config, f"{name}.dataset")]
+        if not parts or config.data.prompt_dataset or config.data.reasoning_gym:
+            parts.append(Part(TRAIN, TRAIN, config))
+    read = tuple(read_by(part.command for part in parts))
+    refuse_unread_keys(replace(arguments, command=replace(arguments.command, keys=read)))
+    if ignored := dict.fromkeys(key for part in parts for key in unread(part.config, read)):
+        print(f"note: nothing here reads {', '.join(ignored)}")
+    problems: dict[str, UserError] = {}
+    for part in parts:
+        try:
+            for line in part.lines():
+                print(f"{part.name}: {line}" if len(parts) > 1 else line, flush=True)
+        except UserError as error:
+            problems[part.name] = error
+    if problems and len(parts) == 1:
+        raise problems[parts[0].name]
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {error}" for name, error in problems.items()))
+    return 0
+
+
+def _parts_of_pipeline(arguments: Arguments) -> Iterator[Part]:
+    """Yield the stages that would run."""
+    if arguments.overrides:
+        raise arguments.error("a pipeline has its keys in its file")
+    whole, hashes = read_whole(arguments.files[0])
+    left = {stage.name for stage in left_of(whole, hashes)}
+    for stage, unmade in whole.foreseen():
+        if stage.name not in left:
+            print(f"{stage.name}: done, and nothing of it has changed")
+            continue
+        read = [word.partition("=")[2] for word in stage.words]
+        if absent := [path for path in read if path.startswith(str(whole.root)) and not Path(path).exists()]:
+            print(f"{stage.name}: not looked at, as a stage before it makes what it reads: {', '.join(absent)}")
+            continue
+        yield Part(stage.name, stage.command, stage.config(), stage.option("model"), unmade)
+
+
+def _stage(config: Config, name: str) -> Iterator[str]:
+    """Check a stage that trains on a data set, and read its examples."""
+    check_stage(config, name)
+    yield f"keys, files and model directory are right; reading {get(config, f'{name}.dataset')}"
+    from slurm_rlhf.stages.stage import StageInputs, named_stage
+
+    inputs, batch = StageInputs.read(config, named_stage(name)), get(config, f"{name}.batch_size")
+    for key, found in (("dataset", inputs.examples), ("eval_dataset", inputs.held_out)):
+        if found:
+            dropped = f", {len(found.dropped)} dropped (longer than {config.data.max_len} tokens)" * bool(found.dropped)
+            yield f"{name}.{key}: {len(found)} examples in {get(config, f'{name}.{key}')}{dropped}"
+    yield f"steps: {inputs.steps}, each with {batch} examples"
+
+
+def _answers(part: Part) -> Iterator[str]:
+    """Check a command whose ranks are engines, and read its rows."""
+    config = part.config
+    if part.command == GENERATE:
+        from slurm_rlhf.generate.job import prepare
+        from slurm_rlhf.generate.rows import read_dataset
+
+        _, source = prepare(config, {})
+        total, _ = read_dataset(config, source.base or source.model)
+        yield f"generate.dataset: {total} rows in {config.generate.dataset}"
+        return
+    if not part.model:
+        raise ConfigError("model is not set: name what to evaluate, {NAME} for what the stage NAME makes")
+    from slurm_rlhf.generate.eval_job import EvalJob
+
+    job = EvalJob.prepare(config, Path(part.model), Path(config.run_dir))
+    yield from (_data(f"evaluation {one.settings.name}", one.prompts, config) for one in job.sets)
+
+
+def _run(config: Config, unmade: Collection[str]) -> Iterator[str]:
+    """Check a run of `train`, read its inputs, and call its rewards."""
+    check(config, unmade)
     if away := [one for one in health_of(config) if one.away]:
         listed = "; ".join(f"{one.key}: {one.url}: {one.away}" for one in away)
         raise RewardError(f"servers that are not there: {listed}: start them, or correct the address or the token")
     require_fit(memory_on(config, layout_somewhere(config)))
     source = config.data.prompt_dataset or config.data.reasoning_gym
-    print(f"keys, files and model directories are right; reading {source}", flush=True)
+    yield f"keys, files and model directories are right; reading {source}"
     with closing(read(config)) as inputs:
-        for line in chain(look(config, inputs), _rewards(config, inputs)):
-            print(line, flush=True)
-    return 0
+        yield from chain(look(config, inputs), _rewards(config, inputs))
 
 
 def read(config: Config) -> Inputs:

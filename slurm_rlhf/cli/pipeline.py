@@ -14,13 +14,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cli.commands import Arguments, commands, find_command
 from slurm_rlhf.cli.train import refuse_unread_keys
 from slurm_rlhf.cluster.slurm_job import OVER, ask_jobs, command
-from slurm_rlhf.config.pipeline import Pipeline, PipelineStage, read_pipeline
+from slurm_rlhf.config.evaluation import MEAN
+from slurm_rlhf.config.pipeline import EVALUATED, Pipeline, PipelineStage, read_pipeline
 from slurm_rlhf.errors import ConfigError, RunError, meant
 from slurm_rlhf.nodes.child_process import bound_to_parent
 from slurm_rlhf.nodes.requeue import successor_environment
@@ -38,14 +40,10 @@ def pipeline(arguments: Arguments) -> int:
     """Submit the stages that are not done, or run them here. Raises SlurmRlhfError."""
     if len(arguments.words) != 1:
         raise arguments.error("pipeline takes one TOML file")
-    whole = read_pipeline(Path(arguments.words[0]))
-    for stage in whole.stages:
-        found, rest = find_command([stage.command, *map(str, stage.files), *stage.words])
-        refuse_unread_keys(found.read(rest))
-    hashes = whole.hashes(_read_by())
+    whole, hashes = read_whole(Path(arguments.words[0]))
     if only := arguments.options.get("only", ""):
         return _run_one(whole, only, hashes)
-    left = list(itertools.dropwhile(lambda stage: _is_done(stage, hashes[stage.name]), whole.stages))
+    left = left_of(whole, hashes)
     for stage in whole.stages:
         if stage not in left:
             print(f"{stage.name}: done, and nothing of it has changed: {stage.model}")
@@ -66,6 +64,20 @@ def pipeline(arguments: Arguments) -> int:
         _write(whole.root / FILE, {"file": str(whole.file), "jobs": jobs})
     print(f"`slurm-rlhf status {whole.root}` shows how far they are; a stage that fails ends those behind it")
     return 0
+
+
+def read_whole(file: Path) -> tuple[Pipeline, dict[str, str]]:
+    """Read a pipeline, refuse keys that its stages do not read, and hash the stages. Raises UserError."""
+    whole = read_pipeline(file)
+    for stage in whole.stages:
+        found, rest = find_command([stage.command, *map(str, stage.files), *stage.words])
+        refuse_unread_keys(found.read(rest))
+    return whole, whole.hashes(_read_by())
+
+
+def left_of(whole: Pipeline, hashes: Mapping[str, str]) -> list[PipelineStage]:
+    """List the stages that are not done, or have changed, and those behind them."""
+    return list(itertools.dropwhile(lambda stage: _is_done(stage, hashes[stage.name]), whole.stages))
 
 
 def _read_by() -> dict[str, tuple[str, ...]]:
@@ -187,8 +199,8 @@ def pipeline_lines(whole: Pipeline) -> tuple[list[str], bool]:
 
 
 def _progress(stage: PipelineStage) -> str:
-    rows = read_rows(RunDirectory(stage.record).metrics)
-    return f", step {rows[-1]['step']}" if rows else ""
+    rows, score = read_rows(RunDirectory(stage.record).metrics), read_object(stage.directory / EVALUATED).get(MEAN)
+    return f", step {rows[-1]['step']}" if rows else "" if score is None else f", score {score:.3g}"
 
 
 def _write(file: Path, value: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cluster.processes import SESSION_FILE, Session, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, command
 from slurm_rlhf.cluster.stop import STOP_FILE
-from slurm_rlhf.config.pipeline import Pipeline
+from slurm_rlhf.config.pipeline import EVALUATED, Pipeline
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
@@ -175,7 +175,7 @@ def report(arguments: Arguments) -> int:
 def _of_pipeline(whole: Pipeline | None) -> list[RunDirectory]:
     """List the directories of the stages of a pipeline that have begun."""
     stages = [RunDirectory(stage.record) for stage in whole.stages] if whole else []
-    return [stage for stage in stages if stage.metrics.exists()]
+    return [stage for stage in stages if stage.metrics.exists() or (stage.root / EVALUATED).exists()]
 
 
 def _directory(name: str) -> RunDirectory:

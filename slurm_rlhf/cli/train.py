@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +22,11 @@ from slurm_rlhf.cli.preflight import before_run, steps_of
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_of, memory_on, node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.config.check import check, check_stage, warnings
+from slurm_rlhf.config.check import check, check_stage
 from slurm_rlhf.config.hub import fetch_models
 from slurm_rlhf.config.keys import all_keys, changed_keys, key_of
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.pipeline import TRAIN, TRAINING
+from slurm_rlhf.config.pipeline import COMMANDS, TRAIN, TRAINING
 from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_stages import STAGES
@@ -80,6 +80,16 @@ def refuse_unread_keys(arguments: Arguments) -> None:
             group = name.partition(".")[0]
             own = f" (it is a key of `slurm-rlhf {group}`)" if group in commands() else ""
             raise ConfigError(f"--{name} is not read by `slurm-rlhf {arguments.command.name}`{own}: leave it out")
+
+
+def read_by(names: Iterable[str]) -> set[str]:
+    """Return the keys and groups that a file for the commands `names` may set; it may be for other stages, too."""
+    return {key for name in names for key in commands()[name].keys} | {"run_dir", *COMMANDS} - {TRAIN}
+
+
+def unread(config: Config, read: Collection[str]) -> list[str]:
+    """List the keys that are set and are not among those that are `read`."""
+    return [key for key in changed_keys(config) if not listed(all_keys()[key], read)]
 
 
 def given_twice(overrides: list[str]) -> list[str]:
@@ -167,11 +177,8 @@ def stage_config(arguments: Arguments) -> Config:
     config = configured(arguments)
     fetch_models(config, _say)
     check_stage(config, name)
-    unread = [key for key in changed_keys(config) if not listed(all_keys()[key], arguments.command.keys)]
-    if unread := [key for key in unread if key != "run_dir"]:
-        _say(f"note: `slurm-rlhf {name}` does not read {', '.join(unread)}")
-    for text in warnings(config):
-        _say(f"warning: {text}")
+    if ignored := unread(config, read_by([name])):
+        _say(f"note: `slurm-rlhf {name}` does not read {', '.join(ignored)}")
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,13 @@ TEACHER = "algo.distill.model_name_or_path"
 GENERATED_BY = "generate.model_name_or_path"
 
 
-def check(config: Config) -> None:
+def check(config: Config, unmade: Collection[str] = ()) -> None:
     """Check everything that `slurm-rlhf train` can know beforehand.
 
+    `unmade`: keys of models that are not made yet; they name the ones that these are made from, without their heads.
     Raises one ConfigError with all that is wrong; ModelError where it is in model directories alone.
     """
-    _raise(_training_problems(config), _model_problems(config))
+    _raise(_training_problems(config), _model_problems(config, unmade))
 
 
 def check_colocation(config: Config) -> None:
@@ -152,7 +153,7 @@ def warnings(config: Config) -> list[str]:
     return list(filter(None, [compared, bypass_note(config), unused_note(config)]))
 
 
-def _model_problems(config: Config) -> Iterator[UserError]:
+def _model_problems(config: Config, unmade: Collection[str]) -> Iterator[UserError]:
     """Check each directory that a role of the run starts from, and what the engines ask of the actor's."""
     directories: dict[str, tuple[str, bool]] = {}
     for role in running_roles(config):
@@ -161,7 +162,7 @@ def _model_problems(config: Config) -> Iterator[UserError]:
     sound = True
     for key, (path, head) in directories.items():
         if path:
-            how = {"head": head, "sampled": head, "engines": has_engines(config)}
+            how = {"head": head, "sampled": head, "engines": has_engines(config), "whole": key not in unmade}
             found = list(_errors_of(_check_model, key, path, config.data.max_len, **how))
             found = found or list(_errors_of(layout_of, config.ds, path))
             yield from found
@@ -186,13 +187,21 @@ def _errors_of(rule: Callable[..., object], *arguments: Any, **named: Any) -> It
 
 
 def _check_model(
-    key: str, path: str, max_len: int, *, head: bool, sampled: bool, engines: bool = True, tokenizer: bool = False
+    key: str,
+    path: str,
+    max_len: int,
+    *,
+    head: bool,
+    sampled: bool,
+    engines: bool = True,
+    tokenizer: bool = False,
+    whole: bool = True,
 ) -> None:
     check_model_directory(key, path, tokenizer=tokenizer or head or key == MODEL)
     check_length(key, path, max_len)
     check_architecture(key, path, head=head, sampled_len=max_len if sampled and engines else 0, engines=engines)
-    if head or key == MODEL:
-        check_head(key, path, reward=key == MODEL)
+    if whole:
+        check_head(key, path, language=head, needed=head or key == MODEL)
 
 
 def _raise(problems: Iterable[str], of_models: Iterable[UserError]) -> None:

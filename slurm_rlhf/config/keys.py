@@ -148,10 +148,9 @@ def changed(config: Config, change: Mapping[str, Any]) -> Config:
 
 
 def changed_keys(config: Config, *beginnings: str) -> list[str]:
-    """List the keys that start with one of `beginnings` and have another value than their default."""
-    return [
-        name for name, key in all_keys().items() if name.startswith(beginnings) and get(config, name) != key.default
-    ]
+    """List the keys that have another value than their default, of those that start with one of `beginnings` if any."""
+    keys = [key for name, key in all_keys().items() if name.startswith(beginnings or "")]
+    return [key.name for key in keys if get(config, key.name) != key.default]
 
 
 def without_effect(config: Config, names: Iterable[str], why: str) -> Iterator[str]:

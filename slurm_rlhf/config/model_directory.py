@@ -137,19 +137,20 @@ def reward_head(names: Collection[str], path: str | Path) -> str:
     return found[0]
 
 
-def check_head(key: str, path: str, *, reward: bool) -> None:
-    """Check that the weights have the head of a reward model (`reward`), or of a language model. Raises ModelError.
+def check_head(key: str, path: str, *, language: bool, needed: bool = True) -> None:
+    """Check that the weights have the head of a language model, or of a reward model. Raises ModelError.
 
-    Reads headers of safetensors files; what is in other files is known when they are loaded.
+    `needed` False: a new head is made where there is none of a reward model. Reads headers of safetensors files; what
+    is in other files is known when they are loaded.
     """
     files, config = weight_files(Path(path)), read_config(key, Path(path))
     if any(file.suffix != ".safetensors" for file in files):
         return
     shapes = {name: entry["shape"] for file in files for name, entry in _header(file)[0].items()}
-    if reward:
+    if not language and (needed or any(f"{head}.weight" in shapes for head in REWARD_HEADS)):
         head = reward_head(shapes, f"{key}: {path}")
         check_head_shape(f"{key}: {path}", head, shapes[f"{head}.weight"], text_config(config).get("hidden_size"))
-    elif config.get("tie_word_embeddings") is False and "text_config" not in config:
+    elif language and config.get("tie_word_embeddings") is False and "text_config" not in config:
         rows = config.get("vocab_size")
         if sum(shape[:1] == [rows] for shape in shapes.values()) == 1:
             raise ModelError(

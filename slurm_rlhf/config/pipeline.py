@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from slurm_rlhf.config.text import flat, listed, toml_value
 from slurm_rlhf.errors import ConfigError, DataError, meant
 
 TRAIN, EVAL, GENERATE = "train", "eval", "generate"
+EVALUATED = "eval.json"
+"""Name of the file with the figures of `eval`."""
 TRAINING = (TRAIN, *STAGES)
 """Commands that train."""
 COMMANDS = (*TRAINING, EVAL, GENERATE)
@@ -63,7 +65,7 @@ class PipelineStage:
     @property
     def made(self) -> bool:
         """Tell whether what it makes is there: a stage that was stopped ends without an error, too."""
-        return (self.directory / "eval.json" if self.command == EVAL else self.model).exists()
+        return (self.directory / EVALUATED if self.command == EVAL else self.model).exists()
 
     @property
     def output(self) -> list[str]:
@@ -71,6 +73,10 @@ class PipelineStage:
         if self.trains:
             return [f"--{self.command}.output_dir={self.model}"]
         return [f"--run_dir={self.directory}", *([f"--output={self.directory}"] if self.command == EVAL else [])]
+
+    def option(self, name: str) -> str:
+        """Return the value of an option of its command, empty without it."""
+        return next((word.partition("=")[2] for word in self.words if word.startswith(f"--{name}=")), "")
 
     def config(self) -> Config:
         """Read its configuration, without the options that its command takes. Raises ConfigError."""
@@ -105,6 +111,22 @@ class Pipeline:
             digest.update("\0".join([*options, *self._inputs(config, keys)]).encode())
             before = found[stage.name] = digest.hexdigest()
         return found
+
+    def foreseen(self) -> Iterator[tuple[PipelineStage, set[str]]]:
+        """Yield each stage as it can be checked before any has run, with the keys of its models that are not made yet.
+
+        In the place of such a model is the one that it is made from, which has its shape and its tokenizer.
+        """
+        sources: dict[str, str] = {}
+        for stage in self.stages:
+            given = {name: value for name, _, value in (word.partition("=") for word in stage.words)}
+            words = [f"{name}={sources.get(value, value)}" for name, value in given.items()]
+            # What it has made with other keys is put aside when it runs.
+            directory = self.root / f"{stage.name}.next" if stage.made else stage.directory
+            seen = replace(stage, words=words, directory=directory)
+            if (stage.trains or stage.command == TRAIN) and not stage.made:
+                sources[str(stage.model)] = seen.config().actor.model_name_or_path
+            yield seen, {name[2:] for name, value in given.items() if value in sources}
 
     def _inputs(self, config: Config, keys: Sequence[Key]) -> Iterator[str]:
         """Hash the files that these keys name, but for what the pipeline makes itself."""

@@ -167,7 +167,8 @@ def prompt_text(row: Row, where: str, tokenizer: Tokenizer, data: Data) -> str:
         return tokenizer.chat(value, where)
     if not isinstance(value, str):
         needed = "a string or a list of messages with role and content" if data.apply_chat_template else "a string"
-        raise DataError(f"{where}: {data.input_key!r} must be {needed}, got {type(value).__name__}")
+        remedy = ": messages need data.apply_chat_template = true" if _is_chat(value) else ""
+        raise DataError(f"{where}: {data.input_key!r} must be {needed}, got {type(value).__name__}{remedy}")
     assert isinstance(row, dict)  # `cell` raises what is wrong with it
     (message,) = prompt_messages(row, data)
     return tokenizer.chat([message], where) if data.apply_chat_template else str(message["content"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.pipeline import EVALUATED
 from slurm_rlhf.config.text import flat
 from slurm_rlhf.observe.run_log import RunEvent, Sample, count_lines, read_events, read_object, read_rows, read_samples
 from slurm_rlhf.run_directory import RunDirectory
@@ -82,10 +83,14 @@ _NEEDED = (
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
-    """Read the figures in `folder`, {"title", "eval", "datasets"}; skip files that are incomplete."""
+    """Read the figures in `folder`, {"title", "eval", "datasets"}; skip files that are incomplete.
+
+    Beside it are those of a directory of `slurm-rlhf eval` alone, which has no other title.
+    """
     steps = sorted(folder.glob("step_*.json"))
-    others = sorted(folder.glob("*/eval.json"), key=lambda path: path.stat().st_mtime)[-MOST_EVALUATIONS:]
+    others = sorted(folder.glob(f"*/{EVALUATED}"), key=lambda path: path.stat().st_mtime)[-MOST_EVALUATIONS:]
     titled = [*((path, _step(path)) for path in steps[-1:]), *((path, path.parent.name) for path in others)]
+    titled.append((folder.parent / EVALUATED, ""))
     found = [(title, _figures(path)) for path, title in titled]
     return [{"title": title, **figures} for title, figures in found if figures is not None]
 

@@ -7,6 +7,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.stages.examples import Examples
 from slurm_rlhf.stages.record import StageRecord, StopSignals, exit_code, words_of
-from slurm_rlhf.trainer.distributed import World, join_world, undisturbed
+from slurm_rlhf.trainer.distributed import join_world, undisturbed
 from slurm_rlhf.trainer.train_settings import Schedule
 from slurm_rlhf.trainer.trainers import LanguageModelTrainer, TrainedModel
 
@@ -108,6 +109,32 @@ class Stage(ABC):
         """Compute what the loss needs of the model before it is trained. Collective."""
 
 
+@dataclass(frozen=True, slots=True)
+class StageInputs:
+    """Holds what a stage reads of the user's files."""
+
+    examples: Examples
+    held_out: Examples | None  # by which the model is measured
+    order: PromptOrder
+    steps: int
+
+    @classmethod
+    def read(cls, config: Config, stage: Stage) -> StageInputs:
+        """Read the examples. Raises ModelError, DataError, also where they do not fill a batch."""
+        keys: StageKeys = get(config, stage.name)
+        tokenizer = Tokenizer.load(config.actor.model_name_or_path)
+        examples = stage.load(Path(keys.dataset), tokenizer, config)
+        held_out = stage.load(Path(keys.eval_dataset), tokenizer, config) if keys.eval_dataset else None
+        count, batch = len(examples), keys.batch_size
+        if count < batch:
+            raise DataError(
+                f"{keys.dataset}: {count} usable examples, fewer than {stage.name}.batch_size = {batch}: lower it"
+            )
+        shuffle, seed = config.data.shuffle, config.train.seed
+        order = PromptOrder(count, batch, keys.max_epochs, seed, shuffle, fingerprint(examples))
+        return cls(examples, held_out, order, min(order.total, keys.max_steps or order.total))
+
+
 def train_stage(config: Config, stage: Stage) -> int:
     """Train actor.model_name_or_path on the stage's data set and write the result to its output_dir.
 
@@ -124,12 +151,11 @@ def train_stage(config: Config, stage: Stage) -> int:
         )
     if config.train.threads_per_rank:
         torch.set_num_threads(config.train.threads_per_rank)
-    tokenizer = Tokenizer.load(config.actor.model_name_or_path)
-    examples = stage.load(Path(keys.dataset), tokenizer, config)
-    held_out = stage.load(Path(keys.eval_dataset), tokenizer, config) if keys.eval_dataset else None
+    inputs = StageInputs.read(config, stage)
+    examples, held_out, order, steps = inputs.examples, inputs.held_out, inputs.order, inputs.steps
     world = join_world(config.timeout.collective, config.timeout.connect)
-    order = _order(config, stage.name, examples, world)
-    steps = min(order.total, keys.max_steps or order.total)
+    for problem in shares_problem(config, stage.name, world.size):
+        raise ConfigError(problem)
     record = StageRecord(stage.name, config, world)
     checkpoint, state = record.begin(steps)
     if checkpoint:
@@ -159,19 +185,6 @@ def train_stage(config: Config, stage: Stage) -> int:
 def of_rank(config: Config, name: str) -> int:
     """Train the stage `name` in a rank that `stages.launch` has started; return and raise as `train_stage`."""
     return train_stage(config, named_stage(name))
-
-
-def _order(config: Config, name: str, examples: Examples, world: World) -> PromptOrder:
-    keys: StageKeys = get(config, name)
-    batch = keys.batch_size
-    for problem in shares_problem(config, name, world.size):
-        raise ConfigError(problem)
-    if len(examples) < batch:
-        raise DataError(
-            f"{keys.dataset}: {len(examples)} usable examples, fewer than {name}.batch_size = {batch}: lower it"
-        )
-    shuffle, seed = config.data.shuffle, config.train.seed
-    return PromptOrder(len(examples), batch, keys.max_epochs, seed, shuffle, fingerprint(examples))
 
 
 def fingerprint(examples: Examples) -> str:

@@ -68,7 +68,7 @@ def test_dry_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_check_shows_what_a_run_reads(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", str(file), "--data.max_len=1034", "--train.max_steps=3", "--rollout.batch_size=64"]
-    words.append("--train.batch_size=64")
+    words += ["--train.batch_size=64", "--sft.dataset="]
     long = {"input": "1" * 50, "label": "1"}
     with (file.parent / "prompts.jsonl").open("a") as opened:
         opened.write(json.dumps(long) + "\n")
@@ -95,7 +95,7 @@ def test_prompts_that_repeat_or_hold_their_answers_are_told(file: Path, capsys: 
     rows = [{"input": asked, "label": "2"}, {"input": asked[:1], "label": "2"}]
     (file.parent / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--data.apply_chat_template=true", "--rollout.batch_size=8", "--train.batch_size=8"]
-    words.append(f"--eval.dataset={file.parent / 'eval.jsonl'}")
+    words += [f"--eval.dataset={file.parent / 'eval.jsonl'}", "--sft.dataset="]
     assert main(["check", str(file), *words]) == 0
     out = capsys.readouterr().out
     assert "warning: 89 % of the prompts stand in the file once more" in out

@@ -296,11 +296,11 @@ def test_a_head_of_another_size_is_seen_in_the_header_of_its_file(tmp_path: Path
     from safetensors.torch import load_file, save_file
 
     model = make_reward(tmp_path / "reward")
-    check_head("reward.model_name_or_path", str(model), reward=True)
+    check_head("reward.model_name_or_path", str(model), language=False)
     weights = load_file(model / "model.safetensors")
     for score in (torch.zeros(2, 64), torch.zeros(1, 32)):
         save_file(weights | {"score.weight": score}, model / "model.safetensors", {"format": "pt"})
         with pytest.raises(
             ModelError, match=r"score\.weight has shape \[\d, \d\d\], not \[1, 64\]: a reward model gives one"
         ):
-            check_head("reward.model_name_or_path", str(model), reward=True)
+            check_head("reward.model_name_or_path", str(model), language=False)

@@ -1,0 +1,150 @@
+"""`slurm-rlhf check` on files of stages and of pipelines: what is read, and what is wrong, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pipeline_files import BASE, FILE, made
+from safetensors.numpy import load_file, save_file
+
+from slurm_rlhf.cli.main import main
+
+REST = """
+[[stage]]
+name = "rm"
+command = "rm"
+files = ["base.toml"]
+keys = { actor.model_name_or_path = "{sft}", rm.dataset = "pairs.jsonl", rm.batch_size = 10 }
+
+[[stage]]
+name = "ppo"
+command = "train"
+files = ["base.toml", "run.toml"]
+keys = { actor.model_name_or_path = "{better}", reward.model_name_or_path = "{rm}" }
+
+[[stage]]
+name = "judged"
+command = "eval"
+files = ["base.toml", "run.toml"]
+keys = { model = "{ppo}", reward.remote_url = "reward.py" }
+"""
+RUN = """
+[data]
+prompt_dataset = "sums.jsonl"
+[actor]
+num_gpus_per_node = 1
+[critic]
+num_gpus_per_node = 1
+[ref]
+num_gpus_per_node = 1
+[rollout]
+batch_size = 4
+max_new_tokens = 4
+[train]
+batch_size = 4
+[eval]
+dataset = "sums.jsonl"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pipeline of sft, dpo, rm, train and eval."""
+    monkeypatch.chdir(tmp_path)
+    file = made(tmp_path)
+    file.write_text(FILE + REST)
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "reward.py").write_text("def reward_func(responses):\n    return [1.0] * len(responses)\n")
+    return file
+
+
+def checked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["check", *words])
+    return code, *capsys.readouterr()
+
+
+def test_a_pipeline_is_checked_before_its_first_stage_has_run(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = checked(capsys, str(file))
+    assert (code, err) == (0, "")
+    assert "sft: steps: 2, each with 10 examples\n" in out
+    assert f"better: dpo.dataset: 25 examples in {file.parent}/pairs.jsonl\n" in out
+    assert "rm: steps: 2, each with 10 examples\n" in out
+    assert "ppo: steps: 6, each with 4 prompts" in out
+    assert f"judged: evaluation sums: 25 prompts in {file.parent}/sums.jsonl\n" in out
+    assert not (file.parent / "out").exists()
+
+
+def test_problems_of_all_stages_are_told_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = Path("pairs.jsonl").read_text().splitlines()
+    same = {**json.loads(pairs[3]), "rejected": json.loads(pairs[3])["chosen"]}
+    Path("pairs.jsonl").write_text("\n".join([*pairs[:3], json.dumps(same), *pairs[4:]]))
+    Path("run.toml").write_text(RUN.replace("max_new_tokens = 4", "max_new_tokens = 400"))
+    code, _, err = checked(capsys, str(file))
+    assert code == 2
+    for stage, told in (
+        ("better", f"{file.parent}/pairs.jsonl:4: the chosen answer equals the rejected one: leave the row out"),
+        ("rm", f"{file.parent}/pairs.jsonl:4: the chosen answer equals the rejected one: leave the row out"),
+        ("ppo", "data.max_len = 16 leaves no room for a prompt, because of rollout.max_new_tokens = 400"),
+        ("judged", "data.max_len = 16 leaves no room for a prompt, because of rollout.max_new_tokens = 400"),
+    ):
+        assert f"{stage}: {told}" in err
+
+
+def test_a_file_is_checked_for_the_stages_that_it_names(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = ("--sft.output_dir=one", "--dpo.output_dir=two")
+    code, out, err = checked(capsys, "base.toml", *outputs)
+    assert (code, err) == (0, "")
+    assert "sft: sft.dataset: 25 examples in " in out
+    assert "dpo: steps: 2, each with 10 examples\n" in out
+    many = ("--actor.num_gpus_per_node=3", "--dpo.loss_type=ipo", "--dpo.label_smoothing=0.1")
+    code, _, err = checked(capsys, "base.toml", *outputs, *many)
+    assert code == 2
+    assert err.startswith(
+        "slurm-rlhf: error: sft: sft.batch_size = 10 does not divide over 3 ranks: use a multiple of 3"
+    )
+    assert "\ndpo: 2 problems in the configuration:\n  - dpo.batch_size = 10 does not divide over 3 ranks" in err
+    assert "\n  - dpo.label_smoothing = 0.1 has no effect with dpo.loss_type = ipo" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--actor.learning_rate=5"], "--actor.learning_rate is not read by `slurm-rlhf check`: leave it out"),
+        (["--sft.batch_size=30"], "25 usable examples, fewer than sft.batch_size = 30: lower it"),
+        (["--sft.dataset=chat.jsonl"], "got list: messages need data.apply_chat_template = true"),
+        (["--sft.eval_dataset=pairs.jsonl"], "pairs.jsonl:1: no column 'output' (columns: input, chosen, rejected)"),
+        (["--actor.model_name_or_path=adapter"], "is a LoRA adapter and no whole model"),
+    ],
+)
+def test_what_a_stage_cannot_use_is_told(
+    file: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text("{}")
+    Path("chat.jsonl").write_text('{"input": [{"role": "user", "content": "1+1="}], "output": "2"}\n')
+    Path("sft.toml").write_text(BASE[: BASE.index("[dpo]")] + 'output_dir = "one"\n')
+    code, _, err = checked(capsys, "sft.toml", *words)
+    assert code == 2
+    assert told in err
+
+
+def test_the_head_that_a_reward_model_starts_from_has_the_size_of_its_states(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = Path("model/model.safetensors")
+    tensors = load_file(weights)
+    tensors["score.weight"] = tensors["model.norm.weight"][None, :-1].copy()
+    save_file(tensors, weights, metadata={"format": "pt"})
+    code, _, err = checked(capsys, str(file))
+    assert code == 2
+    size = tensors["model.norm.weight"].shape[0]
+    assert f"score.weight has shape [1, {size - 1}], not [1, {size}]" in err
+
+
+def test_keys_of_a_file_that_nothing_reads_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("base.toml").write_text(BASE + "[critic]\nlearning_rate = 1.0\n")
+    code, out, _ = checked(capsys, "base.toml", "--sft.output_dir=one", "--dpo.output_dir=two")
+    assert code == 0
+    assert out.startswith("note: nothing here reads critic.learning_rate\n")
