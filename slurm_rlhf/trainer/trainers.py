@@ -96,8 +96,9 @@ class MeasuredModel(TrainedModel):
     """Tells its speed before the first step of a run; a base class beside the one of the kind of model."""
 
     def measure(self, exp: Experience, micro: list[list[int]], backward: bool) -> tuple[float, float, float]:
-        """Return the seconds of the fastest of three passes over micro-batches, and two more rates.
+        """Return the CPU seconds of the fastest of three passes over micro-batches, and two more rates.
 
+        They are those of each thread, whatever other ranks do on the cores meanwhile.
         With `backward` it computes gradients, which it drops: under ZeRO-3 it counts two more passes for them. Then the
         rates are those of `speed`, else 0. Nothing is changed.
         """
@@ -107,7 +108,7 @@ class MeasuredModel(TrainedModel):
         dtype = self.backend.cfg.autocast
         with undisturbed(self.backend.module, self.world.device):
             for _ in range(3):
-                start = time.perf_counter()
+                start = time.process_time()
                 for batch in batches:
                     with (
                         torch.autocast(self.world.device.type, dtype, dtype is not None),
@@ -116,7 +117,7 @@ class MeasuredModel(TrainedModel):
                         numbers = self._numbers(batch).sum()
                     if gradients:
                         torch.autograd.grad(numbers, wanted, allow_unused=True)
-                found.append(time.perf_counter() - start)
+                found.append((time.process_time() - start) / torch.get_num_threads())
         return min(found) * (3 if backward and not gradients else 1), *(speed(self.world) if backward else (0.0, 0.0))
 
     @abstractmethod
