@@ -102,14 +102,15 @@ class MeasuredModel(TrainedModel):
         With `backward` it computes gradients, which it drops: under ZeRO-3 it counts two more passes for them. Then the
         rates are those of `speed`, else 0. Nothing is changed.
         """
-        batches, found = [self._collate(exp.select(rows)) for rows in micro], []
+        found = []
         gradients = backward and not self.backend.sharded
         wanted = [parameter for parameter in self.backend.module.parameters() if parameter.requires_grad]
         dtype = self.backend.cfg.autocast
         with undisturbed(self.backend.module, self.world.device):
             for _ in range(3):
                 start = time.process_time()
-                for batch in batches:
+                for rows in micro:
+                    batch = self._collate(exp.select(rows))
                     with (
                         torch.autocast(self.world.device.type, dtype, dtype is not None),
                         torch.set_grad_enabled(gradients),
