@@ -36,9 +36,8 @@ from slurm_rlhf.errors import ConfigError, meant
 
 WIDEST = 120
 KEYS_INTRO = (
-    "Set keys in FILE.toml (`[actor]` and below it `num_nodes = 2`) or on the command line (`--actor.num_nodes=2` or "
-    "`--actor.num_nodes 2`), which wins. Relative paths start at the directory of the file, on the command line at the "
-    "working directory."
+    "Set keys in FILE.toml (`[actor]` and below it `num_nodes = 2`) or on the command line (`--actor.num_nodes=2`), "
+    "which wins. Relative paths start at the directory of the file, on the command line at the working directory."
 )
 ALL = "all"
 """The word after --help that lists every key of a command."""

@@ -251,11 +251,14 @@ def key_names(only: Collection[str] = (), width: int = 100) -> str:
     for key in all_keys().values():
         if listed(key, only):
             names.setdefault(key.group or "run", []).append(key.name.removeprefix(f"{key.group}."))
-    column = max(map(len, names)) + 4
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for group, of in names.items():
+        groups.setdefault(tuple(of), []).append(group)
+    heads = {", ".join(alike): ", ".join(of) for of, alike in groups.items()}
+    column = max(map(len, heads)) + 4
     return "".join(
-        textwrap.fill(", ".join(of), width, initial_indent=f"  {group}".ljust(column), subsequent_indent=" " * column)
-        + "\n"
-        for group, of in names.items()
+        textwrap.fill(of, width, initial_indent=f"  {head}".ljust(column), subsequent_indent=" " * column) + "\n"
+        for head, of in heads.items()
     )
 
 

@@ -15,6 +15,7 @@ from waiting import scaled
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LIMIT_S = min(round(scaled(4)), 12)
+GOES = ("PENDING", "CONFIGURING", "RUNNING")
 STEPS, PROMPTS, SAMPLES = 8, 30, 2  # two passes over all prompts
 REWARD = """
 import ctypes, os, time
@@ -49,7 +50,7 @@ def test_rewards_are_computed_on_nodes_of_their_own_and_outlive_one_of_these(slu
     script = run_dir.with_suffix(".sh")
     script.write_text(f'#!/bin/bash\nexec {COMMAND} train {config} --run_dir={run_dir} "$@"\n')
     job = slurm.sbatch(*options, f"--output={run_dir}.log", str(script), *KEYS)
-    slurm.wait_until(lambda: steps(run_dir) >= 1 or slurm.job(job)["JobState"] != "RUNNING", "the first step")
+    slurm.wait_until(lambda: steps(run_dir) >= 1 or slurm.job(job)["JobState"] not in GOES, "the first step")
     listed = slurm.run("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i %j %N").splitlines()
     (step,) = (line.split() for line in listed if " workers " in line)
     assert step[2] == "gpu[002-003]", listed
