@@ -54,10 +54,13 @@ make_input() {
   exec 9>"$root/runs/quickstart_input.lock"
   flock 9
   if [[ $(cat "$input/recipe" 2>/dev/null) != "$recipe" ]]; then
-    rm -rf "$input"
-    mkdir "$input"
-    stage "2/4 data: ${task:-additions}, and an untrained model"
-    "$root/.venv/bin/python" "$script" "$input" ${task:+"$task"}
+    if [[ $(cat "$input/data" 2>/dev/null) != "$recipe" ]]; then
+      rm -rf "$input"
+      mkdir "$input"
+      stage "2/4 data: ${task:-additions}, and an untrained model"
+      "$root/.venv/bin/python" "$script" "$input" ${task:+"$task"}
+      echo "$recipe" >"$input/data"
+    fi
     stage "3/4 supervised fine-tuning on a careless pupil's answers (about a minute; with --task a few)"
     "$root/.venv/bin/slurm-rlhf" sft "${sft[@]}"
     echo "$recipe" >"$input/recipe"

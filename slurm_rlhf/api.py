@@ -67,16 +67,17 @@ def train(
     return Summary.read(RunDirectory(Path(config.run_dir)).summary)
 
 
-def submit(config: Config, *, local: bool = False) -> Any:
+def submit(config: Config, *, local: bool = False, command: str = "train") -> Any:
     """Submit a run to Slurm, as `slurm-rlhf submit` does; returns a submitit job.
 
     `job.result()` waits and returns the run's summary as a dict. Your own rewards and algorithms must be in files that
     train.plugins names. `local`: run on this machine, in a process that goes on when this one ends.
+    `command`: `train`, or a stage: `sft`, `rm` or `dpo`.
     Raises ConfigError, PlacementError, ModelError, and RunError if sbatch refuses.
     """
     from slurm_rlhf.nodes import submit as by_submitit
 
-    return by_submitit(settled(config), local)
+    return by_submitit(settled(config), local, command)
 
 
 def _take_algorithm(algorithm: Algorithm | AdvantageFunction | str) -> str:

@@ -179,7 +179,8 @@ def make_run_directory(root: Path, make: Callable[[], None]) -> None:
         make()
     except OSError as error:
         why = refusal(error, root) or error.strerror
-        raise DiskError(f"run_dir {root} cannot be made: {why}: give another --run_dir (of eval: --output)") from error
+        others = "of eval: --output; of sft, rm and dpo: their output_dir"
+        raise DiskError(f"run_dir {root} cannot be made: {why}: give another --run_dir ({others})") from error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Start a run under MPI, in each of the N processes of `mpirun -np N slurm-rlhf train FILE.toml`.
+"""Start a run under MPI, in each of the N processes of `mpirun -np N slurm-rlhf train FILE.toml`, or of a stage.
 
 Rank 0 starts `python -m slurm_rlhf.cli.mpi_start FILE` as a child: the conductor. It reads what rank 0 has found out.
 """
@@ -19,13 +19,17 @@ from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.cli.plan import check_memory, print_resolved
 from slurm_rlhf.cli.preflight import OFF, QUICK, local_question, show, tell
+from slurm_rlhf.cli.train import led, stage_config
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_on
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.pipeline import TRAIN
+from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_stages import STAGES
 from slurm_rlhf.errors import SlurmRlhfError, printable
 from slurm_rlhf.nodes.accelerators import seen_by_processes
 from slurm_rlhf.nodes.examination import examine_nodes
@@ -39,11 +43,12 @@ from slurm_rlhf.placement.topology import GPU
 if TYPE_CHECKING:
     from slurm_rlhf.nodes.agent_server import AgentServer
 
+EXAMINE = "preflight"
 NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and the same command resumes it"
 
 
-def lead_or_follow(arguments: Arguments, start: Launched, examine: bool = False) -> int:
-    """Train, or `examine` the nodes and print the report; return the exit code on rank 0, and 0 on the other ranks.
+def lead_or_follow(arguments: Arguments, start: Launched) -> int:
+    """Train, or examine the nodes and print the report; return the exit code on rank 0, and 0 on the other ranks.
 
     Raises SlurmRlhfError.
     """
@@ -55,20 +60,22 @@ def lead_or_follow(arguments: Arguments, start: Launched, examine: bool = False)
         raise
     own = this_process()
     seen = world.gather({**asdict(own), "equipment": {"node": own.node, **equipment(bool(own.gpus))}})
-    code = _first(world, arguments, start, seen, examine) if world.rank == 0 else _other(world)
+    code = _first(world, arguments, start, seen) if world.rank == 0 else _other(world)
     world.leave()
     return code
 
 
-def _first(
-    world: Communicator, arguments: Arguments, start: Launched, seen: list[dict[str, Any]], examine: bool
-) -> int:
+def _first(world: Communicator, arguments: Arguments, start: Launched, seen: list[dict[str, Any]]) -> int:
     """Run rank 0. It prints errors in the configuration once, before any rank loads a model."""
+    name = arguments.command.name
     try:
-        config = load_config(arguments.files, arguments.overrides)
-        check(config)
-        placed = place_processes(config, convert(seen, list[Process]), start)
-        if not examine:
+        if name in STAGES:
+            config = stage_config(arguments)
+        else:
+            config = load_config(arguments.files, arguments.overrides)
+            check(config)
+        placed = place_processes(of_command(config, name), convert(seen, list[Process]), start)
+        if name == TRAIN:
             config = check_memory(config, placed.ranks)
     except SlurmRlhfError as error:
         return _refuse(world, error)
@@ -78,18 +85,18 @@ def _first(
 
         print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks), looked(config))
         return 0
-    if not examine:
-        _tell(config, placed)
+    if name != EXAMINE:
+        _tell(of_command(config, name).run_dir, placed)
     ranks, nodes, own = placed.ranks.to_json(), placed.ranks.topology.nodes, placed.assignments[0]
     world.broadcast({"ranks": ranks, "assignments": placed.assignments, "start_s": config.timeout.start})
     found = {
+        "command": name,
         "files": [str(file.absolute()) for file in arguments.files],
         # It reads the configuration anew, and with it what the memory of the GPUs has decided.
         "overrides": [*arguments.overrides, f"--train.gradient_checkpointing={config.train.gradient_checkpointing}"],
         "ranks": ranks,
         "address": address_among([node.name for node in nodes], own.node),
         "seen": [fields["equipment"] for fields in seen],
-        "examine": examine,
         "json": "json" in arguments.options,
     }
     conductor = [sys.executable, "-m", "slurm_rlhf.cli.mpi_start"]
@@ -104,12 +111,12 @@ def _refuse(world: Communicator, error: SlurmRlhfError) -> int:
     return error.exit_code
 
 
-def _tell(config: Config, placed: Placed) -> None:
+def _tell(run_dir: str, placed: Placed) -> None:
     nodes = len(placed.ranks.topology.nodes)
     ranks = len(placed.assignments)
     print(f"MPI: {ranks} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}; {NO_RECOVERY}", flush=True)
     if (slurm := read_slurm(os.environ)) is not None:
-        print(f"job {slurm.job_id}, run directory {config.run_dir}")
+        print(f"job {slurm.job_id}, run directory {run_dir}")
         print(f"to look inside: {attach_line(str(slurm.job_id), placed.assignments[0].node)}", flush=True)
 
 
@@ -126,22 +133,21 @@ def _other(world: Communicator) -> int:
 def run_conductor(orders: int) -> int:
     """Run the conductor in the child of rank 0; `orders`: the file into which those of the agents are written.
 
-    Reads what rank 0 has found out from standard input. Raises as `conductor.lead_run`.
+    Reads what rank 0 has found out from standard input. Raises as `led`.
     """
     from slurm_rlhf.nodes.mpi.launcher import MpiAgents, MpiLauncher
 
     start = json.load(sys.stdin)
     config, ranks = load_config(start["files"], start["overrides"]), RankMap.from_json(start["ranks"])
-    with closing(MpiAgents(Path(config.run_dir), start["address"], config.timeout, orders)) as agents:
-        if start["examine"]:
-            return show(_examine(config, ranks, start["seen"], agents, full=True), start["json"])
+    placed = of_command(config, name := start["command"])
+    with closing(MpiAgents(Path(placed.run_dir), start["address"], config.timeout, orders)) as agents:
+        if name == EXAMINE:
+            return show(_examine(placed, ranks, start["seen"], agents, full=True), start["json"])
         if config.preflight == OFF:
             agents.begin(agents.orders())
         else:
-            tell(_examine(config, ranks, start["seen"], agents))
-        from slurm_rlhf.run import conductor
-
-        return conductor.run_here(config, ranks, MpiLauncher(agents, ranks))
+            tell(_examine(placed, ranks, start["seen"], agents))
+        return led(config, name, ranks, MpiLauncher(agents, ranks))
 
 
 def _examine(

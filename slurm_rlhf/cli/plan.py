@@ -37,19 +37,21 @@ _LARGEST = 3
 def layout_here(config: Config, environ: Mapping[str, str] = os.environ, nodes: Sequence[str] = ()) -> RankMap:
     """Place the ranks of a run that starts now, on this machine or in its Slurm allocation.
 
-    `nodes`: use only these nodes of the allocation; empty: all but the last `cluster.spares`. Raises PlacementError if
-    roles do not fit.
+    `nodes`: use only these nodes of the allocation; empty: all but the last `cluster.spares`, and those for workers.
+    Raises PlacementError if roles do not fit.
     """
-    slurm = read_slurm(environ) if config.cluster.spares and not nodes else None
-    if slurm is not None:
-        nodes = chosen(slurm.job_nodes, (), (), config.cluster.spares)
-    return place(current_topology(config, environ, nodes), role_sizes(config), colocations(config))
+    topology = current_topology(config, environ, nodes)
+    if config.cluster.spares and not nodes and read_slurm(environ) is not None:
+        taken = chosen([node.name for node in topology.nodes], (), (), config.cluster.spares)
+        topology = current_topology(config, environ, taken)
+    return place(topology, role_sizes(config), colocations(config))
 
 
 def layout_on(config: Config, names: Sequence[str], gpus: Sequence[int]) -> RankMap:
     """Place the ranks on imagined nodes, with `gpus` on each. Raises PlacementError if roles do not fit."""
     nodes = tuple(Node(name, count) for name, count in zip(names, gpus, strict=True))
-    return place(Topology(nodes), role_sizes(config), colocations(config))
+    topology = Topology(nodes).keep_for_workers(config.reward.workers_num_nodes)
+    return place(topology, role_sizes(config), colocations(config))
 
 
 def layout_somewhere(config: Config, environ: Mapping[str, str] = os.environ) -> RankMap:
@@ -59,6 +61,7 @@ def layout_somewhere(config: Config, environ: Mapping[str, str] = os.environ) ->
         return layout_here(config, environ)
     roles, colocate = role_sizes(config), colocations(config)
     topology = Topology(tuple(Node(name, 0) for name in numbered_names(nodes)), CPU)
+    topology = topology.keep_for_workers(config.reward.workers_num_nodes)
     return place(process_slots(topology, roles, colocate), roles, colocate)
 
 
@@ -71,7 +74,7 @@ def draw_layout(config: Config, environ: Mapping[str, str] = os.environ) -> str:
 
 def _example_nodes(config: Config, environ: Mapping[str, str]) -> int:
     """Return how many example nodes are needed; 0 if real nodes are used."""
-    nodes = max(size.num_nodes for size in role_sizes(config))
+    nodes = max(1, *(size.num_nodes for size in role_sizes(config))) + config.reward.workers_num_nodes
     return nodes if nodes > 1 and read_slurm(environ) is None else 0
 
 

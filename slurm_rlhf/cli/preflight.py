@@ -53,7 +53,7 @@ def steps_of(config: Config, run_dir: Path) -> Iterator[AgentSteps]:
     slurm, topology = read_slurm(os.environ), nodes_here(os.environ)
     with run_directory_kept(run_dir):
         steps: AgentSteps = (
-            AgentSteps(run_dir, slurm, topology, container_of(config), config.timeout)
+            AgentSteps(run_dir, slurm, topology, container_of(config), config.timeout, config.reward.workers_num_nodes)
             if slurm
             else LocalAgents(run_dir, topology, config.timeout)
         )
@@ -103,9 +103,10 @@ def examine(config: Config, ranks: RankMap, steps: AgentSteps, full: bool = Fals
 def _examine_allocation(
     config: Config, ranks: RankMap, steps: AgentSteps, slurm: SlurmEnvironment, full: bool
 ) -> tuple[Report, RankMap]:
-    spares = config.cluster.spares
-    nodes: Sequence[str] = slurm.job_nodes if spares else ranks.used_nodes
-    needs = _for_spares(_needs(config, ranks, slurm, "ask for them with sbatch --gpus-per-node"), nodes)
+    spares, workers = config.cluster.spares, ranks.topology.workers
+    nodes: Sequence[str] = slurm.job_nodes if spares else (*ranks.used_nodes, *workers)
+    needs = _needs(config, ranks, slurm, "ask for them with sbatch --gpus-per-node")
+    needs = _for_spares(needs, [node for node in nodes if node not in workers])
     asked = replace(
         question(config, ranks, needs, nodes, slurm),
         place=lambda names: layout_here(config, nodes=names),
@@ -162,7 +163,7 @@ def preflight(arguments: Arguments) -> int:
     if start is not None:
         from slurm_rlhf.cli import mpi_start
 
-        return mpi_start.lead_or_follow(arguments, start, examine=True)
+        return mpi_start.lead_or_follow(arguments, start)
     config = load_config(arguments.files, arguments.overrides)
     check(config)
     with steps_of(config, Path(config.run_dir)) as steps:

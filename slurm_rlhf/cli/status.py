@@ -23,7 +23,7 @@ from slurm_rlhf.errors import printable, shortened
 from slurm_rlhf.nodes.orphan import last_words
 from slurm_rlhf.observe.log_tail import ends_in_error, tail
 from slurm_rlhf.observe.progress import duration
-from slurm_rlhf.observe.run_log import engines_lost, read_events, server_awaited
+from slurm_rlhf.observe.run_log import engines_lost, read_events, server_awaited, workers_lost
 from slurm_rlhf.observe.run_status import RunStatus, read_run_status
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
@@ -158,11 +158,11 @@ def run_lines(found: Found, directory: RunDirectory, status: RunStatus, cut_off:
         pace = f"{status.step_s:.3g} s" if status.step_s < 60 else duration(status.step_s)
         lines.append(_row("pace", f"{pace} a step, the last one {duration(status.age_s)} ago"))
     if running:
-        if waited := server_awaited(read_events(directory.events)):
+        events = read_events(directory.events)
+        if waited := server_awaited(events):
             lines.append(_row("paused", waited.removeprefix("warning: ")))
-        lines += [
-            _row("engines", text.splitlines()[0]) for text in engines_lost(read_events(directory.events)).values()
-        ]
+        lines += [_row("engines", text.splitlines()[0]) for text in engines_lost(events).values()]
+        lines += [_row("workers", text.removeprefix("warning: ")) for text in workers_lost(events)]
     if running and status.left_s is not None:
         end = datetime.fromtimestamp(time.time() + status.left_s)
         lines.append(_row("left", f"{duration(status.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
@@ -216,7 +216,7 @@ def _deserted(found: Found, directory: RunDirectory) -> list[str]:
 
 def _cut_off(found: Found, status: RunStatus) -> bool:
     """Tell whether summary.json says that the run goes on although its process is gone."""
-    if status.status != "running" or found.unasked:
+    if status.status != "running" or found.unasked or found.session is None:
         return False
     if found.job_id:
         return found.job is None or bool(OVER & set(found.job.state.split(",")))

@@ -1,9 +1,11 @@
-"""Start training: `slurm-rlhf train` and `sft` here, `submit` as a Slurm job."""
+"""Start training: `slurm-rlhf train` and the stages (`sft`, `rm`, `dpo`) here, `submit` as a Slurm job."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,19 +20,22 @@ from slurm_rlhf.cli.plan import (
 )
 from slurm_rlhf.cli.preflight import before_run, steps_of
 from slurm_rlhf.cluster.processes import attach_line
-from slurm_rlhf.cluster.resources import memory_of, memory_on
+from slurm_rlhf.cluster.resources import memory_of, memory_on, node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_stage
 from slurm_rlhf.config.hub import fetch_models
-from slurm_rlhf.config.keys import all_keys, changed, changed_keys, get, key_of
+from slurm_rlhf.config.keys import all_keys, changed_keys, key_of
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.pipeline import COMMANDS, TRAIN
+from slurm_rlhf.config.pipeline import COMMANDS, TRAIN, TRAINING
+from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_stages import STAGES
 from slurm_rlhf.config.text import listed, split_overrides
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from slurm_rlhf.nodes.agent_steps import AgentSteps
@@ -99,17 +104,32 @@ def given_twice(overrides: list[str]) -> list[str]:
     ]
 
 
-def train_here(config: Config) -> int:
-    """Train in the allocation of this process, or on its machine; return the exit code. Raises SlurmRlhfError."""
-    check(config)
-    ranks = layout_here(config)
-    config = check_memory(config, ranks)
-    run_dir = Path(config.run_dir)
-    with steps_of(config, run_dir) as steps:
-        ranks, unfit = before_run(config, ranks, steps)
-        from slurm_rlhf.run import conductor
+def train_here(config: Config, command: str = TRAIN) -> int:
+    """Train in the allocation of this process, or on its machine; return the exit code. Raises SlurmRlhfError.
 
-        return conductor.run_here(config, ranks, launcher_on(run_dir, ranks, unfit, steps))
+    `command`: `train`, or a stage, whose configuration is checked.
+    """
+    if command == TRAIN:
+        check(config)
+    placed = of_command(config, command)
+    ranks = layout_here(placed)
+    if command == TRAIN:
+        config = placed = check_memory(config, ranks)
+    run_dir = Path(placed.run_dir)
+    with steps_of(placed, run_dir) as steps:
+        ranks, unfit = before_run(placed, ranks, steps)
+        return led(config, command, ranks, launcher_on(run_dir, ranks, unfit, steps))
+
+
+def led(config: Config, command: str, ranks: RankMap, launcher: Launcher) -> int:
+    """Lead a run of `command` on `ranks` to its end; return the exit code. Raises SlurmRlhfError."""
+    if command in STAGES:
+        from slurm_rlhf.stages.launch import launch
+
+        return launch(config, command, ranks, launcher)
+    from slurm_rlhf.run import conductor
+
+    return conductor.run_here(config, ranks, launcher)
 
 
 def launcher_on(run_dir: Path, ranks: RankMap, unfit: Mapping[str, str], steps: AgentSteps) -> Launcher:
@@ -129,6 +149,29 @@ def _say(text: str) -> None:
 
 def stage(arguments: Arguments) -> int:
     """Train on examples or preferences, and write the model. Raises SlurmRlhfError."""
+    name, by_torchrun = arguments.command.name, "RANK" in os.environ
+    if not by_torchrun and (start := launched(os.environ)) is not None:
+        from slurm_rlhf.cli import mpi_start
+
+        return mpi_start.lead_or_follow(arguments, start)
+    config = stage_config(arguments)
+    several = config.actor.num_nodes * config.actor.num_gpus_per_node > 1
+    if not by_torchrun and (several or read_slurm(os.environ) is not None):
+        return train_here(config, name)
+    from slurm_rlhf.groups.role_environment import WAITING_THREADS
+    from slurm_rlhf.groups.run_lock import occupied
+
+    for variable, value in WAITING_THREADS.items():
+        os.environ.setdefault(variable, value)  # before torch is imported, which starts the threads
+    from slurm_rlhf.stages.stage import named_stage, train_stage
+
+    directory = RunDirectory(Path(of_command(config, name).run_dir))
+    with nullcontext() if by_torchrun else occupied(directory, node_name(), None, 0.0):
+        return train_stage(config, named_stage(name))
+
+
+def stage_config(arguments: Arguments) -> Config:
+    """Read and check the configuration of a stage, and print what is odd about it. Raises SlurmRlhfError."""
     name = arguments.command.name
     refuse_unread_keys(arguments)
     config = configured(arguments)
@@ -136,51 +179,25 @@ def stage(arguments: Arguments) -> int:
     check_stage(config, name)
     if ignored := unread(config, read_by([name])):
         _say(f"note: `slurm-rlhf {name}` does not read {', '.join(ignored)}")
-    several = config.actor.num_nodes * config.actor.num_gpus_per_node > 1
-    if "RANK" not in os.environ and (several or read_slurm(os.environ) is not None):
-        return _on_ranks(config, name)
-    from slurm_rlhf.groups.role_environment import WAITING_THREADS
-
-    for variable, value in WAITING_THREADS.items():
-        os.environ.setdefault(variable, value)  # before torch is imported, which starts the threads
-    from slurm_rlhf.stages.stage import named_stage, train_stage
-
-    return train_stage(config, named_stage(name))
-
-
-ACTOR_ALONE = {
-    "rollout.engine": "hf",
-    "algo.advantage.estimator": "reinforce",
-    "algo.kl.init_coef": 0.0,
-    "algo.distill.model_name_or_path": "",
-    "reward.model_name_or_path": "",
-}
-"""Keys with which the actor is the only role, as in a stage."""
-
-
-def _on_ranks(config: Config, name: str) -> int:
-    """Train on the actor's ranks, in the Slurm job of this process or on its machine. Raises SlurmRlhfError."""
-    from slurm_rlhf.stages.launch import launch
-
-    out = Path(get(config, f"{name}.output_dir"))
-    run_dir = out.with_name(f"{out.name}.run")
-    config.run_dir = str(run_dir)
-    alone = changed(config, ACTOR_ALONE)
-    ranks = layout_here(alone)
-    with steps_of(alone, run_dir) as steps:
-        ranks, unfit = before_run(alone, ranks, steps)
-        return launch(config, name, ranks, launcher_on(run_dir, ranks, unfit, steps))
+    return config
 
 
 def submit(arguments: Arguments) -> int:
     """Submit a job that trains. Raises SlurmRlhfError."""
-    refuse_unread_keys(arguments)
-    config = configured(arguments)
-    fetch_models(config, _say)
-    require_fit(memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
+    name = arguments.options["command"]
+    if name not in TRAINING:
+        raise arguments.error(f"--command takes one of {', '.join(TRAINING)}, got {name!r}")
+    arguments = replace(arguments, command=commands()[name])
+    if name in STAGES:
+        config = stage_config(arguments)
+    else:
+        refuse_unread_keys(arguments)
+        config = configured(arguments)
+        fetch_models(config, _say)
+        require_fit(memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
     from slurm_rlhf.nodes import submit as submit_job
 
-    job = submit_job(config, local="local" in arguments.options)
+    job = submit_job(config, "local" in arguments.options, name)
     print(f"{'process' if 'local' in arguments.options else 'job'} {job.job_id}, output in {job.paths.stdout}")
-    print(f"`slurm-rlhf status {config.run_dir}` shows its progress")
+    print(f"`slurm-rlhf status {of_command(config, name).run_dir}` shows its progress")
     return 0

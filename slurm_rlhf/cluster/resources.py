@@ -65,10 +65,10 @@ def current_topology(config: Config, environ: Mapping[str, str] = os.environ, no
     `nodes`: use only these nodes of the allocation; empty: all. Raises PlacementError if the environment contradicts
     itself, or does not have what `config` asks for.
     """
-    slurm = read_slurm(environ)
+    slurm, kept = read_slurm(environ), config.reward.workers_num_nodes
     if slurm is None:
-        return local_topology(config, environ)
-    topology = slurm.topology(*_gpus(slurm))
+        return local_topology(config, environ).keep_for_workers(kept)
+    topology = slurm.topology(*_gpus(slurm)).keep_for_workers(kept)
     if nodes:
         topology = replace(topology, nodes=tuple(node for node in topology.nodes if node.name in nodes))
     if topology.accelerator == GPU:

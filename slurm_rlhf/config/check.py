@@ -124,6 +124,8 @@ def check_eval(config: Config) -> None:
 def _reward_function(config: Config) -> Iterator[str]:
     """Check the source of rewards where engines are the only ranks."""
     reward = config.reward
+    if reward.workers_num_nodes:
+        yield "reward.workers_num_nodes is of `slurm-rlhf train`, and workers run beside this command: set it to 0"
     if reward.model_name_or_path:
         yield (
             "reward.model_name_or_path: responses are not scored by a reward model here: use a reward function "

@@ -22,7 +22,9 @@ from slurm_rlhf.errors import ConfigError, DataError, meant
 TRAIN, EVAL, GENERATE = "train", "eval", "generate"
 EVALUATED = "eval.json"
 """Name of the file with the figures of `eval`."""
-COMMANDS = (*STAGES, TRAIN, EVAL, GENERATE)
+TRAINING = (TRAIN, *STAGES)
+"""Commands that train."""
+COMMANDS = (*TRAINING, EVAL, GENERATE)
 """Commands that may be a stage."""
 _TOP = {"run_dir": str, "sbatch": list, "setup": list, "stage": list}
 _STAGE = {"name": str, "command": str, "files": list, "keys": dict, "sbatch": list}
@@ -95,7 +97,8 @@ class Pipeline:
     def hashes(self, read: Mapping[str, Collection[str]]) -> dict[str, str]:
         """Hash each stage: its keys, the contents of its inputs, and the stages before it. Raises UserError.
 
-        `read`: command -> the keys and groups that it reads.
+        `read`: command -> the keys and groups that it reads. Keys at their defaults do not count, so that a key that is
+        new in this version changes nothing.
         """
         found: dict[str, str] = {}
         before = ""
@@ -103,8 +106,9 @@ class Pipeline:
             digest = hashlib.blake2b(f"{before}\0{stage.command}".encode(), digest_size=16)
             config, keys = stage.config(), [key for key in all_keys().values() if listed(key, read[stage.command])]
             for key in keys:
-                if not key.name.startswith(_WITHOUT):
-                    digest.update(f"{key.name}={toml_value(get(config, key.name))}\0".encode())
+                value = get(config, key.name)
+                if value != key.default and not key.name.startswith(_WITHOUT):
+                    digest.update(f"{key.name}={toml_value(value)}\0".encode())
             options = [word for word in stage.words if "." not in word.partition("=")[0]]
             digest.update("\0".join([*options, *self._inputs(config, keys)]).encode())
             before = found[stage.name] = digest.hexdigest()

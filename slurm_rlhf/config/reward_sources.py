@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from slurm_rlhf.config.ranges import URLS
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import RewardPart
 
@@ -27,6 +28,15 @@ _NAME = re.compile(r"[A-Za-z0-9_.@+-]+")
 def runs_programs(config: Config) -> bool:
     """Tell whether a reward of the run is by unit tests, in a sandbox."""
     return "code" in (config.reward.preset, *(part.preset for part in config.reward.sources))
+
+
+def in_workers(config: Config) -> dict[str, str]:
+    """Return what runs in workers: key -> the file or the name of a reward function, preset or environment."""
+    reward, found = config.reward, {"env.path": config.env.path}
+    for part in [reward, *reward.sources] if reward.workers else ():
+        where = f"reward.sources, {part.name}, " if isinstance(part, RewardPart) else "reward."
+        found |= {f"{where}{key}": getattr(part, key) for key in ("remote_url", "function", "preset")}
+    return {key: value for key, value in found.items() if value and not value.startswith(URLS)}
 
 
 def part_problems(config: Config) -> Iterator[str]:

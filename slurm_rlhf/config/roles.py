@@ -9,14 +9,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.algorithms.registry import Algorithm, find_algorithm, load_plugins
-from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.data_files import data_files
+from slurm_rlhf.config.keys import changed, get
 from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
+from slurm_rlhf.config.schema_stages import STAGES, StageKeys
 
 
 def algorithm_of(config: Config) -> Algorithm:
@@ -194,3 +197,30 @@ def roles_by_slots(config: Config, names: list[str]) -> list[list[str]]:
             together = next((found for found in sets if name in found), frozenset({name}))
             groups.append([other for other in names if other in together])
     return groups
+
+
+_ACTOR_ALONE: dict[str, Any] = {
+    "rollout.engine": "hf",
+    "algo.advantage.estimator": "reinforce",
+    "algo.kl.init_coef": 0.0,
+    "algo.distill.model_name_or_path": "",
+    "reward.model_name_or_path": "",
+    "reward.workers_num_nodes": 0,
+}
+
+
+def of_command(config: Config, command: str) -> Config:
+    """Return the configuration by which a command's ranks are placed, its nodes examined and its job submitted.
+
+    In a stage the actor is the only role, and the run directory is beside its output_dir. Its ranks read the data and
+    write the model, also inside a container. Raises DataError if they are inside one and the data is missing.
+    """
+    if command not in STAGES:
+        return config
+    keys: StageKeys = get(config, command)
+    out, mounts = Path(keys.output_dir), list(config.slurm.container_mounts)
+    if config.slurm.container:
+        files = [file for path in (keys.dataset, keys.eval_dataset) if path for file in data_files(path)]
+        mounts += dict.fromkeys(str(place.parent) for place in (out, *files))
+    own = {"run_dir": str(out.with_name(f"{out.name}.run")), "slurm.container_mounts": mounts}
+    return changed(config, _ACTOR_ALONE | own)

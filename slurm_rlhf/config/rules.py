@@ -11,7 +11,7 @@ from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.data_files import condition
 from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import INTERVALS, Broken, Rules, all_keys, changed_keys, get, unused
-from slurm_rlhf.config.reward_sources import runs_programs
+from slurm_rlhf.config.reward_sources import in_workers, runs_programs
 from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, has_teacher, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_stages import STAGES
@@ -181,8 +181,7 @@ class KeyRules(Rules):
 
     @unused("ds.initial_scale_power", "ds.loss_scale_window", "ds.min_loss_scale")
     def loss_scale_is_of_fp16(self) -> Broken:
-        """with ds.param_dtype = {ds.param_dtype}, it is of the loss scale of fp16: leave the key out, or set
-        ds.param_dtype = fp16"""
+        """with ds.param_dtype = {ds.param_dtype}, it is of the loss scale of fp16: leave the key out, or set fp16"""
         return self.config.ds.param_dtype != "fp16"
 
     def gradients_of_fp16(self) -> Broken:
@@ -293,6 +292,11 @@ class TrainingRules(Rules):
         """train.gradient_checkpointing = selective excludes ds.zero_stage = 3, where a layer gathers its parameters
         in other operations when it is computed again: use full, or a lower stage"""
         return self.config.checkpointing == "selective" and self.config.ds.zero_stage == 3
+
+    @unused("reward.workers_num_nodes")
+    def no_workers(self) -> Broken:
+        """where nothing runs in workers, as with reward.workers = 0: leave it out, or name a function or environment"""
+        return not in_workers(self.config)
 
     @unused("lora.alpha", "lora.target_modules")
     def adapters(self) -> Broken:

@@ -1,4 +1,4 @@
-"""The parts of transformers that read tools and their calls, written for transformers 5.19.0. No torch comes with them.
+"""The parts of transformers that environments need, written for transformers 5.19.0. No torch comes with the tools.
 
 utils/chat_template_utils.py get_json_schema(func)
 utils/chat_template_utils.py DocstringParsingException
@@ -9,6 +9,7 @@ utils/chat_parsing/response_parser.py parse_response(text, response_template, *,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 
@@ -31,3 +32,16 @@ def parsed_response(
 
     found: dict[str, Any] = parse_response(text, dict(template), prefix=prompt, tools=list(tools))
     return found
+
+
+def tokenizer_class() -> Any:
+    """Import the class of tokenizers that are read of tokenizer.json, which takes seconds; no torch comes with it."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast
+
+
+@cache
+def hf_tokenizer(directory: str) -> Any:
+    """Read a tokenizer as OpenRLHF gives one to agents, once. Raises OSError or ValueError."""
+    return tokenizer_class().from_pretrained(directory)

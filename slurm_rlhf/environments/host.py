@@ -17,7 +17,7 @@ from slurm_rlhf.environments.remote import RemoteLease, RemotePool
 from slurm_rlhf.errors import EpisodeError, WorkerError
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.http_client import Servers, servers_of, token_of
-from slurm_rlhf.workers.pool import GONE, LATE, RAISED, Code, Lease, WorkerPool
+from slurm_rlhf.workers.pool import GONE, LATE, RAISED, Code, Lease, WorkerNodes, WorkerPool
 
 T = TypeVar("T")
 AT_ONCE = 256
@@ -78,8 +78,10 @@ class Home:
 class Host:
     """Has the processes in which environments live, each with many of them."""
 
-    def __init__(self, config: Config, printed: Path | None, note: Callable[[str], None]) -> None:
-        """Start the processes, unless they are on servers.
+    def __init__(
+        self, config: Config, printed: Path | None, note: Callable[[str], None], nodes: WorkerNodes = ()
+    ) -> None:
+        """Start the processes, on `nodes` or, where there are none, here, unless they are on servers.
 
         `printed`: the file for what environments print; None: it is printed as usual. `note` tells the user of servers
         that do not answer. Raises ConfigError.
@@ -93,7 +95,7 @@ class Host:
             self.servers = Servers(env.path, token, note, at_once=AT_ONCE, silence_s=timeouts.SERVER_SILENT_S)
             self._pool = RemotePool(self.servers)
         else:
-            self._pool = WorkerPool(code_of(env.path), env.workers, env.memory_mb, self.start_s, printed)
+            self._pool = WorkerPool(code_of(env.path), env.workers, env.memory_mb, self.start_s, printed, nodes)
 
     def describe(self) -> dict[str, Tools]:
         """Describe each environment, once all processes have loaded the file. Raises EpisodeError."""

@@ -1,17 +1,16 @@
-"""Reads the environments of a user's file, of four conventions, and plays them in the process that has loaded it.
+"""Reads the environments of a user's file, of five conventions, and plays them in the process that has loaded it.
 
 `ToolEnvironment` is TRL's: a class whose public methods are tools. `TextEnvironment` answers free text by
-`step(messages)`. `AgentInstance` is that of OpenRLHF's agent file, which is read without openrlhf. `GymEnvironment` is
-that of skyrl-gym. Coroutines are awaited, all of an episode on one loop.
+`step(messages)`. `AgentInstance` is that of OpenRLHF's agent file, which is read without openrlhf; its `AgentExecutor`
+with an `execute` of its own is played by `executor`. `GymEnvironment` is that of skyrl-gym. Coroutines are awaited, all
+of an episode on one loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,10 +20,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from slurm_rlhf.environments.records import Answer, Begun, Messages, Start, Tools, Turn
+from slurm_rlhf.environments._transformers import tokenizer_class
+from slurm_rlhf.environments.executor import EXECUTOR, executor_of
+from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
 from slurm_rlhf.environments.tools import answer_calls, schemas_of, tools_of
-from slurm_rlhf.errors import EpisodeError, cut, meant
-from slurm_rlhf.user_files import line_of, run_file, text_of
+from slurm_rlhf.environments.user_class import UserClass, columns_of
+from slurm_rlhf.errors import EpisodeError, meant
+from slurm_rlhf.user_files import run_file
 
 KEY = "env.path"
 CLASS, SEVERAL, COLUMN = "Environment", "ENVIRONMENTS", "environment"
@@ -43,70 +45,11 @@ class Played(Protocol):
     def end(self) -> Answer:
         """End an episode, over or not; return what it adds to the reward."""
 
-
-class _Own:
-    """Calls the methods of a user's instance, and names file and line of what they raise."""
-
-    def __init__(self, made: Any, file: Path) -> None:
-        self.made, self.file, self.loop = made, file, asyncio.new_event_loop()
-        self.instance: Any = made.__new__(made)
-
-    def create(self, *arguments: Any, **named: Any) -> None:
-        """Call `__init__`, which OpenRLHF allows to be a coroutine."""
-        self.call("__init__", *arguments, **named)
-
-    def call(self, name: str, *arguments: Any, **named: Any) -> Any:
-        """Call a method. Raises EpisodeError."""
-        return self.run(f"{self.made.__name__}.{name}", lambda: getattr(self.instance, name)(*arguments, **named))
-
-    def run(self, what: str, work: Callable[[], Any]) -> Any:
-        """Do what runs the user's code. Raises EpisodeError."""
-        try:
-            return self.value(work())
-        except (Exception, SystemExit) as error:
-            raise EpisodeError(f"{line_of(self.file, error)}: {what} raised {text_of(error)}") from error
-
-    def value(self, found: Any) -> Any:
-        """Wait for a coroutine."""
-        return self.loop.run_until_complete(found) if inspect.isawaitable(found) else found
-
-    def wrong(self, name: str, answer: Any, expected: str) -> EpisodeError:
-        """Make the error for an answer that no episode can go on with."""
-        shown = f"returned {cut(repr(answer), 80)}; expected {expected}"
-        return EpisodeError(f"{self.file}: {self.made.__name__}.{name} {shown}")
-
-    def number(self, name: str, answer: Any) -> float:
-        """Read a reward: a finite number, or anything that `float` takes, as a tensor of one element."""
-        try:
-            if not isinstance(answer, str) and math.isfinite(found := float(answer)):
-                return found
-        except (TypeError, ValueError):
-            pass
-        raise self.wrong(name, answer, "a finite number as reward")
-
-    def messages(self, name: str, given: Any) -> Messages:
-        """Read messages; a text is one of the user."""
-        if isinstance(given, str):
-            return [{"role": "user", "content": given}]
-        if isinstance(given, list) and given and all(isinstance(one, dict) and "role" in one for one in given):
-            return [dict(one) for one in given]
-        raise self.wrong(name, given, "a string or a list of messages")
-
-    def reset(self, start: Start) -> Any:
-        """Call `reset` with the row as `row`, or with those of its columns that it names."""
-        self.create()
-        if "row" in inspect.signature(self.instance.reset).parameters:
-            return self.call("reset", copy.deepcopy(start.row))
-        return self.call("reset", **_columns(self.instance.reset, start.row))
-
-    def close(self) -> None:
-        """Let the environment free what it holds, if it has `close`."""
-        if hasattr(self.instance, "close"):
-            self.call("close")
-        self.loop.close()
+    def leave(self) -> None:
+        """Free what an episode holds, over or not."""
 
 
-class ToolEnvironment(_Own):
+class ToolEnvironment(UserClass):
     """Plays TRL's class: `reset(**columns) -> str | None`, tools, `get_reward()` if it has one.
 
     Functions of its file that take `environments`, as TRL's rewards do, add to the reward.
@@ -135,7 +78,7 @@ class ToolEnvironment(_Own):
 
     def _judged(self, judge: Callable[..., Any]) -> float:
         """Call a reward function for this one environment; None: it does not apply."""
-        columns = {name: [value] for name, value in _columns(judge, self.row).items()}
+        columns = {name: [value] for name, value in columns_of(judge, self.row).items()}
         name, one = judge.__name__, {"environments": [self.instance]}
         found = self.run(name, lambda: judge(**{**columns, **one}))
         if not isinstance(found, list | tuple) or len(found) != 1:
@@ -143,7 +86,7 @@ class ToolEnvironment(_Own):
         return 0.0 if found[0] is None else self.number(name, found[0])
 
 
-class TextEnvironment(_Own):
+class TextEnvironment(UserClass):
     """Plays a class with `reset(row) -> messages | str | None` and `step(messages) -> observation, reward, done`."""
 
     _ANSWER = "(observation, reward, done) with a finite number as reward"
@@ -168,7 +111,7 @@ class TextEnvironment(_Own):
         return Answer()
 
 
-class AgentInstance(_Own):
+class AgentInstance(UserClass):
     """Plays the class of OpenRLHF's agent file, whose texts get no chat template."""
 
     def begin(self, start: Start) -> Begun:
@@ -184,15 +127,10 @@ class AgentInstance(_Own):
         reward, said, done = (self._read("step", answer, name) for name in ("rewards", "environment_feedback", "done"))
         if answer.get("environment_images"):
             raise self.wrong("step", "environment_images", "text: models see no images here")
-        score, logs = answer.get("scores"), answer.get("extra_logs") or {}
         self.so_far += turn.text + str(said)
-        return Answer(
-            text=str(said),
-            reward=self.number("step", reward),
-            done=bool(done),
-            score=None if score is None else self.number("step", score),
-            logs={str(name): self.number("step", value) for name, value in logs.items()},
-        )
+        found = self.scored("step", answer, self.number("step", reward))
+        found.text, found.done = str(said), bool(done)
+        return found
 
     def end(self) -> Answer:
         self.close()
@@ -204,7 +142,7 @@ class AgentInstance(_Own):
         return answer[key]
 
 
-class GymEnvironment(_Own):
+class GymEnvironment(UserClass):
     """Plays a class of skyrl-gym: `init(prompt)`, `step(action)`, `close()`."""
 
     def begin(self, start: Start) -> Begun:
@@ -233,14 +171,8 @@ KINDS: dict[str, Callable[[type, Path], Played]] = {
     "text": TextEnvironment,
     "agent": AgentInstance,
     "gym": GymEnvironment,
+    EXECUTOR: executor_of,
 }
-
-
-def _columns(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the columns of a row that a function names; all of them where it takes any."""
-    parameters = inspect.signature(function).parameters
-    every = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return {name: copy.deepcopy(value) for name, value in row.items() if every or name in parameters}
 
 
 def judges_of(made: type) -> list[Callable[..., Any]]:
@@ -252,8 +184,12 @@ def judges_of(made: type) -> list[Callable[..., Any]]:
 
 def kind_of(made: type) -> str:
     """Name the convention of a class; empty: it follows none."""
-    if issubclass(made, _agent_base()):
+    agent = _agent_module()
+    if issubclass(made, agent.AgentInstanceBase):
         return "agent"
+    if issubclass(made, agent.AgentExecutorBase):
+        own = [one for one in made.__mro__ if not one.__module__.startswith((agent.__name__, __name__))]
+        return EXECUTOR if any("execute" in vars(one) for one in own) else ""
     has = [name for name in ("init", "reset", "step") if callable(getattr(made, name, None))]
     if has == ["init", "step"]:
         return "gym"
@@ -268,7 +204,7 @@ def load(file: Path) -> dict[str, type]:
 
     Raises EpisodeError for a file without a usable class.
     """
-    _agent_base()
+    _agent_module()
     module = run_file(file, KEY, EpisodeError)
     several = getattr(module, SEVERAL, None)
     found: dict[str, Any] = dict(several) if isinstance(several, Mapping) else {"": _the_class(module, file)}
@@ -288,12 +224,9 @@ def _the_class(module: ModuleType, file: Path) -> Any:
     if (named := getattr(module, CLASS, None)) is not None and inspect.isclass(named):
         return named
     executor = getattr(module, "AgentExecutor", None)
+    if inspect.isclass(executor) and kind_of(executor) == EXECUTOR:
+        return executor
     agents = [one for one in own if kind_of(one) == "agent"]
-    if executor is not None and "execute" in vars(executor):
-        raise EpisodeError(
-            f"{KEY}: {file}: AgentExecutor.execute samples with an engine of its own, which is not possible here: "
-            "write what it does between turns as reset and step of an AgentInstance"
-        )
     fit = agents or [one for one in own if kind_of(one)]
     if len(fit) == 1:
         return fit[0]
@@ -301,16 +234,16 @@ def _the_class(module: ModuleType, file: Path) -> Any:
     raise EpisodeError(f"{KEY}: {file}: {what}: name it {CLASS}, or several in {SEVERAL} = {{name: class}}; {PAGE}")
 
 
-def _agent_base() -> type:
-    """Return OpenRLHF's base class of agents; make a module that stands in where openrlhf is not installed."""
+def _agent_module() -> ModuleType:
+    """Return OpenRLHF's module with the bases of agents; make one that stands in where openrlhf is not installed."""
     name = "openrlhf.utils.agent"
     if name not in sys.modules and importlib.util.find_spec("openrlhf") is None:
         for part in ("openrlhf", "openrlhf.utils", name):
             sys.modules[part] = ModuleType(part)
-        for base in ("AgentInstanceBase", "AgentExecutorBase", "MultiTurnAgentExecutor"):
-            setattr(sys.modules[name], base, type(base, (), {}))
-    found: type = importlib.import_module(name).AgentInstanceBase
-    return found
+        bases = vars(sys.modules[name])
+        bases |= {base: type(base, (), {}) for base in ("AgentInstanceBase", "AgentExecutorBase")}
+        bases["MultiTurnAgentExecutor"] = type("MultiTurnAgentExecutor", (bases["AgentExecutorBase"],), {})
+    return importlib.import_module(name)
 
 
 class Instances:
@@ -319,6 +252,8 @@ class Instances:
     def __init__(self, file: str) -> None:
         self.file = Path(file)
         self.classes = load(self.file)
+        if EXECUTOR in map(kind_of, self.classes.values()):
+            tokenizer_class()  # now, so that no call of an episode waits for it
         self.played: dict[int, Played] = {}
 
     def describe(self) -> dict[str, Any]:
@@ -351,7 +286,8 @@ class Instances:
 
     def drop(self, number: int) -> None:
         """Forget an episode, over or not."""
-        self.played.pop(number, None)
+        if (played := self.played.pop(number, None)) is not None:
+            played.leave()
 
     def _described(self, made: Any) -> Tools:
         kind = kind_of(made)

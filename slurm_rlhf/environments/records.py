@@ -24,6 +24,9 @@ class Start(Struct, forbid_unknown_fields=True):
     label: Any
     messages: Messages  # made of the row's prompt
     text: str  # the prompt as the data make it, chat template included
+    sampling: dict[str, Any] = {}  # how turns are sampled: temperature, top_p, top_k, stop; max_tokens of each turn
+    max_len: int = 0  # most tokens of an episode
+    model: str = ""  # directory of the policy's tokenizer
 
 
 class Begun(Struct, forbid_unknown_fields=True):
@@ -31,6 +34,8 @@ class Begun(Struct, forbid_unknown_fields=True):
 
     messages: Messages | None = None  # the whole prompt; None: that of the data
     text: str | None = None  # the whole prompt as text, which gets no chat template
+    ids: list[int] | None = None  # the whole prompt as tokens
+    limit: int | None = None  # most tokens of the turn; None: as many as any turn
     name: str = ""  # the environment of the row, in `Described`
 
 
@@ -39,6 +44,8 @@ class Turn(Struct, forbid_unknown_fields=True):
 
     text: str
     calls: list[ToolCall] = []
+    ids: list[int] = []
+    finish_reason: str = ""
 
 
 class Answer(Struct, forbid_unknown_fields=True):
@@ -46,6 +53,8 @@ class Answer(Struct, forbid_unknown_fields=True):
 
     messages: Messages | None = None  # observation; None: there is none
     text: str | None = None  # observation that gets no chat template
+    ids: list[int] | None = None  # observation as tokens
+    limit: int | None = None  # most tokens of the next turn; None: as many as any turn
     reward: float = 0.0
     done: bool = False
     score: float | None = None  # by the task's own measure; None: the environment gives none

@@ -3,8 +3,8 @@
 Agents: `agent` is the task of every step, and `agent_server` the conductor's end of the connections to agents. In the
 step `nodes`, over all nodes from before a run to its end, an agent examines its node (`examiner` with `collect`, which
 returns `facts`), and looks at its processes in a hang (`node_look`). In a role's step it is the parent of the role's
-processes (`children`, `child_process`), which get an `environment` and what `step_spec` says. Without Slurm one agent,
-a child of the conductor, does both.
+processes (`children`, `child_process`), which get an `environment` and what `step_spec` says. In the step `workers` it
+has the workers of nodes that are kept for these. Without Slurm one agent, a child of the conductor, does all.
 Starting: `launcher` (what starts roles and engines), `agent_launcher` with `agent_steps` and `srun` (in a Slurm job,
 and on one machine), `mpi/` (all of MPI).
 Jobs: `requeue` (the next job of a run), `orphan` (a job that has lost its first node), `submitit_job`.
@@ -27,15 +27,25 @@ if TYPE_CHECKING:
     from slurm_rlhf.config.schema import Config
 
 
-def submit(config: Config, local: bool = False) -> Any:
-    """Check `config` and submit a run; return a submitit job, whose `result()` is the summary of the run.
+def submit(config: Config, local: bool = False, command: str = "train") -> Any:
+    """Check `config` and submit a run of `command`, which is `train` or a stage.
+
+    Returns a submitit job, whose `result()` is the summary of the run.
 
     `config` says what to run and, in its group `slurm`, what to ask Slurm for; `local`: run on this machine instead.
     If the run fails, `result()` raises with the last lines of what failed. Raises ConfigError,
     PlacementError, ModelError, and RunError when sbatch refuses.
     """
-    from slurm_rlhf.config.check import check
+    from slurm_rlhf.config.check import check, check_stage
+    from slurm_rlhf.config.pipeline import TRAINING
+    from slurm_rlhf.config.schema_stages import STAGES
+    from slurm_rlhf.errors import ConfigError
     from slurm_rlhf.nodes.submitit_job import submit as by_submitit
 
-    check(config)
-    return by_submitit(config, local)
+    if command not in TRAINING:
+        raise ConfigError(f"command takes one of {', '.join(TRAINING)}, got {command!r}")
+    if command in STAGES:
+        check_stage(config, command)
+    else:
+        check(config)
+    return by_submitit(config, local, command)

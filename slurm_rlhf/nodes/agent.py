@@ -2,12 +2,13 @@
 
 The agents of the step `nodes` stay from before a run to its end: they examine their nodes (`examiner`), and look at its
 processes in a hang. In the step of a role an agent is the parent of the role's processes there: the conductor says what
-to start (`nodes.agent_steps`), and hears how that ends. Without Slurm one agent is all of this. Imports no torch, and
-never forks.
+to start (`nodes.agent_steps`), and hears how that ends. In the step `workers` it has those of the conductor's pools.
+Without Slurm one agent is all of this. Imports no torch, and never forks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -39,6 +40,7 @@ from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.messages import Request
+from slurm_rlhf.workers.hosted import HostedWorkers
 
 
 class Agent:
@@ -55,6 +57,7 @@ class Agent:
         self._ranks: RankMap | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}  # role -> its torchrun, or the rank of an MPI start
         self._engines: list[EngineRanks] = []  # one for each start
+        self._workers = HostedWorkers()
         self._temporary: LocalDirectory | None = None
         self._code: int | None = None  # exit status of the process that ended last
         self._leaving = False
@@ -144,6 +147,9 @@ class Agent:
                 return self._examiner.link(*request.argument(tuple[str, int]))
             case "groups":
                 return self._examiner.groups(request.argument(dict[str, Any]))
+            case "open" | "do" | "stack" | "close":
+                key, given = request.argument(tuple[str, str])
+                return getattr(self._workers, request.method)(key, *json.loads(given))
             case _:
                 return look(self._node, request.argument(list[int]))
 
@@ -202,6 +208,7 @@ class Agent:
         wait_until(lambda: not self._running, timeouts.RANKS_LEAVE_S, 0.05, 0.05)
         deserted = any(engines.deserted for engines in self._engines)
         self._kill([*self._processes, ROLLOUT])
+        self._workers.close()
         self._examiner.close()
         if self._temporary is not None:
             self._temporary.remove()

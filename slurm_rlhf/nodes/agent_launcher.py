@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from slurm_rlhf.cluster.network import LOOPBACK, address_among
 from slurm_rlhf.cluster.processes import process_state
@@ -16,7 +17,6 @@ from slurm_rlhf.nodes.launcher import Ended, Environment, names_in
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.replacement import with_engine_on
-from slurm_rlhf.placement.topology import Topology
 
 
 class AgentLauncher:
@@ -137,8 +137,9 @@ class AgentEngines:
             own = {share.node: self._ranks.topology.node(share.node) for share in self._ranks.roles[ROLLOUT]}
             known = {node.name for node in ranks.topology.nodes}
             nodes = (*ranks.topology.nodes, *(node for name, node in own.items() if name not in known))
-            topology = Topology(nodes, ranks.topology.accelerator, ranks.topology.origin)
-            self._ranks = RankMap(topology, {**ranks.roles, ROLLOUT: self._ranks.roles[ROLLOUT]})
+            self._ranks = RankMap(
+                replace(ranks.topology, nodes=nodes), {**ranks.roles, ROLLOUT: self._ranks.roles[ROLLOUT]}
+            )
             self._agents.write_map(self._ranks)
 
     def ended(self) -> list[tuple[int, str]]:

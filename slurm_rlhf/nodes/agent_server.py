@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.codec import decode
 from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Peer
+from slurm_rlhf.workers.pool import WorkerNodes
 
 
 class AgentServer(ABC):
@@ -87,6 +88,10 @@ class AgentServer(ABC):
         calls = [self.call(self.residents[node], "look", list(pids[node]), NodeView) for node in known]
         done, _ = wait(calls, within_s)
         return [call.result() for call in done if call.exception() is None]
+
+    def worker_nodes(self, tell: Callable[[str], None]) -> WorkerNodes:
+        """Start agents on the nodes that are kept for workers, and return these; `tell` tells the user of lost ones."""
+        return ()
 
     def unheard(self, seconds: float) -> set[str]:
         """Return the nodes that were heard once, and of which no agent was heard for `seconds`. Does not block."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import signal
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,8 +17,9 @@ from typing import Any
 from slurm_rlhf.cluster.network import LOOPBACK, address_among
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.config.schema_jobs import Timeout
+from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.nodes.agent_server import AgentServer
-from slurm_rlhf.nodes.facts import NODES, Orders
+from slurm_rlhf.nodes.facts import NODES, WORKERS, Orders
 from slurm_rlhf.nodes.launcher import names_in
 from slurm_rlhf.nodes.srun import (
     AGENT,
@@ -30,14 +32,19 @@ from slurm_rlhf.nodes.srun import (
     role_step,
     step_command,
     wait_over,
+    workers_step,
 )
 from slurm_rlhf.nodes.step_spec import RANK_MAP, StepSpec
+from slurm_rlhf.observe.run_log import WORKERS_LOST
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.codec import decode
 from slurm_rlhf.wire.messages import Peer
+from slurm_rlhf.workers.distant import DistantNode
+from slurm_rlhf.workers.pool import WorkerNodes
 
 _ATTEMPTS = 5
 """Starts of a step that failed for a reason which may be gone the next time."""
@@ -94,10 +101,15 @@ class AgentSteps(AgentServer):
         topology: Topology,
         container: Container = HOST,
         timeout: Timeout | None = None,
+        workers: int = 0,
     ) -> None:
-        """`topology`: all nodes of the job. Raises PlacementError if this process cannot reach them."""
-        self.nodes = [node.name for node in topology.nodes]
-        address = address_among(self.nodes, slurm.node_name) if slurm else LOOPBACK
+        """`topology`: all nodes of the job, of which the last `workers` are kept for workers.
+
+        Raises PlacementError if this process cannot reach them.
+        """
+        names = [node.name for node in topology.nodes]
+        self.nodes, kept = names[: len(names) - workers], names[len(names) - workers :]
+        address = address_among(names, slurm.node_name) if slurm else LOOPBACK
         super().__init__(run_dir, address, timeout or Timeout())
         self.slurm = slurm
         self.logs = run_dir / "logs"
@@ -107,6 +119,7 @@ class AgentSteps(AgentServer):
         self._container = container
         # The tasks print into it, too: a node may not see the run directory.
         self._nodes = self._step(nodes_step(topology, container), "nodes")
+        self._workers = [self._step(workers_step(topology, kept, self.logs, container), WORKERS)] if kept else []
         self._steps: dict[str, AgentStep] = {}  # steps by the name of their start, without Slurm by role
 
     def _step(self, step: Step, name: str) -> RunningStep:
@@ -128,8 +141,14 @@ class AgentSteps(AgentServer):
 
     def close(self) -> None:
         super().close()
-        wait_over([self._nodes], timeouts.STEP_KILL_S)
-        end([self._nodes])
+        wait_over([self._nodes, *self._workers], timeouts.STEP_KILL_S)
+        end([self._nodes, *self._workers])
+
+    def worker_nodes(self, tell: Callable[[str], None]) -> WorkerNodes:
+        for running in self._workers:
+            running.variables = self.orders(step=WORKERS).to_environment()
+            running.start()
+        return [NodeWithWorkers(self, running, node, tell) for running in self._workers for node in running.step.nodes]
 
     def write_map(self, ranks: RankMap) -> None:
         """Let every process of the run find who is where."""
@@ -183,7 +202,7 @@ class AgentSteps(AgentServer):
             return
         step = self._steps.get(name)
         if step is None or step.name != name:
-            return  # an earlier start of it
+            return  # an earlier start of it, or the step `workers`
         if event == "here":
             step.here[node] = peer
             self._order(step, node)
@@ -222,6 +241,32 @@ class AgentSteps(AgentServer):
         end([step.running for step in steps])
         for peer in agents:
             self.server.dismiss(peer.role, "its step was ended")
+
+
+class NodeWithWorkers(DistantNode):
+    """Implement `workers.distant.DistantNode` by the agent of a node in the step `workers`, which is `running`."""
+
+    def __init__(self, steps: AgentSteps, running: RunningStep, node: str, tell: Callable[[str], None]) -> None:
+        self.name, self._steps, self._running, self._tell = node, steps, running, tell
+        self._role = f"{WORKERS} {node}"
+        self._told = threading.Lock()
+
+    def ask(self, method: str, key: str, arguments: str, limit_s: float) -> Future[str]:
+        server = self._steps.server
+        wait_until(lambda: server.peers(self._role) or self.absence(), self._steps.timeout.connect, longest_s=1.0)
+        if why := self.absence():
+            raise RoleDied(why)
+        reader = partial(decode, declared=str, name=f"the answer to {method}")
+        return server.call(self._role, 0, method, (key, arguments), limit_s, reader)
+
+    def absence(self) -> str:
+        hows = [how for nodes, how in self._running.failures() if self.name in names_in(nodes)]
+        over = "" if self._running.alive else "its step is over"
+        return f"{(hows or [over])[0]}; see {self._running.log}" if hows or over else ""
+
+    def lose(self, why: str) -> None:
+        if self._told.acquire(blocking=False):
+            self._tell(f"{WORKERS_LOST} on {self.name}: {why}")
 
 
 class LocalAgents(AgentSteps):

@@ -67,7 +67,7 @@ def examine_nodes(asked: Question, agents: AgentServer) -> tuple[Report, RankMap
     seen = _measured(talk, _evidence(asked, agents, talk, token))
     talk.end()
     report, ranks = Report(asked.nodes, judge(seen), talk.seconds()), _placed(seen)
-    taken = {node.name for node in ranks.topology.nodes}
+    taken = {*(node.name for node in ranks.topology.nodes), *asked.ranks.topology.workers}
     gone = tuple(node for node in report.bad_nodes() if node not in taken)
     return replace(report, left_out=gone), ranks
 
@@ -80,7 +80,7 @@ def _measured(talk: Interview, seen: Evidence) -> Evidence:
     if not (asked.thorough or asked.spares) and Report(asked.nodes, judge(seen), 0.0).verdict == FAILED:
         return replace(seen, unmeasured="a run cannot start here anyhow")
     unreached = {node for each in names(seen.facts).findings if each.verdict == FAILED for node in each.nodes}
-    away = (set(asked.nodes) - set(talk.met)) | unreached
+    away = (set(asked.nodes) - set(talk.met)) | unreached | set(asked.ranks.topology.workers)  # which need no GPU
     slots = {share.node: min(share.gpus) for shares in asked.ranks.roles.values() for share in shares}
     pairs = links([node for node in asked.nodes if node not in away], slots)
     seen = replace(seen, links=talk.measure_links(pairs, asked.ranks.topology, LINKS))
@@ -110,7 +110,8 @@ def _placed(seen: Evidence) -> RankMap:
     if not asked.spares:
         return asked.ranks
     report = Report(asked.nodes, judge(seen), 0.0)
-    return asked.place(chosen(asked.nodes, report.bad_nodes(), report.failed_nodes(), asked.spares))
+    nodes = [node for node in asked.nodes if node not in asked.ranks.topology.workers]
+    return asked.place(chosen(nodes, report.bad_nodes(), report.failed_nodes(), asked.spares))
 
 
 def look_here(asked: Question, environ: Mapping[str, str]) -> Report:
@@ -178,6 +179,7 @@ class Evidence:
 def judge(seen: Evidence) -> tuple[Check, ...]:
     """Return all checks. Those of the network need several nodes."""
     asked, facts, needs = seen.asked, seen.facts, seen.asked.needs
+    slots = needs.wanted.slots
     checks = [network_checks.answers(facts, asked.nodes, seen.said, asked.started)]
     if asked.job:
         checks.append(node_checks.allocation(needs, asked.nodes, asked.job))
@@ -201,7 +203,7 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
         node_checks.gpus(facts, needs),
         *([node_checks.sandboxes(facts)] if needs.sandbox else []),
         *([network_checks.servers(needs.servers)] if needs.servers else []),
-        *([node_checks.compilers(facts)] if needs.wanted.slots else []),
+        *([node_checks.compilers({node: facts[node] for node in facts if node in slots})] if slots else []),
     ]
     if seen.unmeasured:
         return (*checks, Check("links and groups", f"not measured: {seen.unmeasured}"))

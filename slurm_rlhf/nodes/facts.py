@@ -11,8 +11,8 @@ VARIABLE = "SLURM_RLHF_AGENT"
 """The environment variable of an agent; it holds keys, so it is no argument, which other users could read."""
 
 
-NODES = "nodes"
-"""Name of the step whose agents stay from before a run to its end."""
+NODES, WORKERS = "nodes", "workers"
+"""Names of the steps whose agents stay to the end of a run: from before it, on all nodes, and those with workers."""
 
 
 @dataclass(frozen=True, slots=True)

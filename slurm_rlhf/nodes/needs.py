@@ -18,7 +18,7 @@ from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
-from slurm_rlhf.config.reward_sources import runs_programs
+from slurm_rlhf.config.reward_sources import in_workers, runs_programs
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
@@ -96,6 +96,8 @@ def places_of(config: Config) -> tuple[tuple[str, str], ...]:
     sets = {path: key for key in ("data.prompt_dataset", "eval.dataset") if (path := get(config, key))}
     for path, key in (dict.fromkeys((one.path for one in data_sets(config)), "eval.datasets") | sets).items():
         found |= {str(file): key for file in data_files(path)}
+    for key, path in (in_workers(config) if config.reward.workers_num_nodes else {}).items():
+        found |= {path: key} if key.endswith(("remote_url", "path")) else {}
     for path in config.train.plugins:
         found.setdefault(path, "train.plugins")
     return tuple((key, str(Path(path).absolute())) for path, key in found.items() if path)
@@ -137,7 +139,7 @@ def earlier_nodes(run_dir: Path) -> tuple[str, ...]:
         ranks = RankMap.from_json(json.loads((run_dir / RANK_MAP).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, PlacementError):
         return ()
-    return tuple(node.name for node in ranks.topology.nodes)
+    return (*(node.name for node in ranks.topology.nodes), *ranks.topology.workers)
 
 
 def allocation_problem(slurm: SlurmEnvironment) -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.cluster.processes import exit_text
@@ -17,6 +17,7 @@ from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes.child_process import start_child
+from slurm_rlhf.nodes.facts import WORKERS
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU, Node, Topology
 from slurm_rlhf.polling import wait_until
@@ -72,7 +73,10 @@ def step_command(step: Step, command: list[str]) -> list[str]:
         return ["srun", *_component(step, step.nodes, resources, command)]
     words: list[str] = []
     for node, gpus in zip(step.nodes, step.gpus, strict=True):
-        words += [":" if words else "srun", *_component(step, (node,), f"--gpus={gpus}", command)]
+        words += [
+            ":" if words else "srun",
+            *_component(step, (node,), f"--gpus={gpus}" if gpus else "--gres=none", command),
+        ]
     return words
 
 
@@ -248,16 +252,23 @@ def role_step(
 
     Engines never span nodes: the tasks of rollout do not know of each other, and the others survive when one ends.
     """
-    places = [share.node for share in ranks.roles[role]]
-    nodes = [ranks.topology.node(name) for name in places if only is None or name in only]
+    places = [share.node for share in ranks.roles[role] if only is None or share.node in only]
+    step = workers_step(ranks.topology, places, logs, container)
+    output = str(logs / f"{role}.%N.torchrun.log")
+    return replace(step, name=role, output=output, together=ROLES[role].kind != "engine")
+
+
+def workers_step(topology: Topology, names: Sequence[str], logs: Path, container: Container = HOST) -> Step:
+    """Return the step with workers on the nodes `names`."""
+    nodes = [topology.node(name) for name in names]
     return Step(
-        name=role,
-        nodes=tuple(node.name for node in nodes),
+        name=WORKERS,
+        nodes=tuple(names),
         cpus=min(node.cpus for node in nodes),
-        gpus=_gpus(ranks.topology, nodes),
-        output=str(logs / f"{role}.%N.torchrun.log"),
-        together=ROLES[role].kind != "engine",
-        uneven=_uneven(ranks.topology),
+        gpus=_gpus(topology, nodes),
+        output=str(logs / f"{WORKERS}.%N.log"),
+        together=False,
+        uneven=_uneven(topology),
         options=container.step_options(),
     )
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.processes import exit_text
-from slurm_rlhf.config.roles import colocations
+from slurm_rlhf.config.roles import colocations, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.config.text import dump_toml
@@ -42,24 +42,25 @@ FOLDER = "submitit"
 _MOST_TIMEOUTS = 1000
 
 
-def submit(config: Config, local: bool = False) -> Any:
-    """Submit a run with `config` and return its submitit job, whose `result()` is the summary of the run.
+def submit(config: Config, local: bool = False, command: str = "train") -> Any:
+    """Submit a run of `command` with `config` and return its submitit job, whose `result()` is the summary of the run.
 
     `local`: on this machine, as a process that outlives this one. Raises ConfigError and PlacementError for what
     cannot be submitted, RunError with the message of sbatch if it refuses.
     """
     from submitit.core.utils import FailedJobError
 
-    run_dir = Path(config.run_dir)
+    placed = of_command(config, command)
+    run_dir = Path(placed.run_dir)
     folder = run_dir / FOLDER
-    executor = local_executor(config, folder) if local else slurm_executor(config, folder)
+    executor = local_executor(placed, folder) if local else slurm_executor(placed, folder)
     made = not run_dir.exists()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.toml"
     file.write_text(dump_toml(config), encoding="utf-8")
     # submitit's local executor hides the GPUs that it was not asked for.
     hidden = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")} if local else {}
-    job = TrainJob(str(file), config.run_dir, hidden)
+    job = TrainJob(str(file), str(run_dir), hidden, command)
     try:
         # submitit copies what sbatch says to stderr, and raises with the same words.
         with _without_slurm_variables(), nullcontext() if local else redirect_stderr(io.StringIO()):
@@ -104,16 +105,16 @@ def slurm_executor(config: Config, folder: Path) -> Any:
 
 def slurm_parameters(config: Config) -> dict[str, Any]:
     """Return the parameters of submitit's executor of Slurm; pure. Raises ConfigError, PlacementError."""
-    slurm = config.slurm
+    slurm, beside = config.slurm, config.cluster.spares + config.reward.workers_num_nodes
     known = ("partition", "account", "qos", "constraint", "exclude", "mem", "exclusive", "dependency", "setup")
     others = ("gpus_per_node", "cpus_per_task", "reservation")  # submitit has no parameters for these
     more = {
-        "nodes": config.slurm.nodes or wanted_nodes(config) + config.cluster.spares,
+        "nodes": config.slurm.nodes or wanted_nodes(config) + beside,
         "ntasks-per-node": 1,
         "signal": f"B:{SIGNAL.name.removeprefix('SIG')}@{int(slurm.signal_lead_s)}",
         "requeue": True,
-        # A node that is down would end the job, and with it the run that goes on with a spare one.
-        **({"no-kill": True} if config.cluster.spares else {}),
+        # A node that is down would end the job, and with it the run that goes on with a spare one, or other workers.
+        **({"no-kill": True} if beside else {}),
         **{name.replace("_", "-"): value for name in others if (value := getattr(slurm, name))},
     }
     return {
@@ -182,6 +183,7 @@ class TrainJob:
     config: str  # TOML file
     run_dir: str
     environment: dict[str, str | None]  # values before submitit's executor changed them; None: not set
+    command: str = "train"
     _child: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
     _watch: threading.Thread | None = field(default=None, init=False, repr=False)
 
@@ -189,7 +191,7 @@ class TrainJob:
         """Run the conductor until it ends; return the summary. Raises RunError with the last lines of what failed."""
         signal.signal(signal.SIGTERM, self._relay)  # scancel: save and leave, not requeue
         child = subprocess.Popen(
-            bound_to_parent([sys.executable, "-m", "slurm_rlhf.cli", "train", self.config], signal.SIGTERM),
+            bound_to_parent([sys.executable, "-m", "slurm_rlhf.cli", self.command, self.config], signal.SIGTERM),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env={**_restore(os.environ, self.environment), PARENT_REQUEUES: str(int(SIGNAL))},
@@ -202,7 +204,7 @@ class TrainJob:
         if child.returncode:
             told = child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
             how = "was cancelled (SIGTERM)" if told else exit_text(child.returncode)
-            raise RunError(f"slurm-rlhf train {how}:\n{''.join(lines) or '(it said nothing)'}")
+            raise RunError(f"slurm-rlhf {self.command} {how}:\n{''.join(lines) or '(it said nothing)'}")
         return dict(json.loads((Path(self.run_dir) / "summary.json").read_text(encoding="utf-8")))
 
     def checkpoint(self) -> Any:
@@ -212,7 +214,7 @@ class TrainJob:
         if self._child is not None:
             self._relay(signal.SIGTERM)
             self._wait()  # as long as saving takes; the end of the allocation is the deadline
-        return DelayedSubmission(TrainJob(self.config, self.run_dir, self.environment))
+        return DelayedSubmission(TrainJob(self.config, self.run_dir, self.environment, self.command))
 
     def _wait(self) -> None:
         """Wait in small steps and without a lock: a signal handler may call this while it already waits."""

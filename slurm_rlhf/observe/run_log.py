@@ -220,6 +220,16 @@ def server_awaited(events: Sequence[RunEvent]) -> str:
     return waited
 
 
+WORKERS_LOST = "warning: workers are lost"
+"""Beginning of the event of a node whose workers are lost until the next start."""
+
+
+def workers_lost(events: Sequence[RunEvent]) -> list[str]:
+    """Return the texts that name nodes whose workers are lost since the last start of a run."""
+    begun = max((place for place, event in enumerate(events) if event.event in BEGINS), default=0)
+    return [event.text for event in events[begun:] if event.text.startswith(WORKERS_LOST)]
+
+
 class WarningEvents(logging.Handler):
     """Pass on what the package logs as a warning: ranks that are lost, updates that are repeated."""
 

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from slurm_rlhf.config.roles import ROLES, role_order
-from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.errors import PlacementError, shortened
 from slurm_rlhf.placement.packing import Assignment, Block, assign_slots, pack
 from slurm_rlhf.placement.topology import CPU, GPU, Node, RoleSize, Topology, explain
 
@@ -85,6 +85,7 @@ class RankMap:
         return {
             "accelerator": self.topology.accelerator,
             "nodes": [_plain(node) for node in self.topology.nodes],
+            "workers": list(self.topology.workers),
             "roles": {role: [_plain(share) for share in shares] for role, shares in self.roles.items()},
             "tp_groups": [_plain(group) for group in self.tp_groups],
             "world": self.worlds,
@@ -96,7 +97,8 @@ class RankMap:
         from msgspec import convert
 
         nodes = convert(data["nodes"], tuple[Node, ...])
-        return cls(Topology(nodes, data.get("accelerator", GPU)), convert(data["roles"], dict[str, list[NodeShare]]))
+        topology = Topology(nodes, data.get("accelerator", GPU), workers=tuple(data.get("workers", ())))
+        return cls(topology, convert(data["roles"], dict[str, list[NodeShare]]))
 
 
 def _plain(record: Node | NodeShare | TpGroup) -> dict[str, Any]:
@@ -146,7 +148,8 @@ def process_slots(topology: Topology, roles: Sequence[RoleSize], colocate: Seque
     slots = 0
     for block in make_blocks(roles, colocate):
         slots += block.per_node or block.tp * -(-block.engines // (block.num_nodes or count))
-    return Topology(tuple(Node(node.name, slots, node.cpus) for node in topology.nodes), CPU)
+    nodes = tuple(Node(node.name, slots, node.cpus) for node in topology.nodes)
+    return Topology(nodes, CPU, workers=topology.workers)
 
 
 def _merged(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> list[list[RoleSize]]:
@@ -251,6 +254,8 @@ def _legend(rank_map: RankMap) -> list[str]:
     used = len({(share.node, gpu) for shares in rank_map.roles.values() for share in shares for gpu in share.gpus})
     unit = "GPUs" if rank_map.topology.accelerator == GPU else "process slots"
     lines.append(f"{used} of {rank_map.topology.slots} {unit} used")
+    if workers := rank_map.topology.workers:
+        lines.append(f"workers, and no ranks, on {_counted(len(workers), 'more node')}: {shortened(workers, 4)}")
     return lines
 
 

@@ -264,7 +264,7 @@ def with_engine_on(ranks: RankMap, role: str, engine: int, node: str) -> RankMap
     topology = ranks.topology
     if node not in {each.name for each in topology.nodes}:
         like = replace(topology.node(group.node), name=node)
-        topology = Topology((*topology.nodes, like), topology.accelerator, topology.origin)
+        topology = replace(topology, nodes=(*topology.nodes, like))
     width = len(group.gpus)
     taken = {slot for shares in ranks.roles.values() for share in shares if share.node == node for slot in share.gpus}
     starts = range(0, topology.node(node).gpus - width + 1, width)

@@ -47,8 +47,6 @@ class Rates:
     optimizer: float = 0.80
     step_s: float = 1.5e-3  # an engine's step takes so much more than its model
     layer_s: float = 20e-6  # a layer's two sums over TP ranks take so much more than their bytes
-    forward_s: float = 0.0  # a micro-batch without gradients takes so much more than its FLOPs
-    update_s: float = 0.0  # one with gradients
     block: int = 1  # tokens; of a prompt whole blocks are computed once for all of its responses
 
 
@@ -82,17 +80,17 @@ class Probe:
         return rate, rest
 
 
-def measured(
-    forward: tuple[Probe, Probe], update: tuple[Probe, Probe], sampling: tuple[Probe, Probe], optimizer: float
-) -> tuple[Gpu, Rates]:
-    """Describe CPUs by what a rank of each kind did, a little and more of it; `optimizer`: bytes a second of AdamW."""
-    (peak, forward_s), (trained, update_s), (decoded, step_s) = (
-        Probe.line(*two) for two in (forward, update, sampling)
-    )
+def measured(forward: Probe, update: Probe, sampling: tuple[Probe, Probe], optimizer: float) -> tuple[Gpu, Rates]:
+    """Describe CPUs by what a rank did: passes, and an engine's samples, a few and more of them.
+
+    `optimizer`: bytes a second of AdamW.
+    """
+    peak, trained = (probe.work / probe.seconds for probe in (forward, update))
+    decoded, step_s = Probe.line(*sampling)
     # What an engine reads in each step is in `step_s`.
     shares = {"update": trained / peak, "forward": 1.0, "prefill": decoded / peak, "memory": math.inf, "optimizer": 1.0}
-    rest = {"step_s": step_s, "layer_s": 0.0, "forward_s": forward_s, "update_s": update_s}
-    return Gpu("CPU", 1 << 20, peak / 1e12, optimizer / 1e9, ""), Rates(**shares, **rest, block=CPU_BLOCK)
+    rates = Rates(**shares, step_s=step_s, layer_s=0.0, block=CPU_BLOCK)
+    return Gpu("CPU", 1 << 20, peak / 1e12, optimizer / 1e9, ""), rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +238,7 @@ class Work:
 
     def forward(self) -> float:
         """Return the seconds of a pass without gradients."""
-        return self._seconds(self.flops(), self.rates.forward, self.config.train.forward_tokens, self.rates.forward_s)
+        return self._seconds(self.flops(), self.rates.forward, self.config.train.forward_tokens)
 
     def update(self) -> float:
         """Return the seconds of all optimizer steps: passes, sums of gradients, the optimizer's own."""
@@ -248,7 +246,7 @@ class Work:
         flops = self.update_flops()
         ranks, tokens = ROLES[self.role].ranks(config), config.train.max_tokens_per_gpu
         steps = len(self.batch.lengths) / config.train.batch_size
-        computed = self._seconds(flops, self.rates.update, tokens, self.rates.update_s, steps, passes=2)
+        computed = self._seconds(flops, self.rates.update, tokens, steps, passes=2)
         elements = trained(config, self.shape, ROLES[self.role].head)[0]
         part = elements / ranks if ds.zero_stage else elements
         own = (
@@ -263,19 +261,14 @@ class Work:
             sums = gradient + (parameters if ds.zero_stage else gradient)
         return config.train.max_epochs * (computed + steps * (own + sums))
 
-    def _seconds(
-        self, flops: float, share: float, tokens: int, micro_s: float, least: float = 1, passes: int = 1
-    ) -> float:
+    def _seconds(self, flops: float, share: float, tokens: int, least: float = 1, passes: int = 1) -> float:
         """Return the seconds of `flops` over the ranks, of which the one with most work counts.
 
-        They are done in at least so many micro-batches, each of which takes `micro_s` more, and goes through the model
-        in so many `passes`: forward, backward.
+        They are done in at least so many micro-batches, which go through the model in so many `passes`: forward,
+        backward.
         """
         seconds = flops * self._imbalance(tokens) / ROLES[self.role].ranks(self.config)
         seconds /= share * self.gpu.bf16_tflops * 1e12
-        seconds += micro_s * max(
-            least, math.ceil(sum(self.batch.lengths) / ROLES[self.role].ranks(self.config) / tokens)
-        )
         if self.config.ds.zero_stage == 3 and ROLES[self.role].kind == "trained":
             micros = math.ceil(sum(self.batch.lengths) / ROLES[self.role].ranks(self.config) / tokens)
             size = (2 if half(self.config) else 4) * tensors(self.shape, ROLES[self.role].head)[0]

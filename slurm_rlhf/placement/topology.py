@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurm_rlhf.config.roles import ROLES, running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.errors import PlacementError, shortened
 from slurm_rlhf.placement.packing import Block, pack
 
 GPU = "gpu"
@@ -39,6 +39,7 @@ class Topology:
     nodes: tuple[Node, ...]
     accelerator: str = GPU  # "gpu" or "cpu"
     origin: str = field(default="", compare=False)  # source of the number of GPUs, for messages; empty: none to name
+    workers: tuple[str, ...] = ()  # names of further nodes, on which workers run and no ranks
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -58,6 +59,18 @@ class Topology:
     def slots(self) -> int:
         """Count the accelerator slots on all nodes together."""
         return sum(node.gpus for node in self.nodes)
+
+    def keep_for_workers(self, count: int) -> Topology:
+        """Keep the last `count` nodes for workers. Raises PlacementError where none would be left for ranks."""
+        left = len(self.nodes) - count
+        if left < 1:
+            names = shortened([node.name for node in self.nodes], 4)
+            raise PlacementError(
+                f"reward.workers_num_nodes = {count}, and no node is left for ranks: there is only {names}. Start the "
+                f"run in a Slurm allocation with {count} more (sbatch --nodes), or set the key to 0: workers then run "
+                "beside the conductor"
+            )
+        return replace(self, nodes=self.nodes[:left], workers=tuple(node.name for node in self.nodes[left:]))
 
     def node(self, name: str) -> Node:
         """Return the node called `name`; KeyError if there is none."""

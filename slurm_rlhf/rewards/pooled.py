@@ -19,7 +19,7 @@ from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import of_item
 from slurm_rlhf.rewards.items import Item, by_prompt, items_of
 from slurm_rlhf.rewards.scored import Rewards, joined, parse_answer
-from slurm_rlhf.workers.pool import RAISED, Code, WorkerPool
+from slurm_rlhf.workers.pool import GONE, RAISED, Code, WorkerNodes, WorkerPool
 
 FAIL, SKIP = "fail", "skip"
 LONGEST = 300
@@ -32,14 +32,15 @@ class PooledRewards:
     streams = True
     """The responses to a prompt may be scored while others are sampled."""
 
-    def __init__(self, code: Code, config: Config, printed: Path | None = None) -> None:
+    def __init__(self, code: Code, config: Config, printed: Path | None = None, nodes: WorkerNodes = ()) -> None:
         """Start the workers, and wait until they have loaded the code. `printed`: the log; None: the terminal.
 
+        `nodes`: where they run; empty: here.
         Raises RewardError for code that cannot be loaded.
         """
         reward, self._timeout_s = config.reward, config.timeout.reward
         self._on_error, self._input_key, self._printed = reward.on_error, config.data.input_key, printed
-        self._pool = WorkerPool(code, max(reward.workers, 1), reward.memory_mb, config.timeout.connect, printed)
+        self._pool = WorkerPool(code, max(reward.workers, 1), reward.memory_mb, config.timeout.connect, printed, nodes)
         try:
             self._pool.ready()
             self.where, self._none = self._pool.submit("about", timeout_s=self._timeout_s).result()
@@ -68,7 +69,7 @@ class PooledRewards:
         try:
             return [self._read(call, len(items))]
         except WorkerError as error:
-            if len(items) == 1:
+            if len(items) == 1 and error.kind != GONE:  # no fault of theirs: their node is lost
                 return [self._failed(items[0], error)]
             whole: WorkerError = error
         alone = [(item, self._ask([item], step, True)) for item in items]

@@ -30,7 +30,7 @@ def _regex(value: str) -> Score:
     try:
         pattern = re.compile(value)
     except re.error as error:
-        raise RewardError(f"reward.preset_value = {value!r} is no regular expression: {error}") from error
+        raise RewardError(f"reward.preset_value = {value!r} is no regular expression: {error}") from None
 
     def score(item: Item) -> float:
         found = [*pattern.finditer(item["response"])]
@@ -51,7 +51,7 @@ def _json_schema(value: str) -> Score:
         made.check_schema(schema)
     except (OSError, ValueError, jsonschema.SchemaError) as error:
         said = getattr(error, "message", str(error))
-        raise RewardError(f"reward.preset_value: {value} is no file with a JSON schema: {said}") from error
+        raise RewardError(f"reward.preset_value: {value} is no file with a JSON schema: {said}") from None
     validator = made(schema)
 
     def score(item: Item) -> float:

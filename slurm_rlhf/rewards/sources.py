@@ -16,16 +16,20 @@ from slurm_rlhf.rewards.remote import RemoteRewards
 from slurm_rlhf.rewards.weighted import WeightedRewards
 from slurm_rlhf.user_files import is_of_script
 from slurm_rlhf.workers.http_client import Servers, servers_of
-from slurm_rlhf.workers.pool import Code
+from slurm_rlhf.workers.pool import Code, WorkerNodes
 
 
 def reward_source(
-    config: Config, printed: Path | None = None, note: Callable[[str], None] = lambda text: None
+    config: Config,
+    printed: Path | None = None,
+    note: Callable[[str], None] = lambda text: None,
+    nodes: WorkerNodes = (),
 ) -> RewardSource | None:
     """Make the source that `reward` and `env` name, None for a reward model alone; `close_source` ends it.
 
     `printed`: the file for what functions print in workers; None: it is printed as usual. `note` tells the user of
-    servers that do not answer. A function that the script itself has registered runs here: no other process knows it.
+    servers that do not answer. `nodes`: where workers run; empty: here. A function that the script itself has
+    registered runs in this process: no other knows it.
     Raises ConfigError, RewardError.
     """
     reward = config.reward
@@ -34,9 +38,9 @@ def reward_source(
         found.append((RewardPart(name=ENVIRONMENT), episode_rewards))
     for part in reward.sources:
         alone = changed(config, settings_of(part))
-        found.append((part, None if part.model else _one_source(alone, printed, note)))
+        found.append((part, None if part.model else _one_source(alone, printed, note, nodes)))
     if not reward.sources and any(getattr(reward, name) for name in REWARD_SOURCES):
-        found.append((RewardPart(name=BESIDE), _one_source(config, printed, note)))
+        found.append((RewardPart(name=BESIDE), _one_source(config, printed, note, nodes)))
     if not found:  # a teacher alone says what is better
         return episode_rewards
     if len(found) == 1 and not reward.sources:
@@ -44,7 +48,9 @@ def reward_source(
     return WeightedRewards([part for part, _ in found], [source for _, source in found])
 
 
-def _one_source(config: Config, printed: Path | None, note: Callable[[str], None]) -> RewardSource | None:
+def _one_source(
+    config: Config, printed: Path | None, note: Callable[[str], None], nodes: WorkerNodes
+) -> RewardSource | None:
     reward = config.reward
     if reward.model_name_or_path:
         return None
@@ -53,11 +59,11 @@ def _one_source(config: Config, printed: Path | None, note: Callable[[str], None
     if reward.preset:
         value = reward.sandbox if reward.preset == "code" else reward.preset_value
         code = Code("slurm_rlhf.rewards.presets", "Preset", {"name": reward.preset, "value": value})
-        return PooledRewards(code, config, printed)
+        return PooledRewards(code, config, printed, nodes)
     if not reward.workers or is_of_script(REGISTERED, reward.function):
         return RewardFunction.of(reward, config.data.input_key)
     given = {"source": reward.remote_url, "function": reward.function, "plugins": config.train.plugins}
-    return PooledRewards(Code("slurm_rlhf.rewards.function", "served", given), config, printed)
+    return PooledRewards(Code("slurm_rlhf.rewards.function", "served", given), config, printed, nodes)
 
 
 def parts_of(source: RewardSource | None) -> list[RewardSource]:

@@ -96,7 +96,8 @@ class Conductor:
         """
         self.stop = stop
         self.directory.reward_log.parent.mkdir(parents=True, exist_ok=True)
-        with closing(Inputs.read(self.config, self.reporting.note, self.directory.reward_log)) as inputs:
+        note, nodes = self.reporting.note, self.launcher.agents.worker_nodes(self.reporting.note)
+        with closing(Inputs.read(self.config, note, self.directory.reward_log, nodes)) as inputs:
             self._work(inputs)
 
     def _work(self, inputs: Inputs) -> None:

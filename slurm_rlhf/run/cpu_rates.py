@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ from slurm_rlhf.run.prediction import Prediction, Speeds
 from slurm_rlhf.wire.calls import EngineCalls, PassRequest, SamplingRequest, TrainerCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
-ENOUGH = 4e9
-"""FLOPs of a pass of one rank that tell its rate: a tenth of a second to a second. A few sequences may have more."""
-MOST = 2e10
+ENOUGH = 1.2e10
+"""FLOPs of a pass of one rank that tell its rate: half a second. A few sequences may have more."""
+MOST = 6e10
 """FLOPs of a pass of one rank at most: all measurements then take 20 s at 30 GFLOP/s, and a larger model has none."""
 TOKENS = 16
 """Tokens of a response that an engine samples, at most."""
@@ -72,7 +72,6 @@ class _Measurement:
         cores = {node: ranks.topology.node(node).cpus or here for node in nodes}
         rivals = sum(ranks.world(role) for role in models if role != ROLLOUT)
         self._cores = Cores(sum(cores.values()), config.train.threads_per_rank or max(1, sum(cores.values()) // rivals))
-        self._bytes = (0.0, 0.0)  # a second, that AdamW reads and writes, and that ranks exchange
         self._response = max(1, round(MEAN * config.rollout.max_new_tokens))
 
     def speeds(self) -> Speeds | None:
@@ -85,17 +84,15 @@ class _Measurement:
         room = self._config.train.max_tokens_per_gpu // (len(self._prompt) + self._response)
         many = int(max(2, min(batch * samples / world, room, ENOUGH / of_one)))
         self._pass(1, backward=True)  # memory is there afterwards, and kernels are
-        forward, update = (
-            [self._middle(partial(self._pass, count, backward)) for count in (max(1, many // 4), many)]
-            for backward in (False, True)
-        )
+        (forward, *_), (update, optimizer, link) = (self._pass(many, backward) for backward in (False, True))
         width = min(self._config.vllm.max_num_seqs, batch * samples // self._roles[ROLLOUT].world)
         most = max(2, min(width, int(ENOUGH / batch_flops(self._models[ROLLOUT], [len(self._prompt)], False, 0))))
         self._sampling(1)
-        sampling = [self._middle(partial(self._sampling, count)) for count in (max(1, most // 4), most)]
-        (f1, f2), (u1, u2), (s1, s2) = forward, update, sampling
-        optimizer, link = self._bytes
-        gpu, rates = measured((f1, f2), (u1, u2), (s1, s2), optimizer)
+        few, more = (
+            sorted((self._sampling(count) for _ in range(3)), key=lambda probe: probe.seconds / probe.steps)[1]
+            for count in (max(1, most // 4), most)
+        )
+        gpu, rates = measured(forward, update, (few, more), optimizer)
         return Speeds(gpu, Links(link or optimizer, link or optimizer), rates, self._cores)
 
     def _work(self, count: int) -> Work:
@@ -104,12 +101,7 @@ class _Measurement:
         batch = StepLengths([response] * count, [prompt + response] * count, prompt)
         return Work(self._config, ACTOR, self._models[ACTOR], Gpu("CPU", 0, 0, 0, ""), Links(0, 0), batch)
 
-    @staticmethod
-    def _middle(probe: Callable[[], Probe]) -> Probe:
-        """Probe three times, as the machine may have other work; return neither the fastest nor the slowest."""
-        return sorted((probe() for _ in range(3)), key=lambda found: found.seconds / found.steps)[1]
-
-    def _pass(self, count: int, backward: bool) -> Probe:
+    def _pass(self, count: int, backward: bool) -> tuple[Probe, float, float]:
         """Have all ranks of the trained roles pass `count` sequences each; return what the actor's slowest did."""
         answers = {}
         for role in self._trained:
@@ -122,14 +114,10 @@ class _Measurement:
             most = self._config.train.max_tokens_per_gpu
             answers[role] = send_shards(self._roles[role], TrainerCalls.measure, request, batch, most)[1]
         found = gather([each for calls in answers.values() for each in calls])[: self._roles[ACTOR].world]
-        ranks = sum(self._roles[role].world for role in self._trained)
-        alone = max(1.0, ranks * self._cores.threads / self._cores.count)
         work = self._work(count)
         flops = work.update_flops() if backward else work.flops()
-        seconds = max(each.seconds for each in found) / alone
-        now = min(each.optimizer for each in found), min(each.link for each in found)
-        self._bytes = max(self._bytes[0], now[0]), max(self._bytes[1], now[1])
-        return Probe(flops, seconds)
+        probe = Probe(flops, max(each.seconds for each in found))
+        return probe, min(each.optimizer for each in found), min(each.link for each in found)
 
     def _sampling(self, count: int) -> Probe:
         """Have all engines sample `count` responses; return what the slowest did."""

@@ -27,6 +27,7 @@ from slurm_rlhf.run.self_check import PromptFindings
 from slurm_rlhf.sampling.environment import Environments
 from slurm_rlhf.user_files import is_of_script
 from slurm_rlhf.workers.http_client import Servers
+from slurm_rlhf.workers.pool import WorkerNodes
 
 _MODEL = "actor.model_name_or_path"
 _OF_A_START = ("run_dir", "resume")
@@ -48,10 +49,13 @@ class Inputs:
     model: dict[str, str]  # path of the actor's model -> hash of its contents
 
     @classmethod
-    def read(cls, config: Config, note: Callable[[str], None], printed: Path | None = None) -> Inputs:
+    def read(
+        cls, config: Config, note: Callable[[str], None], printed: Path | None = None, nodes: WorkerNodes = ()
+    ) -> Inputs:
         """Read and check the user's files; `note` informs the user. `close` ends what it has started.
 
-        `printed`: the file for what reward functions print; None: it is printed as usual. Raises UserError.
+        `printed`: the file for what reward functions print; None: it is printed as usual. `nodes`: where workers run;
+        empty: here. Raises UserError.
         """
         for message in warnings(config):
             note(f"warning: {message}")
@@ -80,12 +84,12 @@ class Inputs:
             prompts.fingerprint(),
         )
         total = config.train.max_steps or order.total
-        reward, environments = reward_source(config, printed, note), None
+        reward, environments = reward_source(config, printed, note, nodes), None
         findings = PromptFindings.of(prompts, tokenizer, config.data)
         path = config.actor.model_name_or_path
         model = {path: model_contents(Path(path))}
         if config.env.path:  # last: it starts processes
-            environments = Environments(config, tokenizer, printed, note)
+            environments = Environments(config, tokenizer, printed, note, nodes)
             for name, found in (("data.prompt_dataset", prompts), *sets):
                 environments.check_rows(found, name)
         return cls(prompts, evaluation, order, reward, environments, total, findings, tokenizer, model)

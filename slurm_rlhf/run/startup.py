@@ -69,7 +69,9 @@ class Startup:
     def begin(self, checkpoint: Path | None) -> TrainingLoop:
         """Start everything, and take it back to `checkpoint`, whose state the run has already."""
         self.supervisor.start(role_environment(self.run.config, self.run.ranks, len(os.sched_getaffinity(0))))
-        self.run.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.run.ranks.worlds.items()))
+        roles = [f"{role} x {n}" for role, n in self.run.ranks.worlds.items()]
+        roles += [f"workers on {node}" for node in self.run.ranks.topology.workers]
+        self.run.reporting.note("roles: " + ", ".join(roles))
         return self._lead(checkpoint)
 
     def engines_are_idle(self) -> bool:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -25,13 +25,15 @@ from msgspec.structs import replace
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import prompt_messages
 from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.environments.executor import EXECUTOR
 from slurm_rlhf.environments.host import Homeless, Host
 from slurm_rlhf.environments.kinds import COLUMN
-from slurm_rlhf.environments.records import Answer, Begun, Start, ToolCall, Tools, Turn
+from slurm_rlhf.environments.records import Answer, Begun, Messages, Start, ToolCall, Tools, Turn
 from slurm_rlhf.environments.tool_calls import tool_reader, without_end
 from slurm_rlhf.environments.turn_tokens import TurnTokens
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut
 from slurm_rlhf.records import F32, I32, LENGTH, LOST, REPETITION, Bool, Prompt, Sampling, Trajectory, VersionSpan
+from slurm_rlhf.workers.pool import WorkerNodes
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,15 +74,17 @@ class Environments:
         tokenizer: Tokenizer,
         printed: Path | None = None,
         note: Callable[[str], None] = lambda text: None,
+        nodes: WorkerNodes = (),
     ) -> None:
         """Load the environments; blocks, also while no server of env.path answers, of which `note` tells the user.
 
+        `nodes`: where their processes run; empty: here.
         `printed`: the file for what they print; None: it is printed as usual.
         Raises EpisodeError for a file without usable environments, ModelError for a chat template without room for
         turns or tools.
         """
         self.file, self.config, self.tokenizer = config.env.path, config, tokenizer
-        self.host = Host(config, printed, note)
+        self.host = Host(config, printed, note, nodes)
         try:
             self.described = self.host.describe()
             templated = config.data.apply_chat_template
@@ -92,7 +96,9 @@ class Environments:
                 )
             reader = tool_reader(tokenizer) if "tools" in kinds else None
             self.tokens = {
-                kind: TurnTokens(tokenizer, templated and kind != "agent", reader if kind == "tools" else None)
+                kind: TurnTokens(
+                    tokenizer, templated and kind not in ("agent", EXECUTOR), reader if kind == "tools" else None
+                )
                 for kind in kinds
             }
         except BaseException:
@@ -150,12 +156,8 @@ class Turns(Episode):
 
     def __init__(self, environments: Environments, prompt: Prompt, sampling: Sampling, sample: int) -> None:
         super().__init__(prompt, sampling, sample)
-        self._environments, self._prompt, self._most, self._sample = (
-            environments,
-            prompt,
-            sampling.max_new_tokens,
-            sample,
-        )
+        self._environments, self._prompt, self._sampling, self._sample = environments, prompt, sampling, sample
+        self._most = sampling.max_new_tokens
         self._tools: Tools
         self._tokens: TurnTokens
         self._began = time.monotonic()
@@ -179,13 +181,20 @@ class Turns(Episode):
         plain = [{"role": "user", "content": self._prompt.text}]
         messages = prompt_messages(row, data) if data.input_key in row else plain
         try:
-            begun = await self._home.begin(Start(row, self._prompt.label, messages, self._prompt.text))
+            begun = await self._home.begin(self._started(row, messages))
             await environments.encode(partial(self._begin, begun))
         except Homeless:
             return await self._anew()
         except (EpisodeError, ModelError) as error:
             return self._lost(error)
         return None
+
+    def _started(self, row: dict[str, Any], messages: Messages) -> Start:
+        sampling, text, environments = self._sampling, self._prompt.text, self._environments
+        given = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "stop")}
+        given["max_tokens"] = self._most
+        longest, model = environments.config.data.max_len, str(environments.tokenizer.directory)
+        return Start(row, self._prompt.label, messages, text, given, longest, model)
 
     async def take(self, found: Trajectory) -> Trajectory | None:
         environments, env = self._environments, self._environments.config.env
@@ -196,7 +205,7 @@ class Turns(Episode):
             text = environments.tokenizer.decode(found.response_ids.tolist(), skip_special_tokens=False)
             calls = self._tokens.reader.read(without_end(text, environments.tokenizer), self._tools.schemas)
         try:
-            answer = await self._home.turn(Turn(found.text, calls))
+            answer = await self._home.turn(Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason))
             self._add(answer)
             over = answer.done or found.finish_reason == REPETITION or self._turns == env.max_turns
             late = env.max_seconds and time.monotonic() - self._began > env.max_seconds
@@ -224,7 +233,9 @@ class Turns(Episode):
         environments = self._environments
         self._tools = environments.described[begun.name]
         self._tokens = environments.tokens[self._tools.kind]
-        if begun.text is not None:
+        if begun.ids is not None:
+            ids = begun.ids
+        elif begun.text is not None:
             ids = environments.tokenizer.encode(begun.text)
         elif begun.messages is not None:
             ids = self._tokens.prompt(begun.messages, self._tools.schemas, environments.file)
@@ -239,12 +250,14 @@ class Turns(Episode):
                 f"fit (data.max_len - rollout.max_new_tokens): {text!r}"
             )
         self._prompt_ids = np.array(ids, dtype=np.int32)
-        self._go_on()
+        self._go_on(begun.limit)
 
     def _observe(self, answer: Answer, calls: list[ToolCall]) -> bool:
         """Append the observation; return False if no turn fits behind it."""
         before = [*self._prompt_ids.tolist(), *self._ids]
-        if answer.text is not None:
+        if answer.ids is not None:
+            ids = answer.ids
+        elif answer.text is not None:
             ids = self._tokens.text_behind(before, answer.text)
         else:
             ids = self._tokens.behind(before, answer.messages or [], calls, self._tools.schemas)
@@ -255,7 +268,7 @@ class Turns(Episode):
         self._sampled += [False] * len(ids)
         if self._versions:
             self._versions[-1] = replace(self._versions[-1], end=len(self._ids))
-        self._go_on()
+        self._go_on(answer.limit)
         return True
 
     def _append(self, found: Trajectory) -> None:
@@ -266,9 +279,10 @@ class Turns(Episode):
         self._sampled += [True] * len(found.response_ids)
         self._digests += found.digests
 
-    def _go_on(self) -> None:
+    def _go_on(self, limit: int | None = None) -> None:
         self.token_ids = np.concatenate([self._prompt_ids, np.array(self._ids, dtype=np.int32)])
-        self.limit = min(self._most, self._environments.config.data.max_len - len(self.token_ids))
+        room = self._environments.config.data.max_len - len(self.token_ids)
+        self.limit = min(self._most, room, limit or room)
 
     def _add(self, answer: Answer) -> None:
         sums = self._sums

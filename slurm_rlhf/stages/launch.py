@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
 from slurm_rlhf.config.keys import get
-from slurm_rlhf.config.roles import ACTOR
+from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RoleDied, printable
@@ -20,6 +21,8 @@ from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.nodes.launcher import Ended, Launcher
 from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe.log_tail import quoted
+from slurm_rlhf.observe.run_log import read_object
+from slurm_rlhf.observe.run_status import write_summary
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
@@ -62,7 +65,7 @@ class StageJob:
             if not Path(get(self.config, f"{self.name}.output_dir")).is_dir():
                 log = self.directory.role_log(ACTOR, self.ranks.roles[ACTOR][0].node, 0)
                 raise RoleDied(
-                    f"the ranks of {self.name} on {ended[0].node}: torchrun {ended[0].how}, and no model was written\n"
+                    f"the process group of {self.name} on {ended[0].node} {ended[0].how}, and no model was written\n"
                     + quoted(log, 3, self._before)
                 )
         finally:
@@ -97,7 +100,10 @@ class StageJob:
         return CheckpointDir(self.directory.root).resolve("auto") != self.checkpoint
 
     def failed(self, error: BaseException) -> None:
-        """Leave it to the message of `error`: the logs have the rest."""
+        """Write that it failed into the summary, if there is one."""
+        if known := read_object(self.directory.summary):
+            with contextlib.suppress(OSError):  # the disk does not take it: `error` says so already
+                write_summary(self.directory.summary, {**known, "status": "failed", "error": str(error)})
 
     def tell(self, line: str) -> None:
         """Print a line."""
@@ -106,7 +112,7 @@ class StageJob:
 
 def launch(config: Config, name: str, ranks: RankMap, launcher: Launcher) -> int:
     """Train the stage `name` on `ranks`; return the exit code, and raise, as `groups.run_lock.lead`."""
-    directory = RunDirectory(Path(config.run_dir))
+    directory = RunDirectory(Path(of_command(config, name).run_dir))
     continuation = continuation_of(config.slurm, directory.root, os.environ)
     end, lead_s = continuation.end_time(), config.slurm.signal_lead_s
     with occupied(directory, node_name(), end, lead_s):

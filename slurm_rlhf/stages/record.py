@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import STOP_FILE
-from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import CheckpointError, printable
 from slurm_rlhf.observe.metrics import append_metrics
 from slurm_rlhf.observe.run_log import truncate_after
+from slurm_rlhf.observe.run_status import write_summary
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.trainer.distributed import World
 
@@ -36,11 +37,11 @@ class StageRecord:
         self._name = name
         self._config = config
         self._world = world
-        out = Path(get(config, f"{name}.output_dir"))
-        self._paths = RunDirectory(out.with_name(f"{out.name}.run"))
+        self._paths = RunDirectory(Path(of_command(config, name).run_dir))
         self._checkpoints = CheckpointDir(self._paths.root)
         self.root = self._paths.root
         """Directory of all that it writes."""
+        self._steps = 0  # of the whole training
 
     def begin(self, steps: int) -> tuple[Path | None, dict[str, Any]]:
         """Return the checkpoint to go on from, by the key `resume`, and its state; (None, {}) at the beginning.
@@ -62,7 +63,17 @@ class StageRecord:
             if checkpoint is None:
                 self._put_aside()
             truncate_after(self._paths.metrics, state.get("step", 0))
+        self._steps = steps
+        self._summarize("running", state.get("step", 0))
         return checkpoint, state
+
+    def _summarize(self, status: str, step: int) -> None:
+        if self._world.rank == 0:
+            world, seed = {ACTOR: self._world.size}, self._config.train.seed
+            write_summary(
+                self._paths.summary,
+                {"status": status, "steps": step, "total_steps": self._steps, "world": world, "seed": seed},
+            )
 
     def _together(self) -> None:
         if self._world.size > 1:
@@ -102,16 +113,19 @@ class StageRecord:
         """Tell whether a file `STOP_FILE` asks the training to save and to end."""
         return (self.root / STOP_FILE).exists()
 
-    def obeyed(self) -> None:
-        """Remove that file, which would stop the next start, too."""
+    def stopped(self, step: int) -> None:
+        """Tell that the training stops behind `step`, which is saved. Collective."""
+        self._summarize("stopped", step)
         self._together()
         if self._world.rank == 0:
-            (self.root / STOP_FILE).unlink(missing_ok=True)
+            (self.root / STOP_FILE).unlink(missing_ok=True)  # it would stop the next start, too
 
     def finished(self) -> None:
-        """Remove the checkpoints: the model is written."""
+        """Tell that the model is written, and remove the checkpoints. Collective: no rank ends before that."""
         if self._world.rank == 0:
             shutil.rmtree(self._paths.checkpoints, ignore_errors=True)
+        self._summarize("finished", self._steps)
+        self._together()
 
 
 WORDS = {

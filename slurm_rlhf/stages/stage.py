@@ -174,7 +174,7 @@ def train_stage(config: Config, stage: Stage) -> int:
         asked = record.asked
         by = f"the file {STOP_FILE}" if asked else words_of(signals.number)
         record.say(f"stopped by {by}; saved at step {done}/{steps}; the same command goes on from here")
-        record.obeyed()
+        record.stopped(done)
         return 0 if asked else exit_code(signals.number)
     trainer.export_hf(out)
     record.finished()

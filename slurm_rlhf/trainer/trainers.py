@@ -96,19 +96,21 @@ class MeasuredModel(TrainedModel):
     """Tells its speed before the first step of a run; a base class beside the one of the kind of model."""
 
     def measure(self, exp: Experience, micro: list[list[int]], backward: bool) -> tuple[float, float, float]:
-        """Return the seconds of the fastest of three passes over micro-batches, and two more rates.
+        """Return the CPU seconds of the fastest of three passes over micro-batches, and two more rates.
 
+        They are those of each thread, whatever other ranks do on the cores meanwhile.
         With `backward` it computes gradients, which it drops: under ZeRO-3 it counts two more passes for them. Then the
         rates are those of `speed`, else 0. Nothing is changed.
         """
-        batches, found = [self._collate(exp.select(rows)) for rows in micro], []
+        found = []
         gradients = backward and not self.backend.sharded
         wanted = [parameter for parameter in self.backend.module.parameters() if parameter.requires_grad]
         dtype = self.backend.cfg.autocast
         with undisturbed(self.backend.module, self.world.device):
             for _ in range(3):
-                start = time.perf_counter()
-                for batch in batches:
+                start = time.process_time()
+                for rows in micro:
+                    batch = self._collate(exp.select(rows))
                     with (
                         torch.autocast(self.world.device.type, dtype, dtype is not None),
                         torch.set_grad_enabled(gradients),
@@ -116,7 +118,7 @@ class MeasuredModel(TrainedModel):
                         numbers = self._numbers(batch).sum()
                     if gradients:
                         torch.autograd.grad(numbers, wanted, allow_unused=True)
-                found.append(time.perf_counter() - start)
+                found.append((time.process_time() - start) / torch.get_num_threads())
         return min(found) * (3 if backward and not gradients else 1), *(speed(self.world) if backward else (0.0, 0.0))
 
     @abstractmethod

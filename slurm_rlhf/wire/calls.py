@@ -85,7 +85,7 @@ class PassRequest(Record):
 
 
 class PassAnswer(Record):
-    seconds: float  # the fastest of three passes
+    seconds: float  # CPU time of the fastest of three passes, by thread
     optimizer: float = 0.0  # bytes a second that AdamW reads and writes; 0: not measured
     link: float = 0.0  # bytes a second of sums over the ranks; 0: not measured
 

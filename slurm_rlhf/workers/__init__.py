@@ -1,9 +1,9 @@
-"""Code of users in processes of its own, beside the conductor.
+"""Code of users in processes of its own, beside the conductor or on nodes of their own.
 
 What lives here: `channel` (messages between the two, over a socket that the worker inherits), `process` (the program of
 a worker: it makes one object and calls its methods), `pool` (starts workers, gives each call a deadline, and replaces a
-worker that hangs, ends or grows too large), `http_server` (their calls over HTTP) and `http_client` (asks such servers,
-and others, again while they are away).
+worker that hangs, ends or grows too large), `distant` and `hosted` (the two ends of workers on other nodes),
+`http_server` (their calls over HTTP) and `http_client` (asks such servers, and others, again while they are away).
 
 May import: base modules, config in annotations, observe's stacks and names of events, wire's table of time-outs,
 cluster. No torch, no numpy, so that a worker starts in a tenth of a second. httpx in `http_client` alone, inside

@@ -24,7 +24,7 @@ class Channel:
 
     def send(self, value: Any) -> None:
         """Send a value. Raises TypeError or ValueError for one that has no JSON or is too large, and OSError."""
-        text = json.dumps(value, default=_plain).encode()
+        text = packed(value).encode()
         if len(text) > LARGEST:
             raise ValueError(f"a message of {len(text) / 2**20:.0f} MiB; {LARGEST / 2**20:.0f} MiB are the most")
         self.socket.sendall(_LENGTH.pack(len(text)) + text)
@@ -56,6 +56,11 @@ class Channel:
         text = bytes(self._held[_LENGTH.size : end])
         del self._held[:end]
         return [json.loads(text)]
+
+
+def packed(value: Any) -> str:
+    """Write a value as JSON. Raises TypeError or ValueError for one that has none."""
+    return json.dumps(value, default=_plain)
 
 
 def _plain(value: Any) -> Any:

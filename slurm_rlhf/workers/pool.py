@@ -2,7 +2,7 @@
 
 Each worker is a child of one thread, which lives as long as the pool: the kernel ends the worker with that thread, also
 when the conductor is killed. A worker does one call after the other. Its processes are a session of their own, and end
-together.
+together. Other nodes have workers in such pools; here a thread stands for each (`workers.distant`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 from slurm_rlhf.cluster.processes import KEYS, exit_text
@@ -31,7 +32,7 @@ from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.channel import Channel
 
 LATE, ENDED, MEMORY, RAISED, GONE = "late", "ended", "memory", "raised", "gone"
-"""Kinds of `WorkerError`; gone: an earlier call has ended the process that a lease is of."""
+"""Kinds of `WorkerError`; gone: an earlier call has ended the process that a lease is of, or its node is lost."""
 
 
 WORKER = "worker process"
@@ -41,13 +42,9 @@ _POOLS: WeakSet[WorkerPool] = WeakSet()
 
 
 def stacks_of_workers() -> list[ThreadStack]:
-    """Ask each worker of this process that does a call where it is. Blocks for WORKER_STACK_S and a poll at most."""
-    workers = [worker for pool in list(_POOLS) for worker in pool.busy()]
-    for worker in workers:
-        worker.ask_stack()
-    wait_until(lambda: all(worker.stack_text() for worker in workers), timeouts.WORKER_STACK_S)
-    time.sleep(timeouts.POLL_S if workers else 0.0)  # a stack is written line by line
-    stacks = [stack for worker in workers for stack in read_stacks(worker.stack_text()) if stack.name == MAIN]
+    """Ask each worker of this process that does a call where it is; blocks as `WorkerPool.stack_texts`."""
+    texts = [text for pool in list(_POOLS) for text in pool.stack_texts()]
+    stacks = [stack for text in texts for stack in read_stacks(text) if stack.name == MAIN]
     return [replace(stack, name=WORKER) for stack in stacks]
 
 
@@ -59,8 +56,21 @@ class Code(NamedTuple):
     arguments: dict[str, Any]
 
 
+class WorkerNode(Protocol):
+    """Is another node that has workers for pools of this process."""
+
+    def worker(self, pool: WorkerPool, number: int) -> PoolWorker:
+        """Make what stands here for one of them; it is not started."""
+
+
+WorkerNodes = Sequence[WorkerNode]
+"""Where workers run; empty: here."""
+
+
 @dataclass(slots=True)
-class _Call:
+class PoolCall:
+    """Holds a call of a method of a worker's object, and its answer."""
+
     method: str
     arguments: tuple[Any, ...]
     timeout_s: float
@@ -69,21 +79,34 @@ class _Call:
 
 
 class WorkerPool:
-    """Has `count` workers, which start at once. All methods may be called from any thread."""
+    """Has workers, which start at once. All methods may be called from any thread."""
 
-    def __init__(self, code: Code, count: int, memory_mb: int, start_s: float, printed: Path | None = None) -> None:
-        """Start the workers.
+    def __init__(
+        self,
+        code: Code,
+        count: int,
+        memory_mb: int,
+        start_s: float,
+        printed: Path | None = None,
+        nodes: WorkerNodes = (),
+    ) -> None:
+        """Start `count` workers here or, where there are `nodes`, on each of these.
 
         `memory_mb`: what a worker may hold in memory, in MiB; 0: any amount. `start_s`: seconds until it has loaded its
         code. `printed`: the file for what workers print; None: it is printed as usual.
         """
-        self.code, self.count, self.memory_mb, self.start_s, self.printed = code, count, memory_mb, start_s, printed
+        self.code, self.memory_mb, self.start_s, self.printed = code, memory_mb, start_s, printed
+        self.count = count * max(len(nodes), 1)
+        """Workers in all."""
         self.failed: Counter[str] = Counter()
         """Kind -> calls that failed so."""
         self.changed = threading.Condition()
-        self.calls: deque[_Call] = deque()  # calls that any worker may take
+        self.calls: deque[PoolCall] = deque()  # calls that any worker may take
         self.closed = False
-        self._workers = [_Worker(self, number) for number in range(count)]
+        self._workers = [
+            nodes[number % len(nodes)].worker(self, number) if nodes else PoolWorker(self, number)
+            for number in range(self.count)
+        ]
         for worker in self._workers:
             worker.start()
         _POOLS.add(self)
@@ -98,7 +121,7 @@ class WorkerPool:
 
         The future raises WorkerError. Arguments and answer are plain values.
         """
-        return self.queue(self.calls, _Call(method, arguments, timeout_s))
+        return self.queue(self.calls, PoolCall(method, arguments, timeout_s))
 
     async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         """Submit a call and wait for its answer. Raises WorkerError."""
@@ -107,7 +130,7 @@ class WorkerPool:
     def lease(self) -> Lease:
         """Choose the worker with the fewest leases, for something that lives in it over several calls."""
         with self.changed:
-            worker = min(self._workers, key=lambda worker: worker.leases)
+            worker = min(self._workers, key=lambda worker: (worker.lost, worker.leases))
             worker.leases += 1
             return Lease(self, worker, worker.life)
 
@@ -115,9 +138,23 @@ class WorkerPool:
         """List the processes of the workers that run."""
         return [worker.process.pid for worker in self._workers if worker.process is not None]
 
-    def busy(self) -> list[_Worker]:
+    @property
+    def ended(self) -> int:
+        """Count the processes that have ended."""
+        return sum(worker.life for worker in self._workers)
+
+    def busy(self) -> list[PoolWorker]:
         """List the workers that do a call."""
         return [worker for worker in self._workers if worker.busy]
+
+    def stack_texts(self) -> list[str]:
+        """Ask each worker that does a call where it is. Blocks for WORKER_STACK_S and a poll at most."""
+        workers = self.busy()
+        for worker in workers:
+            worker.ask_stack()
+        wait_until(lambda: all(worker.stack_text() for worker in workers), timeouts.WORKER_STACK_S)
+        time.sleep(timeouts.POLL_S if workers else 0.0)  # a stack is written line by line
+        return [worker.stack_text() for worker in workers]
 
     def close(self) -> None:
         """End all workers, also in the middle of a call, and wait for them. Waiting calls are cancelled."""
@@ -130,13 +167,20 @@ class WorkerPool:
         for worker in self._workers:
             worker.join(timeouts.WORKER_END_S)
 
-    def take(self, worker: _Worker) -> _Call | None:
-        """Wait for a call for this worker, those to what lives in it first; None: the pool is closed."""
+    def take(self, worker: PoolWorker) -> PoolCall | None:
+        """Wait for a call for this worker, those to what lives in it first; None: the pool is closed.
+
+        Workers of a lost node fail all calls: they take none as long as others can do it.
+        """
+
+        def some() -> bool:
+            return bool(worker.calls or (self.calls and (not worker.lost or all(each.lost for each in self._workers))))
+
         with self.changed:
-            self.changed.wait_for(lambda: self.closed or worker.calls or self.calls)
+            self.changed.wait_for(lambda: self.closed or some())
             return None if self.closed else (worker.calls or self.calls).popleft()
 
-    def queue(self, calls: deque[_Call], call: _Call) -> Future[Any]:
+    def queue(self, calls: deque[PoolCall], call: PoolCall) -> Future[Any]:
         """Append a call to those that any worker may take, or one. Raises WorkerError once the pool is closed."""
         with self.changed:
             if self.closed:
@@ -151,7 +195,7 @@ class Lease:
     """Calls one worker, until its process ends; then every call raises WorkerError of kind `ended`."""
 
     pool: WorkerPool
-    worker: _Worker
+    worker: PoolWorker
     life: int
 
     async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
@@ -160,7 +204,7 @@ class Lease:
 
     def submit(self, method: str, *arguments: Any, timeout_s: float) -> Future[Any]:
         """As `WorkerPool.submit`, for `call`."""
-        return self.pool.queue(self.worker.calls, _Call(method, arguments, timeout_s, self.life))
+        return self.pool.queue(self.worker.calls, PoolCall(method, arguments, timeout_s, self.life))
 
     def end(self) -> None:
         """Give the place in the worker back, once."""
@@ -168,15 +212,16 @@ class Lease:
             self.worker.leases -= 1
 
 
-class _Worker(threading.Thread):
+class PoolWorker(threading.Thread):
     """Starts a process, has it do calls, and starts another one when it has ended or has to."""
 
     def __init__(self, pool: WorkerPool, number: int) -> None:
         super().__init__(name=f"worker {number}", daemon=True)
         self.pool = pool
-        self.calls: deque[_Call] = deque()  # to what lives in it
+        self.calls: deque[PoolCall] = deque()  # to what lives in it
         self.leases = 0
         self.life = 0  # processes that have ended
+        self.lost = ""  # why it can do no call any more
         self.started: Future[None] = Future()
         self.process: subprocess.Popen[bytes] | None = None
         self.busy = False
@@ -192,9 +237,14 @@ class _Worker(threading.Thread):
                 except WorkerError as error:
                     self.pool.failed[error.kind] += 1
                     call.answer.set_exception(error)
-            if self.process is None:
+            if not self.there:
                 self._replace()
         self._end()
+
+    @property
+    def there(self) -> bool:
+        """Tell whether it has a process."""
+        return self.process is not None
 
     def _replace(self) -> None:
         """Start a process; where it cannot start, the next call tries again and says why."""
@@ -237,20 +287,24 @@ class _Worker(threading.Thread):
             )
         return ours
 
-    def _do(self, call: _Call) -> Any:
+    def _do(self, call: PoolCall) -> Any:
         if call.life not in (None, self.life):
             raise WorkerError(GONE, "the process in which it lived has ended")
-        if self.process is None:
+        if not self.there:
             self._start()
+        self.busy = True
         try:
-            self.busy = True
+            return self._done(call)
+        finally:
+            self.busy = False
+
+    def _done(self, call: PoolCall) -> Any:
+        try:
             answer = self._asked([call.method, call.arguments], call.timeout_s, call.method)
         except WorkerError as error:
             if error.kind != RAISED:
                 self._end()
             raise
-        finally:
-            self.busy = False
         if self._too_large():
             self._end()
         return answer

@@ -45,7 +45,8 @@ def _answer(channel: Channel, work: Callable[[], Any]) -> None:
     try:
         channel.send({"value": work()})
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        traceback.print_exception(error)
+        if not isinstance(error, SlurmRlhfError) or error.__cause__ is not None:  # else its one line says all
+            traceback.print_exception(error)
         channel.send({"raised": str(error) if isinstance(error, SlurmRlhfError) else text_of(error)})
     sys.stdout.flush()
 

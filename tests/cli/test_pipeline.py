@@ -33,7 +33,7 @@ def test_a_file_is_read_and_what_is_wrong_is_named(tmp_path: Path, capsys: pytes
     ]
     for old, new, told in (
         ("{sft}", "{later}", "no stage before it is called 'later' (sft)"),
-        ('command = "dpo"', 'command = "dop"', "command = 'dop'; did you mean dpo? (valid: sft, rm, dpo"),
+        ('command = "dpo"', 'command = "dop"', "command = 'dop'; did you mean dpo? (valid: train, sft, rm, dpo"),
         ("dpo.beta", "dpo.bta", "unknown key --dpo.bta"),
         ("dpo.beta = 0.2", "sft.max_steps = 1", "--sft.max_steps is not read by `slurm-rlhf dpo`"),
         ("dpo.beta = 0.2", 'dpo.output_dir = "x"', "dpo.output_dir: the pipeline says where its stages write"),

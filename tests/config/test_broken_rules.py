@@ -149,6 +149,14 @@ BROKEN = [
     ),
     (f"algo.advantage.estimator=gdpo reward.model_name_or_path=/m with {GROUPS}", "several rewards ... gives one"),
     (f"algo.advantage.estimator=gdpo reward.normalize_enable=true with {GROUPS}", "learns from its components"),
+    # workers
+    ("reward.workers_num_nodes=1", "has no effect where nothing runs in workers ... leave it out, or name a function"),
+    (
+        "reward.workers_num_nodes=1 reward.workers=0 with reward.remote_url=/r.py",
+        "reward.workers_num_nodes = 1 has no effect where nothing runs in workers, as with reward.workers = 0",
+    ),
+    ("reward.workers_num_nodes=1 with reward.remote_url=http://h", "has no effect where nothing runs in workers"),
+    ("reward.workers_num_nodes=-1", "reward.workers_num_nodes must be at least 0, got -1"),
     # penalties
     ("reward.overlong_buffer_len=1025 rollout.max_new_tokens=1024", "= 1025 is more than ... = 1024"),
     ("reward.overlong_penalty_factor=2 reward.overlong_buffer_len=0", "= 2 has no effect without"),

@@ -255,7 +255,6 @@ def test_the_row_chooses_one_of_several(tmp_path: Path) -> None:
         ("import nothing_of_that_name", "game.py:1: cannot be imported"),
         (TEXT.replace("Environment", "A") + TEXT.replace("Environment", "B"), "several classes could be it"),
         ("ENVIRONMENTS = {'a': 3}", r"ENVIRONMENTS\['a'\] is no environment"),
-        (AGENT + "\n    async def execute(self): ...", "AgentExecutor.execute samples with an engine of its own"),
         (TOOLS.replace("times: int", "times"), r"game.py:11: the tool Counter.add cannot be described.*type hint"),
         (TOOLS.replace("            times: How often.\n", ""), "the tool Counter.add cannot be described"),
         (TOOLS.replace("times: int", "times: complex"), "the tool Counter.add cannot be described"),

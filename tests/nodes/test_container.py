@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from golden_files import LOGS, assert_golden, lines, ranks
 
+from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes.network_checks import answers
 from slurm_rlhf.nodes.srun import HOST, container_of, role_step, step_command
@@ -31,6 +34,17 @@ def test_without_gpus_none_are_shown_and_singularity_is_apptainer() -> None:
     words = container_of(config("singularity")).command("m", gpus=False)
     assert words[:2] == ["singularity", "exec"]
     assert "--nv" not in words
+
+
+def test_ranks_of_a_stage_see_their_data_and_where_the_model_goes(tmp_path: Path) -> None:
+    stage, data = config("apptainer"), tmp_path / "data"
+    data.mkdir()
+    for name in ("a", "b"):
+        (data / f"{name}.jsonl").touch()
+    stage.rm.dataset, stage.rm.output_dir = f"{data}/a.jsonl,{data}/b.jsonl", "/models/reward"
+    mounts = container_of(of_command(stage, "rm")).mounts
+    assert mounts == ("/models/reward.run", "/models/7b", "/data", "/scratch/me:/cache", "/models", str(data))
+    assert of_command(stage, "train") is stage
 
 
 def test_without_a_container_nothing_changes() -> None:

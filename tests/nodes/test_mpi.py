@@ -129,7 +129,7 @@ def test_a_configuration_that_is_refused_is_told_once_and_lets_the_other_ranks_g
 ) -> None:
     world, start = FirstOfTwo(), Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 2, 0)
     arguments = Arguments(commands()["train"], [tmp_path / "no.toml"], [], [], {})
-    assert _first(cast(Any, world), arguments, start, [], examine=False) == ConfigError.exit_code
+    assert _first(cast(Any, world), arguments, start, []) == ConfigError.exit_code
     assert world.told == [None]
     err = capsys.readouterr().err
     assert err.startswith("slurm-rlhf: error: ")

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import slurm_rlhf.nodes
+from slurm_rlhf.cli.commands import commands
+from slurm_rlhf.cli.train import submit as submit_command
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
@@ -268,6 +270,33 @@ def test_submission_imports_no_torch() -> None:
 
 
 def test_what_cannot_run_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submitit_job, "submit", lambda config, local: pytest.fail("it was submitted"))
+    monkeypatch.setattr(submitit_job, "submit", lambda config, local, command: pytest.fail("it was submitted"))
     with pytest.raises(UserError):
         slurm_rlhf.nodes.submit(Config(run_dir=str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match=r"sft\.output_dir is not set"):
+        slurm_rlhf.nodes.submit(Config(), command="sft")
+    with pytest.raises(ConfigError, match=r"command takes one of train, sft, rm, dpo, got 'eval'"):
+        slurm_rlhf.nodes.submit(Config(), command="eval")
+    words = [str(SBATCH / "sft.toml"), "--command=stf"]
+    with pytest.raises(ConfigError, match=r"--command takes one of train, sft, rm, dpo, got 'stf'\nusage: "):
+        submit_command(commands()["submit"].read(words))
+    with pytest.raises(ConfigError, match=r"--vllm\.num_engines is not read by `slurm-rlhf sft`"):
+        submit_command(commands()["submit"].read([words[0], "--command=sft", "--vllm.num_engines=2"]))
+    with pytest.raises(ConfigError, match=r"--sft\.batch_size is not read by `slurm-rlhf train` \(it is a key of"):
+        submit_command(commands()["submit"].read([words[0], "--sft.batch_size=2"]))
+
+
+def test_a_stage_is_a_command_on_the_actors_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh\ncp $1 $0.given 2>/dev/null; echo Submitted batch job 7\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    config = load_config(SBATCH / "sft.toml", [f"--rm.output_dir={tmp_path / 'scorer'}", "--slurm.gpus_per_node=8"])
+    job = submit(config, command="rm")
+    script = (tmp_path / "sbatch.given").read_text()
+    assert "#SBATCH --nodes=2\n" in script
+    assert "#SBATCH --job-name=scorer.run\n" in script
+    assert job.paths.folder.parent == tmp_path / "scorer.run" / "submitit"
+    again = job.submission().function.checkpoint().function
+    assert (again.command, again.run_dir) == ("rm", str(tmp_path / "scorer.run"))
+    assert load_config(again.config).rm.output_dir == str(tmp_path / "scorer")

@@ -148,6 +148,13 @@ def test_a_file_that_cannot_be_loaded_is_one_line(run: Run) -> None:
     assert "\n" not in str(failed.value)
 
 
+def test_a_value_that_a_preset_does_not_take_leaves_no_traceback(run: Run, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.json")
+    with pytest.raises(RewardError, match=r"missing.json is no file with a JSON schema"):
+        run(["a"], reward__remote_url="", reward__preset="json_schema", reward__preset_value=missing)
+    assert "Traceback" not in (tmp_path / "reward.log").read_text()
+
+
 @pytest.mark.full
 def test_ten_thousand_responses_of_which_one_in_fifty_ends_its_worker(run: Run) -> None:
     """1 % hang and 1 % crash. They stand together, as each needs a new process."""

@@ -1,4 +1,4 @@
-"""`srun --mpi=pmix -n N slurm-rlhf train`: ranks of COMM_WORLD on the nodes of a real Slurm."""
+"""`srun --mpi=pmix -n N slurm-rlhf train`, and `sft`: ranks of COMM_WORLD on the nodes of a real Slurm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import CHECKOUT, Cluster
+from stage_runs import make_sums
 from training_runs import metrics, timeless, train, workspace
 
 pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow]
@@ -21,15 +22,27 @@ NODES = ("--actor.num_nodes=2", "--actor.num_gpus_per_node=1", "--vllm.num_engin
 
 SCRIPT = """#!/bin/bash
 srun --mpi=none --overlap --nodes=2 --ntasks=4 {train} 2>&1; echo "silent worlds: $?"
+srun --mpi=pmix --overlap --nodes=2 --ntasks=2 --distribution=cyclic {sft} 2>&1; echo "stage: $?"
 exec srun --mpi=pmix --overlap --nodes=2 --ntasks=4 --distribution=cyclic {train}
 """
+STAGE = (
+    *("--sft.batch_size=20", "--sft.max_epochs=2", "--data.max_len=16", "--data.apply_chat_template=false"),
+    *("--ds.param_dtype=fp32", "--train.threads_per_rank=1", "--preflight=quick"),
+)
+"""Ten steps of two ranks."""
 
 
 def test_srun_with_pmix_writes_the_metrics_of_torchrun(slurm: Cluster) -> None:
     config, run_dir = workspace(slurm.shared / "work"), slurm.shared / "pmix"
     words = [COMMAND, "train", str(config), f"--run_dir={run_dir}", *WORLD, *NODES]
     script, output = slurm.shared / "pmix.sh", Path(f"{run_dir}.log")
-    script.write_text(SCRIPT.format(train=" ".join(words)))
+    stage, empty = slurm.shared / "pmix_stage", slurm.shared / "empty.toml"
+    make_sums(stage)
+    empty.touch()
+    own = {"actor.model_name_or_path": stage / "model", "sft.dataset": stage / "sums.jsonl"}
+    given = [f"--{key}={value}" for key, value in own.items()]
+    sft = [COMMAND, "sft", str(empty), *NODES[:2], *given, *STAGE]
+    script.write_text(SCRIPT.format(train=" ".join(words), sft=" ".join([*sft, f"--sft.output_dir={stage}/out"])))
     job = slurm.sbatch("--nodes=2", "--ntasks-per-node=2", "--mem=16000", f"--output={output}", str(script))
     torchrun = slurm.shared / "torchrun"
     code, said = train(config, torchrun, *WORLD, "--actor.num_gpus_per_node=2", "--vllm.num_engines=2", warm=True)
@@ -37,6 +50,12 @@ def test_srun_with_pmix_writes_the_metrics_of_torchrun(slurm: Cluster) -> None:
     assert slurm.wait_over(job) == ("COMPLETED", 0), output.read_text()
     said = output.read_text()
     silent, _, run = said.partition("silent worlds: 2\n")
+    trained, _, run = run.partition("stage: 0\n")
+    assert "MPI: 2 ranks on 2 nodes;" in trained
+    assert "sft: step 10/10 loss " in trained
+    assert {f"actor.gpu00{node + 1}.{node}.log" for node in (0, 1)} <= {
+        p.name for p in (stage / "out.run/logs").iterdir()
+    }
     assert silent.count("srun started 4 processes (SLURM_STEP_NUM_TASKS=4), but COMM_WORLD has 1:") == 1
     assert "Start them with srun --mpi=pmix" in silent
     assert "MPI: 4 ranks on 2 nodes;" in run

@@ -1,72 +1,131 @@
-"""`sbatch sbatch/sft.sh` under a real slurmctld: ranks on two nodes, a signal, a requeue, and the same numbers."""
+"""Stages as jobs of a real slurmctld: by sbatch and by submitit, with a signal, a requeue, and the same numbers."""
 
 from __future__ import annotations
 
 import json
 import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from slurm_cluster import CHECKOUT, Cluster
-from tiny_models import make_tiny
+from slurm_cluster import CHECKOUT, COMMAND, Cluster
+from stage_runs import make_sums, timeless_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.nodes import submit
+from slurm_rlhf.nodes.submitit_job import SIGNAL
+
+pytestmark = pytest.mark.slow
 
 STEPS = 400
+DOORS = (
+    ("sft", 2, 3, "sbatch"),
+    ("rm", 2, 3, "sbatch"),
+    ("dpo", 2, 2, "sbatch"),
+    ("sft", 1, 0, "sbatch"),
+    ("rm", 2, 3, "submitit"),
+    ("dpo", 1, 0, "submitit"),
+)
+"""Stage, nodes with a rank on each, ZeRO stage, what submits the job."""
 
 
-def metrics(run_dir: Path) -> list[dict[str, float]]:
-    file = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+@pytest.fixture(scope="module")
+def work(slurm: Cluster) -> Path:
+    """A directory with a model, sums, and pairs of a right and a wrong one."""
+    directory = slurm.shared / "of_stages"
+    make_sums(directory)
+    sums = [json.loads(line) for line in (directory / "sums.jsonl").read_text().splitlines()]
+    pairs = [{"input": row["input"], "chosen": row["output"], "rejected": "0" + row["output"]} for row in sums]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return directory
 
 
-def submit(slurm: Cluster, work: Path, name: str, *words: str) -> int:
-    keys = {
+def keys(work: Path, stage: str, name: str, nodes: int, zero: int, steps: int) -> list[str]:
+    given = {
         "actor.model_name_or_path": work / "model",
-        "sft.dataset": work / "sums.jsonl",
-        "sft.output_dir": work / name,
-        "sft.batch_size": 8,
-        "sft.learning_rate": 1e-3,
-        "sft.max_steps": STEPS,
-        "sft.max_epochs": STEPS,
-        "sft.save_steps": 0,
+        "actor.num_nodes": nodes,
+        "actor.num_gpus_per_node": 1,
+        f"{stage}.dataset": work / ("sums.jsonl" if stage == "sft" else "pairs.jsonl"),
+        f"{stage}.eval_dataset": "",
+        f"{stage}.output_dir": work / name,
+        f"{stage}.batch_size": 8,
+        f"{stage}.learning_rate": 1e-3,
+        f"{stage}.max_steps": steps,
+        f"{stage}.max_epochs": steps,
+        f"{stage}.save_steps": 0,
         "data.max_len": 32,
         "data.apply_chat_template": "false",
         "ds.param_dtype": "fp32",
-        "ds.zero_stage": 3,
+        "ds.zero_stage": zero,
         "train.gradient_checkpointing": "off",
         "train.threads_per_rank": 1,
-        "actor.num_gpus_per_node": 1,
     }
-    given = [*(f"--{key}={value}" for key, value in keys.items()), *words]
-    options = ("--nodes=2", "--cpus-per-task=4", "--mem=8000", "--gres=none", f"--output={work / name}.log")
-    return slurm.sbatch(
-        *options, "--no-requeue" if name == "whole" else "--requeue", "sbatch/sft.sh", *given, cwd=CHECKOUT
-    )
+    return [f"--{key}={value}" for key, value in given.items()]
 
 
-def test_a_stage_on_two_nodes_saves_requeues_itself_and_goes_on_with_the_same_numbers(slurm: Cluster) -> None:
-    work = slurm.shared / "stages"
-    work.mkdir()
-    make_tiny(work / "model")
-    rows = [{"input": f"{a}+{b}=", "output": str(a + b)} for a in range(10) for b in range(10)]
-    (work / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = submit(slurm, work, "cut")
-    slurm.wait_until(lambda: len(metrics(work / "cut.run")) >= 5, "step 5")
-    slurm.run("scancel", "--batch", "--signal=USR1", str(job))
+def by_sbatch(slurm: Cluster, work: Path, stage: str, name: str, nodes: int, zero: int) -> int:
+    options = (f"--nodes={nodes}", "--cpus-per-task=4", "--mem=8000", "--gres=none", f"--output={work / name}.log")
+    words = [f"--export=ALL,STAGE={stage}", "--no-requeue" if name.startswith("whole") else "--requeue"]
+    return slurm.sbatch(*options, *words, "sbatch/sft.sh", *keys(work, stage, name, nodes, zero, STEPS), cwd=CHECKOUT)
+
+
+@pytest.fixture
+def submitted(slurm: Cluster, work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Submit a stage by the Python call, from this process as one on the login node; the submitit job."""
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, slurm.environment[name])
+
+    def submit_stage(stage: str, name: str, nodes: int, zero: int, steps: int = STEPS) -> Any:
+        asked = [f"--slurm.nodes={nodes}", "--slurm.time=10", "--slurm.signal_lead_s=60", "--slurm.mem=8000"]
+        config = load_config(None, [*keys(work, stage, name, nodes, zero, steps), *asked, "--slurm.partition=gpu"])
+        return submit(config, command=stage)
+
+    return submit_stage
+
+
+def test_submitit_runs_a_stage_on_two_nodes(slurm: Cluster, work: Path, submitted: Callable[..., Any]) -> None:
+    job = submitted("sft", "small", 2, 0, steps=10)
+    assert slurm.wait_over(int(job.job_id)) == ("COMPLETED", 0), Path(job.paths.stdout).read_text()
+    assert job.result() == {"status": "finished", "steps": 10, "total_steps": 10, "world": {"actor": 2}, "seed": 42}
+    assert len(timeless_metrics(work / "small.run")) == 10
+    logs = {path.name for path in (work / "small.run" / "logs").glob("actor.*.log")}
+    assert {"actor.gpu001.0.log", "actor.gpu002.1.log"} <= logs
+    shown = slurm.run(COMMAND, "status", str(work / "small.run"))
+    assert re.search(r"small\.run: finished\nstep +10/10\n", shown), shown
+
+
+@pytest.mark.full  # test_slurm_requeue, test_slurm_doors and the tests above go the same ways one by one
+@pytest.mark.parametrize(("stage", "nodes", "zero", "door"), DOORS)
+def test_a_stage_saves_requeues_itself_and_goes_on_with_the_same_numbers(
+    slurm: Cluster, work: Path, submitted: Callable[..., Any], stage: str, nodes: int, zero: int, door: str
+) -> None:
+    name = f"{stage}_{nodes}_{door}"
+    if door == "sbatch":
+        job, log, number = by_sbatch(slurm, work, stage, name, nodes, zero), work / f"{name}.log", signal.SIGUSR1
+    else:
+        asked = submitted(stage, name, nodes, zero)
+        job, log, number = int(asked.job_id), Path(asked.paths.stdout), SIGNAL
+    slurm.wait_until(lambda: len(timeless_metrics(work / f"{name}.run")) >= 5, "step 5")
+    slurm.run("scancel", "--batch", f"--signal={number.name}", str(job))
     slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue")
     slurm.start_soon(job)
-    assert slurm.wait_over(job) == ("COMPLETED", 0)
-    said = (work / "cut.log").read_text()
+    assert slurm.wait_over(job) == ("COMPLETED", 0), log.read_text()
+    said = log.read_text()
     stopped = re.search(rf"saved at step (\d+)/{STEPS}", said)
     assert stopped, said
     assert 5 <= int(stopped[1]) < STEPS
-    assert f"resuming from {work}/cut.run/checkpoints/step_{int(stopped[1]):06d}" in said
-    found = metrics(work / "cut.run")
-    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
-    assert found[-1]["loss"] < 0.5 * found[0]["loss"]
-    assert {path.name.split(".")[1] for path in (work / "cut.run" / "logs").glob("actor.*.0.log")} != set()
-    assert slurm.wait_over(submit(slurm, work, "whole")) == ("COMPLETED", 0)
-    assert metrics(work / "whole.run") == found
-    assert slurm.left(work / "cut.run", "gpu001", "gpu002") == []
+    assert f"resuming from {work}/{name}.run/checkpoints/step_{int(stopped[1]):06d}" in said
+    found = timeless_metrics(work / f"{name}.run")
+    rows = [json.loads(row) for row in found]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    assert len({path.name.split(".")[1] for path in (work / f"{name}.run" / "logs").glob("actor.*.*.log")}) >= nodes
+    assert slurm.left(work / f"{name}.run", *slurm.names) == []
+    if door == "submitit":
+        assert asked.result()["status"] == "finished"
+    whole = f"whole_{stage}_{nodes}"
+    if not (work / f"{whole}.run").exists():  # of another door
+        assert slurm.wait_over(by_sbatch(slurm, work, stage, whole, nodes, zero)) == ("COMPLETED", 0)
+    assert timeless_metrics(work / f"{whole}.run") == found

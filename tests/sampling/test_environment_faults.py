@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from played_episodes import FAULTS, FAULTY, played
+from played_episodes import FAULTS, FAULTY, FAULTY_EXECUTOR, played
 from random_models import tiny_tokenizer
 from waiting import scaled
 
@@ -27,10 +27,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(directory)
 
 
-def made(tmp_path: Path, tokenizer: Tokenizer, **settings: Any) -> Environments:
+def made(tmp_path: Path, tokenizer: Tokenizer, code: str = FAULTY, **settings: Any) -> Environments:
     config = Config()
-    (tmp_path / "game.py").write_text(FAULTY)
-    config.env.path, config.env.workers, config.data.apply_chat_template = str(tmp_path / "game.py"), 3, False
+    (tmp_path / "game.py").write_text(code)
+    config.env.path, config.data.apply_chat_template = str(tmp_path / "game.py"), False
+    config.env.workers = settings.get("workers", 3)
     config.rollout.max_new_tokens, config.data.max_len = 8, 200
     config.timeout.environment = settings.get("deadline", 60.0)
     return Environments(config, tokenizer)
@@ -65,6 +66,17 @@ def test_each_failure_costs_its_own_episode(
 def test_one_that_hangs_is_lost_after_its_deadline(tmp_path: Path, tokenizer: Tokenizer) -> None:
     found = play(made(tmp_path, tokenizer, deadline=scaled(1.0)), ["hangs", "", "", "", "", ""])
     assert [one.finish_reason for one in found] == [LOST, *[STOP] * 5]
+
+
+def test_an_executor_that_fails_costs_its_own_episode(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    faults = ["hangs", "", "reset", "", "raises", "", "nothing", ""]
+    environments = made(tmp_path, tokenizer, FAULTY_EXECUTOR, workers=1, deadline=scaled(3.0))
+    found = play(environments, faults)
+    assert [one.finish_reason == LOST for one in found] == [bool(fault) for fault in faults]
+    assert environments.lost == 4
+    for one in found:
+        if one.finish_reason != LOST:
+            assert (one.reward, one.turns, one.action_mask.tolist()) == (3.0, 3, [True, False, True, False, True])
 
 
 def test_an_episode_does_not_begin_anew_for_ever(tmp_path: Path, tokenizer: Tokenizer) -> None:

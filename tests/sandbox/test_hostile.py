@@ -43,7 +43,7 @@ def targets(tmp_path: Path) -> Iterator[Targets]:
         names = sorted(os.listdir(folder))
         yield Targets(victim.pid, str(secret), word, port, f"{folder}/unix", str(folder))
         assert victim.poll() is None
-        assert os.getpriority(os.PRIO_PROCESS, victim.pid) == 0
+        assert os.getpriority(os.PRIO_PROCESS, victim.pid) == os.getpriority(os.PRIO_PROCESS, 0)
         assert Path(f"/proc/{victim.pid}/stat").read_text().split()[2] == "S"
         for listener in listeners:
             listener.setblocking(False)

@@ -1,39 +1,100 @@
-"""A stage on several ranks of this machine: `actor.num_gpus_per_node`, without torchrun on the command line."""
+"""A stage on several ranks of this machine: those that it starts itself, and those that mpirun starts."""
 
 from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from stage_runs import run
-from tiny_models import make_tiny
+from stage_runs import make_sums, run, started, timeless_metrics
+from training_runs import mpirun
+from waiting import HANG_S
 
 pytestmark = pytest.mark.slow
 
+KEYS = (
+    '[actor]\nmodel_name_or_path = "model"\nnum_gpus_per_node = 2\n[data]\nmax_len = 16\n[ds]\n'
+    'param_dtype = "fp32"\n[sft]\ndataset = "sums.jsonl"\noutput_dir = "out"\nbatch_size = 20\nmax_epochs = 4\n'
+)
 
-def test_the_ranks_of_a_stage_are_started_and_their_errors_told(tmp_path: Path) -> None:
-    make_tiny(tmp_path / "model")
-    rows = [{"input": f"{a}+{b}=", "output": str(a + b)} for a in range(10) for b in range(10)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "slurm-rlhf").write_text("import sys\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n")
-    (tmp_path / "job.toml").write_text(
-        '[actor]\nmodel_name_or_path = "model"\nnum_gpus_per_node = 2\n[data]\nmax_len = 16\n[ds]\n'
-        'param_dtype = "fp32"\n[sft]\ndataset = "sums.jsonl"\noutput_dir = "out"\nbatch_size = 20\nmax_epochs = 4\n'
-    )
-    command = [sys.executable, str(tmp_path / "slurm-rlhf"), "sft", "job.toml"]
-    done = run(command, tmp_path, {})
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a job."""
+    directory = tmp_path_factory.mktemp("launch")
+    make_sums(directory)
+    (directory / "slurm-rlhf").write_text("import sys\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n")
+    (directory / "job.toml").write_text(KEYS)
+    return directory
+
+
+def command(job: Path) -> list[str]:
+    return [sys.executable, str(job / "slurm-rlhf")]
+
+
+@pytest.fixture(scope="module")
+def measured(job: Path) -> list[str]:
+    """Metrics of the ranks that the stage starts itself."""
+    done = run([*command(job), "sft", "job.toml"], job, {})
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^sft: step 20/20 loss ", done.stdout, re.MULTILINE)
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    assert len(list((tmp_path / "out.run" / "logs").glob("actor.*.[01].log"))) == 2
-    assert not (tmp_path / "out.run" / ".control" / "keys.json").exists()
-    bad = run([*command, "--sft.output_dir=other", "--sft.batch_size=102"], tmp_path, {})
+    return timeless_metrics(job / "out.run")
+
+
+def test_the_ranks_of_a_stage_are_started_and_their_errors_told(job: Path, measured: list[str]) -> None:
+    assert len(measured) == 20
+    assert (job / "out" / "model.safetensors").is_file()
+    assert len(list((job / "out.run" / "logs").glob("actor.*.[01].log"))) == 2
+    assert not (job / "out.run" / ".control" / "keys.json").exists()
+    shown = run([*command(job), "status", "out.run"], job, {}).stdout
+    assert re.search(r"^run +\S+/out\.run: finished\nstep +20/20\n", shown, re.MULTILINE), shown
+    bad = run([*command(job), "sft", "job.toml", "--sft.output_dir=other", "--sft.batch_size=102"], job, {})
     assert bad.returncode == 1
     assert "and no model was written" in bad.stderr
     assert "100 usable examples, fewer than sft.batch_size = 102: lower it" in bad.stderr
-    odd = run([*command, "--sft.output_dir=other", "--sft.batch_size=7"], tmp_path, {})
+    odd = run([*command(job), "sft", "job.toml", "--sft.output_dir=other", "--sft.batch_size=7"], job, {})
     assert odd.returncode == 2
     assert "sft.batch_size = 7 does not divide over 2 ranks: use a multiple of 2" in odd.stderr
+
+
+@pytest.mark.mpi
+def test_ranks_of_mpirun_write_the_metrics_of_torchrun(job: Path, measured: list[str]) -> None:
+    done = run([*mpirun(2, command(job)), "sft", "job.toml", "--sft.output_dir=by_mpi"], job, {})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MPI: 2 ranks on 1 node; no role can be restarted alone" in done.stdout
+    assert done.stdout.count("sft: step 20/20 loss ") == 1
+    assert timeless_metrics(job / "by_mpi.run") == measured
+    assert json.loads((job / "by_mpi.run" / "summary.json").read_text())["status"] == "finished"
+    bad = run([*mpirun(3, command(job)), "sft", "job.toml", "--sft.output_dir=other"], job, {})
+    assert bad.returncode == 2
+    assert bad.stderr.count("mpirun started 3 processes, but the roles have 2 ranks (actor 2): start") == 1
+    unread = run([*mpirun(2, command(job)), "sft", "job.toml", "--actor.learning_rate=1"], job, {})
+    assert unread.returncode == 2
+    assert unread.stderr.count("--actor.learning_rate is not read by `slurm-rlhf sft`") == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.full  # the test above starts the same ranks, test_mpi_failures sends the signal to a run
+def test_usr1_to_mpirun_saves_and_the_same_command_goes_on(job: Path) -> None:
+    words = ["sft", "job.toml", "--sft.max_epochs=100", "--sft.save_steps=0"]
+    with started([*mpirun(2, command(job)), *words, "--sft.output_dir=cut"], job) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if re.match(r"sft: step 2\d/500 ", line):
+                process.send_signal(signal.SIGUSR1)
+                break
+        said = process.stdout.read()
+        assert process.wait(HANG_S) == 0, said
+    stopped = re.search(r"saved at step (\d+)/500", said)
+    assert stopped, said
+    done = run([*mpirun(2, command(job)), *words, "--sft.output_dir=cut"], job, {})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"at step {stopped[1]}/500" in done.stdout
+    assert run([*command(job), *words, "--sft.output_dir=whole"], job, {}).returncode == 0
+    assert timeless_metrics(job / "cut.run") == timeless_metrics(job / "whole.run")
+    lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if "cut.run" in line]

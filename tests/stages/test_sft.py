@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 # Answers as vLLM samples them, with the log-probs of the tokens.
+KEPT = (".control", "logs", "session.json")
+"""In the directory of every run."""
 VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -91,7 +93,7 @@ def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path) -
         record = StageRecord("sft", config, world)
         assert record.begin(9) == (None, {})
         record.step(1, {"loss": float(start)})
-    names = ["config.toml", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+    names = ["config.toml", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl", "summary.json"]
     assert sorted(path.name for path in (tmp_path / "out.run").iterdir()) == names
     assert [row["loss"] for row in metrics(tmp_path / "out.run")] == [2.0]
 
@@ -134,7 +136,8 @@ def test_metrics_and_log_are_beside_the_model(trained: tuple[Path, str]) -> None
     assert 0 < alone[40] < 0.6 * alone[1]
     left = ["held_out.jsonl", "job.toml", "model", "out", "out.run", "slurm-rlhf", "sums.jsonl"]
     assert sorted(path.name for path in job.iterdir()) == left
-    assert sorted(path.name for path in (job / "out.run").iterdir()) == ["config.toml", "metrics.jsonl", "sft.log"]
+    files = ["config.toml", "metrics.jsonl", "sft.log", "summary.json"]
+    assert sorted(path.name for path in (job / "out.run").iterdir()) == sorted([*files, *KEPT])
     assert losses((job / "out.run" / "sft.log").read_text()) == alone
     measured = metrics(job / "out.run")
     assert [row["step"] for row in measured] == list(range(1, 41))
@@ -187,7 +190,10 @@ def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(tra
     for line in second.stdout:
         said.append(line)
         if line.startswith("sft: step 20/40"):
-            second.terminate()
+            second.send_signal(signal.SIGSTOP)
+            told = run([sys.executable, str(job / "slurm-rlhf"), "cancel", "again.run"], job, {})
+            second.send_signal(signal.SIGCONT)
+            assert told.stdout == f"process {second.pid} will save and end\n"
     assert second.wait(timeout=HANG_S) == 128 + signal.SIGTERM
     assert "step_000016 at step 16/40" in "".join(said)
     stopped = re.search(r"stopped by SIGTERM; saved at step (\d+)/40; the same command goes on", said[-1])

@@ -37,6 +37,29 @@ class Environment:
                 os._exit(3)
         return "1", 1.0, self.turns == 3
 """
+FAULTY_EXECUTOR = """
+import asyncio
+from openrlhf.utils.agent import AgentExecutorBase
+
+class AgentExecutor(AgentExecutorBase):
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+        if label == "reset":
+            raise ValueError("no reset")
+        ids, ranges = hf_tokenizer.encode(prompt), []
+        for turn in range(3):
+            if turn == 2:
+                if label == "raises":
+                    raise ValueError("no step")
+                if label == "hangs":
+                    await asyncio.sleep(3600)
+                if label == "nothing":
+                    return None
+            said = (await llm_engine.generate(ids, sampling_params)).outputs[0]
+            ranges.append((len(ids), len(ids) + len(said.token_ids)))
+            ids = ids + said.token_ids + hf_tokenizer.encode("1") * (turn < 2)
+        return {"observation_tokens": ids, "action_ranges": ranges, "reward": 3, "scores": 3, "extra_logs": {}}
+"""
+"""Fails in the ways of `FAULTY` that leave its process, as an agent file of OpenRLHF."""
 FAULTS = ("", "", "", "", "", "", "reset", "raises", "nothing", "kills", "exits")
 
 
@@ -45,7 +68,7 @@ def played(
 ) -> list[Trajectory]:
     """Play an episode for each fault, all at once; call `before` before each turn."""
     ids = np.array(environments.tokenizer.encode("2+2="), dtype=np.int32)
-    prompts = [Prompt(i, "2+2=", ids, None, {"input": "2+2=", "fault": f}, "input") for i, f in enumerate(faults)]
+    prompts = [Prompt(i, "2+2=", ids, f, {"input": "2+2=", "fault": f}, "input") for i, f in enumerate(faults)]
 
     async def all_of_them() -> list[Trajectory]:
         return list(await asyncio.gather(*(_episode(environments, prompt, before) for prompt in prompts)))

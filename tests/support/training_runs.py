@@ -228,7 +228,7 @@ def _command_lines() -> Iterator[tuple[int, str]]:
             yield int(entry.name), forked.get(int(entry.name), line) if line else line
 
 
-def mpirun(processes: int) -> list[str]:
-    """The beginning of a command, `mpirun -np N slurm-rlhf`; more processes than cores are meant."""
+def mpirun(processes: int, command: Sequence[str] = COMMAND) -> list[str]:
+    """The beginning of a command, `mpirun -np N slurm-rlhf train`; more processes than cores are meant."""
     program = MPIRUN if Path(MPIRUN).exists() else shutil.which("mpirun") or "mpirun"
-    return [program, "-np", str(processes), "--oversubscribe", "--bind-to", "none", "--allow-run-as-root", *COMMAND]
+    return [program, "-np", str(processes), "--oversubscribe", "--bind-to", "none", "--allow-run-as-root", *command]

@@ -119,6 +119,11 @@ def place_processes(config: Config, processes: Sequence[Process], start: Launche
             f"cluster.spares does not work with {start.by}: there every process holds a rank. Start the run by sbatch "
             "and without MPI, or set it to 0"
         )
+    if config.reward.workers_num_nodes:
+        raise ConfigError(
+            f"reward.workers_num_nodes does not work with {start.by}: there every process holds a rank. Set it to 0, "
+            "and workers run beside the conductor, or start the run by sbatch and without MPI"
+        )
     if config.slurm.container:
         raise ConfigError(
             f"slurm.container does not work with {start.by}: put the container between it and slurm-rlhf, as in "

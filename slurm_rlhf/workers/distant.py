@@ -1,0 +1,98 @@
+"""Has workers on other nodes, whose `HostedWorkers` are asked; here a thread stands for each."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
+
+from slurm_rlhf.errors import RunError, WireError, WorkerError
+from slurm_rlhf.wire import timeouts
+from slurm_rlhf.workers.channel import packed
+from slurm_rlhf.workers.pool import ENDED, GONE, RAISED, PoolCall, PoolWorker, WorkerPool
+
+
+class DistantNode(ABC):
+    """Is such a node, as `WorkerNode`. Any thread may use it."""
+
+    name: str
+
+    def worker(self, pool: WorkerPool, number: int) -> PoolWorker:
+        return DistantWorker(pool, number, self)
+
+    @abstractmethod
+    def ask(self, method: str, key: str, arguments: str, limit_s: float) -> Future[str]:
+        """Have its `HostedWorkers` do something; arguments and answer are JSON. Waits for a node that is starting.
+
+        It and the Future raise RunError where the node does not answer.
+        """
+
+    @abstractmethod
+    def absence(self) -> str:
+        """Say why it cannot answer any more; empty: it can."""
+
+    @abstractmethod
+    def lose(self, why: str) -> None:
+        """Tell the user that it is lost, once."""
+
+
+class DistantWorker(PoolWorker):
+    """Stands for a worker that another node has: deadlines, the limit of memory and replacement are there."""
+
+    def __init__(self, pool: WorkerPool, number: int, node: DistantNode) -> None:
+        super().__init__(pool, number)
+        self._node, self._key = node, f"{id(pool)}.{number}"
+        self._open = False
+        self._stack_there: Future[str] = Future()
+
+    @property
+    def there(self) -> bool:
+        return self._open or bool(self.lost)
+
+    def _start(self) -> None:
+        log = self.pool.printed and self.pool.printed.with_suffix(f".{self._node.name}.log")
+        self._ask("open", self.pool.code, self.pool.memory_mb, self.pool.start_s, str(log or ""))
+        self._open = True
+
+    def _done(self, call: PoolCall) -> Any:
+        if self.lost:
+            raise WorkerError(ENDED, self.lost)
+        return self._ask("do", call.method, call.arguments, call.timeout_s, limit_s=call.timeout_s)
+
+    def _ask(self, method: str, *arguments: Any, limit_s: float = 0.0) -> Any:
+        """Ask the node, and wait for its answer; where it is lost, so is this. Raises WorkerError."""
+        try:
+            limit_s += self.pool.start_s + timeouts.AGENT_S  # a process may be starting there
+            answer = self._node.ask(method, self._key, packed(arguments), limit_s)
+            while not wait([answer], timeouts.WORKER_LOOK_S).done:
+                if self.pool.closed:
+                    raise WorkerError(ENDED, "the pool of workers was closed")
+                if why := self._node.absence():
+                    raise RunError(why)
+            self.life, value, kind, said = json.loads(answer.result())
+        except (TypeError, ValueError, WireError) as error:  # arguments that cannot be sent
+            raise WorkerError(RAISED, f"{method}: {error}") from error
+        except RunError as error:
+            self.lost, self.life = f"{self._node.name} and its workers are lost: {error}", self.life + 1
+            self._node.lose(str(error))
+            with self.pool.changed:
+                self.pool.changed.notify_all()
+            raise WorkerError(GONE, self.lost) from error
+        if kind:
+            raise WorkerError(kind, said)
+        return value
+
+    def ask_stack(self) -> None:
+        with suppress(RunError):
+            self._stack_there = self._node.ask("stack", self._key, "[]", timeouts.AGENT_S)
+
+    def stack_text(self) -> str:
+        there = self._stack_there
+        return there.result() if there.done() and not there.exception() else ""
+
+    def _end(self) -> None:
+        with suppress(RunError):
+            if self._open and not self.lost:
+                self._node.ask("close", self._key, "[]", timeouts.WORKER_END_S)

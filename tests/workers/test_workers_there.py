@@ -1,0 +1,188 @@
+"""Workers on other nodes: pools ask what the nodes' agents have, and go on without a node that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import HANG_S, scaled, until
+
+from slurm_rlhf.cluster.processes import running
+from slurm_rlhf.errors import RoleDied, WorkerError
+from slurm_rlhf.workers.distant import DistantNode
+from slurm_rlhf.workers.hosted import HostedWorkers
+from slurm_rlhf.workers.pool import WORKER, Code, WorkerPool, stacks_of_workers
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+SHORT_S = scaled(0.3)
+
+
+class Node(DistantNode):
+    """Has workers as an agent has them, without the network between."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.hosted, self.told = name, HostedWorkers(), list[str]()
+        self.gone = ""
+        self.threads = ThreadPoolExecutor(16)
+
+    def ask(self, method: str, key: str, arguments: str, limit_s: float) -> Future[str]:
+        if self.gone:
+            raise RoleDied(self.gone)
+        return self.threads.submit(getattr(self.hosted, method), key, *json.loads(arguments))
+
+    def absence(self) -> str:
+        return self.gone
+
+    def lose(self, why: str) -> None:
+        self.told.append(why)
+
+
+Pools = Callable[..., tuple[WorkerPool, list[Node]]]
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pools]:
+    """Make pools that serve `served.Served` on nodes, and end them with the test."""
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    made: list[tuple[WorkerPool, list[Node]]] = []
+
+    def make(count: int = 1, nodes: int = 1, memory_mb: int = 0, **arguments: Any) -> tuple[WorkerPool, list[Node]]:
+        hosts = [Node(f"n{number}") for number in range(1, nodes + 1)]
+        log = tmp_path / "reward.log"
+        made.append((WorkerPool(Code("served", "Served", arguments), count, memory_mb, HANG_S, log, hosts), hosts))
+        return made[-1]
+
+    yield make
+    for pool, nodes in made:
+        pool.close()
+        for node in nodes:
+            node.hosted.close()
+            node.threads.shutdown()
+
+
+def test_each_node_has_as_many_workers_whose_calls_are_answered(pools: Pools, tmp_path: Path) -> None:
+    pool, _ = pools(2, nodes=2)
+    pool.ready()
+    assert (pool.count, pool.pids()) == (4, [])
+    big = 10**30
+    calls = [pool.submit("double", [number, big, "\ud800"], timeout_s=HANG_S) for number in range(50)]
+    assert [call.result(HANG_S)[:2] for call in calls] == [[2 * number, 2 * big] for number in range(50)]
+    assert len({pool.lease().worker for _ in range(4)}) == 4
+    assert {path.name for path in tmp_path.iterdir()} == {"reward.n1.log", "reward.n2.log"}
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "kind", "text", "ends"),
+    [
+        ("hang", (), "late", "hang did not return within", True),
+        ("crash", (), "ended", "its process was killed by SIGSEGV", True),
+        ("grow", (), "memory", "its process grew past 400 MiB", True),
+        ("fail", ("x",), "raised", "KeyError: 'x'", False),
+        ("garbage", (), "raised", "a value of type object cannot go to another process", False),
+        ("double", (object(),), "raised", "a value of type object cannot go to another process", False),
+    ],
+)
+def test_a_call_that_goes_wrong_is_told_as_here(
+    pools: Pools, method: str, arguments: tuple[Any, ...], kind: str, text: str, ends: bool
+) -> None:
+    pool, _ = pools(memory_mb=400)
+    lease = pool.lease()
+    (before, *_) = lease.submit("keep", 1, timeout_s=HANG_S).result(HANG_S)
+    with pytest.raises(WorkerError, match=text) as failed:
+        pool.submit(method, *arguments, timeout_s=SHORT_S if method == "hang" else HANG_S).result(HANG_S)
+    assert (failed.value.kind, pool.failed) == (kind, {kind: 1})
+    assert running(before) is not ends
+    after = lease.submit("keep", 2, timeout_s=HANG_S)
+    if ends:
+        with pytest.raises(WorkerError, match="the process in which it lived has ended"):
+            after.result(HANG_S)
+    else:
+        assert after.result(HANG_S) == [before, 1, 2]
+    assert pool.submit("double", [1], timeout_s=HANG_S).result(HANG_S) == [2]
+
+
+def test_a_worker_there_that_does_a_call_says_where_it_is(pools: Pools, tmp_path: Path) -> None:
+    pool, _ = pools(2)
+    pool.ready()
+    assert stacks_of_workers() == []
+    call = pool.submit("wait", str(tmp_path / "go"), timeout_s=HANG_S)
+    where = {(WORKER, "wait")}  # here its own pool tells it, too
+    until(lambda: {(one.name, one.frames[0].function) for one in stacks_of_workers()} == where, "its stack")
+    (tmp_path / "go").touch()
+    assert call.result(HANG_S) is True
+    assert stacks_of_workers() == []
+
+
+def test_code_that_does_not_load_is_said_at_once_and_tried_again(pools: Pools) -> None:
+    pool, _ = pools(fails="no such model")
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="ValueError: no such model"):
+            pool.ready()
+        with pytest.raises(WorkerError, match="ValueError: no such model"):
+            pool.submit("double", [1], timeout_s=HANG_S).result(HANG_S)
+
+
+def test_a_lost_node_fails_what_it_did_and_the_others_do_the_rest(pools: Pools, tmp_path: Path) -> None:
+    pool, nodes = pools(nodes=2)
+    pool.ready()
+    leases = [pool.lease(), pool.lease()]
+    held = [lease.submit("wait", str(tmp_path / "go"), timeout_s=HANG_S) for lease in leases]
+    until(lambda: all(call.running() for call in held), "both calls")
+    queued = [pool.submit("double", [number], timeout_s=HANG_S) for number in range(4)]
+    nodes[0].gone = "cable cut"
+    with pytest.raises(WorkerError, match="n1 and its workers are lost: cable cut") as failed:
+        held[0].result(HANG_S)
+    assert failed.value.kind == "gone"
+    (tmp_path / "go").touch()
+    assert held[1].result(HANG_S) is True
+    assert [call.result(HANG_S) for call in queued] == [[0], [2], [4], [6]]
+    assert pool.failed == {"gone": 1}
+    assert [node.told for node in nodes] == [["cable cut"], []]
+    with pytest.raises(WorkerError, match="the process in which it lived has ended"):
+        leases[0].submit("double", [1], timeout_s=HANG_S).result(HANG_S)
+    assert {pool.lease().worker for _ in range(3)} == {leases[1].worker}  # which has more leases by then
+
+    nodes[1].gone = "power cut"
+    with pytest.raises(WorkerError, match="power cut"):
+        leases[1].submit("double", [1], timeout_s=HANG_S).result(HANG_S)
+    last = pool.submit("double", [1], timeout_s=HANG_S)
+    with pytest.raises(WorkerError, match="are lost") as failed:
+        last.result(HANG_S)
+    assert failed.value.kind == "ended"
+
+
+def test_a_pool_that_is_closed_ends_its_workers_there_in_the_middle_of_a_call(pools: Pools, tmp_path: Path) -> None:
+    pool, nodes = pools(2)
+    pids = [pool.lease().submit("keep", 1, timeout_s=HANG_S).result(HANG_S)[0] for _ in range(2)]
+    call = pool.submit("wait", str(tmp_path / "never"), timeout_s=1000)
+    until(call.running)
+    pool.close()
+    with pytest.raises(WorkerError, match="closed"):
+        call.result(0)
+    until(lambda: not any(map(running, pids)), "end of the workers")
+    assert nodes[0].told == []
+
+
+def test_episodes_of_a_lost_node_begin_anew(pools: Pools) -> None:
+    pool, nodes = pools(nodes=2)
+
+    async def play() -> None:
+        first = pool.lease()
+        (_, *kept) = await first.call("keep", 1, timeout_s=HANG_S)
+        next(node for node in nodes if node is first.worker._node).gone = "cut"  # type: ignore[attr-defined]
+        for _ in range(2):
+            with pytest.raises(WorkerError) as failed:
+                await first.call("keep", 2, timeout_s=HANG_S)
+            assert failed.value.kind == "gone"
+        assert kept == [1]
+        assert (await pool.lease().call("keep", 3, timeout_s=HANG_S))[1:] == [3]
+
+    asyncio.run(play())
