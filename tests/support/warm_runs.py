@@ -34,8 +34,8 @@ REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 """In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
 TORCHRUN = "torch.distributed.run"
 RANK = "slurm_rlhf.ranks.rank_process"
-MODULES = ("slurm_rlhf.nodes.agent", "slurm_rlhf.ranks.torchrun", RANK, TORCHRUN)
-"""What is forked in place of a new Python: a node's agent, its children, and theirs."""
+MODULES = ("slurm_rlhf.cli", "slurm_rlhf.nodes.agent", "slurm_rlhf.ranks.torchrun", RANK, TORCHRUN)
+"""What is forked in place of a new Python: a stage of a pipeline, a node's agent, its children, and theirs."""
 WRAPPER = "slurm_rlhf.nodes.child_process"
 _ABOVE = 900  # numbers of files that nobody uses
 
@@ -327,8 +327,9 @@ def _take_popen(forker: Forker) -> None:
         out = _number(options.get("stdout"), 1)
         err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)
         with open(os.devnull) as nothing:
+            environment = dict(options.get("env") or os.environ)
             return Forked(
-                forker, command, dict(options["env"]), (nothing.fileno(), out, err), bound, options.get("pass_fds", ())
+                forker, command, environment, (nothing.fileno(), out, err), bound, options.get("pass_fds", ())
             )
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]
