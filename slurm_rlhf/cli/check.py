@@ -40,7 +40,7 @@ class Part:
     name: str
     command: str
     config: Config
-    model: str = ""  # what `eval` evaluates
+    model: str = ""  # directory of the model that `eval` evaluates
     unmade: Collection[str] = ()  # keys of models that a stage before it has yet to make; others stand in for them
 
     def lines(self) -> Iterator[str]:

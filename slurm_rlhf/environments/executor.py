@@ -65,7 +65,7 @@ class ExecutorEnvironment(UserClass):
     def begin(self, start: Start) -> Begun:
         self._sampling = start.sampling
         self._ids: list[int] = []  # tokens so far: what `execute` has asked behind, and what was sampled
-        self._ranges: list[tuple[int, int]] = []  # of those that were sampled
+        self._ranges: list[tuple[int, int]] = []  # first and end of each answer in `_ids`
         asks: asyncio.Queue[Ask | None] = asyncio.Queue()
         self._engine.asks = asks
         given: dict[str, Any] = {

@@ -41,7 +41,7 @@ class StageRecord:
         self._checkpoints = CheckpointDir(self._paths.root)
         self.root = self._paths.root
         """Directory of all that it writes."""
-        self._steps = 0  # of the whole training
+        self._steps = 0  # optimizer steps from the first session to the end
 
     def begin(self, steps: int) -> tuple[Path | None, dict[str, Any]]:
         """Return the checkpoint to go on from, by the key `resume`, and its state; (None, {}) at the beginning.
