@@ -84,8 +84,11 @@ def check_stage(config: Config, stage: str) -> None:
 
 
 def shares_problem(config: Config, stage: str, ranks: int) -> Iterator[str]:
-    """Check that a stage's batches divide over the ranks, or the groups of ds.ulysses_size of them."""
+    """Check that a stage's batches divide over the ranks, or their groups, and ds.hpz_size the ranks of a node."""
     batch, together = get(config, f"{stage}.batch_size"), config.ds.ulysses_size
+    each, inside = config.actor.num_gpus_per_node, config.ds.hpz_size
+    if config.ds.zero_stage == 3 and each % inside:
+        yield f"ds.hpz_size = {inside} does not divide actor.num_gpus_per_node = {each}: change one of them"
     if ranks % together:
         yield f"ds.ulysses_size = {together} does not divide {ranks} ranks: change the one or the other"
     elif batch % (many := ranks // together):

@@ -106,6 +106,10 @@ def test_a_file_is_checked_for_the_stages_that_it_names(file: Path, capsys: pyte
     )
     assert "\ndpo: 2 problems in the configuration:\n  - dpo.batch_size = 10 does not divide over 3 ranks" in err
     assert "\n  - dpo.label_smoothing = 0.1 has no effect with dpo.loss_type = ipo" in err
+    copies = ("--actor.num_gpus_per_node=5", "--ds.zero_stage=3", "--ds.hpz_size=2")
+    code, _, err = checked(capsys, "base.toml", *outputs, *copies)
+    assert code == 2
+    assert err.count("ds.hpz_size = 2 does not divide actor.num_gpus_per_node = 5: change one of them") == 2
 
 
 @pytest.mark.parametrize(
