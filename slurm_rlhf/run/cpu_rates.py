@@ -25,6 +25,8 @@ from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
 ENOUGH = 1.2e10
 """FLOPs of a pass of one rank that tell its rate: half a second. A few sequences may have more."""
+LEAST = 256
+"""Tokens of a pass of one rank that tell its rate: with fewer a larger model waits for its weights from memory."""
 MOST = 6e10
 """FLOPs of a pass of one rank at most: all measurements then take 20 s at 30 GFLOP/s, and a larger model has none."""
 TOKENS = 16
@@ -81,9 +83,10 @@ class _Measurement:
         if 2 * of_one > MOST:
             return None
         samples = self._config.rollout.n_samples_per_prompt
-        room = self._config.train.max_tokens_per_gpu // (len(self._prompt) + self._response)
-        many = int(max(2, min(batch * samples / world, room, ENOUGH / of_one)))
-        self._pass(1, backward=True)  # memory is there afterwards, and kernels are
+        length = len(self._prompt) + self._response
+        room = self._config.train.max_tokens_per_gpu // length
+        many = int(max(2, min(batch * samples / world, room, max(ENOUGH / of_one, LEAST / length), MOST / of_one)))
+        self._pass(1, backward=True)  # not measured: it allocates memory and compiles kernels
         (forward, *_), (update, optimizer, link) = (self._pass(many, backward) for backward in (False, True))
         width = min(self._config.vllm.max_num_seqs, batch * samples // self._roles[ROLLOUT].world)
         most = max(2, min(width, int(ENOUGH / batch_flops(self._models[ROLLOUT], [len(self._prompt)], False, 0))))
@@ -116,7 +119,9 @@ class _Measurement:
         found = gather([each for calls in answers.values() for each in calls])[: self._roles[ACTOR].world]
         work = self._work(count)
         flops = work.update_flops() if backward else work.flops()
-        probe = Probe(flops, max(each.seconds for each in found))
+        # Predictions share the cores among the ranks; here more ranks than they hold have taken turns.
+        threads = sum(self._roles[role].world for role in self._trained) * self._cores.threads
+        probe = Probe(flops, max(each.seconds for each in found) / max(1.0, threads / self._cores.count))
         return probe, min(each.optimizer for each in found), min(each.link for each in found)
 
     def _sampling(self, count: int) -> Probe:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -24,7 +23,7 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec
 from slurm_rlhf.trainer.backends import loading, start_trainer
 from slurm_rlhf.trainer.batch import TokenBatch, collate, column, in_order, optional_column, per_action, to_device
-from slurm_rlhf.trainer.distributed import join_world, seed_rank, speed, undisturbed
+from slurm_rlhf.trainer.distributed import fastest, join_world, seed_rank, speed, undisturbed
 from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.lora import attach
 from slurm_rlhf.trainer.models import load_critic, load_policy
@@ -96,30 +95,29 @@ class MeasuredModel(TrainedModel):
     """Tells its speed before the first step of a run; a base class beside the one of the kind of model."""
 
     def measure(self, exp: Experience, micro: list[list[int]], backward: bool) -> tuple[float, float, float]:
-        """Return the CPU seconds of the fastest of three passes over micro-batches, and two more rates.
+        """Return the seconds of the fastest of three passes over micro-batches, and two more rates.
 
-        They are those of each thread, whatever other ranks do on the cores meanwhile.
         With `backward` it computes gradients, which it drops: under ZeRO-3 it counts two more passes for them. Then the
         rates are those of `speed`, else 0. Nothing is changed.
         """
-        found = []
         gradients = backward and not self.backend.sharded
         wanted = [parameter for parameter in self.backend.module.parameters() if parameter.requires_grad]
         dtype = self.backend.cfg.autocast
+
+        def whole() -> None:
+            for rows in micro:
+                batch = self._collate(exp.select(rows))
+                with (
+                    torch.autocast(self.world.device.type, dtype, dtype is not None),
+                    torch.set_grad_enabled(gradients),
+                ):
+                    numbers = self._numbers(batch).sum()
+                if gradients:
+                    torch.autograd.grad(numbers, wanted, allow_unused=True)
+
         with undisturbed(self.backend.module, self.world.device):
-            for _ in range(3):
-                start = time.process_time()
-                for rows in micro:
-                    batch = self._collate(exp.select(rows))
-                    with (
-                        torch.autocast(self.world.device.type, dtype, dtype is not None),
-                        torch.set_grad_enabled(gradients),
-                    ):
-                        numbers = self._numbers(batch).sum()
-                    if gradients:
-                        torch.autograd.grad(numbers, wanted, allow_unused=True)
-                found.append((time.process_time() - start) / torch.get_num_threads())
-        return min(found) * (3 if backward and not gradients else 1), *(speed(self.world) if backward else (0.0, 0.0))
+            seconds = fastest(whole)
+        return seconds * (3 if backward and not gradients else 1), *(speed(self.world) if backward else (0.0, 0.0))
 
     @abstractmethod
     def _numbers(self, batch: TokenBatch) -> Tensor:
