@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from slurm_rlhf.errors import UserError, shortened
 from slurm_rlhf.nodes.accelerators import judge_accelerators
 from slurm_rlhf.nodes.facts import UNKNOWN, NodeFacts
 from slurm_rlhf.nodes.needs import Needs, Space
-from slurm_rlhf.nodes.report import OK, Check, Finding, exclude, failed, warned
+from slurm_rlhf.nodes.report import Check, Finding, exclude, failed, warned
 from slurm_rlhf.sandbox.box import described
 from slurm_rlhf.sandbox.commands import LACKS
 
@@ -125,21 +125,6 @@ def gpus(facts: Facts, needs: Needs) -> Check:
     return Check("GPUs", f"{count} can be used, and are free and well" if count else "the run wants none", found)
 
 
-def allocation(needs: Needs, nodes: Sequence[str], job: str) -> Check:
-    """Compare the nodes with those that Slurm says the job has, and with those of the last start."""
-    found: list[Finding] = []
-    if needs.allocation:
-        said = f"job {job} is not what its environment says: {needs.allocation}"
-        remedy = "Requeue it (scontrol requeue), or submit it again: a run wants the same nodes throughout"
-        found.append(failed(said, remedy))
-    if needs.earlier and set(needs.earlier) != set(nodes):
-        said = (
-            f"the last start in this run_dir was on {shortened(needs.earlier, 4)}, this one is on {shortened(nodes, 4)}"
-        )
-        found.append(Finding(OK, (), said, "It goes on from the newest checkpoint, if any, all the same"))
-    return Check("allocation", shortened(nodes, 8), found)
-
-
 _GB = 1e9
 _MAKE_ROOM = "Free space, keep fewer (ckpt.max_num), or take another disk (run_dir)"
 
@@ -217,18 +202,6 @@ def _lacking_files(place: str, want: Space, files: int) -> list[Finding]:
         return []
     said = f"{place} has {files} inodes left, and the checkpoints take about {want.files * want.kept}"
     return [(failed if files < want.files else warned)(said, _MAKE_ROOM)]
-
-
-def locks(needs: Needs) -> Check:
-    """Warn where the run directory is on a file system that cannot lock files."""
-    if not needs.lock:
-        return Check("locks", "files in run_dir can be locked")
-    said = f"files in run_dir {needs.run_dir} cannot be locked: {needs.lock}"
-    remedy = (
-        "The run works, but does not notice a second one in the same directory: never start two there, or take a file "
-        "system with locks (Lustre: mounted with -o flock)"
-    )
-    return Check("locks", "", [warned(said, remedy)])
 
 
 def _size(count: int) -> str:

@@ -22,7 +22,6 @@ TORCHRUN_S = 600  # the meeting of a torchrun's nodes, as torch has it; the cond
 
 # --- programs that are asked ---
 SLURM_S = 30.0  # a command of Slurm
-SLURM_PREFLIGHT_S = 10.0  # a command of Slurm whose answer preflight can do without
 SLURM_STATUS_S = 5.0  # a command of Slurm in `status`; scontrol itself tries for 18 s while slurmctld is down
 GPU_QUERY_S = 30.0  # an answer of nvidia-smi and its like
 GPU_HEALTH_S = 10.0  # an answer about the health of GPUs, without which a run starts too
