@@ -78,7 +78,7 @@ def test_an_agent_reports_and_stays(agents: LocalAgents, tmp_path: Path) -> None
     assert [check.name for check in report.checks][:2] == ["answers", "run directory"]
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]  # the canary is gone
     (view,) = agents.look({NODE: [os.getpid()], "elsewhere": [1]}, HANG_S)
-    assert view.processes[0].state
+    assert view.states[os.getpid()]
     assert (agents.unheard(HANG_S), agents.unheard(-1.0)) == (set(), {NODE})
     agents.close()
     assert agents.over()
