@@ -67,7 +67,7 @@ def current_topology(config: Config, environ: Mapping[str, str] = os.environ, no
     slurm, kept = read_slurm(environ), config.reward.workers_num_nodes
     if slurm is None:
         return local_topology(config, environ).keep_for_workers(kept)
-    topology = slurm.topology(*_gpus(slurm)).keep_for_workers(kept)
+    topology = slurm.topology(_gpus(slurm)).keep_for_workers(kept)
     if nodes:
         topology = replace(topology, nodes=tuple(node for node in topology.nodes if node.name in nodes))
     if topology.accelerator == GPU:
@@ -82,7 +82,7 @@ def nodes_here(environ: Mapping[str, str]) -> Topology:
     """
     slurm = read_slurm(environ)
     if slurm is not None:
-        return slurm.topology(*_gpus(slurm))
+        return slurm.topology(_gpus(slurm))
     return _this_machine(environ)
 
 
@@ -92,25 +92,21 @@ def _this_machine(environ: Mapping[str, str]) -> Topology:
     return Topology((Node(name, len(gpus), cpus, gpus),), GPU if gpus else CPU)
 
 
-def _gpus(slurm: SlurmEnvironment) -> tuple[tuple[int, ...], str]:
-    """Return the GPUs on each node, and where the numbers come from.
-
-    Asks Slurm if the environment describes only one node, or contradicts itself.
-    """
+def _gpus(slurm: SlurmEnvironment) -> tuple[int, ...]:
+    """Return the GPUs on each node. Asks Slurm if the environment describes only one node, or contradicts itself."""
     gpus = slurm.gpus()
-    asked = f"scontrol show job --details {slurm.job_id}"
     if gpus is None:
         try:
-            return ask_scontrol(slurm.job_id, slurm.job_nodes), asked
+            return ask_scontrol(slurm.job_id, slurm.job_nodes)
         except PlacementError:
             # The number of slurmd is right for this node, and for no other.
             if slurm.gpus_here is None or slurm.step_id is not None or len(slurm.job_nodes) > 1:
                 raise
-            return (slurm.gpus_here,), "SLURM_GPUS_ON_NODE"
+            return (slurm.gpus_here,)
     if not slurm.gpus_are_known():
         with contextlib.suppress(PlacementError):  # for example, a container without scontrol
-            return ask_scontrol(slurm.job_id, slurm.job_nodes), asked
-    return gpus, slurm.gpus_origin
+            return ask_scontrol(slurm.job_id, slurm.job_nodes)
+    return gpus
 
 
 @dataclass(frozen=True, slots=True)
