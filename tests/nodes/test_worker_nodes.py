@@ -89,7 +89,7 @@ def test_submit_asks_for_them_and_the_job_outlives_one() -> None:
 
 
 def test_mpi_has_none() -> None:
-    with pytest.raises(ConfigError, match=r"reward.workers_num_nodes does not work with mpirun.*Set it to 0"):
+    with pytest.raises(ConfigError, match=r"reward.workers_num_nodes does not work with mpirun.*Leave the key out"):
         place_processes(config(1), [Process("n1", (0,), ())] * 4, Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 4, 0))
 
 
