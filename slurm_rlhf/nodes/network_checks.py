@@ -129,6 +129,7 @@ FAR_BELOW = 1 / 10
 """Of what an interface is made for: with two nodes, what is below is named. One stream of bytes does not fill it."""
 _STREAM_MBITS = 10_000  # expected of one TCP stream, however fast the interface
 _MB = 1e6
+_NOT_TRIED = "Importing torch is slow there, or an earlier group failed"
 
 
 def links(outcomes: Sequence[Outcome], mbits: Mapping[str, int] | None = None) -> Check:
@@ -137,7 +138,9 @@ def links(outcomes: Sequence[Outcome], mbits: Mapping[str, int] | None = None) -
     Two nodes have no peers: there the figure is what the slower interface is made for, by `mbits` of each node. With
     more, a node is as fast as its fastest link: a slow one makes the links of its partners slow, too.
     """
-    found = [_broken(each) for each in outcomes if each.error]
+    found = [_broken(each) for each in outcomes if each.error and each.tried]
+    if untried := [each for each in outcomes if not each.tried]:
+        found.append(warned(f"{len(untried)} pairs were not tried: {untried[0].error}", _NOT_TRIED))
     rates = {each.nodes: each.figures.rate for each in outcomes if each.figures is not None}
     best: dict[str, float] = {}
     for nodes, rate in rates.items():
@@ -205,7 +208,7 @@ def _broken(outcome: Outcome) -> Finding:
     whose = f" on {', '.join(outcome.culprits)}" if outcome.culprits else ""
     if not outcome.tried:
         said = f"{_called(outcome)} was not tried: {outcome.error}{whose}"
-        return warned(said, "Importing torch is slow there, or an earlier group failed")
+        return warned(said, _NOT_TRIED)
     said = f"{_called(outcome)} does not work{whose}: {outcome.error}"
     remedy = "Let connections between the nodes pass, look at NCCL_SOCKET_IFNAME, or "
     return failed(said, remedy + exclude(*(culprits or outcome.nodes)), *culprits)
