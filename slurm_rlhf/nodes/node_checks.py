@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from slurm_rlhf.errors import UserError, shortened
+from slurm_rlhf.errors import shortened
 from slurm_rlhf.nodes.accelerators import judge_accelerators
 from slurm_rlhf.nodes.facts import UNKNOWN, NodeFacts
 from slurm_rlhf.nodes.needs import Needs, Space
@@ -112,12 +112,7 @@ def sandboxes(facts: Facts) -> Check:
 def gpus(facts: Facts, needs: Needs) -> Check:
     """Compare the GPUs of each node with the rank map; name those that are ill or in use."""
     equipment = {node: each.equipment for node, each in facts.items()}
-    found: list[Finding] = []
-    try:
-        notes = judge_accelerators(equipment, needs.wanted, needs.granted_by)
-        found += [warned(note.removeprefix("note: "), "") for note in notes]
-    except UserError as error:
-        found.append(failed(str(error), "", *(node for node in facts if f"{node}:" in str(error))))
+    found = judge_accelerators(equipment, needs.wanted, needs.granted_by)
     for node, each in facts.items():
         remedy = f"Have it looked at, and leave it out: {exclude(node)}"
         found += [warned(f"{node}: {line}", remedy, node, avoid=True) for line in each.unhealthy]
