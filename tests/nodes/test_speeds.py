@@ -99,7 +99,7 @@ def test_pairs_that_were_not_tried_are_one_warning() -> None:
     late = [{"seat": seat, "group": group.name, "late": True} for group in lineup.groups for seat in group.seats]
     (finding,) = judge_links(outcomes(lineup, late)).findings
     assert (finding.verdict, finding.nodes) == (WARNING, ())
-    assert finding.said == "10 pairs were not tried: not all of its ranks came in time"
+    assert finding.said == f"{len(lineup.groups)} pairs were not tried: not all of its ranks came in time"
 
 
 def test_two_nodes_have_no_peers_and_are_compared_with_what_their_interfaces_are_made_for() -> None:
