@@ -21,7 +21,7 @@ from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.examination import examine_nodes, look_here
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched
-from slurm_rlhf.nodes.needs import Needs, lock_problem
+from slurm_rlhf.nodes.needs import Needs
 from slurm_rlhf.nodes.report import Report
 from slurm_rlhf.placement.rank_map import RankMap
 
@@ -81,7 +81,6 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps
         ranks_on={share.node: len(share.ranks) for share in ranks.roles[ROLLOUT]},
         places=tuple(places),
         granted_by="start it where nvidia-smi shows GPUs" if slurm is None else "ask for them with --gpus-per-node",
-        lock=lock_problem(directory),
     )
     asked = replace(question(config, ranks, needs, ranks.used_nodes, slurm), measure=False)
     if slurm is not None:

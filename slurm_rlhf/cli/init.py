@@ -6,11 +6,11 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_rlhf.cli.commands import Arguments, commands, filled, number, unknown
-from slurm_rlhf.cluster.resources import Partition, ask_modules, ask_partitions, best, proposed
+from slurm_rlhf.cluster.resources import Partition, ask_partitions, best
 from slurm_rlhf.config.keys import peers
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
@@ -29,7 +29,6 @@ class NewRun:
     partition: str = ""
     time: str = ""
     account: str = ""
-    modules: tuple[str, ...] = ()  # modules for the batch script
 
     @property
     def slots(self) -> int:
@@ -73,13 +72,7 @@ def script(start: NewRun) -> str:
         "account": start.account,
     }
     lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in headers.items() if value != ""]
-    modules = _MODULES.format(" ".join(start.modules)) if start.modules else ""
-    return filled("job.sh.txt", headers="\n".join(lines), modules=modules, name=start.name)
-
-
-_MODULES = """# Modules of this cluster that you may need (`module avail`); wheels of torch and vLLM contain CUDA:
-# module load {}
-"""
+    return filled("job.sh.txt", headers="\n".join(lines), name=start.name)
 
 
 Ask = Callable[[str, str], str]
@@ -98,8 +91,6 @@ def write_files(arguments: Arguments) -> int:
         print(f"warning: {error}. The files are written without information on the cluster", file=sys.stderr)
         partitions = []
     start = choose(names[0], given, partitions, _question if asked else _default)
-    if partitions:
-        start = replace(start, modules=tuple(proposed(ask_modules())))
     files = {f"{start.name}.toml": toml(start), f"{start.name}_reward.py": filled("reward.py.txt")}
     if partitions:
         files[f"{start.name}.sh"] = script(start)

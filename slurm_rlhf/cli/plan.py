@@ -13,7 +13,7 @@ from typing import Any
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cluster.resources import Memory, current_topology, memory_of, memory_on
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
+from slurm_rlhf.cluster.slurm_notation import expand, expand_counts, per_node, slurm_order
 from slurm_rlhf.config.check import check_colocation
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import sent_parameters
@@ -240,13 +240,13 @@ def wanted_nodes(arguments: Arguments) -> tuple[list[str], tuple[int, ...]] | No
     names = listed or numbered_names(options["nodes"])
     text = options["gpus_per_node"]
     try:
-        gpus = gpus_of_nodes(text, names)
+        gpus = per_node(expand_counts(text), len(names))
         if min(gpus) < 1:
             raise ValueError("every node needs a GPU")
     except ValueError as error:
         raise ConfigError(
-            f"--gpus_per_node takes the GPUs of every node (8), node by node (6,6,4,4,4) or by name "
-            f"(fat-[1-2]:6,r01c[01-03]:4), got {text!r} for {shortened(names)}: {error}"
+            "--gpus_per_node takes the GPUs of every node (8), or node by node (6,6,4,4,4 or 6(x2),4(x3)), got "
+            f"{text!r} for {shortened(names)}: {error}"
         ) from None
     return names, gpus
 

@@ -105,7 +105,7 @@ def _examine_allocation(
 ) -> tuple[Report, RankMap]:
     spares, workers = config.cluster.spares, ranks.topology.workers
     nodes: Sequence[str] = slurm.job_nodes if spares else (*ranks.used_nodes, *workers)
-    needs = _needs(config, ranks, slurm, "ask for them with sbatch --gpus-per-node")
+    needs = _needs(config, ranks, "ask for them with sbatch --gpus-per-node")
     needs = _for_spares(needs, [node for node in nodes if node not in workers])
     asked = replace(
         question(config, ranks, needs, nodes, slurm),
@@ -131,7 +131,6 @@ def question(
         ranks=ranks,
         place=lambda names: ranks,
         inside=slurm is not None and container != HOST,
-        job="" if slurm is None else str(slurm.job_id),
         started=sys.executable if slurm is None else " ".join(container.command("...", gpus=False)[:-2]),
         limit_s=config.timeout.preflight,
     )
@@ -141,12 +140,12 @@ def local_question(
     config: Config, ranks: RankMap, granted_by: str = "start it where nvidia-smi shows GPUs"
 ) -> Question:
     """Say what is asked of this machine alone."""
-    return question(config, ranks, _needs(config, ranks, None, granted_by), [ranks.topology.nodes[0].name])
+    return question(config, ranks, _needs(config, ranks, granted_by), [ranks.topology.nodes[0].name])
 
 
-def _needs(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, granted_by: str) -> Needs:
+def _needs(config: Config, ranks: RankMap, granted_by: str) -> Needs:
     Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-    return needs_of(config, ranks, slurm, granted_by)
+    return needs_of(config, ranks, granted_by)
 
 
 def _for_spares(needs: Needs, nodes: Sequence[str]) -> Needs:

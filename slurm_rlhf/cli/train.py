@@ -158,8 +158,8 @@ def stage(arguments: Arguments) -> int:
     several = config.actor.num_nodes * config.actor.num_gpus_per_node > 1
     if not by_torchrun and (several or read_slurm(os.environ) is not None):
         return train_here(config, name)
-    from slurm_rlhf.groups.role_environment import WAITING_THREADS
     from slurm_rlhf.groups.run_lock import occupied
+    from slurm_rlhf.nodes.environment import WAITING_THREADS
 
     for variable, value in WAITING_THREADS.items():
         os.environ.setdefault(variable, value)  # before torch is imported, which starts the threads

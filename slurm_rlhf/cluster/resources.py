@@ -1,4 +1,4 @@
-"""Find what a run can use: nodes and slots, whether its GPUs have enough memory, Slurm's partitions, modules.
+"""Find what a run can use: nodes and slots, whether its GPUs have enough memory, Slurm's partitions.
 
 A slot is a GPU; without GPUs it is a process.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from functools import cache
 
 from slurm_rlhf.cluster.gpu_query import local_gpus, local_kinds
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
-from slurm_rlhf.cluster.slurm_job import ask_scontrol, command, granted_types
+from slurm_rlhf.cluster.slurm_job import ask_scontrol, command
 from slurm_rlhf.cluster.slurm_notation import parse_gpus
 from slurm_rlhf.config.model_directory import check_tensor_parallel
 from slurm_rlhf.config.roles import colocations, has_engines
@@ -68,7 +67,7 @@ def current_topology(config: Config, environ: Mapping[str, str] = os.environ, no
     slurm, kept = read_slurm(environ), config.reward.workers_num_nodes
     if slurm is None:
         return local_topology(config, environ).keep_for_workers(kept)
-    topology = slurm.topology(*_gpus(slurm)).keep_for_workers(kept)
+    topology = slurm.topology(_gpus(slurm)).keep_for_workers(kept)
     if nodes:
         topology = replace(topology, nodes=tuple(node for node in topology.nodes if node.name in nodes))
     if topology.accelerator == GPU:
@@ -83,7 +82,7 @@ def nodes_here(environ: Mapping[str, str]) -> Topology:
     """
     slurm = read_slurm(environ)
     if slurm is not None:
-        return slurm.topology(*_gpus(slurm))
+        return slurm.topology(_gpus(slurm))
     return _this_machine(environ)
 
 
@@ -93,25 +92,21 @@ def _this_machine(environ: Mapping[str, str]) -> Topology:
     return Topology((Node(name, len(gpus), cpus, gpus),), GPU if gpus else CPU)
 
 
-def _gpus(slurm: SlurmEnvironment) -> tuple[tuple[int, ...], str]:
-    """Return the GPUs on each node, and where the numbers come from.
-
-    Asks Slurm if the environment describes only one node, or contradicts itself.
-    """
+def _gpus(slurm: SlurmEnvironment) -> tuple[int, ...]:
+    """Return the GPUs on each node. Asks Slurm if the environment describes only one node, or contradicts itself."""
     gpus = slurm.gpus()
-    asked = f"scontrol show job --details {slurm.job_id}"
     if gpus is None:
         try:
-            return ask_scontrol(slurm.job_id, slurm.job_nodes), asked
+            return ask_scontrol(slurm.job_id, slurm.job_nodes)
         except PlacementError:
             # The number of slurmd is right for this node, and for no other.
             if slurm.gpus_here is None or slurm.step_id is not None or len(slurm.job_nodes) > 1:
                 raise
-            return (slurm.gpus_here,), "SLURM_GPUS_ON_NODE"
+            return (slurm.gpus_here,)
     if not slurm.gpus_are_known():
         with contextlib.suppress(PlacementError):  # for example, a container without scontrol
-            return ask_scontrol(slurm.job_id, slurm.job_nodes), asked
-    return gpus, slurm.gpus_origin
+            return ask_scontrol(slurm.job_id, slurm.job_nodes)
+    return gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +161,7 @@ def fits_gpus(config: Config) -> bool:
 
 
 def _found() -> GpuSize:
-    return found_size(local_kinds(os.environ), granted_types(os.environ))
+    return found_size(local_kinds(os.environ))
 
 
 _found_once = cache(_found)
@@ -231,47 +226,3 @@ def ask_partitions() -> list[Partition]:
 def best(partitions: list[Partition]) -> Partition | None:
     """Choose the partition to propose: most GPUs per node, then the default one, then most nodes."""
     return max(partitions, key=lambda each: (each.gpus, each.default, each.nodes), default=None)
-
-
-WANTED = ("cuda", "python", "gcc", "nccl", "openmpi")
-"""Modules that a run may need, in the order in which they are loaded."""
-_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[\w.+-]+)+")
-
-
-def ask_modules() -> list[str]:
-    """List the existing modules in the order of `module avail`; empty if there is no module system."""
-    # `module` itself is a function of login shells.
-    if lmod := os.environ.get("LMOD_CMD"):
-        words = [lmod, "bash", "--terse", "avail"]
-    elif (home := os.environ.get("MODULESHOME")) and os.access(f"{home}/libexec/modulecmd.tcl", os.R_OK):
-        words = ["tclsh", f"{home}/libexec/modulecmd.tcl", "bash", "avail", "-t"]
-    elif program := shutil.which("modulecmd"):
-        words = [program, "bash", "avail", "-t"]
-    else:
-        return []
-    done = command(words)
-    return parse_modules(f"{done.stdout}\n{done.stderr}")  # Lmod writes to stderr by default
-
-
-def parse_modules(text: str) -> list[str]:
-    """Parse a terse `module avail`: name/version on each line, and headings that end with a colon."""
-    names = []
-    for line in text.splitlines():
-        word = line.strip().removesuffix("(default)").removesuffix("(D)").strip()
-        if _NAME.fullmatch(word) and word not in names:
-            names.append(word)
-    return names
-
-
-def proposed(modules: list[str]) -> list[str]:
-    """Choose the newest version of each module of `WANTED`; a vendor may precede its name."""
-    found = []
-    for wanted in WANTED:
-        alike = [name for name in modules if name.lower().split("/")[-2] == wanted]
-        if alike:
-            found.append(max(alike, key=_version))
-    return found
-
-
-def _version(name: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", name.rpartition("/")[2])]

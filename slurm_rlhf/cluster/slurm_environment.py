@@ -106,22 +106,11 @@ class SlurmEnvironment:
         """Tell whether `gpus` is certain; it is not if it assumes that all nodes are alike."""
         return len(self.job_nodes) == 1 or any((self.gpus_per_node, self.gpus_per_task)) or not any(self.gpus() or ())
 
-    @property
-    def gpus_origin(self) -> str:
-        """Name the variables from which `gpus` is read, for messages."""
-        asked = [name for name in ("gpus_per_node", "gpus_total", "gpus_per_task") if getattr(self, name)]
-        here = [name for name in ("gpus_on_node", "gpu_ids") if getattr(self, name) is not None]
-        found = [*asked, *here]
-        return _variables(found[0]) if found else "SLURM_GPUS_ON_NODE, which is not set,"
-
-    def topology(self, gpus: Sequence[int], origin: str = "") -> Topology:
-        """Build the topology of the job's nodes with `gpus` on each; without GPUs it has 0 slots, accelerator "cpu".
-
-        `origin` names the source of the numbers.
-        """
+    def topology(self, gpus: Sequence[int]) -> Topology:
+        """Build the topology of the job's nodes with `gpus` on each; without GPUs it has 0 slots, accelerator "cpu"."""
         cpus = self.cpus_per_node or (0,) * len(gpus)
         nodes = tuple(Node(*row) for row in zip(self.job_nodes, gpus, cpus, strict=True))
-        return Topology(nodes, GPU if any(gpus) else CPU, origin)
+        return Topology(nodes, GPU if any(gpus) else CPU)
 
 
 def read_slurm(environ: Mapping[str, str]) -> SlurmEnvironment | None:

@@ -162,9 +162,6 @@ def reason_words(reason: str) -> str:
 
 _NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
 _ASKED = re.compile(r"\bTresPerNode=(\S+)")
-_TYPE = re.compile(r"(?:gres[:/])?(?:gpu[:=/])?(?P<type>[A-Za-z][\w.+-]*)?(?=[:=(]|$)")
-_VARIABLES = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
-_OTHER = re.compile(r"gres[:/](?!gpu)|(?:cpu|mem|node|energy|billing|license|nic|shard|mps)\b")
 
 
 def parse_job_details(text: str) -> dict[str, int]:
@@ -175,18 +172,9 @@ def parse_job_details(text: str) -> dict[str, int]:
     """
     asked = _ASKED.search(text)
     most = parse_gpus(asked[1]) if asked else None
-    gpus = {node: parse_gpus(granted) if granted not in ("", "(null)") else 0 for node, granted in _granted(text)}
+    granted = [(node, gres) for nodes, gres in _NODES.findall(text) for node in expand(nodes)]
+    gpus = {node: parse_gpus(gres) if gres not in ("", "(null)") else 0 for node, gres in granted}
     return {node: min(count, most) if most else count for node, count in gpus.items()}
-
-
-def parse_types(text: str) -> dict[str, list[str]]:
-    """Return the types of the GPUs on each node that has typed GPUs, from `scontrol show job --details`."""
-    return {node: types for node, granted in _granted(text) if (types := gpu_types(granted))}
-
-
-def _granted(text: str) -> list[tuple[str, str]]:
-    """Return (node, granted resources), from the `Nodes=... GRES=...` parts."""
-    return [(node, granted) for nodes, granted in _NODES.findall(text) for node in expand(nodes)]
 
 
 def ask_scontrol(job_id: int, nodes: Sequence[str]) -> tuple[int, ...]:
@@ -209,29 +197,3 @@ def ask_scontrol(job_id: int, nodes: Sequence[str]) -> tuple[int, ...]:
         f"cannot tell how many GPUs job {job_id} has on each node: its environment does not tell, and `scontrol show "
         f"job --details {job_id}` failed ({problem}): request the GPUs with --gpus-per-node"
     )
-
-
-def gpu_types(text: str) -> list[str]:
-    """List the types in a request or a grant: `gpu:a100:4(IDX:0-3),gpu:v100:2` -> a100, v100."""
-    found = []
-    for part in re.split(r",(?![^(]*\))", text):
-        match = _TYPE.match(part.strip())
-        if match and match["type"] and match["type"] != "gpu" and not _OTHER.match(part.strip()):
-            found.append(match["type"])
-    return list(dict.fromkeys(found))
-
-
-def granted_types(environ: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the types of the GPUs on each node of the job in `environ`. Blocks for up to 30 s.
-
-    If scontrol does not answer, returns the types in the variables that request GPUs, by their names.
-    """
-    number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
-    if not number:
-        return {}
-    try:
-        found = parse_types(command(["scontrol", "show", "job", "--details", number], dict(environ)).stdout)
-    except PlacementError:  # a list of nodes that does not parse
-        found = {}
-    asked = {name: gpu_types(environ[name]) for name in _VARIABLES if environ.get(name)}
-    return found or {name: types for name, types in asked.items() if types}

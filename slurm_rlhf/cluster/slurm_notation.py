@@ -11,7 +11,7 @@ many containers lack it, and its exit code is 0 for an invalid list.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 from slurm_rlhf.errors import PlacementError
@@ -156,31 +156,6 @@ def per_node(counts: tuple[int, ...], nodes: int) -> tuple[int, ...]:
     if len(counts) != nodes:
         raise ValueError(f"{len(counts)} counts for {nodes} nodes")
     return counts
-
-
-_OF_NODES = re.compile(r"(?P<nodes>[^:\s]+):(?P<count>\d+)(?:,|$)")
-
-
-def gpus_of_nodes(text: str, nodes: Sequence[str]) -> tuple[int, ...]:
-    """Read the GPUs of each of `nodes`: `8`, `6(x2),4(x3)` in their order, or `fat-[1-2]:6,r01c[01-03]:4` by name.
-
-    Raises ValueError.
-    """
-    if ":" not in text:
-        return per_node(expand_counts(text), len(nodes))
-    found: dict[str, int] = {}
-    position = 0
-    while position < len(text):
-        match = _OF_NODES.match(text, position)
-        if match is None:
-            raise ValueError(f"expected NODES:GPUS, got {text[position:]!r}")
-        found |= dict.fromkeys(expand(match["nodes"]), int(match["count"]))
-        position = match.end()
-    if missing := [name for name in nodes if name not in found]:
-        raise ValueError(f"{missing[0]} has no number")
-    if unknown := [name for name in found if name not in nodes]:
-        raise ValueError(f"{unknown[0]} is not among the nodes")
-    return tuple(found[name] for name in nodes)
 
 
 def parse_gpus(text: str) -> int:

@@ -18,8 +18,7 @@ from typing import Any
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, PlacementError, RemoteError, RoleDied
-from slurm_rlhf.groups.restarts import Loss, next_place
-from slurm_rlhf.groups.state import Unit
+from slurm_rlhf.groups.restarts import Loss, Unit, next_place
 from slurm_rlhf.nodes.agent_launcher import AgentEngines
 from slurm_rlhf.observe.run_log import ENGINE_JOINED, ENGINE_LOST
 from slurm_rlhf.wire import timeouts

@@ -19,9 +19,9 @@ from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.groups.hang_rules import HangVerdict, Sighting, rank_state
 from slurm_rlhf.groups.supervisor import Supervisor
-from slurm_rlhf.nodes.node_look import NodeView, ProcessView
+from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.observe.log_tail import read_end
-from slurm_rlhf.observe.stacks import ThreadStack, last_late_dump, late_s, own_stacks, read_spy, read_stacks, written
+from slurm_rlhf.observe.stacks import ThreadStack, last_late_dump, late_s, own_stacks, read_stacks, written
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import StacksAnswer
@@ -100,7 +100,7 @@ def _late(path: Path, silent_s: float) -> list[ThreadStack]:
         return []
 
 
-def look_from_outside(hang: Findings, supervisor: Supervisor, directory: Path) -> None:
+def look_from_outside(hang: Findings, supervisor: Supervisor) -> None:
     """Let the nodes look at the processes, and add what they see. Takes little more than LOOK_S."""
     pids: dict[str, list[int]] = defaultdict(list)
     for seen in hang.ranks:
@@ -114,23 +114,9 @@ def look_from_outside(hang: Findings, supervisor: Supervisor, directory: Path) -
         hang.notes.append(
             f"{node} was not looked at from outside: nothing came back from it within {timeouts.LOOK_S:g} s"
         )
-    by_pid = {(view.node, process.pid): process for view in views for process in view.processes}
+    states = {view.node: view.states for view in views}
     hang.loads.update({view.node: view.load for view in views})
-    reasons = {(process.no_spy, view.node) for view in views for process in view.processes if process.no_spy}
-    for why in sorted({reason for reason, _ in reasons}):
-        nodes = ", ".join(sorted(node for reason, node in reasons if reason == why))
-        hang.notes.append(f"{why}, on {nodes}: stacks are the ranks' own, and of ranks that cannot answer their log's")
-    for index, seen in enumerate(hang.ranks):
-        if process := by_pid.get((seen.node, seen.pid)):
-            hang.ranks[index] = _with_view(seen, process)
-            if process.spy:
-                (directory / f"{seen.role}.{seen.rank}.py-spy.txt").write_text(process.spy, encoding="utf-8")
-
-
-def _with_view(seen: Sighting, process: ProcessView) -> Sighting:
-    if seen.threads or not process.spy:
-        return replace(seen, process=process.state)
-    return replace(seen, process=process.state, threads=tuple(read_spy(process.spy)), source="py-spy")
+    hang.ranks = [replace(seen, process=states.get(seen.node, {}).get(seen.pid, "")) for seen in hang.ranks]
 
 
 def write_findings(hang: Findings, verdict: HangVerdict, paragraph: str, directory: Path) -> None:
@@ -166,7 +152,6 @@ def _row(seen: Sighting, verdict: HangVerdict) -> str:
 _SOURCES = {
     "itself": "its own answer",
     "lock": "its log, while something held the interpreter's lock",
-    "py-spy": "py-spy",
     "": "nowhere",
 }
 

@@ -14,8 +14,8 @@ from slurm_rlhf.errors import shortened
 from slurm_rlhf.observe.stacks import Frame, ThreadStack
 from slurm_rlhf.workers.pool import WORKER
 
-StackSource = Literal["itself", "lock", "py-spy", ""]
-"""Source of a stack: the rank; its log, while something held the interpreter's lock; py-spy; none."""
+StackSource = Literal["itself", "lock", ""]
+"""Source of a stack: the rank; its log, while something held the interpreter's lock; none."""
 
 Kind = Literal["collective", "device", "sync", "idle", "follows", "busy", "locked", "unknown"]
 
@@ -89,12 +89,11 @@ def rank_state(seen: Sighting, line_of: Callable[[str, int], str] = linecache.ge
     """Classify a rank by its main thread; `line_of`: the text of a line of a file."""
     if not seen.threads:
         return RankState("unknown")
-    held = next((thread for thread in seen.threads if thread.holds_lock), None)
-    frames = (held or seen.threads[0]).frames
+    frames = seen.threads[0].frames
     if not frames:
         return RankState("unknown")
     by = next((frame for frame in frames if not _library(frame)), None)
-    if seen.source == "lock" or (held is not None and seen.silent_s > 0):
+    if seen.source == "lock":
         return RankState("locked", frames[0], by)
     inner = next((frame for frame in frames if not _standard(frame)), frames[0])
     kind = _kind(inner, line_of)

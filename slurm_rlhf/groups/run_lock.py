@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import math
@@ -16,13 +17,15 @@ from typing import Protocol
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.cluster.stop import NOT_ARRANGED, Continuation, Stop, StopRequested
 from slurm_rlhf.errors import ConfigError, RemoteError
-from slurm_rlhf.nodes.needs import WITHOUT_LOCKS
 from slurm_rlhf.run_directory import RunDirectory, make_run_directory, run_directory_kept
 
 log = logging.getLogger(__name__)
 
 MOST_RESTARTS = 5
 """Allocations in a row that may end before a single step: the job would otherwise requeue itself for ever."""
+
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
 
 
 @contextlib.contextmanager
@@ -93,7 +96,7 @@ def exclusive(directory: RunDirectory) -> Iterator[None]:
                 f"{directory.root} is in use by another run. Wait for it, or give this one its own --run_dir."
             ) from None
         except OSError as error:
-            if error.errno not in WITHOUT_LOCKS:
+            if error.errno not in _WITHOUT_LOCKS:
                 raise
             print(
                 f"warning: {directory.root} cannot be locked ({error.strerror}): start no second run in it", flush=True

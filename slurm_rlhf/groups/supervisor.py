@@ -18,7 +18,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Silence, Standstills, StartLogs, conductor_stood_still
 from slurm_rlhf.groups.engines import Engines
-from slurm_rlhf.groups.state import Unit
+from slurm_rlhf.groups.restarts import Unit
 from slurm_rlhf.nodes.launcher import EngineEnds, Environment, Launcher, names_in
 from slurm_rlhf.nodes.node_look import NodeView
 from slurm_rlhf.placement.rank_map import RankMap

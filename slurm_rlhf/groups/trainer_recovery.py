@@ -15,8 +15,7 @@ from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, shortened
-from slurm_rlhf.groups.restarts import RunFailure, offenders, refusal, roles_again
-from slurm_rlhf.groups.state import Unit
+from slurm_rlhf.groups.restarts import RunFailure, Unit, offenders, refusal, roles_again
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.nodes.launcher import Launcher

@@ -244,7 +244,7 @@ class Watchdog:
         where, attempt = self._place()
         with contextlib.suppress(OSError):
             where.mkdir(parents=True)
-            look_from_outside(found, self._supervisor, where)
+            look_from_outside(found, self._supervisor)
             verdict = verdict if silent else self._judge(found)
         hang = Hang(self._step(), self._stuck_phase, verdict, where, attempt)
         grace_s = max(self._config.timeout.hang_grace, budget.ends_s - waited)

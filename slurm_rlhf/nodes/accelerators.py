@@ -12,7 +12,8 @@ from msgspec import convert
 from slurm_rlhf.cluster.gpu_query import GpuProcess, GpuState, is_busy
 from slurm_rlhf.config.architectures import missing
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, PlacementError, shortened, shortened_lines
+from slurm_rlhf.errors import shortened, shortened_lines
+from slurm_rlhf.nodes.report import Finding, failed, warned
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 
@@ -43,35 +44,32 @@ class Wanted:
         return cls(used, config.ds.attn_implementation)
 
 
-def judge_accelerators(answers: Answers, wanted: Wanted, granted_by: str) -> list[str]:
-    """Return notes for the user, if a run can start but not as one may expect.
-
-    `granted_by`: how to get GPUs here. Raises PlacementError for nodes whose GPUs cannot be used, ConfigError for an
-    attention kernel that is not installed; the message names nodes, GPUs and the remedy.
-    """
-    lacking = {node: missing(wanted.attention, said["modules"]) for node, said in answers.items()}
-    without = [node for node, words in lacking.items() if words]
-    if without:
-        raise ConfigError(f"{lacking[without[0]]}\n  It is missing on {shortened(without, 4)}.")
+def judge_accelerators(answers: Answers, wanted: Wanted, granted_by: str) -> list[Finding]:
+    """Return what is wrong with the GPUs, or not as one may expect; `granted_by`: how to get GPUs here."""
+    lacking = {node: words for node, said in answers.items() if (words := missing(wanted.attention, said["modules"]))}
+    if lacking:
+        words = next(iter(lacking.values()))
+        return [failed(f"{words}\n  It is missing on {shortened([*lacking], 4)}.", "", *lacking)]
     built = sorted({str(said["cuda_build"]) for said in answers.values()})
-    if not wanted.slots:
-        if any(built):
-            why = next((f" ({said['said']})" for said in answers.values() if said.get("said")), "")
-            raise PlacementError(
-                f"there is no GPU here{why}, and the environment holds the CUDA builds (torch for CUDA {built[-1]}), "
-                f"whose vLLM does not run on CPUs: {granted_by}, or make the CPU environment: bash "
-                "sbatch/environment.sh --cpu"
-            )
-        return []
-    if not all(built):
-        return [
-            "note: torch is a CPU build here, so the ranks compute on CPUs although there are GPUs. The GPU "
-            "environment: bash sbatch/environment.sh --gpu"
-        ]
+    if not wanted.slots and any(built):
+        why = next((f" ({said['said']})" for said in answers.values() if said.get("said")), "")
+        told = (
+            f"there is no GPU here{why}, and the environment holds the CUDA builds (torch for CUDA {built[-1]}), "
+            f"whose vLLM does not run on CPUs: {granted_by}, or make the CPU environment: bash "
+            "sbatch/environment.sh --cpu"
+        )
+        return [failed(told, "")]
+    if wanted.slots and not all(built):
+        told = (
+            "torch is a CPU build here, so the ranks compute on CPUs although there are GPUs. The GPU environment: "
+            "bash sbatch/environment.sh --gpu"
+        )
+        return [warned(told, "")]
     for rule in (_absent, _sliced, _old_driver, _busy):
-        problems = [line for node in wanted.slots if node in answers for line in rule(node, answers[node], wanted)]
-        if problems:
-            raise PlacementError(_listed(problems, _REMEDIES[rule.__name__].format(granted_by=granted_by)))
+        found = {node: list(rule(node, answers[node], wanted)) for node in wanted.slots if node in answers}
+        if problems := [line for lines in found.values() for line in lines]:
+            remedy = _REMEDIES[rule.__name__].format(granted_by=granted_by)
+            return [failed(_listed(problems, remedy), "", *(node for node, lines in found.items() if lines))]
     return _unlike(answers, wanted)
 
 
@@ -143,7 +141,7 @@ def _called(process: GpuProcess) -> str:
     return f"{os.path.basename(process.name)} (pid {process.pid}{whose})"
 
 
-def _unlike(answers: Answers, wanted: Wanted) -> list[str]:
+def _unlike(answers: Answers, wanted: Wanted) -> list[Finding]:
     kinds: dict[str, list[int]] = {}
     for node, slots in wanted.slots.items():
         for card in _cards(answers[node], slots) if node in answers else ():
@@ -152,10 +150,11 @@ def _unlike(answers: Answers, wanted: Wanted) -> list[str]:
     if not sizes or (len(kinds) == 1 and max(sizes) <= (1 + _UNLIKE) * min(sizes)):
         return []
     listed = [f"{len(found)} x {name} ({min(found) / 1024:.0f} GiB)" for name, found in sorted(kinds.items())]
-    return [
-        f"note: GPUs of unlike kinds or sizes: {', '.join(listed)}. Ranks of a role wait for the slowest of them, and "
-        "what does not fit the smallest does not fit; better give each role GPUs of one kind"
-    ]
+    told = (
+        f"GPUs of unlike kinds or sizes: {', '.join(listed)}. Ranks of a role wait for the slowest of them, and what "
+        "does not fit the smallest does not fit; better give each role GPUs of one kind"
+    )
+    return [warned(told, "")]
 
 
 def _cards(said: Mapping[str, Any], slots: int) -> list[GpuState]:

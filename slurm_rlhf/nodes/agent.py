@@ -143,8 +143,6 @@ class Agent:
         match request.method:
             case "facts":
                 return self._examiner.facts(request.argument(dict[str, int]))
-            case "link":
-                return self._examiner.link(*request.argument(tuple[str, int]))
             case "groups":
                 return self._examiner.groups(request.argument(dict[str, Any]))
             case "open" | "do" | "stack" | "close":

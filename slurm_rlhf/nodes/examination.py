@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slurm_rlhf.nodes.agent_server import AgentServer
     from slurm_rlhf.nodes.interview import Interview
 
-INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.65, 0.95
+INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.75, 0.95
 """Parts of the time limit at which the next stage begins, whoever is missing."""
 _PEERS = 8  # nodes that a node tries to reach on either side of it in the list
 
@@ -45,7 +45,6 @@ class Question:
     measure: bool = True  # links and groups
     thorough: bool = False  # measure them even if no run can start anyhow
     inside: bool = False  # the agents run in a container, and this process does not
-    job: str = ""
     started: str = ""  # the program that is to run on the nodes
     equipment: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by node, where its agent cannot know it
     limit_s: float = 60.0
@@ -158,7 +157,7 @@ def _peers(node: str, asked: Question, met: Mapping[str, Introduction]) -> dict[
     ring = [other for other in asked.nodes if other in met]
     at = ring.index(node) if node in ring else 0
     near = [ring[(at + step) % len(ring)] for distance in range(1, _PEERS + 1) for step in (distance, -distance)]
-    return {other: met[other].links for other in dict.fromkeys([*near, asked.here]) if other != node and other in met}
+    return {other: met[other].port for other in dict.fromkeys([*near, asked.here]) if other != node and other in met}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +180,6 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
     asked, facts, needs = seen.asked, seen.facts, seen.asked.needs
     slots = needs.wanted.slots
     checks = [network_checks.answers(facts, asked.nodes, seen.said, asked.started)]
-    if asked.job:
-        checks.append(node_checks.allocation(needs, asked.nodes, asked.job))
     if not facts:
         return tuple(checks)  # nothing is known of anything else
     if len(asked.nodes) > 1:
@@ -197,7 +194,6 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
         node_checks.run_directory(facts, needs, seen.token),
         node_checks.places(facts),
         node_checks.space(facts, needs),
-        node_checks.locks(needs),
         node_checks.shared_memory(facts, needs),
         node_checks.limits(facts, needs),
         node_checks.gpus(facts, needs),

@@ -53,8 +53,7 @@ class Introduction:
     """Say where other nodes reach an agent, and what its clock shows."""
 
     address: str
-    links: int  # port at which it answers measurements
-    store: int  # port at which a store may listen
+    port: int  # port at which it listens, until a store does
     clock: float  # seconds since the epoch
 
 
@@ -80,7 +79,6 @@ class Reach:
 
     node: str
     address: str  # the name's address; empty: it has none
-    name: str  # the address's name; empty: it has none
     problem: str  # why a connection failed; empty: it was answered
 
 

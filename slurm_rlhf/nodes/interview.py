@@ -1,11 +1,11 @@
-"""Ask the agents of an examination: what they say, and what they measure: links round by round, then groups."""
+"""Ask the agents of an examination: what they say, and what they measure."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from slurm_rlhf.errors import WireError
 from slurm_rlhf.nodes.agent_server import AgentServer
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts
-from slurm_rlhf.nodes.groups import Group, Lineup, Outcome, orders_for, outcomes
+from slurm_rlhf.nodes.groups import Lineup, Outcome, orders_for, outcomes
 from slurm_rlhf.placement.topology import GPU, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _PAUSE_S = 0.02
 
 SUSPICIOUS = 0.5
-"""Of the fastest link: what is below is measured once more, alone, for a busy moment of a node is no slow link."""
+"""Share of the fastest link's rate: what is below is measured again, as a busy moment of a node is no slow link."""
 
 
 class Interview:
@@ -112,27 +112,12 @@ class Interview:
         return topology.accelerator == GPU and all(each.equipment.get("cuda_build") for each in self.facts.values())
 
     def measure_links(self, lineup: Lineup, topology: Topology, until: float) -> list[Outcome]:
-        """Measure the pairs of `lineup`: over NCCL where ranks use it, which has networks of its own, else over TCP."""
-        if self._on_gpus(topology):
-            return self.measure_groups(lineup, topology, until)
-        reports = [said for stage in lineup.stages for said in self._measure_round(lineup, stage, until)]
-        seen = outcomes(lineup, reports)
-        for each in seen:
-            if each.figures is not None and each.figures.rate < SUSPICIOUS * max(map(_rate, seen)):
-                reports += self._measure_round(lineup, (each.group,), until)
-        return [max(pair, key=_rate) for pair in zip(seen, outcomes(lineup, reports), strict=True)]
-
-    def _measure_round(self, lineup: Lineup, stage: Sequence[Group], until: float) -> list[Mapping[str, Any]]:
-        """Let all pairs of a round measure at the same time; nobody else is on their links then."""
-        calls, pairs = {}, {}
-        for group in stage:
-            here, there = (lineup.seats[seat].node for seat in group.seats)
-            met = self.met[there]
-            calls[here] = self._ask(here, "link", (met.address, met.links), dict[str, Any])
-            pairs[here] = group
-        answers = self.gather(calls, until).items()
-        # The other end has seen the same.
-        return [{**said, "group": pairs[at].name, "seat": seat} for at, said in answers for seat in pairs[at].seats]
+        """Measure the pairs of `lineup`, and once more, one after the other, those that seem slow."""
+        seen = self.measure_groups(lineup, topology, until)
+        slow = [each.group for each in seen if each.figures and each.figures.rate < SUSPICIOUS * max(map(_rate, seen))]
+        alone = replace(lineup, name=f"{lineup.name} again", stages=tuple((group,) for group in slow))
+        again = {each.group: each for each in self.measure_groups(alone, topology, until)}
+        return [max(each, again.get(each.group, each), key=_rate) for each in seen]
 
     def measure_groups(self, lineup: Lineup, topology: Topology, until: float) -> list[Outcome]:
         """Let a process for each seat of `lineup` go through its groups."""
@@ -151,7 +136,7 @@ class Interview:
                 "devices": list(place.devices),
                 "accelerator": topology.accelerator,
                 "host": self.met[first].address,
-                "port": self.met[first].store,
+                "port": self.met[first].port,
                 "backend": "nccl" if self._on_gpus(topology) else "gloo",
                 "seats_in_all": len(lineup.seats),
                 "limit_s": max(self.left(until) - timeouts.REPORT_S, timeouts.REPORT_S),

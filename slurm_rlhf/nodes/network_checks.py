@@ -47,7 +47,7 @@ def conductor(facts: Facts, where: str) -> Check:
 
 
 def names(facts: Facts) -> Check:
-    """Name nodes whose names lead nowhere, to another node, or not back."""
+    """Name nodes whose names lead nowhere, or to another node."""
     found: list[Finding] = []
     for culprit in facts:
         seen = {by: each for by, there in facts.items() for each in there.reached if each.node == culprit}
@@ -67,32 +67,8 @@ def names(facts: Facts) -> Check:
         elif strange is not None:
             said = f"the name {culprit} is {strange.address} elsewhere, and {culprit} has only {', '.join(own)}"
             found.append(failed(said, f"In /etc/hosts or DNS {mend}, or {exclude(culprit)}", culprit))
-    found += _back(facts)
-    nameless = sorted(
-        {each.node for there in facts.values() for each in there.reached if each.address and not each.name}
-    )
     count = sum(len(there.reached) for there in facts.values())
-    said = f"{count} names resolve and are reached" + (
-        f"; no name for the address of {shortened(nameless, 4)}, which nothing here needs"
-        if nameless
-        else ", and their addresses have names"
-    )
-    return Check("names", said if count else "one node: none is looked up", found)
-
-
-def _back(facts: Facts) -> list[Finding]:
-    """Warn of addresses that have the name of another node of the job; an alias such as gpu007-ib is none."""
-    wrong = {
-        (each.node, each.address, each.name.partition(".")[0])
-        for there in facts.values()
-        for each in there.reached
-        if each.name.partition(".")[0] in facts and each.name.partition(".")[0] != each.node
-    }
-    remedy = "Mend /etc/hosts or the reverse zone of DNS: log lines and libraries that look up a peer's name mislead"
-    return [
-        warned(f"{address}, the address of {node}, has the name {name}, which is another node's", remedy, node)
-        for node, address, name in sorted(wrong)
-    ]
+    return Check("names", f"{count} names resolve and are reached" if count else "one node: none is looked up", found)
 
 
 def interfaces(facts: Facts, here: str) -> Check:
@@ -153,6 +129,7 @@ FAR_BELOW = 1 / 10
 """Of what an interface is made for: with two nodes, what is below is named. One stream of bytes does not fill it."""
 _STREAM_MBITS = 10_000  # expected of one TCP stream, however fast the interface
 _MB = 1e6
+_NOT_TRIED = "Importing torch is slow there, or an earlier group failed"
 
 
 def links(outcomes: Sequence[Outcome], mbits: Mapping[str, int] | None = None) -> Check:
@@ -161,7 +138,9 @@ def links(outcomes: Sequence[Outcome], mbits: Mapping[str, int] | None = None) -
     Two nodes have no peers: there the figure is what the slower interface is made for, by `mbits` of each node. With
     more, a node is as fast as its fastest link: a slow one makes the links of its partners slow, too.
     """
-    found = [_broken(each) for each in outcomes if each.error]
+    found = [_broken(each) for each in outcomes if each.error and each.tried]
+    if untried := [each for each in outcomes if not each.tried]:
+        found.append(warned(f"{len(untried)} pairs were not tried: {untried[0].error}", _NOT_TRIED))
     rates = {each.nodes: each.figures.rate for each in outcomes if each.figures is not None}
     best: dict[str, float] = {}
     for nodes, rate in rates.items():
@@ -229,7 +208,7 @@ def _broken(outcome: Outcome) -> Finding:
     whose = f" on {', '.join(outcome.culprits)}" if outcome.culprits else ""
     if not outcome.tried:
         said = f"{_called(outcome)} was not tried: {outcome.error}{whose}"
-        return warned(said, "Importing torch is slow there, or an earlier group failed")
+        return warned(said, _NOT_TRIED)
     said = f"{_called(outcome)} does not work{whose}: {outcome.error}"
     remedy = "Let connections between the nodes pass, look at NCCL_SOCKET_IFNAME, or "
     return failed(said, remedy + exclude(*(culprits or outcome.nodes)), *culprits)

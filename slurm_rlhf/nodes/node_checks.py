@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from slurm_rlhf.errors import UserError, shortened
+from slurm_rlhf.errors import shortened
 from slurm_rlhf.nodes.accelerators import judge_accelerators
 from slurm_rlhf.nodes.facts import UNKNOWN, NodeFacts
 from slurm_rlhf.nodes.needs import Needs, Space
-from slurm_rlhf.nodes.report import OK, Check, Finding, exclude, failed, warned
+from slurm_rlhf.nodes.report import Check, Finding, exclude, failed, warned
 from slurm_rlhf.sandbox.box import described
 from slurm_rlhf.sandbox.commands import LACKS
 
@@ -112,32 +112,12 @@ def sandboxes(facts: Facts) -> Check:
 def gpus(facts: Facts, needs: Needs) -> Check:
     """Compare the GPUs of each node with the rank map; name those that are ill or in use."""
     equipment = {node: each.equipment for node, each in facts.items()}
-    found: list[Finding] = []
-    try:
-        notes = judge_accelerators(equipment, needs.wanted, needs.granted_by)
-        found += [warned(note.removeprefix("note: "), "") for note in notes]
-    except UserError as error:
-        found.append(failed(str(error), "", *(node for node in facts if f"{node}:" in str(error))))
+    found = judge_accelerators(equipment, needs.wanted, needs.granted_by)
     for node, each in facts.items():
         remedy = f"Have it looked at, and leave it out: {exclude(node)}"
         found += [warned(f"{node}: {line}", remedy, node, avoid=True) for line in each.unhealthy]
     count = sum(needs.wanted.slots.values())
     return Check("GPUs", f"{count} can be used, and are free and well" if count else "the run wants none", found)
-
-
-def allocation(needs: Needs, nodes: Sequence[str], job: str) -> Check:
-    """Compare the nodes with those that Slurm says the job has, and with those of the last start."""
-    found: list[Finding] = []
-    if needs.allocation:
-        said = f"job {job} is not what its environment says: {needs.allocation}"
-        remedy = "Requeue it (scontrol requeue), or submit it again: a run wants the same nodes throughout"
-        found.append(failed(said, remedy))
-    if needs.earlier and set(needs.earlier) != set(nodes):
-        said = (
-            f"the last start in this run_dir was on {shortened(needs.earlier, 4)}, this one is on {shortened(nodes, 4)}"
-        )
-        found.append(Finding(OK, (), said, "It goes on from the newest checkpoint, if any, all the same"))
-    return Check("allocation", shortened(nodes, 8), found)
 
 
 _GB = 1e9
@@ -217,18 +197,6 @@ def _lacking_files(place: str, want: Space, files: int) -> list[Finding]:
         return []
     said = f"{place} has {files} inodes left, and the checkpoints take about {want.files * want.kept}"
     return [(failed if files < want.files else warned)(said, _MAKE_ROOM)]
-
-
-def locks(needs: Needs) -> Check:
-    """Warn where the run directory is on a file system that cannot lock files."""
-    if not needs.lock:
-        return Check("locks", "files in run_dir can be locked")
-    said = f"files in run_dir {needs.run_dir} cannot be locked: {needs.lock}"
-    remedy = (
-        "The run works, but does not notice a second one in the same directory: never start two there, or take a file "
-        "system with locks (Lustre: mounted with -o flock)"
-    )
-    return Check("locks", "", [warned(said, remedy)])
 
 
 def _size(count: int) -> str:

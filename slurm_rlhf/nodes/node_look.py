@@ -1,9 +1,9 @@
 """Look at a node: at what it has before a run starts, and at its processes from outside when a run hangs.
 
-In a hang: the node's load, the state of each process, and its stack where py-spy is installed and may look. A rank may
-be stopped, or in the kernel: this needs nothing of it.
+In a hang: the node's load, and the state of each process. A rank may be stopped, or in the kernel: this needs nothing
+of it.
 
-Imports no torch: either takes a second.
+Imports no torch: what a node has takes a second.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ import contextlib
 import os
 import platform
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
@@ -29,19 +25,6 @@ from slurm_rlhf.config.architectures import wanted_modules
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
 
-SPY = "py-spy"
-_AT_ONCE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessView:
-    """Says what a node sees of one process."""
-
-    pid: int
-    state: str  # empty: there is no such process
-    spy: str = ""  # output of py-spy
-    no_spy: str = ""  # why it did not
-
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
@@ -49,37 +32,12 @@ class NodeView:
 
     node: str
     load: str
-    processes: tuple[ProcessView, ...]
+    states: dict[int, str]  # process id -> what it does; empty: there is no such process
 
 
-def look(node: str, pids: Sequence[int], spy: str | None = None) -> NodeView:
-    """Look at the processes; `spy`: the program, None: find it on the path or beside this Python."""
-    program = spy or _program()
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return NodeView(node, node_load(), tuple(pool.map(lambda pid: _process(pid, program), pids)))
-
-
-def _program() -> str | None:
-    return shutil.which(SPY) or shutil.which(SPY, path=str(Path(sys.executable).parent))
-
-
-def _process(pid: int, program: str | None) -> ProcessView:
-    state = process_state(pid)
-    if program is None:
-        return ProcessView(pid, state, no_spy="py-spy is not installed (pip install py-spy)")
-    # It pauses the process for a moment, which one that is stopped already does not take.
-    how = ["--nonblocking"] if state.startswith("T") else []
-    words = [program, "dump", "--full-filenames", *how, "--pid", str(pid)]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeouts.PY_SPY_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return ProcessView(pid, state, no_spy=f"py-spy: {error}")
-    if done.returncode == 0:
-        return ProcessView(pid, state, done.stdout)
-    why = (done.stderr.strip().splitlines() or ["it gave no reason"])[0]
-    if "ermission" in done.stderr:
-        why += " (ptrace is forbidden here: kernel.yama.ptrace_scope, or a container without CAP_SYS_PTRACE)"
-    return ProcessView(pid, state, no_spy=f"py-spy: {why}")
+def look(node: str, pids: Sequence[int]) -> NodeView:
+    """Look at processes."""
+    return NodeView(node, node_load(), {pid: process_state(pid) for pid in pids})
 
 
 PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy", "pyzmq", "msgspec")

@@ -1,4 +1,4 @@
-"""Take the stacks of processes: of this one, from what faulthandler and py-spy write, and when a process hangs.
+"""Take the stacks of processes: of this one, from what faulthandler writes, and when a process hangs.
 
 A rank that hangs writes its own stack, even while a call into C holds the interpreter's lock.
 `faulthandler.dump_traceback_later` is made for that and not used: its thread reads the frames of all others without a
@@ -31,8 +31,6 @@ LATE = re.compile(r"^(?=Stack \(most recent call first\):$)", re.MULTILINE)
 
 _THREAD = re.compile(r"^(?:Current thread|Thread|(?=Stack)) ?(?P<name>.+?) \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
-_SPY_THREAD = re.compile(r'^Thread \S+ \((?P<state>[^)]*)\)(?:: "(?P<name>.*)")?$')
-_SPY_FRAME = re.compile(r"^ {4}(?P<function>.+) \((?P<file>.+?)(?::(?P<line>\d+))?\)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,6 @@ class ThreadStack:
 
     name: str
     frames: tuple[Frame, ...]
-    holds_lock: bool = False  # holds the interpreter's lock, as py-spy tells
 
     def __str__(self) -> str:
         return "\n".join([f"Thread {self.name} (most recent call first):", *map(str, self.frames)])
@@ -87,7 +84,13 @@ def read_stacks(text: str) -> list[ThreadStack]:
 
     Faulthandler writes no names of threads, and the main thread last.
     """
-    threads = [ThreadStack(head["name"], frames) for head, frames in _read(text, _THREAD, _FRAME)]
+    found: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        if begins := _THREAD.match(line):
+            found.append((begins["name"], []))
+        elif found and (call := _FRAME.match(line)):
+            found[-1][1].append(Frame(call["file"], int(call["line"]), call["function"]))
+    threads = [ThreadStack(name, tuple(frames)) for name, frames in found]
     if threads and not any(thread.name == MAIN for thread in threads):
         threads = [ThreadStack(MAIN, threads[-1].frames), *threads[:-1]]
     return sorted(threads, key=lambda thread: thread.name != MAIN)
@@ -107,24 +110,6 @@ def last_late_dump(log: str) -> str:
             return ""
         lines.append(line)
     return "\n".join(lines).strip("\n")
-
-
-def read_spy(text: str) -> list[ThreadStack]:
-    """Read what `py-spy dump` printed, the main thread first."""
-    found = _read(text, _SPY_THREAD, _SPY_FRAME)
-    threads = [ThreadStack(head["name"] or "?", frames, "gil" in head["state"]) for head, frames in found]
-    return sorted(threads, key=lambda thread: thread.name != MAIN)
-
-
-def _read(text: str, head: re.Pattern[str], frame: re.Pattern[str]) -> list[tuple[re.Match[str], tuple[Frame, ...]]]:
-    """Return the line of each thread that matches `head`, with the calls below it that match `frame`."""
-    found: list[tuple[re.Match[str], list[Frame]]] = []
-    for line in text.splitlines():
-        if begins := head.match(line):
-            found.append((begins, []))
-        elif found and (call := frame.match(line)):
-            found[-1][1].append(Frame(call["file"], int(call["line"] or 0), call["function"]))
-    return [(begins, tuple(frames)) for begins, frames in found]
 
 
 SIGNAL = signal.SIGRTMAX - 3

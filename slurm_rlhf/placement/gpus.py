@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.errors import ConfigError
@@ -117,34 +117,16 @@ def size_by_keys(name: str, memory_gb: float) -> GpuSize | None:
     return _of_table(gpu, name) if gpu is not None else None
 
 
-def found_size(local: Sequence[tuple[str, float]], types: Mapping[str, Sequence[str]]) -> GpuSize:
-    """Return the size of the GPUs in the allocation; where they differ, the smallest counts.
-
-    `local` has name and MiB of each GPU here, from nvidia-smi; `types` has the types of the GPUs of each node in the
-    words of Slurm, if it has any.
-    """
-    here = [_local(name, mib) for name, mib in local]
-    sizes = {f"{size.name}": size for size in here}
-    unknown: list[str] = []
-    for node, names in types.items():
-        for name in names:
-            gpu = find_gpu(name)
-            if gpu is None:
-                unknown.append(f"{name} ({node})")
-            elif not (other_size(name) and here) and gpu.name not in sizes:
-                sizes[gpu.name] = _of_table(gpu, name)
+def found_size(local: Sequence[tuple[str, float]]) -> GpuSize:
+    """Return the size of the GPUs here, of which `local` has name and MiB; where they differ, the smallest counts."""
+    sizes = {size.name: size for size in (_local(name, mib) for name, mib in local)}
     if not sizes:
-        why = f"GPUs of type {', '.join(unknown[:3])} are not in the table" if unknown else "no GPU says its name"
-        return GpuSize(0, notes=(f"{why}: say {TELL}",))
+        return GpuSize(0, notes=(f"no GPU says its name: say {TELL}",))
     least = min(sizes.values(), key=lambda size: size.memory)
-    most = max(size.memory for size in sizes.values())
-    notes = list(least.notes)
-    if most > (1 + _UNLIKE) * least.memory:
-        each = ", ".join(f"{name} ({size.gib:.1f} GiB)" for name, size in sizes.items())
-        notes.append(f"GPUs of unlike size: {each}. The smallest counts, as any rank may get it")
-    if unknown:
-        notes.append(f"GPUs of type {', '.join(unknown[:3])} are not in the table and were left out")
-    return GpuSize(least.memory, least.name, tuple(notes), least.gpu)
+    if max(size.memory for size in sizes.values()) <= (1 + _UNLIKE) * least.memory:
+        return least
+    each = ", ".join(f"{name} ({size.gib:.1f} GiB)" for name, size in sizes.items())
+    return replace(least, notes=(f"GPUs of unlike size: {each}. The smallest counts, as any rank may get it",))
 
 
 def _local(name: str, mib: float) -> GpuSize:

@@ -9,9 +9,16 @@ from dataclasses import dataclass, replace
 
 from slurm_rlhf.config.roles import ROLES, RoleSpec
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.activations import Pass, autocast_weights, forward_work, recomputed, saved, widest
 from slurm_rlhf.placement.gpus import GIB
-from slurm_rlhf.placement.model_shape import ModelShape
+from slurm_rlhf.placement.model_shape import (
+    ModelShape,
+    Pass,
+    autocast_weights,
+    forward_work,
+    recomputed,
+    saved,
+    widest,
+)
 
 BLOCK = 16  # tokens of a KV block on GPUs
 VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of it

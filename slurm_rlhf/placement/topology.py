@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from slurm_rlhf.config.roles import ROLES, running_roles
 from slurm_rlhf.config.schema import Config
@@ -38,7 +38,6 @@ class Topology:
 
     nodes: tuple[Node, ...]
     accelerator: str = GPU  # "gpu" or "cpu"
-    origin: str = field(default="", compare=False)  # source of the number of GPUs, for messages; empty: none to name
     workers: tuple[str, ...] = ()  # names of further nodes, on which workers run and no ranks
 
     def __post_init__(self) -> None:
@@ -177,8 +176,6 @@ def _reason(topology: Topology, sizes: Sequence[RoleSize], needed: int, unit: st
     gpus = sorted({node.gpus for node in topology.nodes})
     each = f"{gpus[0]} each" if len(gpus) == 1 else f"{gpus[0]} to {gpus[-1]} each"
     have = f"{count} {'node' if count == 1 else 'nodes'} with {topology.slots} {unit} ({each})"
-    if topology.origin and topology.accelerator == GPU:
-        have += f", as {topology.origin} says"
     if needed > topology.slots:
         return f"they need {needed} {unit}; given: {have}"
     return f"they need {needed} {unit} in shapes that cannot lie side by side on {have}"

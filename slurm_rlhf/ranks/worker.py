@@ -112,7 +112,6 @@ class Worker(RankCalls):
             gpu=torch.cuda.get_device_name(),
             total=int(total),
             used=int(total - free),
-            allocated=int(torch.cuda.memory_allocated()),
             attention=self.attention(),
         )
 

@@ -21,9 +21,9 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.eval.sets import Evaluation
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.engines import Engines
-from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import Watchdog
+from slurm_rlhf.nodes.environment import role_environment
 from slurm_rlhf.observe.run_log import read_events
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap

@@ -16,8 +16,8 @@ from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RoleDied, printable
-from slurm_rlhf.groups.role_environment import role_environment
 from slurm_rlhf.groups.run_lock import lead, occupied
+from slurm_rlhf.nodes.environment import role_environment
 from slurm_rlhf.nodes.launcher import Ended, Launcher
 from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe.log_tail import quoted

@@ -38,7 +38,6 @@ class DeviceReport(Record):
     gpu: str = ""  # its name; empty: the rank has none
     total: int = 0
     used: int = 0  # memory that all processes use; without a GPU, that of this process
-    allocated: int = 0  # memory that PyTorch uses in this process
     attention: str = ""  # the kernel in use; empty: none yet
 
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, TypeVarTuple, overload
 
 from slurm_rlhf.algorithms.batching import Shard, shards
 from slurm_rlhf.algorithms.layout import ROWS, Layout
@@ -199,6 +199,7 @@ class ControlServer(IoLoop):
 
 C = TypeVar("C")
 A = TypeVar("A")
+As = TypeVarTuple("As")
 R = TypeVar("R")
 
 
@@ -257,14 +258,10 @@ class RoleHandle(Generic[C]):
             future.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
         return future
 
-    @overload
-    def start_all(self, method: Callable[[C], R], /) -> list[Future[R]]: ...
-    @overload
-    def start_all(self, method: Callable[[C, A], R], argument: A, /) -> list[Future[R]]: ...
-
-    def start_all(self, method: Any, argument: Any = None, /) -> list[Future[Any]]:
+    def start_all(self, method: Callable[[C, *As], R], /, *argument: *As) -> list[Future[R]]:
         """Call a method on all ranks with the same argument; returns Futures in rank order."""
-        return [self.call(rank, method, argument) for rank in range(self.world)]
+        call: Any = self.call
+        return [call(rank, method, *argument) for rank in range(self.world)]
 
     def start_each(self, method: Callable[[C, A], R], arguments: Sequence[A], /) -> list[Future[R]]:
         """Call a method on all ranks, each with its own argument; returns Futures in rank order."""
@@ -272,18 +269,13 @@ class RoleHandle(Generic[C]):
             raise RunError(f"{method.__name__} got arguments for {len(arguments)} ranks; {self.role} has {self.world}")
         return [self.call(rank, method, argument) for rank, argument in enumerate(arguments)]
 
-    @overload
-    def call_all(self, method: Callable[[C], R], /) -> list[R]: ...
-    @overload
-    def call_all(self, method: Callable[[C, A], R], argument: A, /) -> list[R]: ...
-
-    def call_all(self, method: Any, argument: Any = None, /) -> list[Any]:
+    def call_all(self, method: Callable[[C, *As], R], /, *argument: *As) -> list[R]:
         """Call a method on all ranks and wait for the results, in rank order, or for the first failure.
 
         After one rank has failed the others may hang in a collective until their deadline: their calls are not
         waited for, and end by themselves.
         """
-        return gather(self.start_all(method, argument))
+        return gather(self.start_all(method, *argument))
 
     def retire(self, error: Exception) -> None:
         """Let every later call through this handle raise `error`: its role goes on under another handle."""

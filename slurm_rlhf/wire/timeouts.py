@@ -22,12 +22,10 @@ TORCHRUN_S = 600  # the meeting of a torchrun's nodes, as torch has it; the cond
 
 # --- programs that are asked ---
 SLURM_S = 30.0  # a command of Slurm
-SLURM_PREFLIGHT_S = 10.0  # a command of Slurm whose answer preflight can do without
 SLURM_STATUS_S = 5.0  # a command of Slurm in `status`; scontrol itself tries for 18 s while slurmctld is down
 GPU_QUERY_S = 30.0  # an answer of nvidia-smi and its like
 GPU_HEALTH_S = 10.0  # an answer about the health of GPUs, without which a run starts too
 QUOTA_S = 5.0  # the command that tells a quota
-PY_SPY_S = 8.0  # the stacks of a process, taken from outside
 KERNEL_LOCK_S = 20.0  # the lock of a kernel cache that another rank holds
 SERVER_RETRY_S = 10.0  # the longest pause between two requests to servers of rewards or environments that do not answer
 SERVER_AWAITED_S = 2.0  # no answer of any such server, after which the run says that it waits
@@ -73,7 +71,7 @@ GROUP_S = {"gloo": 6.0, "nccl": 15.0}  # operations of a group, which begin only
 # --- failures and hangs ---
 VERDICT_S = 2.0  # the reason of a death, which others may tell before the process itself
 STACKS_S = 5.0  # the ranks' answer with their stacks, which needs no main thread
-LOOK_S = 12.0  # the look of the nodes at their processes from outside
+LOOK_S = 5.0  # the look of the nodes at their processes from outside
 WATCHDOG_ROUND_S = 5.0  # a round of the watchdog's thread: what takes longer is a suspension, or its own report
 
 # --- weight transfer ---

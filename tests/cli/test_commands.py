@@ -310,7 +310,7 @@ def test_plan_for_unlike_nodes_is_that_of_the_job(tmp_path: Path, capsys: pytest
         "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 6\n[critic]\nnum_gpus_per_node = 4\n"
         "[vllm]\nnum_engines = 2\ntensor_parallel_size = 4\n[algo.kl]\ninit_coef = 0.0\n"
     )
-    for gpus in ("6,6,4,4,4", "fat-[1-2]:6,r01c[01-03]:4"):
+    for gpus in ("6,6,4,4,4", "6(x2),4(x3)"):
         words = ["plan", str(file), "--nodelist=r01c[01-03],fat-[1-2]", f"--gpus_per_node={gpus}", "--json"]
         assert main(words) == 0
         plan = json.loads(capsys.readouterr().out)

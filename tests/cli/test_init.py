@@ -13,7 +13,7 @@ import pytest
 from slurm_rlhf.cli import init
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.cli.init import NewRun, choose, script, toml
-from slurm_rlhf.cluster.resources import best, parse_modules, parse_partitions, proposed
+from slurm_rlhf.cluster.resources import best, parse_partitions
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.rules import rule_problems
@@ -92,26 +92,6 @@ def test_the_batch_script_is_one(tmp_path: Path) -> None:
     assert subprocess.run(["bash", "-n", tmp_path / "mine.sh"], check=False).returncode == 0
 
 
-LMOD = """/opt/modules/core:
-cuda/12.4
-cuda/12.10(default)
-cuda/
-nvhpc/cuda/11.8
-python/3.11.7
-gcc/13.2.0
-/opt/modules/local:
-Python/3.9
-openmpi
-"""
-
-
-def test_the_newest_modules_that_a_run_may_need_are_proposed() -> None:
-    found = parse_modules(LMOD)
-    assert found == ["cuda/12.4", "cuda/12.10", "nvhpc/cuda/11.8", "python/3.11.7", "gcc/13.2.0", "Python/3.9"]
-    assert proposed(found) == ["cuda/12.10", "python/3.11.7", "gcc/13.2.0"]
-    assert proposed([]) == []
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A directory to stand in, and a function that puts an `sinfo` on PATH."""
@@ -183,26 +163,6 @@ def test_the_reward_runs_as_it_is(here: Callable[[str], None]) -> None:
     exec(Path("mine_reward.py").read_text(), made)
     answer = made["reward_func"](["it is 5", "it is 6", ""], ["5", "5", None])  # type: ignore[operator]
     assert answer["rewards"] == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("system", ["lmod", "modulecmd", "none"])
-def test_the_batch_script_names_the_modules_of_the_site(
-    here: Callable[[str], None], system: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    here(f"printf '%s' '{SINFO}'")
-    monkeypatch.delenv("MODULESHOME", raising=False)
-    monkeypatch.delenv("LMOD_CMD", raising=False)
-    if system != "none":
-        program = tmp_path / "bin" / ("lmod" if system == "lmod" else "modulecmd")
-        words = "bash --terse avail" if system == "lmod" else "bash avail -t"
-        # Both write to standard error, and refuse other words here.
-        program.write_text(f"""#!/bin/bash\n[[ "$*" == "{words}" ]] && printf '%s' '{LMOD}' >&2\n""")
-        program.chmod(0o755)
-        if system == "lmod":
-            monkeypatch.setenv("LMOD_CMD", str(program))
-    assert cli.main(["init", "mine", "--yes"]) == 0
-    lines = Path("mine.sh").read_text().splitlines()
-    assert ("# module load cuda/12.10 python/3.11.7 gcc/13.2.0" in lines) is (system != "none")
 
 
 def test_an_answer_counts_and_an_empty_one_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

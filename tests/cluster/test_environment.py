@@ -265,15 +265,6 @@ def test_allocation_without_gpus_gets_process_slots() -> None:
     assert [node.gpus for node in topology.nodes] == [5, 5, 5]  # actor, critic, reference, two of four engines
 
 
-def test_what_does_not_fit_is_told_with_the_origin_of_the_number() -> None:
-    config = Config()
-    config.actor.num_gpus_per_node = 8
-    one = {"SLURM_JOB_NODELIST": "gpu001", "SLURM_NODELIST": "gpu001", "SLURM_JOB_NUM_NODES": "1"}
-    environ = {**BATCH, **one, "SLURM_JOB_CPUS_PER_NODE": "64", "SLURM_TASKS_PER_NODE": "1"}
-    with pytest.raises(PlacementError, match=r"given: 1 node with 8 GPUs \(8 each\), as SLURM_GPUS_ON_NODE says"):
-        placed(config, environ)
-
-
 def test_a_job_submitted_from_inside_another_has_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """sbatch never clears SLURM_GPUS_PER_TASK of the allocation around it; the job itself has four GPUs."""
     monkeypatch.setenv("PATH", "")  # no scontrol either

@@ -18,7 +18,7 @@ from waiting import HANG_S
 
 from slurm_rlhf.cluster.processes import exit_text, raise_descriptors, usual_cause
 from slurm_rlhf.cluster.slurm_job import OVER, REASONS, STATES, Job, parse_jobs, reason_words, state_words
-from slurm_rlhf.cluster.slurm_notation import MAX_RANGE, expand, gpus_of_nodes, slurm_order
+from slurm_rlhf.cluster.slurm_notation import MAX_RANGE, expand, slurm_order
 from slurm_rlhf.errors import ConfigError, PlacementError
 
 VECTORS = json.loads((Path(__file__).parents[1] / "support" / "nodelist_vectors.json").read_text())
@@ -138,31 +138,6 @@ def test_that_order_is_scontrols(scontrol: dict[str, str], text: str) -> None:
     command = ["scontrol", "show", "hostlistsorted", text]
     done = subprocess.run(command, env=scontrol, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert expand(done.stdout.strip()) == SORTED[text].split()
-
-
-FIVE = ["fat-1", "fat-2", "r01c01", "r01c02", "r01c03"]
-
-
-@pytest.mark.parametrize(
-    "text", ["6,6,4,4,4", "6(x2),4(x3)", "fat-[1-2]:6,r01c[01-03]:4", "r01c01,r01c[02-03]:4,fat-1:6,fat-2:6"]
-)
-def test_gpus_of_unlike_nodes(text: str) -> None:
-    assert gpus_of_nodes(text, FIVE) == (6, 6, 4, 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("6,4", "2 counts for 5 nodes"),
-        ("fat-[1-2]:6", "r01c01 has no number"),
-        ("fat-[1-3]:6,r01c[01-03]:4", "fat-3 is not among the nodes"),
-        ("fat-1:six", "expected NODES:GPUS, got 'fat-1:six'"),
-        ("many", "expected counts like 8"),
-    ],
-)
-def test_gpus_that_cannot_be_read(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        gpus_of_nodes(text, FIVE)
 
 
 @pytest.mark.parametrize("text", ["", " ", ",,"])

@@ -29,7 +29,7 @@ from slurm_rlhf.config.roles import (
 )
 from slurm_rlhf.config.schema import Config, Ref, Train
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.groups.role_environment import role_environment
+from slurm_rlhf.nodes.environment import role_environment
 from slurm_rlhf.nodes.mpi.assignment import Launched, Process, place_processes
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of

@@ -24,8 +24,8 @@ STEP = Frame("/home/me/slurm_rlhf/engine/vllm.py", 70, "step")
 SLEEP = Frame("/usr/lib/python3.11/threading.py", 324, "wait")
 
 
-def stack(*frames: Frame, holds: bool = False) -> tuple[ThreadStack, ...]:
-    return (ThreadStack(MAIN, frames, holds), ThreadStack("control-client", (IDLE,)))
+def stack(*frames: Frame) -> tuple[ThreadStack, ...]:
+    return (ThreadStack(MAIN, frames), ThreadStack("control-client", (IDLE,)))
 
 
 def rank(number: int, *frames: Frame, role: str = "actor", call: str = "train_step", **more: object) -> Sighting:

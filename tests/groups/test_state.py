@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rlhf.groups.state import Unit
+from slurm_rlhf.groups.restarts import Unit
 
 ENGINE = Unit("rollout", ("n1",))
 

@@ -11,8 +11,7 @@ import pytest
 from slurm_rlhf.cluster.stop import TERM, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.restarts import RunFailure, offenders, refusal
-from slurm_rlhf.groups.state import Unit
+from slurm_rlhf.groups.restarts import RunFailure, Unit, offenders, refusal
 from slurm_rlhf.groups.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.topology import Topology, role_sizes

@@ -32,7 +32,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, RunError
-from slurm_rlhf.groups.role_environment import role_environment
+from slurm_rlhf.nodes.environment import role_environment
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 

@@ -37,7 +37,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_stages import STAGES
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.groups.role_environment import WAITING_THREADS
+from slurm_rlhf.nodes.environment import WAITING_THREADS
 
 DEFAULTS: dict[str, int | str] = {
     "seeds": 3,

@@ -84,22 +84,18 @@ def test_locks_of_torch_extensions_that_nobody_builds(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_locks(tmp_path: Path) -> None:
-    """The kernel refuses flock: preflight says so, and the conductor goes on with a warning."""
+    """The kernel refuses flock: the conductor goes on with a warning."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from slurm_rlhf.nodes.needs import lock_problem\n"
         "from slurm_rlhf.groups.run_lock import exclusive\n"
         "from slurm_rlhf.run_directory import RunDirectory\n"
         "directory = RunDirectory(Path(sys.argv[1])); directory.make()\n"
-        "print(lock_problem(directory.root))\n"
         "with exclusive(directory): print('it runs')\n"
     )
     command = [sys.executable, str(WITHOUT_LOCKS), sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("Operation not supported on /"), done
-    assert lines[1] == f"warning: {tmp_path} cannot be locked (Operation not supported): start no second run in it"
-    assert lines[2] == "it runs"
+    warning = f"warning: {tmp_path} cannot be locked (Operation not supported): start no second run in it"
+    assert done.stdout.splitlines() == [warning, "it runs"], done
 
 
 HEALTH = """0, GPU-00000000-1111, 0, No, Not Active, Not Active, Not Active

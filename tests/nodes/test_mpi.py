@@ -110,7 +110,7 @@ def test_the_number_of_processes_is_that_of_the_ranks() -> None:
 def test_colocation_is_refused(key: str) -> None:
     config = six(actor=1)
     setattr(config.train, key, True)
-    with pytest.raises(ConfigError, match="Switch colocation off, or start the run by sbatch"):
+    with pytest.raises(ConfigError, match="Leave the key out, or start the run by sbatch"):
         place_processes(config, cpus(*["n1"] * 6), SIX)
 
 

@@ -94,6 +94,14 @@ def test_a_slow_pair_is_named() -> None:
     assert f"between {slow[0]} and {slow[1]} pass 10 MB/s, though both have links of 100 MB/s" in finding.said
 
 
+def test_pairs_that_were_not_tried_are_one_warning() -> None:
+    lineup = links(NODES, {})
+    late = [{"seat": seat, "group": group.name, "late": True} for group in lineup.groups for seat in group.seats]
+    (finding,) = judge_links(outcomes(lineup, late)).findings
+    assert (finding.verdict, finding.nodes) == (WARNING, ())
+    assert finding.said == f"{len(lineup.groups)} pairs were not tried: not all of its ranks came in time"
+
+
 def test_two_nodes_have_no_peers_and_are_compared_with_what_their_interfaces_are_made_for() -> None:
     lineup = links(["n1", "n2"], {})
     slow, fast = (outcomes(lineup, reports(lineup, lambda nodes, rate=rate: rate)) for rate in (1e7, 2e8))

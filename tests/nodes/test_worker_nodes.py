@@ -89,7 +89,7 @@ def test_submit_asks_for_them_and_the_job_outlives_one() -> None:
 
 
 def test_mpi_has_none() -> None:
-    with pytest.raises(ConfigError, match=r"reward.workers_num_nodes does not work with mpirun.*Set it to 0"):
+    with pytest.raises(ConfigError, match=r"reward.workers_num_nodes does not work with mpirun.*Leave the key out"):
         place_processes(config(1), [Process("n1", (0,), ())] * 4, Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 4, 0))
 
 
@@ -106,7 +106,7 @@ def test_preflight_wants_no_gpus_there_and_the_users_files(tmp_path: Path) -> No
     asked = config(1)
     asked.run_dir, asked.env.path = str(tmp_path), "/shared/environment.py"
     ranks = layout_here(asked, JOB)
-    needs = needs_of(asked, ranks, None, "")
+    needs = needs_of(asked, ranks, "")
     assert {("reward.remote_url", "/shared/reward.py"), ("env.path", "/shared/environment.py")} <= set(needs.places)
     assert "n4" not in needs.wanted.slots
     nodes = ("n1", "n2", "n3", "n4")

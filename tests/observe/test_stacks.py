@@ -1,4 +1,4 @@
-"""Stacks of a process: taken inside it, by an interrupted thread, by py-spy; and how long a phase may stand still."""
+"""Stacks of a process: taken inside it, by an interrupted thread; and how long a phase may stand still."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from slurm_rlhf.observe.stacks import (
     ThreadStack,
     last_late_dump,
     own_stacks,
-    read_spy,
     read_stacks,
     written,
 )
@@ -134,23 +133,6 @@ def test_a_dump_after_which_the_process_has_gone_on_says_nothing() -> None:
     dump = 'Stack (most recent call first):\n  File "a.py", line 1 in f\n'
     assert last_late_dump(f"before\n{dump}\n")
     assert last_late_dump(f"{dump}starting to load\n") == ""
-
-
-def test_what_py_spy_prints_is_read_with_the_thread_that_holds_the_lock() -> None:
-    text = """Process 12: python -m rank
-Python v3.11.7 (/usr/bin/python3.11)
-
-Thread 13 (idle): "control-client"
-    poll (zmq/sugar/poll.py:106)
-    _run (/x/client.py:160)
-Thread 12 (active+gil): "MainThread"
-    inner (/x/plugin.py:8)
-    <module> (/x/plugin.py:11)
-"""
-    main, other = read_spy(text)
-    assert (main.name, main.holds_lock) == (MAIN, True)
-    assert main.frames[0] == Frame("/x/plugin.py", 8, "inner")
-    assert (other.name, other.holds_lock) == ("control-client", False)
 
 
 def test_a_budget_is_wide_until_the_phase_is_known_and_never_above_the_ceiling() -> None:

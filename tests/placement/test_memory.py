@@ -17,7 +17,6 @@ from slurm_rlhf.config.keys import get, put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.activations import Pass, autocast_weights, recomputed, saved
 from slurm_rlhf.placement.memory import (
     LOWER,
     RAISE,
@@ -29,7 +28,7 @@ from slurm_rlhf.placement.memory import (
     rank_memories,
     ways_for,
 )
-from slurm_rlhf.placement.model_shape import read_shape, shape_of
+from slurm_rlhf.placement.model_shape import Pass, autocast_weights, read_shape, recomputed, saved, shape_of
 from slurm_rlhf.placement.rank_memory import GIB, block_bytes, blocks_of_sequence, hf_terms, states, weights
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"

@@ -121,7 +121,6 @@ def assert_hang_is_told_of_every_node(slurm: Cluster, run_dir: Path, holds: Hold
     used = sorted({share["node"] for shares in known.values() for share in shares})
     loads = [line.partition(": load ")[0] for line in (told / "nodes.txt").read_text().splitlines()]
     assert loads == used
-    assert "py-spy" in report or list(told.glob("*.py-spy.txt"))
     assert "was not looked at from outside" not in report
     before = steps(run_dir)
     slurm.wait_until(lambda: steps(run_dir) > before + 1, "step after the hang")

@@ -109,26 +109,16 @@ def place_processes(config: Config, processes: Sequence[Process], start: Launche
 
     Raises ConfigError for what MPI cannot do, PlacementError when the roles do not fit or do not fill the processes.
     """
-    if colocations(config):
-        raise ConfigError(
-            f"train.colocate_... does not work with {start.by}: there every rank is a process with a slot of its own. "
-            "Switch colocation off, or start the run by sbatch and without MPI"
-        )
-    if config.cluster.spares:
-        raise ConfigError(
-            f"cluster.spares does not work with {start.by}: there every process holds a rank. Start the run by sbatch "
-            "and without MPI, or set it to 0"
-        )
-    if config.reward.workers_num_nodes:
-        raise ConfigError(
-            f"reward.workers_num_nodes does not work with {start.by}: there every process holds a rank. Set it to 0, "
-            "and workers run beside the conductor, or start the run by sbatch and without MPI"
-        )
-    if config.slurm.container:
-        raise ConfigError(
-            f"slurm.container does not work with {start.by}: put the container between it and slurm-rlhf, as in "
-            f"{start.by} ... apptainer exec IMAGE slurm-rlhf train ..."
-        )
+    slot = "there every process holds a rank and has a slot of its own"
+    for asked, key, why in (
+        (colocations(config), "train.colocate_...", slot),
+        (config.cluster.spares, "cluster.spares", slot),
+        (config.reward.workers_num_nodes, "reward.workers_num_nodes", f"{slot}, and workers run beside the conductor"),
+        (config.slurm.container, "slurm.container", f"put it between them: {start.by} ... apptainer exec IMAGE ..."),
+    ):
+        if asked:
+            remedy = "Leave the key out, or start the run by sbatch and without MPI"
+            raise ConfigError(f"{key} does not work with {start.by}: {why}. {remedy}")
     sizes = role_sizes(config)
     needed = sum(size.slots for size in sizes)
     if needed != len(processes):
