@@ -57,24 +57,13 @@ def toml(start: NewRun) -> str:
 
 def script(start: NewRun) -> str:
     """Write the batch script of a job that saves and requeues itself before its time is up."""
-    headers = {
-        "job-name": start.name,
-        "nodes": str(start.nodes),
-        "ntasks-per-node": "1",
-        "gres": f"gpu:{start.gpus}" if start.gpus else "",
-        "exclusive": None,
-        "mem": "0",
-        "time": start.time or "24:00:00",
-        "signal": "B:USR1@600",
-        "requeue": None,
-        "open-mode": "append",
-        "output": "%x.%j.log",
-        "partition": start.partition,
-        "account": start.account,
-    }
-    lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in headers.items() if value != ""]
     modules = _MODULES.format(" ".join(start.modules)) if start.modules else ""
-    return filled("job.sh.txt", headers="\n".join(lines), modules=modules, name=start.name)
+    text = filled(
+        "job.sh.txt",
+        **asdict(start) | {"modules": modules, "time": start.time or "24:00:00"},
+        gres=f"gpu:{start.gpus}" if start.gpus else "",
+    )
+    return "".join(line for line in text.splitlines(keepends=True) if not line.endswith("=\n"))
 
 
 _MODULES = """# Modules of this cluster that you may need (`module avail`); wheels of torch and vLLM contain CUDA:
