@@ -111,14 +111,9 @@ class EngineLoad(Record):
 
     def add(self, other: EngineLoad) -> None:
         """Add the stretch of time that follows."""
-        self.tokens += other.tokens
-        self.responses += other.responses
-        self.steps += other.steps
-        self.busy_s += other.busy_s
-        self.queued_s += other.queued_s
-        self.prompt_tokens += other.prompt_tokens
-        self.cached_tokens += other.cached_tokens
-        self.kv_usage = max(self.kv_usage, other.kv_usage)
+        for name in self.__struct_fields__:
+            before, more = getattr(self, name), getattr(other, name)
+            setattr(self, name, max(before, more) if name == "kv_usage" else before + more)
 
     @property
     def tokens_per_s(self) -> float:

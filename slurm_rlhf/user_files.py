@@ -42,17 +42,17 @@ def run_file(file: Path, key: str, error_class: type[UserError], fix: str = "") 
 
 
 _running: list[Path] = []
-_of_script: set[tuple[str, str]] = set()
+_of_script: set[str] = set()
 
 
-def note_origin(key: str, name: str) -> None:
-    """Note whether a file of `run_file` or the script itself has registered the value `name` of `key`."""
-    (_of_script.discard if _running else _of_script.add)((key, name))
+def note_origin(name: str) -> None:
+    """Note whether a file of `run_file` or the script itself has registered the reward function `name`."""
+    (_of_script.discard if _running else _of_script.add)(name)
 
 
-def is_of_script(key: str, name: str) -> bool:
+def is_of_script(name: str) -> bool:
     """Tell whether the script itself has registered `name`, so that other processes do not know it."""
-    return (key, name) in _of_script
+    return name in _of_script
 
 
 def line_of(file: Path | str, error: BaseException) -> str:

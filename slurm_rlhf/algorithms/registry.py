@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slurm_rlhf.errors import ConfigError, meant
-from slurm_rlhf.user_files import file_of, note_origin, run_file, same_place
+from slurm_rlhf.user_files import file_of, run_file, same_place
 
 if TYPE_CHECKING:  # the command line and the planner read records, and start without numpy
     import numpy as np
@@ -117,7 +117,6 @@ def register_algorithm(algorithm: Algorithm, *, replace: bool = False) -> Algori
             f"algorithm {name!r}: unknown aggregation {algorithm.aggregation!r}; valid: {', '.join(AGGREGATIONS)}"
         )
     _REGISTERED[name] = algorithm
-    note_origin(KEY, name)
     return algorithm
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.eval.report import table as aligned
 
 
 @dataclass(slots=True)
@@ -77,14 +78,16 @@ def with_model(options: Mapping[str, Any], config: Config, mean_response: int) -
 
 def table(rows: Mapping[str, Mapping[str, Any]], unit: str) -> str:
     """Format both sides of each comparison, their ratio, and the load of the machine."""
-    width = max(map(len, rows))
-    lines = [f"{unit.ljust(width)}  {'slurm-rlhf':>10}  {'bare':>10}  {'ratio':>6}  {'by CPU time':>11}  load"]
-    lines += [
-        f"{name.ljust(width)}  {row['ours']:10.0f}  {row['bare']:10.0f}  {row['ratio']:6.3f}  {row['cpu_ratio']:11.3f}"
-        f"  {row['load']:.1f}"
+    figures = [
+        [
+            name,
+            f"{row['ours']:.0f}",
+            f"{row['bare']:.0f}",
+            *(f"{row[key]:.3f}" for key in ("ratio", "cpu_ratio", "load")),
+        ]
         for name, row in rows.items()
     ]
-    return "\n".join(lines)
+    return aligned([[unit, "slurm-rlhf", "bare", "ratio", "by CPU time", "load"], *figures])
 
 
 def _ratio(ours: list[float], baseline: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""Run `slurm-rlhf bench NAME`: measure how fast a part of a run is on this machine.
+"""Run `slurm-rlhf bench NAME`, which measures a part of a run, and `check-parity MODEL`, which compares log-probs.
 
 The module `slurm_rlhf.bench.NAME` has `run_bench(options, config)` and `show(result)`.
 """
@@ -10,13 +10,17 @@ import importlib
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slurm_rlhf.cli.commands import Arguments
+from slurm_rlhf.cli.commands import Arguments, columns, unknown
 from slurm_rlhf.config.load import joined, load_config
 from slurm_rlhf.config.rules import out_of_range
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from slurm_rlhf.parity.processes import Options
+    from slurm_rlhf.parity.verdicts import Line, Subject
 
 
 def measure_part(arguments: Arguments) -> int:
@@ -42,3 +46,46 @@ def _config(arguments: Arguments) -> Config:
     if problems := list(out_of_range(config)):
         raise ConfigError(joined(problems))
     return config
+
+
+def check_parity(arguments: Arguments) -> int:
+    """Compare, and print the table; 1 if models differ, fail or are refused. Raises UserError."""
+    from slurm_rlhf.parity.verdicts import AGREE, model
+
+    if not arguments.words:
+        raise arguments.error("check-parity: name a model")
+    options = _options(arguments.options)
+    subjects = [model(name, options.max_len) for name in dict.fromkeys(arguments.words)]
+    return int(any(line.verdict != AGREE for line in _compared(subjects, options, "json" in arguments.options)))
+
+
+def _options(given: dict[str, Any]) -> Options:
+    from slurm_rlhf.parity.processes import Options
+    from slurm_rlhf.parity.verdicts import PRECISIONS
+
+    precisions = tuple(dict.fromkeys(filter(None, given["precision"].split(","))))
+    for name in precisions:
+        if name not in PRECISIONS:
+            raise ConfigError(f"--precision: unknown {unknown(name, PRECISIONS)} (valid: {', '.join(PRECISIONS)})")
+    return Options(precisions, given["max_len"], given["timeout"])
+
+
+def _compared(subjects: list[Subject], options: Options, as_json: bool) -> list[Line]:
+    """Compare, and print lines as soon as they are known, or one JSON object at the end."""
+    from slurm_rlhf.parity.processes import compare
+    from slurm_rlhf.parity.verdicts import Table, reasons, summary
+
+    if as_json:
+        lines = list(compare(subjects, options))
+        print(json.dumps({"lines": [line.to_json() for line in lines]}, allow_nan=False))
+        return lines
+    table = Table(subjects, options.precisions)
+    print(table.head(), flush=True)
+    lines = []
+    for line in compare(subjects, options):
+        print(printable(table.row(line, first=not lines or lines[-1].model != line.model)), flush=True)
+        lines.append(line)
+    if why := reasons(lines, columns()):
+        print(f"\n{printable(why)}")
+    print(f"\n{summary(lines)}")
+    return lines

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.preflight import OFF, question, steps_of
-from slurm_rlhf.cli.train import configured, launcher_on
+from slurm_rlhf.cli.train import launcher_on
 from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.config.data_files import data_files
+from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
@@ -35,7 +36,7 @@ Places = Sequence[tuple[str, str]]
 def generate_rows(arguments: Arguments) -> int:
     """Answer the rows that are left. Raises SlurmRlhfError."""
     refuse_many_processes("generate")
-    config = configured(arguments)
+    config = load_config(arguments.files, arguments.overrides)
     from slurm_rlhf.generate.job import engines_everywhere, generate, prepare
 
     shard, source = prepare(config, os.environ)
@@ -107,7 +108,7 @@ def evaluate(arguments: Arguments) -> int:
     model = options.get("model")
     if model is None:
         raise arguments.error("--model is missing: name the model, run or checkpoint to evaluate")
-    config = configured(arguments)
+    config = load_config(arguments.files, arguments.overrides)
     from slurm_rlhf.eval.report import report_text
     from slurm_rlhf.generate.eval_job import EvalJob
     from slurm_rlhf.generate.job import engines_everywhere

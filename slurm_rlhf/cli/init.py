@@ -56,23 +56,12 @@ def toml(start: NewRun) -> str:
 
 def script(start: NewRun) -> str:
     """Write the batch script of a job that saves and requeues itself before its time is up."""
-    headers = {
-        "job-name": start.name,
-        "nodes": str(start.nodes),
-        "ntasks-per-node": "1",
-        "gres": f"gpu:{start.gpus}" if start.gpus else "",
-        "exclusive": None,
-        "mem": "0",
-        "time": start.time or "24:00:00",
-        "signal": "B:USR1@600",
-        "requeue": None,
-        "open-mode": "append",
-        "output": "%x.%j.log",
-        "partition": start.partition,
-        "account": start.account,
-    }
-    lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in headers.items() if value != ""]
-    return filled("job.sh.txt", headers="\n".join(lines), name=start.name)
+    text = filled(
+        "job.sh.txt",
+        **asdict(start) | {"time": start.time or "24:00:00"},
+        gres=f"gpu:{start.gpus}" if start.gpus else "",
+    )
+    return "".join(line for line in text.splitlines(keepends=True) if not line.endswith("=\n"))
 
 
 Ask = Callable[[str, str], str]

@@ -79,43 +79,17 @@ def _origin(error: OSError) -> str:
 
 
 def _unexpected(error: Exception) -> int:
-    if blamed := foreign_module(error, os.environ.get("PYTHONPATH", "")):
-        print(f"slurm-rlhf: error: {blamed}", file=sys.stderr)
-        return ConfigError.exit_code
     text = "".join(traceback.format_exception(error))
+    package = Path(__file__).resolve().parents[1]
+    for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        if f"{entry}/" in text and not package.is_relative_to(Path(entry).resolve()):
+            first = f"{type(error).__name__}: {error}"
+            told = f"a module in {entry} does not work here: {first}. Take {entry} out of PYTHONPATH (unset PYTHONPATH)"
+            print(f"slurm-rlhf: error: {told}", file=sys.stderr)
+            return ConfigError.exit_code
     cause = system_cause(text) or "this is a bug in slurm_rlhf, not in your input"
     print(printable(f"{text}slurm-rlhf: {cause}"), file=sys.stderr)
     return 1
-
-
-def foreign_module(error: Exception, python_path: str) -> str:
-    """Explain that a file on PYTHONPATH breaks an import, because it hides another module; "" if none does."""
-    package = Path(__file__).resolve().parents[1]
-    for file in _suspects(error):
-        for entry in filter(None, python_path.split(os.pathsep)):
-            parents = file.resolve().parents
-            if Path(entry).resolve() in parents and package not in parents:
-                return (
-                    f"{file} is imported because PYTHONPATH has {entry}, and it does not work here: "
-                    f"{type(error).__name__}: {error}. Take {entry} out of PYTHONPATH (unset PYTHONPATH), or repair "
-                    "or rename the file"
-                )
-    return ""
-
-
-def _suspects(error: Exception) -> list[Path]:
-    """List the files whose import may have failed, the most likely first."""
-    named: list[object] = []
-    if isinstance(error, SyntaxError):
-        named.append(error.filename)
-    if isinstance(error, ImportError):
-        module = sys.modules.get((error.name or "").partition(".")[0])
-        named += [error.path, getattr(module, "__file__", None)]
-    if isinstance(error, AttributeError):
-        named.append(getattr(error.obj, "__file__", None))  # the file of a module
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    named += [frame.filename for frame in frames if frame.name == "<module>"]
-    return [Path(name) for name in named if isinstance(name, str)]
 
 
 def _dispatch(words: list[str]) -> int:

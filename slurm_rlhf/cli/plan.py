@@ -148,6 +148,7 @@ def memory_json(memory: Memory) -> dict[str, Any]:
     found = memory.account
     if found is None:
         return {"known": False, "why": memory.unknown}
+    engine = found.engine
     return {
         "known": True,
         "gpu": memory.size.name,
@@ -156,18 +157,9 @@ def memory_json(memory: Memory) -> dict[str, Any]:
         "fits": found.fits(),
         "pinned_host_bytes": found.pinned,
         "rows": [
-            asdict(row)
-            | {"name": row.name.strip(), "there": row.there or None, "terms": dict(row.terms)}
-            | {"needed": row.needed, "fits": row.fits}
-            for row in found.rows
+            asdict(row) | {"name": row.name.strip(), "needed": row.needed, "fits": row.fits} for row in found.rows
         ],
-        "kv_cache": found.engine
-        and {
-            "block_bytes": found.engine.block,
-            "blocks": found.engine.blocks,
-            "sequences": found.engine.sequences,
-            "wanted": found.wanted,
-        },
+        "kv_cache": engine and {"blocks": engine.blocks, "sequences": engine.sequences, "wanted": found.wanted},
     }
 
 
@@ -269,21 +261,13 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
 def transfer_json(plan: SyncPlan, rates: dict[str, float]) -> dict[str, Any]:
     """Return the bytes of one update per rank and link, and the predicted seconds, ready for JSON."""
     found = cost_of(plan)
-    actors = len(plan.layout.actors)
-    engines = range(actors, plan.layout.world)
-    sent = [round(found.sent.get(rank, 0)) for rank in range(plan.layout.world)]
     return {
         "bytes": found.payload,
         "buckets": len(plan.buckets),
         "seconds": found.seconds(*(rate * GIGABIT for rate in rates.values())),
         **rates,
-        "actor_sent": {str(rank): count for rank, count in enumerate(sent[:actors])},
-        "engine_sent": {str(rank): count for rank, count in enumerate(sent[actors:])},
-        "engine_received": {str(rank - actors): found.payload for rank in engines},
-        "links": {
-            node: {"out": round(found.out.get(node, 0)), "into": round(found.into.get(node, 0))}
-            for node in _nodes(plan)
-        },
+        "sent": {str(rank): round(found.sent.get(rank, 0)) for rank in range(plan.layout.world)},
+        "links": {node: {"out": found.out.get(node, 0), "into": found.into.get(node, 0)} for node in _nodes(plan)},
     }
 
 

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -25,12 +25,11 @@ from slurm_rlhf.observe.log_tail import ends_in_error, tail
 from slurm_rlhf.observe.progress import duration
 from slurm_rlhf.observe.run_log import engines_lost, read_events, server_awaited, workers_lost
 from slurm_rlhf.observe.run_status import RunStatus, read_run_status
+from slurm_rlhf.report.curves import PHASES
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 
 INTERVAL_S = 2.0
-PHASES = ("rollout", "reward", "forward", "update", "sync", "checkpoint", "eval")
-"""Phases of a step, in their order: `time/<phase>` in metrics.jsonl."""
 _NAME = 12  # columns of a row's name
 _LINES = 12  # lines of a log
 _CURVE = 60  # columns of a curve
@@ -252,7 +251,7 @@ def curve_lines(rows: list[dict[str, Any]]) -> list[str]:
             lines.append(_row(name, f"{text}  {values[0]:.4g} to {values[-1]:.4g} in {len(values)} steps"))
     if parts := {name: last[f"time/{name}"] for name in PHASES if last.get(f"time/{name}")}:
         seconds = ", ".join(f"{name} {value:.3g} s" for name, value in parts.items())
-        lines += [_row("last step", bar(parts, _CURVE)), _row("", seconds)]
+        lines.append(_row("last step", seconds))
     if "turns" in last:
         tools = [
             f"{value:.1%} {name[6:]}" for name, value in last.items() if name[:6] == "tools/" and name[6:] != CALLS
@@ -286,20 +285,6 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
         return ""
     low, spread = min(known), max(known) - min(known)
     return "".join(" " if mean is None else _BLOCKS[_level(mean, low, spread)] for mean in means)
-
-
-def bar(parts: Mapping[str, float], width: int) -> str:
-    """Draw positive numbers as runs of their first letter, `width` characters in all: `rrrrrruuuus`."""
-    total = sum(parts.values())
-    if not total > 0:
-        return ""
-    exact = {name: value / total * width for name, value in parts.items()}
-    whole = {name: int(length) for name, length in exact.items()}
-    # Rounding down leaves characters over: the parts that lost most get them.
-    by_loss = sorted(exact, key=lambda name: exact[name] - whole[name], reverse=True)
-    for name in by_loss[: width - sum(whole.values())]:
-        whole[name] += 1
-    return "".join(name[0] * length for name, length in whole.items())
 
 
 def _mean(values: list[float]) -> float | None:

@@ -59,17 +59,9 @@ def train(arguments: Arguments) -> int:
         print_resolved(config, layout, memory, looked(config))
         require_fit(memory)
         return 0
-    config = configured(arguments)
+    config = load_config(arguments.files, arguments.overrides)
     fetch_models(config, _say)
     return train_here(config)
-
-
-def configured(arguments: Arguments) -> Config:
-    """Read the configuration of a command, and print a note about keys that its command line gives twice."""
-    config = load_config(arguments.files, arguments.overrides)
-    for note in given_twice(arguments.overrides):
-        _say(note)
-    return config
 
 
 def refuse_unread_keys(arguments: Arguments) -> None:
@@ -90,18 +82,6 @@ def read_by(names: Iterable[str]) -> set[str]:
 def unread(config: Config, read: Collection[str]) -> list[str]:
     """List the keys that are set and are not among those that are `read`."""
     return [key for key in changed_keys(config) if not listed(all_keys()[key], read)]
-
-
-def given_twice(overrides: list[str]) -> list[str]:
-    """Write a note for each key that the command line gives several times: which value counts."""
-    values: dict[str, list[str]] = {}
-    for name, words in split_overrides(overrides)[0]:
-        values.setdefault(name, []).append(" ".join(words))
-    return [
-        f"note: --{name} is given {len(given)} times; the last one counts: {given[-1]}"
-        for name, given in values.items()
-        if len(given) > 1
-    ]
 
 
 def train_here(config: Config, command: str = TRAIN) -> int:
@@ -174,7 +154,7 @@ def stage_config(arguments: Arguments) -> Config:
     """Read and check the configuration of a stage, and print what is odd about it. Raises SlurmRlhfError."""
     name = arguments.command.name
     refuse_unread_keys(arguments)
-    config = configured(arguments)
+    config = load_config(arguments.files, arguments.overrides)
     fetch_models(config, _say)
     check_stage(config, name)
     if ignored := unread(config, read_by([name])):
@@ -192,7 +172,7 @@ def submit(arguments: Arguments) -> int:
         config = stage_config(arguments)
     else:
         refuse_unread_keys(arguments)
-        config = configured(arguments)
+        config = load_config(arguments.files, arguments.overrides)
         fetch_models(config, _say)
         require_fit(memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
     from slurm_rlhf.nodes import submit as submit_job

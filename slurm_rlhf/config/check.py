@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.architectures import problem as attention_problem
-from slurm_rlhf.config.correction import bypass_note
+from slurm_rlhf.config.contents import check_same_tokenizer
 from slurm_rlhf.config.data_files import WHAT, data_files
 from slurm_rlhf.config.evaluation import data_sets, eval_problems
 from slurm_rlhf.config.keys import changed, get
@@ -29,16 +29,17 @@ from slurm_rlhf.config.model_directory import (
 from slurm_rlhf.config.ranges import URLS
 from slurm_rlhf.config.reward_sources import part_problems, preset, settings_of
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, has_reward, has_teacher, running_roles
+from slurm_rlhf.config.rule import row_problems
 from slurm_rlhf.config.rules import (
-    PreferenceRules,
     colocated,
+    hpz_problem,
     key_problems,
     length_problems,
     out_of_range,
     rule_problems,
+    shares_problem,
     unused_note,
 )
-from slurm_rlhf.config.same_tokenizer import check_same_tokenizer
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
@@ -74,26 +75,20 @@ def check_stage(config: Config, stage: str) -> None:
     if keys.eval_dataset:
         problems += _data(f"{stage}.eval_dataset", keys.eval_dataset)
     if "RANK" not in os.environ:  # with it torchrun says how many ranks there are
-        problems += shares_problem(config, stage, config.actor.num_nodes * config.actor.num_gpus_per_node)
+        problems += stage_shares_problem(config, stage, config.actor.num_nodes * config.actor.num_gpus_per_node)
     if stage == "dpo":
-        problems += PreferenceRules(config).problems()
+        problems += row_problems("preferences", config)
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
     problems += _needed(key, actor, "the directory of the model")
     how = {"head": stage != "rm", "sampled": False, "tokenizer": True}
     _raise(problems, _errors_of(_check_model, key, actor, config.data.max_len, **how) if actor else ())
 
 
-def shares_problem(config: Config, stage: str, ranks: int) -> Iterator[str]:
+def stage_shares_problem(config: Config, stage: str, ranks: int) -> Iterator[str]:
     """Check that a stage's batches divide over the ranks, or their groups, and ds.hpz_size the ranks of a node."""
-    batch, together = get(config, f"{stage}.batch_size"), config.ds.ulysses_size
-    each, inside = config.actor.num_gpus_per_node, config.ds.hpz_size
-    if config.ds.zero_stage == 3 and each % inside:
-        yield f"ds.hpz_size = {inside} does not divide actor.num_gpus_per_node = {each}: change one of them"
-    if ranks % together:
-        yield f"ds.ulysses_size = {together} does not divide {ranks} ranks: change the one or the other"
-    elif batch % (many := ranks // together):
-        shared = f" in groups of ds.ulysses_size = {together}" if together > 1 else ""
-        yield f"{stage}.batch_size = {batch} does not divide over {ranks} ranks{shared}: use a multiple of {many}"
+    batch = get(config, f"{stage}.batch_size")
+    yield from hpz_problem(config, "actor", config.actor.num_gpus_per_node)
+    yield from shares_problem(config, f"{stage}.batch_size = {batch} does", batch, str(ranks), ranks)
 
 
 def check_generate(config: Config) -> None:
@@ -127,14 +122,8 @@ def check_eval(config: Config) -> None:
 def _reward_function(config: Config) -> Iterator[str]:
     """Check the source of rewards where engines are the only ranks."""
     reward = config.reward
-    if reward.workers_num_nodes:
-        yield "reward.workers_num_nodes is of `slurm-rlhf train`, and workers run beside this command: set it to 0"
-    if reward.model_name_or_path:
-        yield (
-            "reward.model_name_or_path: responses are not scored by a reward model here: use a reward function "
-            "(reward.remote_url), a server (slurm-rlhf serve-reward), or leave it out"
-        )
-    elif config.env.path or reward.sources or any(getattr(reward, name) for name in REWARD_SOURCES):
+    yield from row_problems("engines_alone", config)
+    if not reward.model_name_or_path and has_reward(config):
         yield from reward_source(config)
 
 
@@ -153,7 +142,7 @@ def warnings(config: Config) -> list[str]:
     """Return the warnings about a checked configuration, which can be run."""
     key, actor = ROLES[ACTOR].model(config)
     compared = uncompared(key, actor) if has_engines(config) else ""
-    return list(filter(None, [compared, bypass_note(config), unused_note(config)]))
+    return list(filter(None, [compared, unused_note(config)]))
 
 
 def _model_problems(config: Config, unmade: Collection[str]) -> Iterator[UserError]:
@@ -228,7 +217,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         yield f"resume takes auto, never or a checkpoint directory; no such directory: {config.resume or repr('')}"
     yield from filter(None, [attention_problem(config.ds.attn_implementation)])
-    yield from _slurm(config)
+    yield from map(str, _errors_of(minutes, config.slurm.time))
     yield from tracker_problems(config)
 
 
@@ -272,12 +261,6 @@ def _data(key: str, value: str) -> Iterator[str]:
     yield from _needed(key, value, WHAT)
     if value:
         yield from (f"{key}: {error}" for error in _errors_of(data_files, value))
-
-
-def _slurm(config: Config) -> Iterator[str]:
-    yield from map(str, _errors_of(minutes, config.slurm.time))
-    if config.slurm.container and not config.slurm.container_python:
-        yield "slurm.container_python is empty: name the interpreter inside the container"
 
 
 def reward_source(config: Config) -> Iterator[str]:

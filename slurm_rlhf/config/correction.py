@@ -7,8 +7,8 @@ from itertools import islice
 from typing import cast
 
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule, Level, Mode
-from slurm_rlhf.config.keys import Broken, Rules
 from slurm_rlhf.config.roles import has_reference
+from slurm_rlhf.config.rule import Broken, Rules
 from slurm_rlhf.config.schema import Config
 
 GROUP = "algo.correction"
@@ -29,17 +29,6 @@ def corrects(config: Config) -> bool:
     """Tell whether the loss knows of the policy that sampled, by weights or by its ratio."""
     keys = config.algo.correction
     return bool(keys.bypass or keys.level or _preset(config) != "none" or keys.off_policy_delta)
-
-
-def bypass_note(config: Config) -> str:
-    """Say what `bypass` means for a run that is to be the same bit for bit; empty for any other run."""
-    if not (config.algo.correction.bypass and config.train.full_determinism):
-        return ""
-    return (
-        f"{GROUP}.bypass with train.full_determinism: the old log-probs are the engines', which round by what else is "
-        "in their batch. The run is the same bit for bit only with the same engines (vllm.num_engines, "
-        "vllm.tensor_parallel_size, vllm.max_num_seqs), and the ratio of a step's first update is 1 up to rounding"
-    )
 
 
 def correction_problems(config: Config) -> Iterator[str]:
@@ -63,19 +52,12 @@ class _CorrectionRules(Rules):
 class ChoiceRules(_CorrectionRules):
     """Check that one correction is chosen, and whole."""
 
-    def two_corrections(self) -> Broken:
-        """{own} and algo.correction.preset = {keys.preset} are two corrections: leave one of them out"""
-        return bool(self.keys.level or self.keys.mode) and self.keys.preset != "auto"
+    group = "choice"
 
     def half_a_correction(self) -> Broken:
         """{own} says half of a correction: set algo.correction.{missing}, too, or choose a algo.correction.preset"""
         missing = "mode" if self.keys.level else "level"
         return {"missing": missing} if bool(self.keys.level) != bool(self.keys.mode) else False
-
-    def no_thresholds(self) -> Broken:
-        """{own} with algo.correction.mode = {keys.mode} needs algo.correction.thresholds: usual are [0, 2] to truncate,
-        [0.5, 5] to mask or clip, [0.99, 1.01] to mask by the geometric mean"""
-        return bool(self.keys.level) and not self.keys.thresholds
 
     def thresholds_of_nothing(self) -> Broken:
         """{thresholds} have no effect with algo.correction.preset = {keys.preset}{auto}: choose tis, icepop or
@@ -118,6 +100,8 @@ class ThresholdRules(_CorrectionRules):
 class BypassRules(_CorrectionRules):
     """Find keys that algo.correction.bypass leaves nothing to do."""
 
+    group = "bypass"
+
     def weights(self) -> Broken:
         """algo.correction.bypass = true takes the update's ratio to the engine's log-probs, which leaves none for
         {weighing} to bound: leave one or the other out"""
@@ -126,16 +110,6 @@ class BypassRules(_CorrectionRules):
         others = {"preset": preset, "level": keys.level, "mode": keys.mode, "thresholds": keys.thresholds}
         weighing = [f"algo.correction.{name} = {value}" for name, value in others.items() if value]
         return {"weighing": " and ".join(weighing)} if weighing else False
-
-    def pass_of_the_actor(self) -> Broken:
-        """algo.correction.bypass = true takes the update's ratio to the engine's log-probs, which leaves none for
-        actor.old_logprobs = pass to compute: leave one of the two out"""
-        return self.config.actor.old_logprobs == "pass"
-
-    def mask_of_sequences(self) -> Broken:
-        """algo.correction.bypass = true takes the update's ratio to the engine's log-probs, which leaves none for
-        algo.correction.off_policy_delta = {keys.off_policy_delta:g} to compare with: leave one of the two out"""
-        return self.keys.off_policy_delta != 0
 
 
 def _preset(config: Config) -> str:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.keys import Broken, Rules, entry_table
+from slurm_rlhf.config.keys import entry_table
+from slurm_rlhf.config.rule import Broken, Rules, row_problems
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.errors import meant
@@ -69,7 +70,7 @@ def eval_problems(config: Config) -> Iterator[str]:
         yield "eval.dataset and eval.datasets are both set: put the one file into the list, or leave it out"
         return
     if not data_sets(config):
-        yield from NoDataRules(config).problems()
+        yield from row_problems("no_data", config)
         return
     found = [problem for one in data_sets(config) for problem in DataSetRules(config, one).problems()]
     names = [one.name for one in data_sets(config)]
@@ -81,7 +82,7 @@ def eval_problems(config: Config) -> Iterator[str]:
     yield from found
     if not found:
         yield from _best(config)
-    yield from OverlapRules(config).problems()
+    yield from row_problems("overlap", config)
 
 
 def _settled(entry: EvalDataSet, config: Config) -> EvalSettings:
@@ -100,36 +101,10 @@ def _best(config: Config) -> Iterator[str]:
         yield f"{unknown} (valid: {', '.join(valid)})"
 
 
-class NoDataRules(Rules):
-    """Find keys of an evaluation that has no data set."""
-
-    def steps_without_data(self) -> Broken:
-        """eval.steps = {eval.steps} evaluates nothing without eval.dataset: name a JSONL file of prompts in
-        eval.dataset, or several in eval.datasets, or leave eval.steps out"""
-        return self.config.eval.steps != 0
-
-    def metric_without_data(self) -> Broken:
-        """ckpt.best_metric = {ckpt.best_metric!r} is of an evaluation, and there is none: name a JSONL file of prompts
-        in eval.dataset, or several in eval.datasets"""
-        return self.config.ckpt.best_metric != ""
-
-
-class OverlapRules(Rules):
-    """Find the keys that eval.overlap excludes."""
-
-    def overlap_while_engines_sleep(self) -> Broken:
-        """eval.overlap and train.colocate_all exclude each other: engines sleep while the actor trains. Leave
-        eval.overlap out, and evaluations have the GPUs to themselves"""
-        return self.config.eval.overlap and self.config.train.colocate_all
-
-    def overlap_ahead(self) -> Broken:
-        """eval.overlap needs vllm.sync_mode = drain: with inflight the engines sample for training all the time, and
-        new weights would come into the middle of an evaluation. Leave eval.overlap out"""
-        return self.config.eval.overlap and self.config.vllm.sync_mode == "inflight"
-
-
 class DataSetRules(Rules):
     """Check one data set."""
+
+    group = "data_set"
 
     def __init__(self, config: Config, one: EvalSettings) -> None:
         super().__init__(config, one=one, where=f"eval.datasets, {one.name}: " if config.eval.datasets else "eval.")
@@ -138,23 +113,6 @@ class DataSetRules(Rules):
     def name(self) -> Broken:
         """{where}name is part of metric names: use letters, digits and _ . @ + - in it"""
         return not _NAME.fullmatch(self.one.name)
-
-    def samples(self) -> Broken:
-        """{where}n_samples_per_prompt must be at least 1, got {one.n_samples_per_prompt}"""
-        return self.one.n_samples_per_prompt < 1
-
-    def temperature(self) -> Broken:
-        """{where}temperature must be at least 0 and at most 2, got {one.temperature:g}"""
-        return not 0 <= self.one.temperature <= 2
-
-    def rows(self) -> Broken:
-        """{where}max_samples must be at least 0, got {one.max_samples}"""
-        return self.one.max_samples < 0
-
-    def greedy_samples(self) -> Broken:
-        """{where}n_samples_per_prompt = {one.n_samples_per_prompt} with temperature 0: greedy responses to a prompt are
-        all the same: set a temperature, or n_samples_per_prompt = 1"""
-        return self.one.n_samples_per_prompt > 1 and self.one.temperature == 0
 
     def pass_k(self) -> Broken:
         """{where}pass_k has {k}, and pass@{k} needs k from 1 to n_samples_per_prompt = {one.n_samples_per_prompt}: ask
@@ -169,7 +127,3 @@ class DataSetRules(Rules):
             return {"problem": f"is not a regular expression: {error}"}
         problem = f"has {groups} groups, and one is the answer: write the others as (?:...)"
         return {"problem": problem} if groups > 1 else False
-
-    def input_key(self) -> Broken:
-        """{where}input_key is empty: name the column that holds the prompts"""
-        return not self.one.input_key

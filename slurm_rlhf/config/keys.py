@@ -20,7 +20,7 @@ import difflib
 import json
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, reduce
 from pathlib import Path
@@ -153,49 +153,6 @@ def changed_keys(config: Config, *beginnings: str) -> list[str]:
     return [key.name for key in keys if get(config, key.name) != key.default]
 
 
-def without_effect(config: Config, names: Iterable[str], why: str) -> Iterator[str]:
-    """Find those of the keys `names` that were set although they have no effect; `why` goes on: `with x = y: ...`."""
-    for name in names:
-        value = get(config, name)
-        if value != all_keys()[name].default:
-            yield f"{name} = {f'{value:g}' if isinstance(value, float) else value} has no effect {why}"
-
-
-Broken = bool | dict[str, Any] | list[dict[str, Any]]
-"""A rule's answer: whether it is broken, or the values that its sentence names in {braces}, once for each time."""
-
-
-class Rules:
-    """Rules over keys: each public method is one, and its docstring is the sentence for the user if the rule is broken.
-
-    The sentence may name keys ({train.seed}), `values`, and the values that the method returns.
-    """
-
-    def __init__(self, config: Config, **values: Any) -> None:
-        self.config = config
-        self._values = {field.name: getattr(config, field.name) for field in fields(config)} | values
-
-    def problems(self) -> Iterator[str]:
-        """Find the broken rules, in the order in which they are written."""
-        for name, rule in vars(type(self)).items():
-            found: Broken = False if name.startswith("_") else rule(self)
-            for more in found if isinstance(found, list) else [found] if found else []:
-                named = self._values | (more if isinstance(more, dict) else {})
-                sentence = _sentences(type(self).__module__, type(self).__name__)[name].format_map(named)
-                keys = rule.__dict__.get("unused", ())
-                yield from without_effect(self.config, keys, sentence) if keys else [sentence]
-
-
-def unused(*names: str) -> Callable[[Callable[..., Broken]], Callable[..., Broken]]:
-    """Mark a rule whose sentence says why these keys have no effect, for those of them that were set."""
-
-    def marked(rule: Callable[..., Broken]) -> Callable[..., Broken]:
-        rule.__dict__["unused"] = names
-        return rule
-
-    return marked
-
-
 @cache
 def documentation() -> dict[str, str]:
     """Return the docstring under the field of each key, and the class docstring of each group.
@@ -220,13 +177,6 @@ def documentation() -> dict[str, str]:
     visit(Config(), "")
     found[ALGORITHM] = found[ALGORITHM].format(algorithms=", ".join(sorted(built_in())))
     return found
-
-
-@cache
-def _sentences(module: str, rules: str) -> dict[str, str]:
-    """Return each rule's docstring; read from the source, since PYTHONOPTIMIZE=2 leaves docstrings out."""
-    methods = [node for node in _class_nodes(module)[rules].body if isinstance(node, ast.FunctionDef)]
-    return {method.name: " ".join((ast.get_docstring(method) or "").split()) for method in methods}
 
 
 @cache

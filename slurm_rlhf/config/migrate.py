@@ -15,7 +15,8 @@ from typing import Any
 from slurm_rlhf.config.keys import INTERVALS, VALUES, Key, all_keys, changed, key_of, meaning, nearest, peers
 from slurm_rlhf.config.peer_figures import FIGURES, PeerFigures
 from slurm_rlhf.config.python_script import python_settings
-from slurm_rlhf.config.rules import PreferenceRules, key_problems, rule_problems
+from slurm_rlhf.config.rule import row_problems
+from slurm_rlhf.config.rules import key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.shell_script import Setting, commands, settings
 from slurm_rlhf.config.text import BadValue, from_text, listed, toml_value
@@ -199,7 +200,7 @@ def _fit(found: Translation) -> None:
 def _problems(found: Translation, without: str = "") -> list[str]:
     config = changed(Config(), {key: value for key, value in found.values.items() if key != without})
     problems = rule_problems(config) if found.command == "train" else key_problems(config)
-    return [*problems, *(PreferenceRules(config).problems() if found.command == "dpo" else ())]
+    return [*problems, *(row_problems("preferences", config) if found.command == "dpo" else ())]
 
 
 def _program(script: str, peer: str) -> tuple[str, list[Setting]]:

@@ -6,14 +6,14 @@ import hashlib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.data_files import data_files
+from slurm_rlhf.config.contents import data_contents, model_contents
 from slurm_rlhf.config.keys import Key, all_keys, get
 from slurm_rlhf.config.load import load_config, read_toml
-from slurm_rlhf.config.model_contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_stages import STAGES
 from slurm_rlhf.config.text import flat, listed, toml_value
@@ -141,13 +141,8 @@ class Pipeline:
             if (Path(path) / "config.json").exists():
                 yield f"{path} {model_contents(Path(path))}"
                 continue
-            try:
-                files = data_files(path)
-            except DataError:
-                continue  # an address, or what the stage itself will find missing
-            for file in files:
-                with file.open("rb") as opened:
-                    yield f"{file} {hashlib.file_digest(opened, 'blake2b').hexdigest()}"
+            with suppress(DataError):  # an address, or what the stage itself will find missing
+                yield f"{path} {data_contents(path)}"
 
 
 def read_pipeline(file: Path) -> Pipeline:

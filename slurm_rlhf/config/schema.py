@@ -297,8 +297,6 @@ class Logger:
     """auto (rich on a terminal, plain lines elsewhere), rich, plain or none."""
     samples: Annotated[int, NOT_NEGATIVE] = 2
     """Responses of each step, drawn by train.seed, that samples.jsonl, the report and trackers show; 0: none."""
-    print_samples: bool = False
-    """Print them, too."""
     report_steps: Annotated[int, NOT_NEGATIVE] = 10
     """Write report.html after the first step, then every so many steps, if that costs less than 1 % of the time, and at
     the end; 0: at the end only."""

@@ -205,5 +205,3 @@ class Generate:
     """Write the tokens of each response and their log-probs, too."""
     ordered: bool = False
     """When all rows are done, write them in the order of the file to merged.jsonl."""
-    num_shards: Annotated[int, NOT_NEGATIVE] = 0
-    """Parts of the file, one for each task of a job array; 0: as many as the array has tasks (--array=0-9)."""

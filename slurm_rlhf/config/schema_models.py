@@ -101,6 +101,10 @@ class Ref:
     """Keep the parameters in host memory and fetch layer by layer; needs zero_stage 3."""
 
 
+Preset = Literal["", "math", "exact", "regex", "json_schema", "length", "code", "reasoning_gym"]
+"""Rewards that need no code."""
+
+
 @dataclass(slots=True)
 class RewardPart:
     """One entry of reward.sources."""
@@ -110,7 +114,7 @@ class RewardPart:
     clip: list[float] = field(default_factory=list)  # empty: it is not clipped
     remote_url: FilePath = ""
     function: str = ""
-    preset: str = ""
+    preset: Preset = ""
     preset_value: str = ""
     model: bool = False  # true: the score of reward.model_name_or_path
 
@@ -134,7 +138,7 @@ class Reward:
     """Where the token for the servers is: `env:VARIABLE`, or a file."""
     function: str = ""
     """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file."""
-    preset: Literal["", "math", "exact", "regex", "json_schema", "length", "code", "reasoning_gym"] = ""
+    preset: Preset = ""
     """A reward that needs no code, by the label: math (math-verify), exact; regex (its group is the label, or it is
     found), json_schema, length; code: the share of the row's unit tests that the program in the response passes;
     reasoning_gym: the scorer of the row's task. `slurm-rlhf docs rewards` and `sandbox` say what each takes."""

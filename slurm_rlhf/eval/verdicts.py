@@ -28,25 +28,16 @@ class Bound:
     statistic: Statistic
 
 
-_HALF_PRECISION = {
-    "again": 1e-2,
-    "eval": 1e-2,
-    "alone": 2e-2,
-    "engine": 2e-2,
-    "reference": 2e-2,
-    "ratio": 2e-2,
-    "log_ratio": 4e-2,
-}
-"""Check -> limit in bf16."""
+_TABLES = tomllib.loads(Path(__file__).with_name("verdicts.toml").read_text(encoding="utf-8"))
 
 BOUNDS: dict[str, dict[str, Bound]] = {
     # Rounding alone: 2e-6 on small models. A fault shows in thousandths and more.
-    "fp32": {check: Bound(1e-4, "mean" if "ratio" in check else "largest") for check in _HALF_PRECISION},
+    "fp32": {check: Bound(1e-4, "mean" if "ratio" in check else "largest") for check in _TABLES["bf16"]},
     # Eight bits: single tokens may be tenths apart, so the mean counts. The same pass twice differs only where a kernel
     # adds up in no fixed order.
-    "bf16": {check: Bound(limit, "mean") for check, limit in _HALF_PRECISION.items()},
+    "bf16": {check: Bound(limit, "mean") for check, limit in _TABLES["bf16"].items()},
     # Eleven bits, so an eighth of the rounding; a fourth of the bounds.
-    "fp16": {check: Bound(limit / 4, "mean") for check, limit in _HALF_PRECISION.items()},
+    "fp16": {check: Bound(limit / 4, "mean") for check, limit in _TABLES["bf16"].items()},
 }
 """ds.param_dtype -> check -> bound. All comparisons at that precision take it from here."""
 
@@ -59,8 +50,6 @@ class Words:
     usually: str  # usual causes of a failure
     change: str  # keys and files to change
 
-
-_TABLES = tomllib.loads(Path(__file__).with_name("verdicts.toml").read_text(encoding="utf-8"))
 
 WORDS = {check: Words(**row) for check, row in _TABLES["words"].items()}
 """Check -> its texts, a row of `verdicts.toml`."""

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.check import GENERATED_BY, check_eval
+from slurm_rlhf.config.contents import data_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import UserError
 from slurm_rlhf.eval.report import ScoredResponse
 from slurm_rlhf.eval.sets import EvalSet, Evaluated, answered, keep, read_eval_sets, scored_response
-from slurm_rlhf.generate.identity import Identity, data_fingerprint, identity_of
+from slurm_rlhf.generate.identity import Identity, identity_of
 from slurm_rlhf.generate.job import JobRows, answer_rows, engine_config
 from slurm_rlhf.generate.model_source import Source, check_model, find_source
 from slurm_rlhf.generate.output import OUTPUT, whole_lines
@@ -115,7 +116,7 @@ class EvalJob:
         sets = {
             f"eval.datasets, {one.settings.name}": {
                 **{name: value for name, value in asdict(one.settings).items() if name in _OF_RESPONSES},
-                "fingerprint": data_fingerprint(one.settings.path),
+                "fingerprint": data_contents(one.settings.path),
             }
             for one in self.sets
         }

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.data_files import data_files
+from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
@@ -39,36 +37,28 @@ class RowShard:
         return root / f"shard_{self.index:05d}" if self.count > 1 else root
 
 
-def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> RowShard:
+def shard_here(root: Path, environ: Mapping[str, str]) -> RowShard:
     """Return the part of this process: the part of its task in a job array, or all rows.
 
-    `wanted`: generate.num_shards. The first task that starts writes the number of parts into `root`, so that tasks that
+    The first task that starts writes the number of parts, which is that of the tasks, into `root`, so that tasks that
     are submitted again (--array=3,7) get the same parts. Raises ConfigError.
     """
     if ID not in environ:
-        count = known_count(root) or wanted
-        if count > 1:
+        if (known := known_count(root) or 1) > 1:
             raise ConfigError(
-                f"run_dir {root}: the rows are divided into {count} parts, and this is not a task of a job array: "
-                f"submit it with --array=0-{count - 1}, or give another run_dir"
+                f"run_dir {root}: the rows are divided into {known} parts, and this is not a task of a job array: "
+                f"submit it with --array=0-{known - 1}, or give another run_dir"
             )
         return RowShard()
     index, tasks = int(environ[ID]), int(environ.get(COUNT) or 1)
-    known = known_count(root)
-    count = known or wanted or tasks
-    if known is None:
+    count = known_count(root)
+    if count is None:
         last = int(environ.get(LAST) or index)
-        if last >= count:
+        if last >= tasks:
             raise ConfigError(
-                f"--array has tasks up to {last}, and the rows are divided into {count} parts, numbered from 0: use "
-                f"--array=0-{count - 1}, or set generate.num_shards to the number of parts"
+                f"--array has tasks up to {last}, and there are {tasks}, numbered from 0: use --array=0-{tasks - 1}"
             )
-        count = _settle(root, count)
-    if wanted and wanted != count:
-        raise ConfigError(
-            f"generate.num_shards = {wanted}, and the rows in {root} are divided into {count} parts ({SPLIT}): leave "
-            "the key out, or give another run_dir"
-        )
+        count = _settle(root, tasks)
     if index >= count:
         raise ConfigError(
             f"{ID} = {index}, and the rows in {root} are divided into {count} parts, numbered from 0 ({SPLIT}): use "
@@ -125,8 +115,6 @@ OF_ROWS = (
 )
 """Keys that change those to the rows of `slurm-rlhf generate`."""
 ROWS, SHARD = "rows", "shard"
-_ENDS = 1 << 20  # bytes of both ends of a large file
-_WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
 
 Identity = dict[str, Any]
 """Key of the configuration, or what a file holds -> its value."""
@@ -135,7 +123,7 @@ Identity = dict[str, Any]
 def identity_of(config: Config, model: Path, keys: Sequence[str] = ()) -> Identity:
     """Describe the output that `config` asks for, with the weights in the directory `model`, by `keys` and others."""
     return {
-        "model_fingerprint": directory_fingerprint(model),
+        "model_fingerprint": model_contents(model),
         **{key: get(config, key) for key in (*keys, *COMMON)},
         "vllm.dtype": config.vllm.dtype if config.vllm.dtype != "auto" else config.ds.param_dtype,
         "reward": config.reward.remote_url or config.reward.function,
@@ -184,30 +172,3 @@ def read_identity(directory: Path) -> Identity:
 
 def _shown(value: Any) -> str:
     return json.dumps(value) if value is not None else "not set"
-
-
-def directory_fingerprint(directory: Path) -> str:
-    """Return a hash of the model in a directory: names and sizes of its files, and both ends of each."""
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(directory.iterdir()):
-        if path.is_file() and path.suffix in _WEIGHTS:
-            digest.update(f"{path.name}\0{file_fingerprint(path)}\0".encode())
-    return digest.hexdigest()
-
-
-def data_fingerprint(path: str) -> str:
-    """Return the hashes of the files of a data set. Raises DataError, OSError."""
-    return " ".join(file_fingerprint(file, whole=True) for file in data_files(path))
-
-
-def file_fingerprint(path: Path, *, whole: bool = False) -> str:
-    """Return a hash of a file: of its size and both ends, or with `whole` of everything. Raises OSError."""
-    digest = hashlib.blake2b(digest_size=8)
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest.update(str(size).encode())
-        while part := file.read(_ENDS):
-            digest.update(part)
-            if not whole and file.tell() < size - _ENDS:
-                file.seek(size - _ENDS)
-    return digest.hexdigest()

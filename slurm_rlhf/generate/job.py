@@ -14,6 +14,7 @@ from typing import Any
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.check import check_generate
+from slurm_rlhf.config.contents import data_contents
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
@@ -243,7 +244,7 @@ def prepare(config: Config, environ: Mapping[str, str]) -> tuple[identity.RowSha
     """Check all that is known before anything is written. Raises UserError."""
     check_generate(config)
     root = Path(config.run_dir)
-    shard = identity.shard_here(root, config.generate.num_shards, environ)
+    shard = identity.shard_here(root, environ)
     source = find_source(config, root)
     check_model(config, source.base or source.model)
     return shard, source
@@ -273,7 +274,7 @@ def generate(config: Config, shard: identity.RowShard, source: Source, ranks: Ra
         words = f"{len(own)} rows" + (f", part {shard.index} of {shard.count}" if shard.count > 1 else "")
         sampling = dict.fromkeys(own, sampling_of(config))
         own_keys = {
-            "dataset_fingerprint": identity.data_fingerprint(config.generate.dataset),
+            "dataset_fingerprint": data_contents(config.generate.dataset),
             identity.ROWS: total,
             identity.SHARD: f"{shard.index} of {shard.count}",
         }

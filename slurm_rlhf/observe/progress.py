@@ -44,7 +44,8 @@ class PlainProgress(Progress):
 
     def __init__(self) -> None:
         self._clock = Clock()
-        self._headers = Headers(self._width)
+        self._names = ""
+        self._rows = 0  # since the last header
 
     @property
     def _width(self) -> int:
@@ -58,8 +59,11 @@ class PlainProgress(Progress):
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         self._clock.tick()
-        if names := self._headers.before(metrics):
+        names = header(metrics, self._width)
+        if names != self._names or self._rows == EVERY:
             self._show([Cell(names, "underline dim")])
+            self._names, self._rows = names, 0
+        self._rows += 1
         self._show(row(step, total, metrics, duration(self._clock.remaining(total - step)), self._width))
         if "eval" in metrics:
             self._show([Cell(f"{'':9} evaluation {metrics['eval']:.4f}", "bold magenta")])
@@ -124,23 +128,6 @@ def header(metrics: Mapping[str, float], width: int = WIDE) -> str:
     names = [("step", 9), ("reward", 7), ("kl", 7), *scores, ("tok/s", 6), ("sec", 6)]
     names += [*((name, max(5, len(name))) for name in _shown(width)), ("other", 5), ("eta", 7)]
     return " ".join(name.rjust(size) for name, size in names)
-
-
-class Headers:
-    """Decide which rows get a header: the first one, every twentieth, and each with other columns."""
-
-    def __init__(self, width: int = WIDE) -> None:
-        self._width = width
-        self._rows = 0  # since the last header
-        self._shown = ""
-
-    def before(self, metrics: Mapping[str, float]) -> str:
-        """Count a row, and return the header above it; empty: none."""
-        names = header(metrics, self._width)
-        due = names != self._shown or self._rows == EVERY
-        self._rows = 1 if due else self._rows + 1
-        self._shown = names
-        return names if due else ""
 
 
 def line(cells: list[Cell]) -> str:

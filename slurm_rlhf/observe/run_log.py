@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import sys
 import textwrap
@@ -20,11 +19,8 @@ from typing import Any, Final
 
 from msgspec import ValidationError, convert
 
-from slurm_rlhf.errors import SlurmRlhfError, cut, printable
+from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.run_directory import write_atomically
-
-_BLOCK = 1 << 16
-_WIDTH, _SHOWN = 100, 600  # columns of a sample on a terminal, and characters of a text
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
@@ -85,33 +81,6 @@ def count_lines(path: Path) -> int:
             return sum(1 for _ in file)
     except OSError:
         return 0
-
-
-def drop_end(path: Path, step: int) -> None:
-    """Drop the lines from `step` on, and any half line, at the end of a file. Raises OSError.
-
-    It reads little more than these lines, while `truncate_after` reads the whole file.
-    """
-    if not path.is_file():
-        return
-    with path.open("r+b") as file:
-        end, size = file.seek(0, os.SEEK_END), _BLOCK
-        while True:
-            begin = max(0, end - size)
-            file.seek(begin)
-            tail = file.read()
-            if begin:
-                tail = tail[tail.find(b"\n") + 1 :]  # without the cut first line
-            dropped = 0
-            for line in reversed(tail.splitlines(keepends=True)):
-                if any(row["step"] < step for _, row in whole_lines(line.decode(errors="replace"))):
-                    file.truncate(end - dropped)
-                    return
-                dropped += len(line)
-            if not begin:
-                file.truncate(0)
-                return
-            size *= 4
 
 
 def truncate_after(path: Path, step: int) -> int:
@@ -290,15 +259,6 @@ def read_samples(path: Path, wanted: Container[int] | None = None) -> list[Sampl
     return [Sample(**{name: row[name] for name in names & row.keys()}) for row in rows]
 
 
-def console_text(sample: Sample) -> str:
-    """Format a sample for a terminal or a log file: control characters as escapes, long texts cut."""
-    said = f"reward {_number(sample.reward)}"
-    if sample.score is not None:
-        said += f", score {_number(sample.score)}"
-    head = f"sample of step {sample.step}, prompt {sample.prompt_index}: {said}, {sample.finish_reason}"
-    return "\n".join([head, *_lines("> ", sample.prompt), *_lines("< ", sample.response)])
-
-
 def markdown_text(sample: Sample) -> str:
     """Format a sample as Markdown for TensorBoard: texts as indented code, so that they are shown as they are."""
     head = f"step {sample.step}, prompt {sample.prompt_index}: reward {_number(sample.reward)}, {sample.finish_reason}"
@@ -311,10 +271,3 @@ def _number(value: float | None) -> str:
 
 def _code(text: str) -> str:
     return textwrap.indent(text or " ", "    ", lambda line: True)
-
-
-def _lines(mark: str, text: str) -> list[str]:
-    found = []
-    for line in cut(text, _SHOWN).splitlines() or [""]:
-        found += textwrap.wrap(printable(line.replace("\t", "\\t")), _WIDTH - 4, drop_whitespace=False) or [""]
-    return [f"  {mark}{line}" for line in found]

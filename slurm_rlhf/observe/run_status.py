@@ -34,7 +34,7 @@ class Summary:
     error: str = ""
     starting: str = ""  # the last message while the run starts; empty once the steps have begun
     gpus: dict[str, Any] | None = None  # `GpuAccount.summary`; None without GPUs
-    phases: dict[str, Any] = field(default_factory=dict)  # on CPUs: phase -> seconds, predicted and measured
+    phases: dict[str, Any] = field(default_factory=dict)  # phase -> seconds, predicted and measured
     best: dict[str, Any] | None = None  # metric, value, step, checkpoint; None without ckpt.best_metric
     restarts: list[str] = field(default_factory=list)  # why roles were restarted in place, since the last start
 

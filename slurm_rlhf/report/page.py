@@ -16,10 +16,10 @@ from slurm_rlhf.config.correction import GROUP, correction_of
 from slurm_rlhf.config.keys import all_keys, documentation, put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import cut
-from slurm_rlhf.observe.run_log import Sample
+from slurm_rlhf.observe.run_log import REQUEUE, RESTART, Sample
 from slurm_rlhf.report.curves import curves, latest, nodes, step_times, weight_sync
 from slurm_rlhf.report.run_files import RunFiles
-from slurm_rlhf.report.timeline import requeues, restarts, role_times, sessions, shown, timeline, trace
+from slurm_rlhf.report.timeline import role_times, sessions, shown, timeline, trace
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 CHARACTERS = 6000
@@ -56,8 +56,8 @@ def run_content(run: RunFiles, now: float) -> dict[str, Any]:
         "samples_of": run.samples_of,
         "events": [asdict(event) for event in shown(run.events)],
         "sessions": sessions(run.events, now, run.summary.get("status") == "running"),
-        "requeues": requeues(run.events),
-        "restarts": restarts(run.events),
+        "requeues": sum(event.event == REQUEUE for event in run.events),
+        "restarts": sum(event.event == RESTART for event in run.events),
         "tokens_per_s": latest(run.rows, "perf/tokens_per_s"),
         "gpu_idle": latest(run.rows, "perf/gpu_idle"),
         "mfu": latest(run.rows, "perf/mfu"),

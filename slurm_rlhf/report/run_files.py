@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,17 +68,6 @@ def _config(path: Path) -> dict[str, Any]:
 
 MOST_EVALUATIONS = 8
 """Evaluations of `slurm-rlhf eval` on a page: the newest."""
-_NEEDED = (
-    "name",
-    "samples",
-    "temperature",
-    "whole",
-    "pass_at",
-    "sources",
-    "prompt_lengths",
-    "response_lengths",
-    "failed",
-)
 
 
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
@@ -100,9 +88,5 @@ def _step(path: Path) -> str:
 
 
 def _figures(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        whole = all(set(_NEEDED) <= each.keys() for each in found["datasets"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return {"eval": found.get("eval"), "datasets": found["datasets"]} if whole else None
+    found = read_object(path)
+    return {"eval": found.get("eval"), "datasets": found["datasets"]} if "datasets" in found else None

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from slurm_rlhf.observe.run_log import BEGINS, CHECKPOINT, ENDS, HANG, REQUEUE, RESTART, RunEvent
+from slurm_rlhf.observe.run_log import BEGINS, CHECKPOINT, ENDS, HANG, REQUEUE, RunEvent
 from slurm_rlhf.observe.timing import joined
 
 CONDUCTOR = "conductor"
@@ -71,83 +71,35 @@ def role_times(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
 
 
 def trace(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
-    """Return the Chrome trace of the steps, for Perfetto or chrome://tracing: a process per node, a thread per rank.
+    """Return the Chrome trace of the steps, for Perfetto or chrome://tracing: a process per node.
 
-    Source: Duffy and others, Trace Event Format; complete events, times in microseconds.
+    Each kind of call to a rank has a thread: calls of two kinds may overlap, and viewers drop a span that ends within
+    another. Source: Duffy and others, Trace Event Format; complete events, times in microseconds.
     """
     nodes = _nodes(layout)
-    names = ["", *dict.fromkeys(nodes.get(rank, "") or "ranks" for rank in _ranks(lines))]
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name or CONDUCTOR}}
-        for pid, name in enumerate(names)
-    ]
-    threads = {rank: index + 1 for index, rank in enumerate(_ranks(lines))}
-    where = {rank: names.index(nodes.get(rank, "") or "ranks") for rank in threads}
-    for (role, rank), thread in threads.items():
-        events.append(
-            {
-                **{"ph": "M", "name": "thread_name", "pid": where[role, rank], "tid": thread},
-                "args": {"name": f"{role} {rank}"},
-            }
-        )
+    names = [CONDUCTOR, *dict.fromkeys(nodes.get(rank, "") or "ranks" for rank in _ranks(lines))]
+    threads: dict[tuple[int, str], int] = {}
+    ends: dict[int, int] = {}
+    events: list[dict[str, Any]] = []
     for line in lines:
-        began = line["began"] * 1e6
-
-        def complete(name: str, kind: str, pid: int, tid: int, start: float, end: float, began: float = began) -> None:
-            times = {"ts": round(began + start * 1e6), "dur": round((end - start) * 1e6)}
-            events.append({"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, **times})
-
-        complete(f"step {line['step']}", "step", 0, 0, 0.0, line["seconds"])
-        for name, start, end in line["phases"]:
-            complete(name, "phase", 0, 1, start, end)
-        for role, rank, name, start, end in line["calls"]:
-            complete(name, role, where[role, rank], threads[role, rank], start, end)
-    return {"traceEvents": nested(events), "displayTimeUnit": "ms"}
-
-
-_ROUNDED_US = 2000
-"""Microseconds by which spans of two steps may overlap, because times are rounded."""
-_LANE = 100_000
-"""Distance from the number of a thread to that of its next lane."""
-
-
-def nested(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events with the spans of each thread either nested or apart, as the format requires.
-
-    A call that overlaps another, such as a weight update while an engine samples, goes to a lane of its own: viewers
-    drop a span that ends within another.
-    """
-    found = [event for event in events if event["ph"] != "X"]
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
-    open_spans: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    spans = [event for event in events if event["ph"] == "X"]
-    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
-        place = (span["pid"], span["tid"])
-        while not _fits(open_spans.setdefault(place, []), span):
-            place = (place[0], place[1] + _LANE)
-            if place not in open_spans:
-                name = names.get((span["pid"], span["tid"]), CONDUCTOR)
-                about = {"name": f"{name}, at the same time"}
-                found.append({"ph": "M", "name": "thread_name", "pid": place[0], "tid": place[1], "args": about})
-        open_spans[place].append(span)
-        span["tid"] = place[1]
-        found.append(span)
-    return found
-
-
-def _fits(spans: list[dict[str, Any]], span: dict[str, Any]) -> bool:
-    """Tell whether `span` lies in the last of the open `spans` or after it; remove the spans that have ended."""
-    start, end = span["ts"], span["ts"] + span["dur"]
-    while spans:
-        last = spans[-1]
-        over = last["ts"] + last["dur"]
-        if start < over and end <= over:
-            return True
-        if over > start + _ROUNDED_US:
-            return False
-        last["dur"] = min(over, start) - last["ts"]
-        spans.pop()
-    return True
+        spans = [(0, "steps", f"step {line['step']}", 0.0, line["seconds"])]
+        spans += [(0, "phases", name, start, end) for name, start, end in line["phases"]]
+        spans += [
+            (names.index(nodes.get((role, rank), "") or "ranks", 1), f"{role} {rank} {name}", name, start, end)
+            for role, rank, name, start, end in line["calls"]
+        ]
+        for pid, thread, name, start, end in spans:
+            tid = threads.setdefault((pid, thread), len(threads))
+            first, last = (round((line["began"] + seconds) * 1e6) for seconds in (start, end))
+            first = max(first, ends.get(tid, 0))  # by rounding a span may begin before the last one has ended
+            ends[tid] = max(first, last)
+            events.append({"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": first, "dur": ends[tid] - first})
+    about = [("process_name", pid, 0, name) for pid, name in enumerate(names)]
+    about += [("thread_name", pid, tid, thread) for (pid, thread), tid in threads.items()]
+    events += [
+        {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}} for kind, pid, tid, name in about
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _ranks(lines: Sequence[Line]) -> list[tuple[str, int]]:
@@ -195,13 +147,3 @@ def shown(events: Sequence[RunEvent]) -> list[RunEvent]:
     often = [event for event in events if event.event in (CHECKPOINT, "warning")]
     spare = set(map(id, often[: max(0, len(events) - MOST_EVENTS)]))
     return [event for event in events if id(event) not in spare]
-
-
-def requeues(events: Sequence[RunEvent]) -> int:
-    """Count how often the run was requeued."""
-    return sum(event.event == REQUEUE for event in events)
-
-
-def restarts(events: Sequence[RunEvent]) -> int:
-    """Count how often roles were restarted within a job."""
-    return sum(event.event == RESTART for event in events)

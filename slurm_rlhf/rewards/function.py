@@ -44,7 +44,7 @@ def register_reward(function: Function, name: str = "", *, replace: bool = False
     if owner is not None and not replace and not same_place(owner, function):
         raise ConfigError(f"the reward name {name!r} is taken by {file_of(owner)}: register yours by another name")
     _REGISTERED[name] = function
-    note_origin(REGISTERED, name)
+    note_origin(name)
     return function
 
 

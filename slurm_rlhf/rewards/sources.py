@@ -9,7 +9,7 @@ from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.reward_sources import BESIDE, ENVIRONMENT, settings_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import REWARD_SOURCES, RewardPart
-from slurm_rlhf.rewards.function import REGISTERED, RewardFunction
+from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import RewardSource, episode_rewards
 from slurm_rlhf.rewards.pooled import PooledRewards
 from slurm_rlhf.rewards.remote import RemoteRewards
@@ -60,7 +60,7 @@ def _one_source(
         value = reward.sandbox if reward.preset == "code" else reward.preset_value
         code = Code("slurm_rlhf.rewards.presets", "Preset", {"name": reward.preset, "value": value})
         return PooledRewards(code, config, printed, nodes)
-    if not reward.workers or is_of_script(REGISTERED, reward.function):
+    if not reward.workers or is_of_script(reward.function):
         return RewardFunction.of(reward, config.data.input_key)
     given = {"source": reward.remote_url, "function": reward.function, "plugins": config.train.plugins}
     return PooledRewards(Code("slurm_rlhf.rewards.function", "served", given), config, printed, nodes)

@@ -28,7 +28,7 @@ from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting
-from slurm_rlhf.run.run_inputs import Inputs, changed_keys, refuse_other_model, unreadable_elsewhere
+from slurm_rlhf.run.run_inputs import Inputs, changed_keys, refuse_other_model
 from slurm_rlhf.run.run_state import MODEL, UNEVALUATED, RunState
 from slurm_rlhf.run.startup import Startup
 from slurm_rlhf.run_directory import RunDirectory
@@ -185,8 +185,7 @@ class Conductor:
 
     def _write_config(self) -> None:
         """Write the configuration that the ranks read when they start."""
-        text = f"{unreadable_elsewhere(self.config)}{dump_toml(self.config)}"
-        self.directory.config.write_text(text, encoding="utf-8")
+        self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
 
     def _exported(self) -> bool:
         """Tell whether the model of the last step was written: a run may be killed between checkpoint and model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.config.correction import before_update
@@ -178,7 +178,6 @@ class GpuAccount:
             "attention": self.attention(),
             "weight_transfer": self.transfer(),
             "memory_gib": self._memory(),
-            "phases": {phase: asdict(each) for phase, each in self.compared().items()},
         }
 
     def state_dict(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from slurm_rlhf.errors import printable
 from slurm_rlhf.observe import run_log
 from slurm_rlhf.observe.live import make_progress
 from slurm_rlhf.observe.metrics import append_metrics
-from slurm_rlhf.observe.run_log import console_text, drop_end, truncate_after
+from slurm_rlhf.observe.run_log import truncate_after
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.trackers import Trackers
 from slurm_rlhf.placement.rank_map import RankMap
@@ -153,21 +153,17 @@ class Reporting:
 
     def samples(self, batch: Batch, experience: Experience) -> None:
         """Keep a few responses of a step, and show them where they are wanted."""
-        found = self.recorder.samples(batch, experience) or []
-        for sample in found:
-            if self._config.logger.print_samples:
-                self._progress.note(console_text(sample))
-        if found:
+        if found := self.recorder.samples(batch, experience):
             self._trackers.samples(batch.step, found)
 
     def step_again(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step in place of the line that it may have already."""
-        drop_end(self._directory.metrics, step)
+        truncate_after(self._directory.metrics, step - 1)
         self.step(step, total, metrics)
 
     def evaluated(self, step: int, line: dict[str, float], found: dict[str, float], message: str) -> None:
         """Replace the line of a step that is evaluated late by `line`, in which the metrics `found` are new."""
-        drop_end(self._directory.metrics, step)
+        truncate_after(self._directory.metrics, step - 1)
         append_metrics(self._directory.metrics, step, line)
         self._trackers.metrics(step, found)
         self.note(f"evaluation of step {step}: {message}")
@@ -182,14 +178,14 @@ class Reporting:
         if (best := self.best) is not None:
             place = CheckpointDir(self._directory.root).of(best.step)
             self.note(f"best checkpoint by {best.metric}: {best.value:.4f} at step {best.step}, {place}")
-        compared = self.gpus.compared() if self.gpus else self._compared()
-        for message in (self._gpu_words(), words(compared)):
+        for message in (self._gpu_words(), words(self._compared())):
             if message:
                 self.note(message)
         self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
 
     def _compared(self) -> dict[str, PhaseSeconds]:
-        return self.prediction.compared() if self.prediction else {}
+        source = self.gpus or self.prediction
+        return source.compared() if source else {}
 
     def _gpu_words(self) -> str:
         gpus = self.gpus.summary() if self.gpus else None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.algorithms.registry import KEY as ESTIMATOR
 from slurm_rlhf.config.check import warnings
-from slurm_rlhf.config.keys import get
-from slurm_rlhf.config.model_contents import model_contents
+from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml, flat, toml_value
 from slurm_rlhf.data.order import PromptOrder
@@ -19,13 +16,11 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
-from slurm_rlhf.rewards.function import REGISTERED
 from slurm_rlhf.rewards.model import RewardSource
 from slurm_rlhf.rewards.reasoning_gym import task_rows
 from slurm_rlhf.rewards.sources import close_source, reward_source, servers_in
 from slurm_rlhf.run.self_check import PromptFindings
 from slurm_rlhf.sampling.environment import Environments
-from slurm_rlhf.user_files import is_of_script
 from slurm_rlhf.workers.http_client import Servers
 from slurm_rlhf.workers.pool import WorkerNodes
 
@@ -118,18 +113,6 @@ def changed_keys(earlier: Path, config: Config) -> list[str]:
         for name, value in now.items()
         if name in before and before[name] != value and name not in _OF_A_START
     ]
-
-
-def unreadable_elsewhere(config: Config) -> str:
-    """Say, as a comment above a configuration, that `slurm-rlhf train` cannot go on from it; empty if it can."""
-    values = {key: get(config, key) for key in (ESTIMATOR, REGISTERED)}
-    known = [f"{key} = {toml_value(value)}" for key, value in values.items() if is_of_script(key, value)]
-    text = (
-        f"`slurm-rlhf train` cannot read this file: {' and '.join(known)} is known to the Python script alone that "
-        "started this run. To go on, run that script again. For a file that can be read, put the function into a "
-        "Python file that registers it, and name that file in train.plugins: slurm-rlhf docs algorithms"
-    )
-    return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ") + "\n" if known else ""
 
 
 def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str]) -> None:

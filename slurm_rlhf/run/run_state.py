@@ -95,16 +95,6 @@ class SaveCadence:
     def _step_s(self) -> float:
         return statistics.median(self._steps)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the measurements, so that a resume need not repeat them."""
-        return {"saves": [list(each) for each in self._saves], "steps": list(self._steps)}
-
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Go on from `state_dict`, at the checkpoint of `step`."""
-        self.last = step
-        self._saves.extend((cost_s, written_s) for cost_s, written_s in state.get("saves", ()))
-        self._steps.extend(state.get("steps", ()))
-
 
 @dataclass(frozen=True, slots=True)
 class Best:
@@ -150,7 +140,7 @@ class PendingSave(NamedTuple):
 
 
 REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS, BEST = "reward_scale", "unevaluated", "gpus", "plugins", "best"
-CADENCE, MODEL = "cadence", "model"
+MODEL = "model"
 """Optional keys of a checkpoint's state."""
 
 
@@ -306,7 +296,6 @@ class RunCheckpoints:
             note(f"warning: {message}")
         if self.gpus is not None:
             self.gpus.load_state_dict(state.get(GPUS, {}))
-        self.cadence.load_state_dict(state.get(CADENCE, {}), self.state.step)
         loads: list[Future[None]] = []
         for role in self._saving():
             loads += self.step.roles[role].start_all(TrainerCalls.load, str(path / role))
@@ -336,8 +325,6 @@ class RunCheckpoints:
             state[BEST] = asdict(self.best)
         if self.gpus is not None:
             state[GPUS] = self.gpus.state_dict()
-        if self.cadence.every == "auto":
-            state[CADENCE] = self.cadence.state_dict()
         if plugins := load_plugins(self.step.config.train.plugins):
             state[PLUGINS] = plugins
         if self.model:

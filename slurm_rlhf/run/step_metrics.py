@@ -103,35 +103,23 @@ class EngineMetrics:
     """Makes metrics of the engines' work, and reports an engine that is far below its peers."""
 
     def __init__(self, node: Callable[[int], str], note: Callable[[str, str, int], None]) -> None:
-        """`node(engine)`: where an engine runs now; `note` gets a text, the kind of event ("": none), the engine."""
+        """`node(engine)`: where an engine runs now; `note` gets a text, the kind of event, the engine."""
         self._node = node
         self._note = note
         self._streaks: dict[int, int] = {}  # engine -> steps in a row that it was far below its peers
-        self._named: set[int] = set()  # engines that were reported; one leaves after a step back among its peers
 
     def step(self, number: int, loads: dict[int, EngineLoad]) -> dict[str, float]:
         """Return metrics `perf/engine/<index>/<name>`; `loads`: the engines' work in this step's rollout."""
         rates = {engine: load.tokens_per_s for engine, load in loads.items()}
         low = far_below(rates)
-        back = sorted(engine for engine in self._named if rates.get(engine, 0.0) > 0 and engine not in low)
-        self._named -= set(back)
         self._streaks = {engine: self._streaks.get(engine, 0) + 1 for engine in low}
-        fresh = {e: peers for e, peers in low.items() if self._streaks[e] >= STEPS and e not in self._named}
-        self._named |= set(fresh)
-        for engine, peers in fresh.items():
+        for engine, peers in ((e, peers) for e, peers in low.items() if self._streaks[e] == STEPS):
             node = self._node(engine)
             self._note(
                 f"step {number}: engine {engine} on {node} is far below its peers for {STEPS} steps: "
                 f"{rates[engine]:.0f} tokens/s, the others' median is {peers:.0f} (perf/engine/{engine}/tokens_per_s). "
                 f"Look at what else runs on {node}, and at where the engine's GPUs are: slurm-rlhf plan",
                 WARNING,
-                engine,
-            )
-        for engine in back:
-            self._note(
-                f"step {number}: engine {engine} on {self._node(engine)} is back among its peers, "
-                f"{rates[engine]:.0f} tokens/s",
-                "",
                 engine,
             )
         return {

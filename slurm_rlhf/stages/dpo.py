@@ -13,7 +13,7 @@ from torch import Tensor
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.algorithms.packed import response_sums
 from slurm_rlhf.algorithms.preferences import KTO, LOSSES, WITHOUT_REFERENCE, Pairs, kto, kto_kl
-from slurm_rlhf.config.model_contents import model_contents
+from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience

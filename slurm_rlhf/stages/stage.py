@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import cut_batch
 from slurm_rlhf.cluster.stop import STOP_FILE
-from slurm_rlhf.config.check import shares_problem
+from slurm_rlhf.config.check import stage_shares_problem
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_stages import StageKeys
@@ -154,7 +154,7 @@ def train_stage(config: Config, stage: Stage) -> int:
     inputs = StageInputs.read(config, stage)
     examples, held_out, order, steps = inputs.examples, inputs.held_out, inputs.order, inputs.steps
     world = join_world(config.timeout.collective, config.timeout.connect)
-    for problem in shares_problem(config, stage.name, world.size):
+    for problem in stage_shares_problem(config, stage.name, world.size):
         raise ConfigError(problem)
     record = StageRecord(stage.name, config, world)
     checkpoint, state = record.begin(steps)

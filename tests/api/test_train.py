@@ -13,7 +13,6 @@ from slurm_rlhf import Algorithm, Config, Summary, load_config, train
 from slurm_rlhf.algorithms import registry
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.rewards import function
-from slurm_rlhf.run.run_inputs import unreadable_elsewhere
 
 
 @pytest.fixture
@@ -62,24 +61,6 @@ def test_the_callers_configuration_stays_as_it_is(config: Config, tmp_path: Path
     assert Path(used.data.prompt_dataset).read_text() == '{"input": "a"}\n{"input": "b", "label": 1}\n'
     trained_with(config, reward=ones, algorithm=Algorithm("advantages", advantages))  # a cell that runs again
     assert trained_with(config, algorithm="gae").algo.advantage.estimator == "gae"
-
-
-def test_a_configuration_says_what_the_script_alone_knows(config: Config, tmp_path: Path) -> None:
-    told = unreadable_elsewhere(trained_with(config, reward=ones, algorithm=advantages))
-    words = " ".join(line.removeprefix("# ") for line in told.splitlines())
-    assert words.startswith('`slurm-rlhf train` cannot read this file: algo.advantage.estimator = "advantages" and ')
-    assert 'reward.function = "ones" is known to the Python script alone' in words
-    assert all(line.startswith("# ") and len(line) <= 120 for line in told.splitlines())
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import slurm_rlhf\n"
-        "slurm_rlhf.register_algorithm(slurm_rlhf.Algorithm('advantages', lambda inputs: None), replace=True)\n"
-        "slurm_rlhf.register_reward(lambda queries: [], 'ones', replace=True)\n"
-    )
-    config.train.plugins, config.reward.function = [str(file)], "ones"
-    config.algo.advantage.estimator = "advantages"
-    registry.load_plugins(config.train.plugins)
-    assert unreadable_elsewhere(config) == ""  # every process that reads it runs the file
 
 
 def test_paths_start_at_the_working_directory(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

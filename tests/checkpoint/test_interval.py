@@ -107,11 +107,3 @@ def test_auto_saves_early_once_and_then_as_is_best() -> None:
         "ckpt.save_steps = auto: a checkpoint every 12 steps (2.0 min): a step takes 10 s, a save keeps the run "
         "waiting for 2 s and is on disk after 2 s; 60 min between failures: ckpt.mtbf_hours = 1 over 1 node"
     )
-
-
-def test_a_resumed_run_goes_on_with_what_was_measured() -> None:
-    before = Clocked("auto")
-    before.go(range(1, 27))
-    after = Clocked("auto")
-    after.cadence.load_state_dict(before.cadence.state_dict(), 26)
-    assert after.go(range(27, 60)) == [38, 50]

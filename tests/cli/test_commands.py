@@ -140,15 +140,11 @@ def test_check_names_servers_that_are_away(file: Path, capsys: pytest.CaptureFix
     assert f"; env.path: {away}: ConnectError" in told
 
 
-def test_keys_of_sft_and_keys_given_twice_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_that_a_command_does_not_read_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(file), "--sft.dataset=x", "--dry_run"]) == 2
     assert "--sft.dataset is not read by `slurm-rlhf train` (it is a key of `slurm-rlhf sft`)" in capsys.readouterr()[1]
     assert main(["sft", str(file), "--actor.learning_rate=5"]) == 2
     assert "--actor.learning_rate is not read by `slurm-rlhf sft`: leave it out" in capsys.readouterr().err
-    assert main(["train", str(file), "--train.seed=1", "--train.seed", "2", "--actor.num_nodes=4"]) == 2
-    out, _ = capsys.readouterr()
-    assert "note: --train.seed is given 2 times; the last one counts: 2\n" in out
-    assert "actor.num_nodes" not in out
 
 
 @pytest.mark.parametrize(
@@ -344,8 +340,7 @@ def test_plan_shows_what_a_weight_transfer_costs(file: Path, capsys: pytest.Capt
     payload = 2 * (10 * 5000 * 5000 + 1000 * 5000)
     assert transfer["bytes"] == payload
     assert transfer["buckets"] == 2  # of 256 MiB, between GPUs
-    assert len(transfer["actor_sent"]) == 12
-    assert transfer["engine_received"] == dict.fromkeys("0123", payload)
+    assert len(transfer["sent"]) == 12 + 4
     for link in transfer["links"].values():  # each node holds half and gets the other half
         assert link == {"out": pytest.approx(payload / 2, rel=1e-3), "into": pytest.approx(payload / 2, rel=1e-3)}
     assert transfer["seconds"] == pytest.approx(payload / 2 / 1e9, rel=1e-3)

@@ -23,7 +23,7 @@ from loaded_packages import LIBRARIES, packages_loaded
 from waiting import HANG_S
 
 from slurm_rlhf import __version__
-from slurm_rlhf.cli import check_parity, generate, mpi_start, plan
+from slurm_rlhf.cli import bench, generate, mpi_start, plan
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.cli.commands import Arguments, commands
 from slurm_rlhf.cli.main import guarded, main
@@ -193,8 +193,6 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
         ('raise RuntimeError("half installed")', "import NAME"),
         ("def (", "import NAME"),
         ("x = 1", "from NAME import y"),
-        ("x = 1", "import NAME.y"),
-        ("x = 1", "import NAME; NAME.y"),
         ("import nowhere_at_all", "import NAME"),
     ],
 )
@@ -207,7 +205,7 @@ def test_a_broken_module_on_pythonpath_is_named(
     monkeypatch.setenv("PYTHONPATH", f"/elsewhere:{tmp_path}")
     assert guarded(lambda: exec(wanted.replace("NAME", name)) or 0) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"slurm-rlhf: error: {tmp_path / name}.py is imported because PYTHONPATH has {tmp_path}, ")
+    assert err.startswith(f"slurm-rlhf: error: a module in {tmp_path} does not work here: ")
     assert f"Take {tmp_path} out of PYTHONPATH" in err
     assert "Traceback" not in err
 
@@ -363,7 +361,7 @@ def warned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def failed_comparison(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(WILD, "fp32", "failed", WILD, log=(WILD,))
     monkeypatch.setattr(processes, "compare", lambda subjects, options: iter([line]))
-    check_parity._compared([], Options(), as_json=False)
+    bench._compared([], Options(), as_json=False)
 
 
 @pytest.mark.parametrize(("printed", "times"), [(warned, 1), (failed_comparison, 3)])

@@ -84,8 +84,8 @@ def test_plan_in_json(capsys: pytest.CaptureFixture[str], seven: str) -> None:
     memory = json.loads(out)["memory"]
     assert (code, memory["known"], memory["fits"]) == (0, True, True)
     rows = {row["name"]: row for row in memory["rows"]}
-    assert rows["critic"]["needed"] == sum(rows["critic"]["terms"].values()) < rows["critic"]["there"]
-    assert rows["actor"]["there"] is None
+    assert rows["critic"]["needed"] == sum(size for _, size in rows["critic"]["terms"]) < rows["critic"]["there"]
+    assert rows["actor"]["there"] == 0  # others share it
     assert memory["kv_cache"]["sequences"] > memory["kv_cache"]["wanted"] == 192
     code, out, _ = plan(capsys, *words)
     assert (code, json.loads(out)["memory"]["known"]) == (0, False)

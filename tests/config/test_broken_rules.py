@@ -247,7 +247,7 @@ BROKEN = [
     ("algo.correction.preset=none algo.correction.mode=mask", "= mask and ... = none are two corrections"),
     # dynamic sampling and sampling ahead
     (f"algo.dynamic_filtering_range=0.8,0.2 with {FILTERED}", "the lower first, got [0.8, 0.2]"),
-    ("algo.dynamic_filtering_range=0.8", "takes nothing or two numbers"),
+    (f"algo.dynamic_filtering_range=0.8 with {FILTERED}", "takes nothing or two numbers"),
     ("algo.dynamic_filtering_enable=true rollout.n_samples_per_prompt=1", "= 1 it would drop every"),
     (f"algo.dynamic_filtering_enable=true reward.model_name_or_path=/m with {GROUPS}", "judges ... whole batches"),
     (f"algo.dynamic_filtering_enable=true algo.advantage.estimator=gdpo with {GROUPS}", "components that may differ"),

@@ -111,6 +111,7 @@ def test_overrides(words: list[str], key: str, value: Any) -> None:
         ("[actor]\nadam_betas = 0.9", ["actor.adam_betas takes a list of numbers, got 0.9"]),
         ("[actor]\nadam_betas = [0.9, 'x']", ["actor.adam_betas takes a list of numbers"]),
         ("[actor]\nlr_scheduler = 'cosin'", ["one of constant, linear, cosine, got 'cosin'"]),
+        ("reward.sources = [{name = 'a', preset = 'mth'}]", ["reward.sources: preset takes one of", "got 'mth'"]),
         ("run_dir = 5", ["run_dir takes a path (a string), got 5"]),
         ("[data]\ninput_key = 2020-01-01", ["data.input_key takes a string"]),
         ("[actor\n", ["not valid TOML", "line 1"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
-from slurm_rlhf.config.correction import bypass_note, correction_of
+from slurm_rlhf.config.correction import correction_of
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import check_architecture
 from slurm_rlhf.config.roles import ROLLOUT, running_roles
@@ -45,15 +45,6 @@ def test_the_rule_that_keys_choose(keys: list[str], rule: CorrectionRule | None)
     config = corrected(*keys)
     assert correction_of(config) == rule
     assert [told for told in rule_problems(config) if "correction" in told] == []
-
-
-def test_bypass_says_what_it_means_for_a_run_that_is_to_be_the_same_bit_for_bit() -> None:
-    config = corrected("bypass=true", "train.full_determinism=true")
-    assert [told for told in rule_problems(config) if "bypass" in told or "full_determinism" in told] == []
-    note = bypass_note(config)
-    assert "algo.correction.bypass with train.full_determinism: the old log-probs are the engines'" in note
-    assert "only with the same engines (vllm.num_engines, " in note
-    assert bypass_note(corrected("bypass=true")) == bypass_note(corrected("train.full_determinism=true")) == ""
 
 
 # --- engine rules -----------------------------------------------------------------------------------------------------

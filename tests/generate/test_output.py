@@ -126,19 +126,17 @@ def task(number: int, count: int, last: int | None = None) -> dict[str, str]:
 
 
 def test_tasks_of_an_array_divide_the_rows_for_good(tmp_path: Path) -> None:
-    shards = [shard_here(tmp_path, 0, task(number, 3)) for number in range(3)]
+    shards = [shard_here(tmp_path, task(number, 3)) for number in range(3)]
     assert sorted(row for shard in shards for row in shard.rows(10)) == list(range(10))
-    again = shard_here(tmp_path, 0, task(2, 1, 2))  # --array=2
+    again = shard_here(tmp_path, task(2, 1, 2))  # --array=2
     assert again == RowShard(2, 3)
     with pytest.raises(ConfigError, match="are divided into 3 parts, numbered from 0"):
-        shard_here(tmp_path, 0, task(3, 4))
+        shard_here(tmp_path, task(3, 4))
     with pytest.raises(ConfigError, match=r"divided into 3 parts, and this is not a task .* --array=0-2"):
-        shard_here(tmp_path, 0, {})
-    with pytest.raises(ConfigError, match=r"generate\.num_shards = 5, and the rows in .* are divided into 3"):
-        shard_here(tmp_path, 5, task(0, 3))
-    with pytest.raises(ConfigError, match="--array has tasks up to 10, and the rows are divided into 10 parts"):
-        shard_here(tmp_path / "other", 0, task(1, 10, 10))  # --array=1-10
-    assert shard_here(tmp_path / "alone", 0, {}) == RowShard()
+        shard_here(tmp_path, {})
+    with pytest.raises(ConfigError, match="--array has tasks up to 10, and there are 10, numbered from 0"):
+        shard_here(tmp_path / "other", task(1, 10, 10))  # --array=1-10
+    assert shard_here(tmp_path / "alone", {}) == RowShard()
 
 
 def write_shard(root: Path, index: int, keys: list[tuple[int, int]], **changed: object) -> None:
@@ -151,7 +149,7 @@ def write_shard(root: Path, index: int, keys: list[tuple[int, int]], **changed: 
 
 
 def test_shards_become_one_file_in_order_and_nothing_is_overwritten(tmp_path: Path) -> None:
-    shard_here(tmp_path, 0, task(0, 2))
+    shard_here(tmp_path, task(0, 2))
     write_shard(tmp_path, 0, [(2, 1), (0, 0), (2, 0), (0, 1)])
     write_shard(tmp_path, 1, [(3, 0), (1, 1), (3, 1)])
     with pytest.raises(ConfigError, match="1 of 8 responses are not there yet, of the rows 1: run the job"):
@@ -166,7 +164,7 @@ def test_shards_become_one_file_in_order_and_nothing_is_overwritten(tmp_path: Pa
 
 
 def test_shards_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
-    shard_here(tmp_path, 0, task(0, 2))
+    shard_here(tmp_path, task(0, 2))
     write_shard(tmp_path, 0, [(0, 0)], **{"train.seed": 1})
     write_shard(tmp_path, 1, [(0, 0)], **{"train.seed": 2})
     with pytest.raises(ConfigError, match=r"do not belong together: train\.seed is 1 and 2"):

@@ -1,13 +1,43 @@
-"""Compare the tokenizers of two models, of which one judges the tokens that the other has sampled."""
+"""Compare what models and data sets hold: files by their hashes, tokenizers token by token."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.model_directory import require_tokenizer
 from slurm_rlhf.errors import ModelError
+
+_PIECES = 256
+"""Number of pieces of a file of weights that are compared, at even distances: training changes all of them, and to read
+a whole large model takes minutes."""
+_PIECE = 1 << 14
+"""Bytes of a piece."""
+
+
+def model_contents(model: Path) -> str:
+    """Return a hash of config.json and, of each file of weights, its name, its size and `_PIECES` pieces."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted([model / "config.json", *model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(size // _PIECES, _PIECE)):
+                file.seek(place)
+                found.update(file.read(_PIECE))
+    return found.hexdigest()
+
+
+def data_contents(path: Path | str) -> str:
+    """Return the hashes of the files of a data set, of every byte. Raises DataError, OSError."""
+    found = []
+    for file in data_files(path):
+        with file.open("rb") as opened:
+            found.append(hashlib.file_digest(opened, "blake2b").hexdigest())
+    return " ".join(found)
 
 
 def check_same_tokenizer(key: str, path: str, actor: str, remedy: str) -> None:
