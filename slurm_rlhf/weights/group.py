@@ -136,10 +136,9 @@ class SyncGroup:
         """
         inside = self.backend == "ipc" and self.on_gpus
         nodes = [member.device if inside else member.node for member in self.members]
-        interfaces = tuple(member.interface for member in self.members)
         chunked = self.backend == "gloo" or (self.backend == "ipc" and not inside)
         ends = tuple(nodes[: self.actors]), tuple(nodes[self.actors :])
-        return TransferLayout(*ends, zero_stage, interfaces, chunked)
+        return TransferLayout(*ends, zero_stage, chunked)
 
     def agree(self, fingerprint: str) -> None:
         """Raise SyncError unless rank 0 says the same: members with two plans would wait for each other's bytes."""
