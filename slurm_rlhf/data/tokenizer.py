@@ -92,11 +92,6 @@ class Tokenizer:
         """Count the tokens, special ones included."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
-    @property
-    def longest_token(self) -> int:
-        """Count the characters of the longest token, special ones included; takes tenths of a second."""
-        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of one text."""
         return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]

@@ -123,10 +123,6 @@ class WorkerPool:
         """
         return self.queue(self.calls, PoolCall(method, arguments, timeout_s))
 
-    async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Submit a call and wait for its answer. Raises WorkerError."""
-        return await asyncio.wrap_future(self.submit(method, *arguments, timeout_s=timeout_s))
-
     def lease(self) -> Lease:
         """Choose the worker with the fewest leases, for something that lives in it over several calls."""
         with self.changed:
@@ -134,22 +130,14 @@ class WorkerPool:
             worker.leases += 1
             return Lease(self, worker, worker.life)
 
-    def pids(self) -> list[int]:
-        """List the processes of the workers that run."""
-        return [worker.process.pid for worker in self._workers if worker.process is not None]
-
     @property
     def ended(self) -> int:
         """Count the processes that have ended."""
         return sum(worker.life for worker in self._workers)
 
-    def busy(self) -> list[PoolWorker]:
-        """List the workers that do a call."""
-        return [worker for worker in self._workers if worker.busy]
-
     def stack_texts(self) -> list[str]:
         """Ask each worker that does a call where it is. Blocks for WORKER_STACK_S and a poll at most."""
-        workers = self.busy()
+        workers = [worker for worker in self._workers if worker.busy]
         for worker in workers:
             worker.ask_stack()
         wait_until(lambda: all(worker.stack_text() for worker in workers), timeouts.WORKER_STACK_S)
@@ -199,11 +187,11 @@ class Lease:
     life: int
 
     async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """As `WorkerPool.call`. Calls of all leases of a worker come one after the other, in their order."""
+        """Submit a call and wait for its answer. Calls of all leases of a worker come one after the other, in order."""
         return await asyncio.wrap_future(self.submit(method, *arguments, timeout_s=timeout_s))
 
     def submit(self, method: str, *arguments: Any, timeout_s: float) -> Future[Any]:
-        """As `WorkerPool.submit`, for `call`."""
+        """As `WorkerPool.submit`."""
         return self.pool.queue(self.worker.calls, PoolCall(method, arguments, timeout_s, self.life))
 
     def end(self) -> None:

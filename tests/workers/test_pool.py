@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from waiting import HANG_S, scaled, until
+from worker_pids import pids_of
 
 from slurm_rlhf.cluster.processes import KEYS, running
 from slurm_rlhf.errors import WorkerError
@@ -41,7 +42,7 @@ def pools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pools]:
 
     yield make
     for pool in made:
-        pids = pool.pids()
+        pids = pids_of(pool)
         pool.close()
         assert [pid for pid in pids if running(pid)] == []
 
@@ -49,8 +50,8 @@ def pools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pools]:
 def test_calls_are_answered_in_other_processes(pools: Pools) -> None:
     pool = pools(2)
     pool.ready()
-    assert os.getpid() not in pool.pids()
-    assert len(set(pool.pids())) == 2
+    assert os.getpid() not in pids_of(pool)
+    assert len(set(pids_of(pool))) == 2
     calls = [pool.submit("double", [number, 10**30], timeout_s=HANG_S) for number in range(50)]
     assert [call.result(HANG_S) for call in calls] == [[2 * number, 2 * 10**30] for number in range(50)]
     assert pool.failed == {}
@@ -96,7 +97,7 @@ def test_a_call_that_goes_wrong_is_told_by_kind(
 ) -> None:
     pool = pools(memory_mb=400)
     pool.ready()
-    (before,) = pool.pids()
+    (before,) = pids_of(pool)
     limit = HANG_S if method == "grow" else SHORT_S if method == "hang" else HANG_S
     with pytest.raises(WorkerError) as failed:
         pool.submit(method, *arguments, timeout_s=limit).result(HANG_S)
@@ -104,7 +105,7 @@ def test_a_call_that_goes_wrong_is_told_by_kind(
     assert text in str(failed.value)
     assert pool.failed == {kind: 1}
     assert pool.submit("double", [1], timeout_s=HANG_S).result(HANG_S) == [2]
-    assert (pool.pids() != [before]) is replaced
+    assert (pids_of(pool) != [before]) is replaced
     assert running(before) is not replaced
 
 
@@ -190,7 +191,7 @@ silent = Path(os.devnull)  # a text of a worker could stand between the numbers
 pool = WorkerPool(Code("served", "Served", {}), 3, 0, 60, silent)
 pool.ready()
 pool.submit("hang", timeout_s=1000)
-print(*pool.pids(), flush=True)
+print(*(worker.process.pid for worker in pool._workers), flush=True)
 time.sleep(1000)
 """
 
