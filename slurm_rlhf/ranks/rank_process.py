@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import resource
 import signal
 import sys
 import threading
@@ -33,6 +34,7 @@ from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import system_cause
 from slurm_rlhf.observe.stacks import late_s
 from slurm_rlhf.ranks.worker import RankInfo, Worker, expect_beat, expect_none, record_flights, take_stacks
 from slurm_rlhf.run_directory import RunDirectory
@@ -49,6 +51,7 @@ SHUTDOWN = RankCalls.shutdown.__name__
 
 _USUAL = gc.get_threshold()[0]
 _RARELY = 100_000  # new objects
+_ARENA = 1 << 20  # bytes: what Python asks the system for at once
 
 
 def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
@@ -200,6 +203,24 @@ def _leave(reason: str) -> None:
         os._exit(1 if own else CONDUCTOR_GONE_STATUS)
 
 
+def beat(late: float) -> None:
+    """Do what comes with each heartbeat: put off the stacks that appear `late` seconds after the last one.
+
+    A process that has used up its address space ends here. A thread that gets none to begin with leaves the one that
+    starts it waiting for ever, and Python code cannot run in it.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit - _address_space() < _ARENA:
+        print(system_cause(MemoryError.__name__), file=sys.stderr, flush=True)
+        os._exit(1)
+    expect_beat(late)
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
 def run_program(program: str, words: list[str], config: Config, joined: Callable[[], None], held: bool) -> NoReturn:
     """Form the group of the role's ranks, run `program` in it, which needs no conductor, and end this process."""
     from slurm_rlhf.trainer.distributed import join_world
@@ -261,7 +282,7 @@ def main() -> None:
         heartbeat_interval=config.timeout.heartbeat_interval,
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,
-        on_beat=partial(expect_beat, late_s(config.timeout.heartbeat)),
+        on_beat=partial(beat, late_s(config.timeout.heartbeat)),
         threaded={RankCalls.stacks.__name__: take_stacks, ActorCalls.sync_abort.__name__: abort_forming},
     )
     client.connect(config.timeout.connect)

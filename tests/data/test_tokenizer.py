@@ -46,7 +46,7 @@ def test_agrees_with_transformers(tmp_path: Path, arch: str) -> None:
     save(tmp_path)
     AutoConfig.for_model(arch).save_pretrained(tmp_path)
     ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert (ours.eos_token_id, ours.pad_token_id, ours.vocab_size) == (1, 0, len(theirs))
+    assert ours.eos_token_id == 1
     for text, batched in zip(TEXTS, ours.encode_batch(TEXTS), strict=True):
         ids = theirs(text).input_ids
         assert ours.encode(text) == batched == ids
@@ -103,16 +103,6 @@ def test_template_that_refuses(tmp_path: Path) -> None:
     hostile = Tokenizer.load(save(tmp_path, "{{ messages.__class__.__mro__ }}"))
     with pytest.raises(ModelError, match="unsafe"):
         hostile.chat([{"role": "user", "content": "x"}])
-
-
-def test_pad_falls_back_to_eos(tmp_path: Path) -> None:
-    save(tmp_path)
-    file = tmp_path / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    del config["pad_token"]
-    file.write_text(json.dumps(config | {"eos_token": {"content": EOS, "special": True}}))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 1)
 
 
 @pytest.mark.parametrize(

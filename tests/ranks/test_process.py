@@ -61,6 +61,27 @@ def test_a_rank_whose_torchrun_ended_before_it_could_ask_for_it_ends_at_once(tmp
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
+FULL = """
+import resource, sys
+from slurm_rlhf.ranks import rank_process
+
+limit = rank_process._address_space() + int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+rank_process.beat(60.0)
+print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("left", [0, 64 << 20])
+def test_a_rank_without_address_space_ends_and_says_so(left: int) -> None:
+    """`Thread.start` waits for ever for a thread that gets none to begin with: the rank passed for one in a C call."""
+    words = [sys.executable, "-c", FULL, str(left)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stdout) == ((0, "goes on\n") if left else (1, ""))
+    assert bool(done.stderr) == (not left)
+    assert left or "GiB of address space here (`ulimit -v`, RLIMIT_AS), and that is used up: start with" in done.stderr
+
+
 @dataclass
 class Calls:
     """A client and a worker in one: what is called, and what is done of it."""
