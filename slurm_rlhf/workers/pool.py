@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -98,8 +98,6 @@ class WorkerPool:
         self.code, self.memory_mb, self.start_s, self.printed = code, memory_mb, start_s, printed
         self.count = count * max(len(nodes), 1)
         """Workers in all."""
-        self.failed: Counter[str] = Counter()
-        """Kind -> calls that failed so."""
         self.changed = threading.Condition()
         self.calls: deque[PoolCall] = deque()  # calls that any worker may take
         self.closed = False
@@ -223,7 +221,6 @@ class PoolWorker(threading.Thread):
                 try:
                     call.answer.set_result(self._do(call))
                 except WorkerError as error:
-                    self.pool.failed[error.kind] += 1
                     call.answer.set_exception(error)
             if not self.there:
                 self._replace()
