@@ -121,6 +121,8 @@ def test_bad_calls_hold_up_no_others(pools: Pools, tmp_path: Path) -> None:
     good = [pool.submit("double", [number], timeout_s=HANG_S) for number in range(100)]
     wait([*bad, *good], HANG_S)
     assert [call.result(0) for call in good] == [[2 * number] for number in range(100)]
+    kinds = [error.kind for call in bad if isinstance(error := call.exception(0), WorkerError)]
+    assert sorted(kinds) == ["ended"] * 5 + ["late"] * 5
 
 
 def test_what_a_worker_started_ends_with_it(pools: Pools) -> None:
