@@ -68,7 +68,7 @@ def test_a_worker_that_does_a_call_says_where_it_is_and_goes_on(pools: Pools, tm
     pool.ready()
     assert stacks_of_workers() == []
     call = pool.submit("wait", str(file), timeout_s=HANG_S)
-    until(pool.busy, "the call")
+    until(lambda: any(worker.busy for worker in pool._workers), "the call")
     line = next(number for number, text in enumerate(SERVED.splitlines(), 1) if "time.sleep(0.01)" in text)
     asleep = Frame(str(HERE / "served.py"), line, "wait")
     until(lambda: [(s.name, s.frames[0]) for s in stacks_of_workers()] == [(WORKER, asleep)], "its stack")
