@@ -54,7 +54,7 @@ class CheckpointDir:
 
         Adds the state and the manifest, forces all of it to disk, then renames. Replaces a checkpoint of the same
         step. Blocks for as long as the disk needs. Raises CheckpointError when the disk refuses, TypeError for a state
-        that JSON would change (see `resume.write_state`); the earlier checkpoints are untouched then.
+        that JSON does not have (see `resume.write_state`); the earlier checkpoints are untouched then.
         """
         temporary, final = self._temporary(step), self.of(step)
         with self.explained(step):

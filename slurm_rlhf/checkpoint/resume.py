@@ -3,7 +3,7 @@
     checkpoints/step_000010/manifest.json
         format, step, serial, files: {path: {size, sha256, whole}}, digest (SHA-256 of all that comes before)
     checkpoints/step_000010/state.json
-        the state of the conductor: exactly what was given comes back, or the save fails at once
+        the state of the conductor
 
 `serial` counts the checkpoints of a run directory in the order in which they were written. The newest checkpoint is the
 one with the highest serial, not step: a run that was resumed from step 10 writes step 15 after the abandoned step 20.
@@ -97,24 +97,10 @@ def verify(directory: Path) -> Manifest:
 def write_state(state: dict[str, Any], directory: Path) -> None:
     """Write `state` to state.json: None, bool, int, float, str, lists, dicts with string keys. Tuples become lists.
 
-    Floats come back bit for bit, NaN and infinities included. Raises TypeError that names the entry which JSON would
-    change or refuse (an array, a dict with integer keys), OSError from the disk.
+    Floats come back bit for bit, NaN and infinities included. Raises TypeError for what JSON does not have (an array),
+    OSError from the disk.
     """
-    _check_entry(state, "state")
     (directory / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-
-
-def _check_entry(value: Any, where: str) -> None:
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"{where} has the key {key!r}; JSON would turn it into a string: make it one")
-            _check_entry(entry, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, entry in enumerate(value):
-            _check_entry(entry, f"{where}[{index}]")
-    elif value is not None and not isinstance(value, bool | int | float | str):
-        raise TypeError(f"{where} is a {type(value).__name__}; make it a number, a string, a list or a dict")
 
 
 def _difference(path: Path, record: FileRecord) -> str:

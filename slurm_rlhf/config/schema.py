@@ -272,7 +272,7 @@ class Sync:
     bucket_mb: Annotated[int, NOT_NEGATIVE] = 0
     """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much."""
     interface: str = ""
-    """Network interface of the weight transfer, or several (ib0,ib1), near the GPUs. Empty: any that connects."""
+    """Network interface of the weight transfer. Empty: one that connects."""
     fallback: Literal["none", "gloo"] = "none"
     """gloo: go over to it where the backend cannot connect the members or keeps breaking; none: end the run."""
 

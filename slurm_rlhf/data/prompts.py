@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from slurm_rlhf.errors import DataError, ModelError, cut
 from slurm_rlhf.records import Prompt
 
 CHUNK = 4096  # rows tokenized at a time
-_LONG = 16  # characters for each token: what few texts have
 
 
 @dataclass(slots=True)
@@ -121,7 +119,7 @@ def prompts_of(
 def _encoded(
     texts: list[tuple[int, str, Row, str]], tokenizer: Tokenizer, data: Data, max_tokens: int
 ) -> Iterator[Prompt | BadRow]:
-    encoded = encode_up_to([text for *_, text in texts], tokenizer, data, max_tokens)
+    encoded = encode_known([text for *_, text in texts], tokenizer, data)
     for (index, where, row, text), ids in zip(texts, encoded, strict=True):
         if isinstance(ids, str):
             yield BadRow(index, DataError(f"{where}: {ids}"), text)
@@ -137,27 +135,15 @@ def _encoded(
             yield Prompt(index, text, np.asarray(ids, dtype=np.int32), label, row, data.input_key)
 
 
-def encode_up_to(texts: list[str], tokenizer: Tokenizer, data: Data, max_tokens: int) -> list[list[int] | str]:
-    """Tokenize prompts, as `encode_prompts`, or say why one has no tokens; of a long one only as much as shows that.
-
-    A tokenizer takes minutes for 50 MB. A token stands for at most `longest_token` characters, unless the tokenizer
-    makes one token of many that it does not know: then the whole text is tokenized.
-    """
-    limit = _LONG * (max_tokens + 1)
-    if any(len(text) > limit for text in texts):
-        limit = max(limit, tokenizer.longest_token * (max_tokens + 2))
-    encode = partial(encode_prompts, tokenizer=tokenizer, templated=data.apply_chat_template)
+def encode_known(texts: list[str], tokenizer: Tokenizer, data: Data) -> list[list[int] | str]:
+    """Tokenize prompts, as `encode_prompts`, or say why one has no tokens."""
     try:
-        encoded = encode([text[:limit] for text in texts])
-        whole = [
-            encode([text])[0] if len(text) > limit and len(ids) <= max_tokens else ids
-            for text, ids in zip(texts, encoded, strict=True)
-        ]
+        encoded = encode_prompts(texts, tokenizer, data.apply_chat_template)
     except UnknownText as error:
         if len(texts) == 1:
             return [str(error)]
-        return [each for text in texts for each in encode_up_to([text], tokenizer, data, max_tokens)]
-    return [ids or _no_token(text, tokenizer, data) for text, ids in zip(texts, whole, strict=True)]
+        return [each for text in texts for each in encode_known([text], tokenizer, data)]
+    return [ids or _no_token(text, tokenizer, data) for text, ids in zip(texts, encoded, strict=True)]
 
 
 def prompt_text(row: Row, where: str, tokenizer: Tokenizer, data: Data) -> str:

@@ -48,7 +48,6 @@ class Tokenizer:
 
     directory: Path
     eos_token_id: int
-    pad_token_id: int  # the end-of-sequence token where the model has no padding token
     bos_token: str  # empty where the model has none
     bos_token_id: int | None
     chat_template: ChatTemplate | None
@@ -77,7 +76,6 @@ class Tokenizer:
                 f"{directory}: tokenizer_config.json names no eos_token that tokenizer.json knows: responses could "
                 "never end; set it with `tokenizer.eos_token = ...; tokenizer.save_pretrained(directory)`"
             )
-        pad = _token_id(backend, special.get("pad_token"))
         words = {name: word for name in SPECIAL if (word := _content(special.get(name)))}
         backend.add_special_tokens(_unmarked(backend, words.values()))
         template_file, source = _template_source(directory, config)
@@ -85,17 +83,7 @@ class Tokenizer:
         bos = words.get("bos_token", "")
         known = _token_id(backend, bos)
         read = config.get("response_template")
-        return cls(directory, eos, eos if pad is None else pad, bos, known, template, backend, read)
-
-    @property
-    def vocab_size(self) -> int:
-        """Count the tokens, special ones included."""
-        return int(self.backend.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def longest_token(self) -> int:
-        """Count the characters of the longest token, special ones included; takes tenths of a second."""
-        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
+        return cls(directory, eos, bos, known, template, backend, read)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of one text."""

@@ -110,10 +110,6 @@ class Host:
         """Choose a process for the environment of episode `number`."""
         return Home(self, self._pool.lease(), number)
 
-    def pids(self) -> list[int]:
-        """List the processes that run."""
-        return self._pool.pids()
-
     def close(self) -> None:
         """End the processes, and wait for them."""
         self._pool.close()

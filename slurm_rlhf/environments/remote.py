@@ -29,10 +29,6 @@ class RemotePool:
         """Begin something that lives on one server over several calls."""
         return RemoteLease(self.servers)
 
-    def pids(self) -> list[int]:
-        """List the processes here: none."""
-        return []
-
     def close(self) -> None:
         """Close the connections."""
         self.servers.close()

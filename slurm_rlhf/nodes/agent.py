@@ -40,7 +40,7 @@ from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.messages import Request
-from slurm_rlhf.workers.hosted import HostedWorkers
+from slurm_rlhf.workers.distant import HostedWorkers
 
 
 class Agent:

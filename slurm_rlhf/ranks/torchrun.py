@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main as torchrun
 
-from slurm_rlhf.cluster.network import own_address, shut_when_joined
+from slurm_rlhf.cluster.network import listening, own_address, shut_when_joined
 from slurm_rlhf.cluster.processes import PARENT, STORE_FD, raise_descriptors
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
@@ -36,8 +36,6 @@ from slurm_rlhf.wire.auth import RunKeys
 
 BACKEND = "bound"
 """Value of torchrun's `--rdzv-backend`; its `--rdzv-conf` has `rank`, of this node, and `ranks`, of all nodes."""
-
-_BACKLOG = 4096
 
 
 class BoundRendezvous(RendezvousHandler):
@@ -92,8 +90,7 @@ class BoundRendezvous(RendezvousHandler):
             listener = socket.socket(fileno=int(os.environ.pop(STORE_FD)))
         else:
             address = own_address(self._where.master_addr, os.environ.get("GLOO_SOCKET_IFNAME", ""))
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+            listener = listening(address)
         address = str(listener.getsockname()[0])
         self._where = RendezvousStoreInfo(address, int(listener.getsockname()[1]))
         if self._nodes > 1:

@@ -5,7 +5,6 @@ This file loads neither numpy nor the schema, so that a worker starts quickly.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,7 +13,6 @@ from slurm_rlhf.errors import ConfigError, RewardError, cut, meant
 from slurm_rlhf.rewards.items import Item, items_of
 from slurm_rlhf.rewards.signature import Taken, taken
 from slurm_rlhf.user_files import file_of, line_of, note_origin, run_file, same_place, text_of
-from slurm_rlhf.wire import timeouts
 
 if TYPE_CHECKING:
     from slurm_rlhf.config.schema import Reward
@@ -125,24 +123,7 @@ class RewardFunction:
         from slurm_rlhf.rewards.scored import parse_answer
 
         items = items_of(prompts, trajectories, self._input_key)
-        try:
-            answer = self.answer(items, step)
-        except RewardError as error:
-            raise RewardError(f"{error}{self._culprit(error, items, step)}") from error.__cause__
-        return parse_answer(answer, len(trajectories), self.where, self._arguments.trl)
-
-    def _culprit(self, error: RewardError, items: Sequence[Item], step: int) -> str:
-        """Name the first response that raises the same alone; empty: none does within `timeouts.REWARD_SEARCH_S`."""
-        until = time.monotonic() + timeouts.REWARD_SEARCH_S
-        for item in items:
-            if time.monotonic() > until:
-                break
-            try:
-                self.answer([item], step)
-            except RewardError as alone:
-                if str(alone) == str(error):
-                    return of_item(item)
-        return ""
+        return parse_answer(self.answer(items, step), len(trajectories), self.where, self._arguments.trl)
 
 
 def of_item(item: Item) -> str:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
 
 import numpy as np
 
@@ -29,54 +25,6 @@ from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
 RewardSource = Callable[[list[Prompt], list[Trajectory], int], Rewards]
 """Computes the rewards of responses, each with its prompt; the number is that of the training step."""
-
-_LOCK = threading.Lock()
-
-
-class _Divided:
-    """Stands for stdout or stderr: what threads inside `printed_to` write goes to their file, the rest on."""
-
-    def __init__(self, rest: TextIO) -> None:
-        self.rest = rest
-        self.mine = threading.local()
-        self.users = 0
-
-    def write(self, text: str) -> int:
-        target: TextIO = getattr(self.mine, "file", None) or self.rest
-        return target.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.rest, name)
-
-
-@contextmanager
-def printed_to(path: Path) -> Iterator[None]:
-    """Append what this thread prints to `path`, until the block ends; other threads print as before.
-
-    Threads and processes that the block starts print as before, too.
-    """
-    with path.open("a", encoding="utf-8", errors="replace", buffering=1) as file:
-        with _written_to("stdout", file), _written_to("stderr", file):
-            yield
-
-
-@contextmanager
-def _written_to(name: str, file: TextIO) -> Iterator[None]:
-    with _LOCK:
-        stream = getattr(sys, name)
-        if not isinstance(stream, _Divided):
-            stream = _Divided(stream)
-            setattr(sys, name, stream)
-        stream.users += 1
-    stream.mine.file = file
-    try:
-        yield
-    finally:
-        stream.mine.file = None
-        with _LOCK:
-            stream.users -= 1
-            if not stream.users and getattr(sys, name) is stream:
-                setattr(sys, name, stream.rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +96,13 @@ class Scoring:
         """Take the source of rewards. `note` tells the user of rewards that failed.
 
         `timeout_s`: how long a reward function may take; calls to a reward model have deadlines of their own.
-        `printed`: the file for what a reward function prints; None: it is printed as usual.
+        `printed`: the file for the traceback of what a reward function raises; None: there is none.
         """
         self._source = source
         self._note = note
         self.streams = getattr(source, "streams", False)
         """The responses to a prompt may be scored while others are sampled."""
         self._log = printed
-        self._printed = printed if isinstance(source, RewardFunction) else None
         self._timeout_s = timeout_s if isinstance(source, RewardFunction) else None
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
@@ -167,14 +114,14 @@ class Scoring:
         return in_thread(partial(self._call, prompts, trajectories, step), "reward")
 
     def _call(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
-        if self._printed is None:
+        try:
             return self._source(prompts, trajectories, step)
-        with printed_to(self._printed):
-            try:
-                return self._source(prompts, trajectories, step)
-            except RewardError as error:
-                traceback.print_exception(error)
-                raise RewardError(f"{error} (traceback and what it printed: {self._printed})") from error
+        except RewardError as error:
+            if self._log is None or not isinstance(self._source, RewardFunction):
+                raise
+            with self._log.open("a", encoding="utf-8", errors="replace") as log:
+                traceback.print_exception(error, file=log)
+            raise RewardError(f"{error} (traceback: {self._log})") from error
 
     def wait(self, asked: Sequence[Future[Rewards]], count: int, step: int) -> Rewards:
         """Wait for the rewards of `count` responses. Raises RewardError after the deadline, or what it raised."""

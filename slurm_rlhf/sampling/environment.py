@@ -106,7 +106,6 @@ class Environments:
             raise
         self.numbers = itertools.count()
         self.lost = self.begun = 0
-        # Rendering goes through one pipe to the process of the chat template.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="turns")
 
     def check_rows(self, prompts: Iterable[Prompt], where: str) -> None:

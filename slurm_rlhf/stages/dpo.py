@@ -49,8 +49,12 @@ class DpoTrainer(AnswerTrainer):
 
     def measured(self, examples: Examples) -> dict[str, float]:
         logprobs = torch.from_numpy(self.of_all(examples, self.logprobs, of_rows=False))
-        _, metrics = self._judged(examples.experience, logprobs)
+        metrics = self._of_whole(examples.experience, logprobs)
         return {name: float(value) / len(examples) for name, value in metrics.items()}
+
+    def _of_whole(self, whole: Experience, logprobs: Tensor) -> Metrics:
+        """Add up the metrics of all examples; `logprobs` [A]: by the policy."""
+        return self._judged(whole, logprobs)[1]
 
     def _judged(self, part: Experience, logprobs: Tensor) -> tuple[Tensor, Metrics]:
         """Add up the losses and the metrics of pairs; `logprobs` [A]: by the policy."""
@@ -87,14 +91,11 @@ class KtoTrainer(DpoTrainer):
         self._kl = kto_kl(float(total) / self.layout.ranks, int(denominator))
         return super().train_step(exp, [[row for row in rows if row % 2 == 0] for rows in micro], denominator)
 
-    def measured(self, examples: Examples) -> dict[str, float]:
-        whole = examples.experience
-        logprobs = torch.from_numpy(self.of_all(examples, self.logprobs, of_rows=False))
+    def _of_whole(self, whole: Experience, logprobs: Tensor) -> Metrics:
         sums, reference = self._sums(whole, logprobs)
-        self._kl = kto_kl(float((sums - reference)[1::2].sum()), len(examples))
+        self._kl = kto_kl(float((sums - reference)[1::2].sum()), len(whole) // 2)
         even = list(range(0, len(whole), 2))
-        _, metrics = self._judged(whole.select(even), logprobs[torch.from_numpy(whole.actions_of(even))])
-        return {name: float(value) / len(examples) for name, value in metrics.items()}
+        return self._judged(whole.select(even), logprobs[torch.from_numpy(whole.actions_of(even))])[1]
 
     def _judged(self, part: Experience, logprobs: Tensor) -> tuple[Tensor, Metrics]:
         """Add up the losses and the metrics of answers; `logprobs` [A]: by the policy."""

@@ -206,11 +206,6 @@ class HostCopy:
             self._buffers[key] = buffer
         return buffer.copy_(tensor, non_blocking=True)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that the copies take."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
 
 class AsyncSave:
     """Writes one checkpoint at a time behind the computation. `begin` and `wait` are for one thread."""

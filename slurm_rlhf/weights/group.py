@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, link_mbits
+from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, link_mbits, listening
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
@@ -31,11 +31,8 @@ from slurm_rlhf.weights.rendezvous import (
     Membership,
     call_roll,
     connect,
-    device_address,
     device_name,
     first_of_each,
-    interface_near,
-    listen,
     nccl_available,
     read,
     unreachable,
@@ -79,8 +76,7 @@ class SyncGroup:
         self.dropped = threading.Event()  # its connections were closed because it failed
         self._ended = ""
         self._holds: list[GlooTransport | Backend] = []
-        wanted = [name.strip() for name in joining.interface.split(",") if name.strip()]
-        interface = interface_near(wanted, device_address(), joining.rank) if wanted else ""
+        interface = joining.interface
         address = address_of(interface, "sync.interface") if interface else _towards(joining.host)
         self.me = Member(
             joining.rank,
@@ -108,7 +104,7 @@ class SyncGroup:
             where = (self._joining.host, self._joining.port, self.name)
             self.store = connect(*where, self.timeout_s, self.silence_s)
             self.board = FailureBoard(self.store, self.me, self.timeout_s, self.silence_s)
-            with closing(listen(self.me.address)) as listener:
+            with closing(listening(self.me.address)) as listener:
                 self.heartbeat = Heartbeat(self.me.address, self.silence_s)
                 port = int(listener.getsockname()[1])
                 self.me = replace(self.me, port=port, heartbeat_port=self.heartbeat.port)
@@ -136,10 +132,9 @@ class SyncGroup:
         """
         inside = self.backend == "ipc" and self.on_gpus
         nodes = [member.device if inside else member.node for member in self.members]
-        interfaces = tuple(member.interface for member in self.members)
         chunked = self.backend == "gloo" or (self.backend == "ipc" and not inside)
         ends = tuple(nodes[: self.actors]), tuple(nodes[self.actors :])
-        return TransferLayout(*ends, zero_stage, interfaces, chunked)
+        return TransferLayout(*ends, zero_stage, chunked)
 
     def agree(self, fingerprint: str) -> None:
         """Raise SyncError unless rank 0 says the same: members with two plans would wait for each other's bytes."""

@@ -11,23 +11,21 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import Store, TCPStore
 
-from slurm_rlhf.cluster.network import is_loopback, own_address, shut
+from slurm_rlhf.cluster.network import is_loopback, listening, own_address, shut
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import connect_store, signed
 from slurm_rlhf.wire import timeouts
 
-_BACKLOG = 4096
 _PROBES = 16  # connections that are tried at a time
 
 
@@ -50,7 +48,7 @@ class SyncStore:
         """
         address = own_address(host, os.environ.get("GLOO_SOCKET_IFNAME", ""))
         try:
-            listener = listen(address)
+            listener = listening(address)
             port, number = int(listener.getsockname()[1]), listener.detach()
             server = TCPStore(
                 address,
@@ -109,12 +107,6 @@ def _wait_for_answer(host: str, port: int, answer_s: float) -> None:
 def read(store: Store, key: str) -> str | None:
     """Return the text under `key`, None if nobody wrote it. Raises RuntimeError when the store's process is gone."""
     return store.get(key).decode() if store.check([key]) else None
-
-
-def listen(address: str) -> socket.socket:
-    """Open a socket that others can try to reach; nobody answers. Raises OSError."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
 
 
 def first_of_each(members: Iterable[Member]) -> list[Member]:
@@ -234,9 +226,6 @@ def _objection(members: list[Member], joining: Membership) -> str:
     return ""
 
 
-_UNKNOWN = -1  # a NUMA node, as the kernel writes it
-
-
 @dataclass(frozen=True, slots=True)
 class Membership:
     """Say how a rank joins a group; the same on all members but for `rank`, `label` and `node`."""
@@ -249,7 +238,7 @@ class Membership:
     port: int
     timeout_s: float
     backend: str = "auto"
-    interface: str = ""  # or several with commas: each rank takes one; empty: the one that reaches the store
+    interface: str = ""  # empty: the one that reaches the store
     label: str = ""  # how messages name the rank
     node: str = ""  # ranks of one node share it; empty: the host name
     directory: str = ""  # the disk backend's; all members see it
@@ -298,31 +287,3 @@ def device_name() -> str:
 def device_names() -> list[str]:
     """Return `device_name` of every GPU that this process sees, by its number here."""
     return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
-
-
-def device_address() -> str:
-    """Return the PCI address of the current GPU, as the kernel spells it; empty without one."""
-    if not torch.cuda.is_available():
-        return ""
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-
-
-def pick_interface(interfaces: Sequence[str], numa: Mapping[str, int], mine: int, rank: int) -> str:
-    """Choose among those on the rank's NUMA node `mine`, in turn; among all where none is there or it is not known."""
-    near = [name for name in interfaces if mine != _UNKNOWN and numa.get(name, _UNKNOWN) == mine] or list(interfaces)
-    return near[rank % len(near)]
-
-
-def interface_near(interfaces: Sequence[str], device: str, rank: int) -> str:
-    """Choose an interface of this machine for a rank. `device`: PCI address of its GPU, empty without one."""
-    numa = {name: _numa(Path("/sys/class/net") / name / "device") for name in interfaces}
-    mine = _numa(Path("/sys/bus/pci/devices") / device) if device else _UNKNOWN
-    return pick_interface(interfaces, numa, mine, rank)
-
-
-def _numa(device: Path) -> int:
-    try:
-        return int((device / "numa_node").read_text())
-    except (OSError, ValueError):
-        return _UNKNOWN  # a virtual interface, a bond

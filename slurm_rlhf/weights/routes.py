@@ -1,7 +1,7 @@
 """The route of each chunk, and what all routes of a plan cost: pure data, no processes, no torch.
 
-Owners send each chunk to every node that takes it. In a node one of the ranks on the owner's network interface takes it
-from the network and hands it to its siblings: every node gets it once.
+Owners send each chunk to every node that takes it. In a node one of the ranks takes it from the network and hands it to
+its siblings: every node gets it once.
 """
 
 from __future__ import annotations
@@ -69,14 +69,13 @@ def _chunks(part: BucketPart, size: int) -> list[tuple[int, int]]:
 def _entries(plan: SyncPlan, stream: int, owner: int) -> list[tuple[int, ...]]:
     """Return the ranks of each node of the stream that take turns with the chunks of an owner.
 
-    Owners with the same interface share a node's ranks on it, so that each talks to as few as possible.
+    Owners share a node's ranks, so that each talks to as few as possible.
     """
-    layout, by_node = plan.layout, plan.layout.by_node
-    sharing = layout.near(owner, plan.streams[stream].owners)
-    place, step = sharing.index(owner), len(sharing)
+    owners, by_node = plan.streams[stream].owners, plan.layout.by_node
+    place, step = owners.index(owner), len(owners)
     found = []
     for node in plan.streams[stream].nodes:
-        ranks = layout.near(owner, by_node[node])
+        ranks = by_node[node]
         turns = [ranks[(place + turn * step) % len(ranks)] for turn in range(len(ranks))]
         found.append(tuple(dict.fromkeys(turns)))
     return found

@@ -41,7 +41,6 @@ class TransferLayout:
     actors: tuple[str, ...]
     engines: tuple[str, ...]
     zero_stage: int = 0
-    interfaces: tuple[str, ...] = ()  # the network interface of each rank of the group; empty: nobody has a choice
     chunked: bool = False  # the backend moves each chunk by itself, from anywhere to anywhere in a host's memory
 
     def __post_init__(self) -> None:
@@ -55,12 +54,6 @@ class TransferLayout:
     def node(self, rank: int) -> str:
         """Return the node of a rank of the group."""
         return (self.actors + self.engines)[rank]
-
-    def near(self, owner: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those of `ranks` that use the owner's interface; all of them if none does."""
-        if not self.interfaces:
-            return ranks
-        return tuple(rank for rank in ranks if self.interfaces[rank] == self.interfaces[owner]) or ranks
 
     @property
     def by_node(self) -> dict[str, tuple[int, ...]]:

@@ -36,7 +36,6 @@ EPISODE_IDLE_S = 7200.0  # the time between two turns after which `serve-env` fo
 TASKS_S = 300.0  # the making of all tasks of data.reasoning_gym
 SANDBOX_S = 10.0  # the unit tests of a response, all together
 SANDBOX_PROBE_S = 10.0  # a program that only prints, in a sandbox that may not work
-REWARD_SEARCH_S = 10.0  # the search for the response that makes a reward function raise
 
 # --- start and end of processes ---
 SECOND_TERM_S = 2.0  # a second SIGTERM after which a stop still counts as one by Slurm

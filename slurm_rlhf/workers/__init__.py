@@ -2,7 +2,7 @@
 
 What lives here: `channel` (messages between the two, over a socket that the worker inherits), `process` (the program of
 a worker: it makes one object and calls its methods), `pool` (starts workers, gives each call a deadline, and replaces a
-worker that hangs, ends or grows too large), `distant` and `hosted` (the two ends of workers on other nodes),
+worker that hangs, ends or grows too large), `distant` (the two ends of workers on other nodes),
 `http_server` (their calls over HTTP) and `http_client` (asks such servers, and others, again while they are away).
 
 May import: base modules, config in annotations, observe's stacks and names of events, wire's table of time-outs,

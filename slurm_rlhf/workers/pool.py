@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -98,8 +98,6 @@ class WorkerPool:
         self.code, self.memory_mb, self.start_s, self.printed = code, memory_mb, start_s, printed
         self.count = count * max(len(nodes), 1)
         """Workers in all."""
-        self.failed: Counter[str] = Counter()
-        """Kind -> calls that failed so."""
         self.changed = threading.Condition()
         self.calls: deque[PoolCall] = deque()  # calls that any worker may take
         self.closed = False
@@ -123,10 +121,6 @@ class WorkerPool:
         """
         return self.queue(self.calls, PoolCall(method, arguments, timeout_s))
 
-    async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Submit a call and wait for its answer. Raises WorkerError."""
-        return await asyncio.wrap_future(self.submit(method, *arguments, timeout_s=timeout_s))
-
     def lease(self) -> Lease:
         """Choose the worker with the fewest leases, for something that lives in it over several calls."""
         with self.changed:
@@ -134,22 +128,14 @@ class WorkerPool:
             worker.leases += 1
             return Lease(self, worker, worker.life)
 
-    def pids(self) -> list[int]:
-        """List the processes of the workers that run."""
-        return [worker.process.pid for worker in self._workers if worker.process is not None]
-
     @property
     def ended(self) -> int:
         """Count the processes that have ended."""
         return sum(worker.life for worker in self._workers)
 
-    def busy(self) -> list[PoolWorker]:
-        """List the workers that do a call."""
-        return [worker for worker in self._workers if worker.busy]
-
     def stack_texts(self) -> list[str]:
         """Ask each worker that does a call where it is. Blocks for WORKER_STACK_S and a poll at most."""
-        workers = self.busy()
+        workers = [worker for worker in self._workers if worker.busy]
         for worker in workers:
             worker.ask_stack()
         wait_until(lambda: all(worker.stack_text() for worker in workers), timeouts.WORKER_STACK_S)
@@ -199,11 +185,11 @@ class Lease:
     life: int
 
     async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """As `WorkerPool.call`. Calls of all leases of a worker come one after the other, in their order."""
+        """Submit a call and wait for its answer. Calls of all leases of a worker come one after the other, in order."""
         return await asyncio.wrap_future(self.submit(method, *arguments, timeout_s=timeout_s))
 
     def submit(self, method: str, *arguments: Any, timeout_s: float) -> Future[Any]:
-        """As `WorkerPool.submit`, for `call`."""
+        """As `WorkerPool.submit`."""
         return self.pool.queue(self.worker.calls, PoolCall(method, arguments, timeout_s, self.life))
 
     def end(self) -> None:
@@ -235,7 +221,6 @@ class PoolWorker(threading.Thread):
                 try:
                     call.answer.set_result(self._do(call))
                 except WorkerError as error:
-                    self.pool.failed[error.kind] += 1
                     call.answer.set_exception(error)
             if not self.there:
                 self._replace()

@@ -30,7 +30,7 @@ from slurm_rlhf.weights.backends.device_ipc import DeviceIpc
 from slurm_rlhf.weights.backends.nccl import Nccl, NcclCommunicator, in_time, name_interface
 from slurm_rlhf.weights.group import SyncGroup
 from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.weights.rendezvous import Membership, device_address, device_name, interface_near
+from slurm_rlhf.weights.rendezvous import Membership, device_name
 from slurm_rlhf.weights.transfer_plan import DEPTH
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_environment")]
@@ -364,11 +364,10 @@ def test_the_benchmark_of_training_names_the_gpu(cuda: FakeCuda):
 
 
 def test_the_gpu_of_a_rank(cuda: FakeCuda):
-    assert (device_name(), device_address()) == ("GPU-a", "0000:01:00.0")
-    assert interface_near(["lo"], device_address(), 3) == "lo"
+    assert device_name() == "GPU-a"
 
 
 def test_a_rank_without_a_gpu():
-    assert (device_name(), device_address()) == ("", "")
+    assert device_name() == ""
     with pytest.raises(ConfigError, match="nccl needs a GPU and a torch that has NCCL"):
         SyncGroup(Membership("g", 0, 2, 1, "127.0.0.1", 1, 1.0, backend="nccl"))

@@ -186,7 +186,7 @@ def test_it_trains_and_returns_the_summary(run: tuple[Path, str]) -> None:
 def test_no_critic_and_no_reference_ran_or_were_saved(run: tuple[Path, str]) -> None:
     run_dir = run[0] / "runs" / "from_python"
     logs = {path.name.partition(".")[0] for path in (run_dir / "logs").iterdir()}
-    assert logs == {"conductor", "nodes", "actor", "rollout", "reward"}  # reward.log: what the user's function prints
+    assert logs == {"conductor", "nodes", "actor", "rollout"}
     checkpoint = run_dir / "checkpoints" / "step_000002"
     assert [path.name for path in checkpoint.iterdir() if path.is_dir()] == ["actor"]
     assert list((run_dir / "final").glob("*.safetensors"))

@@ -11,6 +11,7 @@ import pytest
 from played_episodes import FAULTS, FAULTY, FAULTY_EXECUTOR, played
 from random_models import tiny_tokenizer
 from waiting import scaled
+from worker_pids import pids_of
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ def play(environments: Environments, faults: list[str]) -> list[Trajectory]:
     try:
         return played(environments, faults)
     finally:
-        pids = environments.host.pids()
+        pids = pids_of(environments.host._pool)
         environments.close()
         assert pids
         assert not any(psutil.pid_exists(pid) for pid in pids)

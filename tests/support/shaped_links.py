@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -37,19 +36,6 @@ class Links:
         run(*self.inside(node), "ip", "addr", "add", f"{address}/24", "dev", "ib0")
         run(*self.inside(node), "ip", "link", "set", "ib0", "up")
         return address
-
-    def rail(self, rate: str) -> None:
-        """A second interface, ib0, on every node, with a bridge and a network of its own."""
-        run("ip", "link", "add", f"{self._tag}b2", "type", "bridge")
-        run("ip", "link", "set", f"{self._tag}b2", "up")
-        for index, node in enumerate(self.nodes):
-            address = f"10.98.{os.getpid() % 250}.{10 + index}"
-            self._attach(node, f"{self._tag}w{index}", "ib0", f"{self._tag}b2", address, rate)
-
-    def sent(self, node: str, interface: str) -> int:
-        """Bytes that have left the node over an interface."""
-        shown = run(*self.inside(node), "ip", "-s", "-j", "link", "show", "dev", interface)
-        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def vanish(self, node: str) -> None:
         """Let everything from and to the node disappear, while its link looks fine at both ends."""
@@ -87,11 +73,9 @@ class Links:
 
     def remove(self) -> None:
         for index, node in enumerate(self.nodes):
-            for letter in "vw":
-                run("ip", "link", "del", f"{self._tag}{letter}{index}", check=False)
+            run("ip", "link", "del", f"{self._tag}v{index}", check=False)
             run("ip", "netns", "del", self._name(node), check=False)
-        for bridge in ("br", "b2"):
-            run("ip", "link", "del", f"{self._tag}{bridge}", check=False)
+        run("ip", "link", "del", f"{self._tag}br", check=False)
 
     def _name(self, node: str) -> str:
         return f"{self._tag}-{node}"

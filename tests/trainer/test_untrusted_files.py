@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_code_beside_the_weights_does_not_run(model: Path) -> None:
     assert load_policy(model, FP32, 4).model.config.model_type == "qwen2"
-    assert Tokenizer.load(model).vocab_size > 0
+    assert Tokenizer.load(model).encode("x")
     assert not (model.parent / "ran").exists()
 
 

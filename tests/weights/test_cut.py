@@ -25,7 +25,7 @@ from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.weights.diagnosis import Heartbeat, cut, partners, silent
 from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.weights.rendezvous import Member, interface_near, pick_interface
+from slurm_rlhf.weights.rendezvous import Member
 
 pytestmark = [pytest.mark.slow]
 
@@ -208,14 +208,6 @@ def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> No
 def test_bad_words(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sync", word]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_rank_takes_the_interface_near_its_device() -> None:
-    interfaces, numa = ["ib0", "ib1", "ib2", "ib3"], {"ib0": 0, "ib1": 0, "ib2": 1, "ib3": 1}
-    assert [pick_interface(interfaces, numa, 1, rank) for rank in range(4)] == ["ib2", "ib3", "ib2", "ib3"]
-    assert [pick_interface(interfaces, {}, 1, rank) for rank in range(5)] == ["ib0", "ib1", "ib2", "ib3", "ib0"]
-    assert pick_interface(interfaces, numa, -1, 6) == "ib2"
-    assert interface_near(["lo"], "", 5) == "lo"
 
 
 @pytest.mark.full

@@ -126,20 +126,6 @@ def test_an_engine_in_a_subnet_out_of_reach_is_named_with_both_interfaces_or_rea
         assert loaded(weights, 0) == sent(1)
 
 
-@pytest.mark.skipif(not available(), reason="network namespaces need root")
-def test_both_interfaces_of_a_node_carry_their_share():
-    """ZeRO-3 shards of two ranks of a node leave over two interfaces, and the other node takes each byte once."""
-    with shaped(["near", "far"], "1gbit") as links:
-        links.rail("1gbit")
-        with peers_in_roles(2, 2, links, ["near", "near", "far", "far"]) as roles:
-            weights = conducted(roles, links.address("near"), **{"sync.interface": "eth0,ib0"})
-            weights.connect(PARAMETERS, [0, 1])
-            before = {rail: links.sent("near", rail) for rail in ("eth0", "ib0")}
-            nbytes = sum(weights.update(version)["perf/sync_bytes"] for version in (1, 2))
-            carried = [links.sent("near", rail) - before[rail] for rail in before]
-    assert carried == pytest.approx([nbytes / 2] * 2, rel=0.1)
-
-
 # --- forming ----------------------------------------------------------------------------------------------------------
 
 

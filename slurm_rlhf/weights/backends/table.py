@@ -52,8 +52,12 @@ def _make(group: SyncGroup, plan: SyncPlan) -> Backend:
         return _on_one_device(group, plan)
     memory = memory_of_node(group, plan)
     if group.backend == "ipc" and memory is None:
-        raise SyncError(f"{group.me}: sync.backend = ipc finds no room in /dev/shm: use auto, or make it larger")
+        raise _no_room(group)
     return Gloo(plan, group.rank, group.control, memory)
+
+
+def _no_room(group: SyncGroup) -> SyncError:
+    return SyncError(f"{group.me}: sync.backend = ipc finds no room in /dev/shm: use auto, or make it larger")
 
 
 def _on_one_device(group: SyncGroup, plan: SyncPlan) -> Backend:
@@ -67,7 +71,7 @@ def _on_one_device(group: SyncGroup, plan: SyncPlan) -> Backend:
         sizes = SharedMemorySizes(DEPTH, 8, len(writers), len(readers))
         marks = _shared(group, f"marks/{gpu}", (*writers, *readers), sizes)
         if marks is None:
-            raise SyncError(f"{group.me}: sync.backend = ipc finds no room in /dev/shm: use auto, or make it larger")
+            raise _no_room(group)
     gather = None
     if gathered and group.rank in owners:
         name_interface(group.me.interface)
