@@ -22,8 +22,8 @@ class Actor:
     """constant, linear or cosine (both after warm-up, down to lr_min_ratio). Constant, where OpenRLHF has cosine: the
     others are laid over the length of the run, so a run that is resumed with more steps would bend its past."""
     lr_warmup_ratio: Annotated[float, SHARE] = 0.0
-    """Share of all optimizer steps over which the learning rate rises from zero. 0, where OpenRLHF has 0.03: for the
-    same reason, and because AdamW's first updates are no larger than later ones."""
+    """Share of all optimizer steps over which the learning rate rises from zero. OpenRLHF has 0.03; 0 is enough here,
+    because AdamW's first updates are no larger than later ones."""
     lr_min_ratio: Annotated[float, SHARE] = 0.1
     """Where linear and cosine schedules end, as a share of the peak."""
     adam_betas: Annotated[list[float], Range(0, 1, below=True)] = field(default_factory=lambda: [0.9, 0.95])

@@ -35,7 +35,7 @@ class Homeless(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Calls the environment of one episode, in the process where it lives. Each call may raise EpisodeError, Homeless.
+    """Calls the environment of one episode in its process. Each call may raise EpisodeError or Homeless.
 
     What an environment raises is an error of its episode alone. One that ends its process, or is late, takes the other
     episodes in it along: they begin anew.

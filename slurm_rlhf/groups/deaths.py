@@ -40,7 +40,7 @@ class StartLogs:
         self.mark()
 
     def mark(self) -> None:
-        """Begin a start: what was written before is not what this one dies of."""
+        """Begin a start: errors in what was written before do not count for it."""
         self._sizes = {path: _seen(path)[1] for path in self._directory.logs.glob("*.log")}
 
     def of_peer(self, peer: Peer) -> list[Path]:
@@ -48,7 +48,7 @@ class StartLogs:
         return [self._directory.role_log(peer.role, peer.host, peer.rank)]
 
     def of_ranks(self, role: str, node: str, ranks: Iterable[int]) -> list[Path]:
-        """Name the logs of ranks on a node, from before and after they knew which they are."""
+        """Name the logs of ranks on a node: those from before they knew their rank, and those from after."""
         return [self._directory.role_log(role, node, name) for rank in ranks for name in (rank, f"{rank}.start")]
 
     def of_role(self, role: str) -> list[Path]:

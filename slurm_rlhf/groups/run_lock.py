@@ -46,13 +46,13 @@ class Leader(Protocol):
     """Leads the work in a run directory: the conductor of a training run, or a job of `slurm-rlhf generate`."""
 
     def work(self, stop: Stop) -> None:
-        """Do all of it."""
+        """Do the whole work of the run directory."""
 
     def stopped(self, request: StopRequested) -> bool:
         """Tell that `work` has ended by a stop; answer whether this allocation got anything done."""
 
     def failed(self, error: BaseException) -> None:
-        """Tell that `error` ended it; whoever catches the error prints its message."""
+        """Note that `error` ended the work; the function that catches the error prints its message."""
 
     def tell(self, line: str) -> None:
         """Tell the user something."""
@@ -73,7 +73,7 @@ def lead(leader: Leader, directory: RunDirectory, end: float | None, lead_s: flo
                 if not reason.requeue:
                     return reason.exit_code
                 refuse_restart(directory.restart_guard, moved, lead_s)
-                arranged = continuation.go_on()  # last: Slurm may end this process before it returns
+                arranged = continuation.go_on()  # comes last, because Slurm may end this process before it returns
                 leader.tell(arranged.text)
                 return reason.exit_code if arranged.sure else NOT_ARRANGED
     except BaseException as error:

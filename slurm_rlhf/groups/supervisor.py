@@ -222,7 +222,7 @@ class Supervisor:
     def _explained(self, error: RunError, waited_s: float) -> bool:
         """Tell whether it is known why the run broke, or nothing more will be known after `waited_s`."""
         if self.failure is not None or self._deaths.ends:
-            return self.failure is not None  # the thread that has seen the ends judges them
+            return self.failure is not None  # `_judge` in the watching thread decides
         silent = self._silence.ranks()
         self._give_up(silent, str(error))
         return not silent and waited_s > self._silence.patience_s

@@ -126,7 +126,7 @@ class TrainerRecovery:
             moved = replaced(ranks, bad | deserted, self.allocation(), self.config, self.fits, self.launcher.unfit)
         except PlacementError as error:
             if not gone:
-                return as_it_is  # no other node is free, and these answer
+                return as_it_is  # no other node is free, and all nodes of the map answer
             does = "does" if len(gone) == 1 else "do"
             raise PlacementError(f"{shortened(sorted(gone))} {does} not answer any more, and {error}") from None
         if moved.change and not gone:

@@ -287,7 +287,7 @@ class Watchdog:
         assert self._hang is not None
         hang = self._hang
         if not hang.verdict.alive:
-            return  # a process or a node is gone: missing heartbeats end the run
+            return  # missing heartbeats end the run where a process or a node is gone
         stuck = any(ROLES[flight.peer.role].kind == "trained" for flight in flights)
         if not stuck and not self._asked_to_stop and self._stop.can_drop:
             self._asked_to_stop = True

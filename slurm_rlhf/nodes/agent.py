@@ -214,7 +214,7 @@ class Agent:
             await_end(self._spec, self._ranks, self._node, (self._orders.address, self._orders.port))
 
     def _kill(self, roles: Collection[str]) -> None:
-        """End every process of `roles` by force, and wait for it; that they ended is no news."""
+        """End every process of `roles` by force, and wait for it; `_ends` does not report these."""
         for role in self._processes.keys() & set(roles):
             process = self._processes.pop(role)
             process.kill()

@@ -204,7 +204,7 @@ class AgentEngines:
                 self._start(f"{ROLLOUT}.engine{engine}", {engine: node}, [engine])
 
     def forget(self) -> list[AgentStep]:
-        """Tell of no end any more, as part of the end of the whole job; return its steps."""
+        """Stop reporting ends, because the whole job ends; return its steps."""
         with self._lock:
             self._stopping = True
             return self._steps

@@ -123,7 +123,7 @@ class EngineRanks:
         return all(process.poll() is not None for process in self._engines[number].ranks)
 
     def end(self, number: int) -> None:
-        """End what is left of an engine by force; that it ended is no news."""
+        """End what is left of an engine by force; `ended` does not report it."""
         engine = self._engines[number]
         engine.how = engine.how or "was ended"
         self._kill(engine)

@@ -181,7 +181,7 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
     slots = needs.wanted.slots
     checks = [network_checks.answers(facts, asked.nodes, seen.said, asked.started)]
     if not facts:
-        return tuple(checks)  # nothing is known of anything else
+        return tuple(checks)  # without an answer there are no facts to check
     if len(asked.nodes) > 1:
         checks += [
             network_checks.names(facts),

@@ -163,7 +163,7 @@ def _measure(order: dict[str, Any], store: Any, rank: int, world: int) -> dict[s
         return took(lambda: group.broadcast([tensor], from_first))
 
     def best(operation: Callable[[torch.Tensor], float]) -> float:
-        """Repeat until the first rank has had enough."""
+        """Repeat until the first rank's time limit is over."""
         found, begun = [], time.perf_counter()
         for _ in range(_REPEATS):
             found.append(operation(large))

@@ -76,7 +76,7 @@ class Launcher(Protocol):
         """
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
-        """End every process of `roles` by force, and forget them: they are started again, as `ranks` has them.
+        """End every process of `roles` by force, and forget them: the next start places them by `ranks`.
 
         The conductor calls it from its main thread, where `fixed` is empty. Blocks for seconds: a node that does not
         answer is not waited for.

@@ -125,7 +125,7 @@ def quota_on(directory: Path) -> Quota | None:
     else:
         # Long lines and no words for the grace time: each line has all of its fields.
         words, place = ["quota", "-w", "-p", "-u"], device_of(point)
-    # Its exit status is that of a quota which is used up, too.
+    # A quota that is used up gives the same exit status.
     said = command(words, timeout_s=timeouts.QUOTA_S).stdout
     return read_quota(said, place, " ".join(words[:2] if kind == "lustre" else words[:1]))
 

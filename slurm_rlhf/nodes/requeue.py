@@ -58,7 +58,7 @@ class SlurmContinuation(Continuation):
         try:
             return datetime.fromisoformat(answer.stdout.strip()).timestamp()
         except ValueError:
-            return None  # no limit, or the controller did not answer: the signal still comes
+            return None  # the job has no limit, or the controller did not answer; Slurm's signal stops the run in time
 
     def go_on(self) -> Arrangement:
         """Run `scontrol requeue`, else `sbatch --dependency=afterany`. Only the main thread may call it.

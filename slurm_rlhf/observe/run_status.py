@@ -81,7 +81,7 @@ class RunStatus:
     status: str  # as in `Summary`; empty if there is no summary.json
     step: int
     total: int
-    step_s: float | None  # mean of the last steps
+    step_s: float | None  # mean seconds of the last steps
     age_s: float | None  # seconds since the last step
     error: str
     starting: str  # the last message of a start that has not reached its first step

@@ -80,7 +80,7 @@ def counting(config: Config, rewards: Rewards, step: int) -> Rewards:
 def without_skipped(config: Config, experience: Experience, rewards: Rewards) -> Rewards:
     """Take responses without a reward out of the actions; give each the mean of the others to its prompt.
 
-    So the baseline of the group is that of the others, and nothing is trained on these.
+    So the others alone make the baseline of the group, and nothing is trained on the skipped ones.
     """
     if rewards.skipped is None or not rewards.skipped.any():
         return rewards

@@ -111,7 +111,7 @@ class SelfCheck:
 
     def after_update(self, step: int, exp: Experience, metrics: dict[str, float]) -> None:
         """Check the metrics of an update; `exp` has the old log-probs. Warns of skipped steps in any case."""
-        # In fp16 that is how the loss scale is found.
+        # fp16 skips steps until it has found its loss scale.
         if self.config.ds.param_dtype != "fp16" and (skipped := skip_warning(metrics)):
             self.note(f"warning: step {step}: {skipped}")
         if not self.config.train.self_check or "first_ratio" not in metrics:  # critic.freezing_steps

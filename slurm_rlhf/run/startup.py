@@ -234,7 +234,7 @@ class Startup:
         config, environments = self.run.config, self.inputs.environments
         seed, answered = config.train.seed, self.run.reporting.answered
         if pool is None:
-            actor: Any = self.supervisor.roles[ACTOR]  # in the place of engines
+            actor: Any = self.supervisor.roles[ACTOR]  # samples in place of engines
             at_once = config.rollout.hf_at_once(on_gpus=self.run.ranks.topology.accelerator == GPU)
             return Episodes(ActorWaves(actor, seed, at_once, answered), environments=environments)
         engines = self.supervisor.roles[ROLLOUT]

@@ -167,7 +167,7 @@ class Trainer(ABC):
         """Have `fill` write all that AdamW has after `steps` steps, and the parameters."""
 
     def _use_scale(self) -> None:
-        """Take `self._scale`, which has changed, for the next step. An implementation that reads it needs nothing."""
+        """Use the changed `self._scale` in the next step; not needed where each step reads it."""
 
     def _checked(self, loss: Tensor) -> Tensor:
         """Make a loss that is not finite NaN: then the sum of gradients is NaN, and all ranks skip the step."""

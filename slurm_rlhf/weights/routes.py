@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from slurm_rlhf.weights.transfer_plan import BucketPart, SyncPlan
 
-_TAG_BUCKETS = 32  # more than are on their way at a time
+_TAG_BUCKETS = 32  # tags for buckets; fewer buckets are on their way at a time
 _TAGS_OF_BUCKET = 1 << 24
 
 
