@@ -69,29 +69,6 @@ def test_too_long_is_dropped_and_counted(tmp_path: Path, tokenizer: Tokenizer) -
         PromptSet.load(file, tokenizer, Data(), 0)
 
 
-def test_a_text_that_cannot_fit_is_not_tokenized_to_its_end(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: list[int] = []
-    encode = Tokenizer.encode_batch
-
-    def noting(self: Tokenizer, texts: Any, **options: Any) -> Any:
-        lengths.extend(map(len, texts))
-        return encode(self, texts, **options)
-
-    monkeypatch.setattr(Tokenizer, "encode_batch", noting)
-    file = write(tmp_path, {"input": "1234"}, {"input": "12345678 " * 200_000}, {"input": "12"})
-    prompts = PromptSet.load(file, tokenizer, Data(), 4)
-    assert [prompt.text for prompt in prompts] == ["1234", "12"]
-    assert prompts.dropped == 1
-    assert max(lengths) < 1000
-    strange = "\u4e00" * 5000  # one token, or none, for all of it: it fits, and is kept whole
-    ids = tokenizer.encode(strange)
-    monkeypatch.setattr(Tokenizer, "encode_batch", lambda self, texts, **_: [ids[:1] or [5]] * len(texts))
-    (kept,) = PromptSet.load(write(tmp_path, {"input": strange}), tokenizer, Data(), 4)
-    assert kept.text == strange
-
-
 def test_keys_template_and_limit(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"q": f"{i}{{}}", "a": i} for i in range(5)]
     data = Data(input_key="q", label_key="a", input_template="Q {} A {{}}")

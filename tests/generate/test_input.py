@@ -67,7 +67,7 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_one_bad_row(tmp_path: Path, 
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     other = Path(shutil.copytree(model, tmp_path / "words"))
     words.save(str(other / "tokenizer.json"))
-    texts = ("1+1", "${x}", "1+1 " * 200 + "${x}", " ", "1+1")
+    texts = ("1+1", "${x}", "1+1 " * 200, " ", "1+1")
     config = config_of(tmp_path, other, [json.dumps({"input": text}) for text in texts])
     found = list(read_dataset(config, other)[1](range(5)))
     why = {each.index: str(each.error) for each in found if isinstance(each, BadRow)}

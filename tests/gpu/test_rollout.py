@@ -216,7 +216,7 @@ def test_a_rank_says_what_its_gpu_holds(cuda: FakeCuda) -> None:
     held = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
     said = attending().memory()
     assert said.total == 100 * MIB
-    assert said.used >= said.allocated >= held.numel()
+    assert said.used >= held.numel()
     assert said.gpu
     assert said.attention == "FLASH_ATTN"
     assert device_bytes(torch.device("cuda", 0)) == 100 * MIB
