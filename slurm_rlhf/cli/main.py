@@ -81,8 +81,10 @@ def _origin(error: OSError) -> str:
 def _unexpected(error: Exception) -> int:
     text = "".join(traceback.format_exception(error))
     package = Path(__file__).resolve().parents[1]
+    module = getattr(error, "obj", None) or sys.modules.get((getattr(error, "name", None) or "").partition(".")[0])
+    places = f"{text}{getattr(module, '__file__', '')}"
     for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        if f"{entry}/" in text and not package.is_relative_to(Path(entry).resolve()):
+        if f"{entry}/" in places and not package.is_relative_to(Path(entry).resolve()):
             first = f"{type(error).__name__}: {error}"
             told = f"a module in {entry} does not work here: {first}. Take {entry} out of PYTHONPATH (unset PYTHONPATH)"
             print(f"slurm-rlhf: error: {told}", file=sys.stderr)

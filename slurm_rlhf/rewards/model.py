@@ -130,7 +130,7 @@ class Scoring:
             self._tell_failures(found, step)
             return found
         except TimeoutError:
-            if all(scored.done() for scored in asked):  # the function's own
+            if self._timeout_s is None or all(scored.done() for scored in asked):  # raised by the source itself
                 raise
             raise RewardError(
                 f"the reward function did not return within {self._timeout_s:g} s for {count} responses; make it "

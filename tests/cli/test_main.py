@@ -193,6 +193,8 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
         ('raise RuntimeError("half installed")', "import NAME"),
         ("def (", "import NAME"),
         ("x = 1", "from NAME import y"),
+        ("x = 1", "import NAME.y"),
+        ("x = 1", "import NAME; NAME.y"),
         ("import nowhere_at_all", "import NAME"),
     ],
 )
