@@ -47,6 +47,7 @@ def keys(work: Path, stage: str, name: str, nodes: int, zero: int, steps: int) -
         "actor.model_name_or_path": work / "model",
         "actor.num_nodes": nodes,
         "actor.num_gpus_per_node": 1,
+        "actor.lr_warmup_ratio": 0.03,  # as in sft.toml, which submitit does not read
         f"{stage}.dataset": work / ("sums.jsonl" if stage == "sft" else "pairs.jsonl"),
         f"{stage}.eval_dataset": "",
         f"{stage}.output_dir": work / name,
