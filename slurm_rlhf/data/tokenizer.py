@@ -237,9 +237,10 @@ def has_double_bos(ids: Sequence[int], tokenizer: Tokenizer) -> bool:
 def end_tokens(tokenizer: Tokenizer) -> set[int]:
     """List the tokens at which engines end a response: the tokenizer's, and those in generation_config.json.
 
-    Raises ModelError when generation_config.json cannot be read.
+    Engines take those in config.json where the former is missing. Raises ModelError when the file cannot be read.
     """
-    found = _read_json(tokenizer.directory / "generation_config.json").get("eos_token_id")
+    files = (tokenizer.directory / name for name in ("generation_config.json", "config.json"))
+    found = next(filter(None, map(_read_json, files)), {}).get("eos_token_id")
     listed = found if isinstance(found, list) else [found]
     return {tokenizer.eos_token_id} | {token for token in listed if isinstance(token, int)}
 

@@ -270,6 +270,15 @@ def test_a_template_whose_answers_do_not_end_is_told(tmp_path: Path, end: str, l
     assert "generation_config.json" in said or not told
 
 
+def test_ends_in_config_json_count_where_there_is_no_generation_config(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(llama_like(tmp_path, template=ANSWERS.replace("END", "<|eot_id|>\n")))
+    ends = {"eos_token_id": tokenizer.encode("<|eot_id|>", add_special_tokens=False)}
+    (tmp_path / "config.json").write_text(json.dumps(ends))
+    assert missing_eos(tokenizer) == ""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    assert missing_eos(tokenizer) != ""
+
+
 def test_without_a_template_there_is_nothing_to_tell(tmp_path: Path) -> None:
     """The same model would be told of one whose answers do not end."""
     assert missing_eos(Tokenizer.load(llama_like(tmp_path))) == ""

@@ -1,10 +1,12 @@
-"""A whole pipeline on the quickstart's task, and what each of its models makes of held-out sums and preferences.
+"""A whole pipeline on the quickstart's task, and what each of its models makes of held-out preferences.
 
     bash sbatch/quickstart.sh --train.max_steps=1            # once: it makes runs/quickstart_input
     python tests/lab/stage_chain.py --out=runs/chain
 
 sft of a careless pupil, a reward model of preferences, PPO against it, and a student, as the pupil was, into which the
-model of PPO is distilled. `eval` says which share of held-out sums a model has right, which are the preferred answers.
+model of PPO is distilled. Preferred is the sum that is rounded to tens, over an exact one: which of two sums is right a
+model of this size does not learn from pairs (0.53 to 0.64 of held-out ones). `eval` says which share of a model's
+answers to held-out problems is a multiple of ten.
 Started again, it goes on.
 """
 
@@ -24,20 +26,20 @@ QUICKSTART = ROOT / "sbatch" / "quickstart.toml"
 SFT = ROOT / "sbatch" / "quickstart_sft.toml"
 STAGES: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "sft": ("sft", [str(SFT)], {}),
-    "pupil": ("eval", [str(QUICKSTART)], {"model": "{sft}"}),
+    "pupil": ("eval", [str(QUICKSTART), "judge.toml"], {"model": "{sft}"}),
     "rm": ("rm", [str(SFT), "rm.toml"], {"actor.model_name_or_path": "{sft}"}),
     "ppo": (
         "train",
         [str(QUICKSTART), "ppo.toml"],
         {"actor.model_name_or_path": "{sft}", "reward.model_name_or_path": "{rm}"},
     ),
-    "teacher": ("eval", [str(QUICKSTART)], {"model": "{ppo}"}),
+    "teacher": ("eval", [str(QUICKSTART), "judge.toml"], {"model": "{ppo}"}),
     "distilled": (
         "train",
         [str(QUICKSTART), "distill.toml"],
         {"actor.model_name_or_path": "{sft}", "algo.distill.model_name_or_path": "{ppo}"},
     ),
-    "student": ("eval", [str(QUICKSTART)], {"model": "{distilled}"}),
+    "student": ("eval", [str(QUICKSTART), "judge.toml"], {"model": "{distilled}"}),
 }
 """Stage -> (command, files, keys)."""
 PAIRS = 12_000
@@ -59,6 +61,16 @@ normalize_enable = true
 [eval]
 dataset = ""
 """
+JUDGE = """
+[reward]
+remote_url = "rounded.py"
+"""
+ROUNDED = '''"""The share of answers that are multiples of ten."""
+
+
+def reward_func(responses, **kwargs):
+    return [float(response.endswith("0")) for response in responses]
+'''
 DISTILL = """
 [reward]
 remote_url = ""
@@ -98,10 +110,12 @@ def write_files(given: Path, out: Path) -> None:
     rng = random.Random(1)
     for name, source, count in (("pairs", "train", PAIRS), ("held_out", "eval", None)):
         problems = [json.loads(line) for line in (given / f"{source}.jsonl").read_text().splitlines()[:count]]
-        rows = [{"input": row["input"], "chosen": row["label"], "rejected": wrong(row, rng)} for row in problems]
+        pairs = [(row["input"], *rounded(int(row["label"]), rng)) for row in problems]
+        rows = [dict(zip(("input", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, text in (("rm", RM), ("ppo", PPO), ("distill", DISTILL)):
+    for name, text in (("rm", RM), ("ppo", PPO), ("distill", DISTILL), ("judge", JUDGE)):
         (out / f"{name}.toml").write_text(text)
+    (out / "rounded.py").write_text(ROUNDED)
     stages = ['run_dir = "."\n']
     for name, (command, files, keys) in STAGES.items():
         words = ", ".join(f'{key} = "{value}"' for key, value in keys.items())
@@ -110,22 +124,17 @@ def write_files(given: Path, out: Path) -> None:
     (out / "chain.toml").write_text("".join(stages))
 
 
-def wrong(row: dict[str, str], rng: random.Random) -> str:
-    """Return an answer with one wrong digit, in half of the rows that of the pupil who forgets to carry to the tens."""
-    digits = list(row["label"])
-    a, b = row["input"].rstrip("=").split("+")
-    if int(a[-1]) + int(b[-1]) >= 10 and rng.random() < 0.5:
-        return str(int(a) + int(b) - 10)
-    place = rng.randrange(len(digits))
-    digits[place] = rng.choice([digit for digit in "0123456789" if digit != digits[place]])
-    return "".join(digits)
+def rounded(total: int, rng: random.Random) -> tuple[str, str]:
+    """Return the sum rounded to tens, and one near it that is not."""
+    near = total if total % 10 else total + rng.randrange(1, 10)
+    return str(round(total, -1)), str(near)
 
 
 def found(out: Path) -> dict[str, Any]:
-    """Return the share of right answers of each model that `eval` has judged, and the figures of rm."""
+    """Return the share of rounded answers of each model that `eval` has judged, and the figures of rm."""
     rows = [json.loads(line) for line in (out / "rm" / "model.run" / "metrics.jsonl").read_text().splitlines()]
     return {
-        "accuracy": {
+        "rounded": {
             name: json.loads((out / name / "eval.json").read_text())["eval"]
             for name, (command, *_) in STAGES.items()
             if command == "eval"
@@ -136,8 +145,11 @@ def found(out: Path) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> str:
     """Write the results for a reader."""
-    lines = [f"{name:<8} {value:.3f} of held-out sums are right" for name, value in result["accuracy"].items()]
-    lines.append(f"the reward model prefers the right one of {result['rm']['eval/accuracy']:.3f} of held-out pairs")
+    lines = [
+        f"{name:<8} {value:.3f} of its answers to held-out problems are multiples of ten"
+        for name, value in result["rounded"].items()
+    ]
+    lines.append(f"the reward model prefers the rounded one of {result['rm']['eval/accuracy']:.3f} of held-out pairs")
     return "\n".join(lines)
 
 
