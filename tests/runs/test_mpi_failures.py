@@ -80,7 +80,7 @@ def rank_process(launcher: int, rank: int) -> int:
     ("ranks", "override", "said"),
     [
         (5, "--train.seed=1", "mpirun started 5 processes, but the roles have 4 ranks"),
-        (4, "--train.colocate_actor_ref=true", "Switch colocation off"),
+        (4, "--train.colocate_actor_ref=true", "does not work with mpirun"),
         (4, "--train.seeed=1", "did you mean --train.seed?"),
     ],
 )
