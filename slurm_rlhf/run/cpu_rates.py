@@ -119,9 +119,10 @@ class _Measurement:
         found = gather([each for calls in answers.values() for each in calls])[: self._roles[ACTOR].world]
         work = self._work(count)
         flops = work.update_flops() if backward else work.flops()
-        # Predictions share the cores among the ranks; here more ranks than they hold have taken turns.
+        # Predictions share the cores among the ranks: by the clock more ranks than these hold have taken turns here.
         threads = sum(self._roles[role].world for role in self._trained) * self._cores.threads
-        probe = Probe(flops, max(each.seconds for each in found) / max(1.0, threads / self._cores.count))
+        crowd = max(1.0, threads / self._cores.count)
+        probe = Probe(flops, max(max(each.seconds / crowd, each.busy) for each in found))
         return probe, min(each.optimizer for each in found), min(each.link for each in found)
 
     def _sampling(self, count: int) -> Probe:

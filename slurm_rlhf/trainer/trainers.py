@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec
 from slurm_rlhf.trainer.backends import loading, start_trainer
 from slurm_rlhf.trainer.batch import TokenBatch, collate, column, in_order, optional_column, per_action, to_device
-from slurm_rlhf.trainer.distributed import fastest, join_world, seed_rank, speed, undisturbed
+from slurm_rlhf.trainer.distributed import join_world, seed_rank, speed, undisturbed
 from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.lora import attach
 from slurm_rlhf.trainer.models import load_critic, load_policy
@@ -94,30 +96,34 @@ class TrainedModel(ABC):
 class MeasuredModel(TrainedModel):
     """Tells its speed before the first step of a run; a base class beside the one of the kind of model."""
 
-    def measure(self, exp: Experience, micro: list[list[int]], backward: bool) -> tuple[float, float, float]:
-        """Return the seconds of the fastest of three passes over micro-batches, and two more rates.
+    def measure(self, exp: Experience, micro: list[list[int]], backward: bool) -> tuple[float, float, float, float]:
+        """Return the seconds of a pass over micro-batches, the CPU seconds of each thread, and two more rates.
 
+        The seconds are medians of three passes.
         With `backward` it computes gradients, which it drops: under ZeRO-3 it counts two more passes for them. Then the
         rates are those of `speed`, else 0. Nothing is changed.
         """
         gradients = backward and not self.backend.sharded
         wanted = [parameter for parameter in self.backend.module.parameters() if parameter.requires_grad]
         dtype = self.backend.cfg.autocast
-
-        def whole() -> None:
-            for rows in micro:
-                batch = self._collate(exp.select(rows))
-                with (
-                    torch.autocast(self.world.device.type, dtype, dtype is not None),
-                    torch.set_grad_enabled(gradients),
-                ):
-                    numbers = self._numbers(batch).sum()
-                if gradients:
-                    torch.autograd.grad(numbers, wanted, allow_unused=True)
-
+        took = []
         with undisturbed(self.backend.module, self.world.device):
-            seconds = fastest(whole)
-        return seconds * (3 if backward and not gradients else 1), *(speed(self.world) if backward else (0.0, 0.0))
+            for _ in range(3):
+                start, busy = time.perf_counter(), time.process_time()
+                for rows in micro:
+                    batch = self._collate(exp.select(rows))
+                    with (
+                        torch.autocast(self.world.device.type, dtype, dtype is not None),
+                        torch.set_grad_enabled(gradients),
+                    ):
+                        numbers = self._numbers(batch).sum()
+                    if gradients:
+                        torch.autograd.grad(numbers, wanted, allow_unused=True)
+                busy = (time.process_time() - busy) / torch.get_num_threads()
+                took.append((time.perf_counter() - start, busy))
+        times = 3 if backward and not gradients else 1
+        seconds, busy = (times * median(each) for each in zip(*took, strict=True))
+        return seconds, busy, *(speed(self.world) if backward else (0.0, 0.0))
 
     @abstractmethod
     def _numbers(self, batch: TokenBatch) -> Tensor:

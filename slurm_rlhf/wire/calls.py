@@ -84,7 +84,8 @@ class PassRequest(Record):
 
 
 class PassAnswer(Record):
-    seconds: float  # CPU time of the fastest of three passes, by thread
+    seconds: float  # by the clock, median of three passes
+    busy: float  # CPU seconds of each thread, median of them
     optimizer: float = 0.0  # bytes a second that AdamW reads and writes; 0: not measured
     link: float = 0.0  # bytes a second of sums over the ranks; 0: not measured
 

@@ -7,6 +7,7 @@ for what a CPU build of torch lacks.
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -136,7 +137,11 @@ _TREES: dict[int, ast.Module] = {}
 
 @cache
 def _parsed(path: Path) -> ast.Module:
-    tree = ast.parse(path.read_text())
+    gc.disable()  # CPython 3.11 raises SystemError if a coroutine is collected meanwhile: python/cpython issue 106905
+    try:
+        tree = ast.parse(path.read_text())
+    finally:
+        gc.enable()
     for node in ast.walk(tree):
         _TREES[id(node)] = tree
     return tree
