@@ -137,7 +137,7 @@ _TREES: dict[int, ast.Module] = {}
 
 @cache
 def _parsed(path: Path) -> ast.Module:
-    gc.disable()  # CPython 3.11 raises SystemError if a coroutine is collected meanwhile: python/cpython issue 106905
+    gc.disable()  # CPython 3.11 raises SystemError if it collects a coroutine meanwhile (gh-106905 of CPython)
     try:
         tree = ast.parse(path.read_text())
     finally:
