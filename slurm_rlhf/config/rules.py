@@ -12,7 +12,7 @@ from slurm_rlhf.config.data_files import condition
 from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import INTERVALS, all_keys, changed_keys, get
 from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, running_roles
-from slurm_rlhf.config.rule import Broken, Rules, row_problems
+from slurm_rlhf.config.rule import Broken, Rules, in_turns, row_problems
 from slurm_rlhf.config.schema import Config
 
 
@@ -224,8 +224,7 @@ class ColocationRules(Rules):
         {vllm.num_engines} * {vllm.tensor_parallel_size} = {taken}; engines inside a node: use {fits}"""
         actor, vllm = self.config.actor, self.config.vllm
         slots, taken = actor.num_nodes * actor.num_gpus_per_node, vllm.num_engines * vllm.tensor_parallel_size
-        turns = self.config.train.colocate_all and has_engines(self.config)
-        if not turns or (taken == slots and actor.num_gpus_per_node % vllm.tensor_parallel_size == 0):
+        if not in_turns(self.config) or (taken == slots and actor.num_gpus_per_node % vllm.tensor_parallel_size == 0):
             return False
         fits = " or ".join(f"{slots // width} x {width}" for width in _divisors(actor.num_gpus_per_node))
         return {"slots": slots, "taken": taken, "fits": fits}
