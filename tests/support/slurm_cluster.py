@@ -121,10 +121,19 @@ class Cluster:
         return job["JobState"], int(job["ExitCode"].split(":")[0])
 
     def wait_until(self, ready: Callable[[], bool], what: str) -> float:
-        """Seconds until `ready`; AssertionError when it hangs."""
+        """Seconds until `ready`; AssertionError with what the cluster was doing when it hangs."""
         start = time.monotonic()
-        until(ready, what, 0.2)
+        try:
+            until(ready, what, 0.2)
+        except AssertionError as hung:
+            raise AssertionError(f"{hung}\n{self.state()}") from None
         return time.monotonic() - start
+
+    def state(self) -> str:
+        """Its nodes, its jobs that are not over, and the end of what each of these printed."""
+        jobs = re.findall(r"StdOut=(\S+)", self.run("scontrol", "show", "jobs"))
+        ends = [f"{name}:\n{_end(Path(name))}" for name in jobs[-3:]]
+        return "\n".join([self.run("sinfo", "-N", "-l"), self.run("squeue", "-l", "--steps"), self.run("squeue", "-l"), *ends])
 
     def drain(self, *nodes: str) -> None:
         """Take nodes out of service: what runs there goes on, and nothing new starts."""
@@ -186,6 +195,10 @@ class Cluster:
             # A process that has ended but was not waited for yet has an empty command line.
             if words:
                 yield int(pid), words.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _end(file: Path) -> str:
+    return "\n".join(file.read_text(errors="replace").splitlines()[-40:]) if file.exists() else ""
 
 
 def said(run_dir: Path) -> str:
