@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -69,6 +70,18 @@ def slurm() -> Iterator[Cluster]:
 
     with running_cluster() as nodes:
         yield nodes
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[object]:
+    """End the jobs of a test that failed: the tests after it need the nodes."""
+    report = yield
+    if report.failed and (cluster := getattr(item, "funcargs", {}).get("slurm")) is not None:
+        try:
+            cluster.clear()
+        except (AssertionError, OSError, subprocess.SubprocessError) as error:
+            report.sections.append(("the cluster after it", str(error)))
+    return report
 
 
 @pytest.fixture(scope="module", autouse=True)

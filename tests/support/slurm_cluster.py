@@ -130,10 +130,26 @@ class Cluster:
         return time.monotonic() - start
 
     def state(self) -> str:
-        """Its nodes, its jobs that are not over, and the end of what each of these printed."""
+        """Its nodes with what runs on them, its jobs that are not over, and the end of what the last jobs printed."""
         jobs = re.findall(r"StdOut=(\S+)", self.run("scontrol", "show", "jobs"))
+        running = [f"{node}: {line[:200]}" for node in self.names for line in self.processes(node)]
         ends = [f"{name}:\n{_end(Path(name))}" for name in jobs[-3:]]
-        return "\n".join([self.run("sinfo", "-N", "-l"), self.run("squeue", "-l", "--steps"), self.run("squeue", "-l"), *ends])
+        return "\n".join([self.run("sinfo", "-N", "-l", "-p", "gpu"), self.run("squeue", "-l"), *running, *ends])
+
+    def clear(self) -> None:
+        """End every job and all that runs on the nodes: what a failed test has left is nothing to the next one."""
+        for node in self.names:
+            self.run("bash", "-c", f"'{SCRIPT}' crash {node} || true")  # the test may have crashed it
+            self.restart(node)
+        self.run("scancel", "--user=root")  # not before: a node that crashes in the middle of that ends no job
+        whole = [f"{node} idle" for node in self.names]
+        self.wait_until(
+            lambda: (
+                not self.run("squeue", "-h").strip()
+                and self.run("sinfo", "-h", "-N", "-p", "gpu", "-o", "%N %T").split("\n")[:-1] == whole
+            ),
+            "end of all jobs",
+        )
 
     def drain(self, *nodes: str) -> None:
         """Take nodes out of service: what runs there goes on, and nothing new starts."""
