@@ -133,7 +133,8 @@ class Cluster:
         """Its nodes with what runs on them, its jobs that are not over, and the end of what the last jobs printed."""
         jobs = re.findall(r"StdOut=(\S+)", self.run("scontrol", "show", "jobs"))
         running = [f"{node}: {line[:200]}" for node in self.names for line in self.processes(node)]
-        ends = [f"{name}:\n{_end(Path(name))}" for name in jobs[-3:]]
+        logs = [BASE / "log" / f"{name}.log" for name in ("slurmctld", *(f"slurmd.{node}" for node in self.names))]
+        ends = [f"{file}:\n{_end(file)}" for file in (*map(Path, jobs[-3:]), *logs)]
         return "\n".join([self.run("sinfo", "-N", "-l", "-p", "gpu"), self.run("squeue", "-l"), *running, *ends])
 
     def clear(self) -> None:
@@ -214,7 +215,7 @@ class Cluster:
 
 
 def _end(file: Path) -> str:
-    return "\n".join(file.read_text(errors="replace").splitlines()[-40:]) if file.exists() else ""
+    return "\n".join(file.read_text(errors="replace").splitlines()[-20:]) if file.exists() else ""
 
 
 def said(run_dir: Path) -> str:

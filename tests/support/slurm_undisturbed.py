@@ -24,14 +24,14 @@ TINY = (
 HELD = range(22_000, 32_768)
 """Ports below those that the kernel hands out, which a stranger holds on the first node."""
 TAKEN = f"""
-import contextlib, resource, socket, time
+import contextlib, resource, socket, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (len({HELD!r}) + 100,) * 2)
 held = []
 for port in {HELD!r}:
     with contextlib.suppress(OSError):
         held.append(socket.create_server(("", port)))
 print("held", flush=True)
-time.sleep(600)
+sys.stdin.read()
 """
 
 
@@ -84,15 +84,13 @@ def _run(slurm: Cluster) -> Calm:
         cwd=CHECKOUT,
     )
     taken = [str(slurm.script), "exec", "gpu001", "python3", "-c", TAKEN]
-    with subprocess.Popen(taken, env=slurm.environment, stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "held\n"
-            slurm.run("scontrol", "release", str(job))
-            slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start")
-            start_s = slurm.wait_until(lambda: steps(run_dir) >= 1, "first step")
-        finally:
-            holder.kill()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(taken, env=slurm.environment, text=True, **pipes) as holder:  # it ends with its stdin
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        slurm.run("scontrol", "release", str(job))
+        slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start")
+        start_s = slurm.wait_until(lambda: steps(run_dir) >= 1, "first step")
     (run_dir / "save").touch()
     slurm.wait_until(lambda: saved(run_dir) != [], "checkpoint")
     at = saved(run_dir)[0]
