@@ -142,7 +142,10 @@ class Cluster:
         for node in self.names:
             self.run("bash", "-c", f"'{SCRIPT}' crash {node} || true")  # the test may have crashed it
             self.restart(node)
-        self.run("scancel", "--user=root")  # not before: a node that crashes in the middle of that ends no job
+        self.run("scancel", "--user=root")
+        nodes = f"NodeName={','.join(self.names)}"
+        self.run("scontrol", "update", nodes, "State=DOWN", "Reason=test")  # ends jobs whose end a node has not told
+        self.undrain(*self.names)
         whole = [f"{node} idle" for node in self.names]
         self.wait_until(
             lambda: (
