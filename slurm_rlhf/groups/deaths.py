@@ -16,7 +16,6 @@ from slurm_rlhf.nodes.launcher import Ended, names_in
 from slurm_rlhf.observe.log_tail import FailedProcess, first_failure, quoted
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.calls import StartCalls
 from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Peer
 
@@ -27,9 +26,6 @@ _BY_ITSELF = re.compile(
 """Ends that are never caused by the end of another process: that gives an error, SIGABRT (a library) or SIGTERM."""
 
 _LINES = 12  # lines of a log that an error quotes
-
-_STARTING = ("", StartCalls.start.__name__)
-"""Phases of a rank before it has answered its first call."""
 
 
 class StartLogs:
@@ -111,11 +107,6 @@ class RoleRanks:
         """Tell whether a rank has not said hello: nobody knows its process."""
         return len(self.peers) < self.world
 
-    @property
-    def starting(self) -> bool:
-        """Tell whether a rank has not answered its first call."""
-        return sum(not peer.lost and peer.phase not in _STARTING for peer in self.peers) < self.world
-
 
 @dataclass(frozen=True, slots=True)
 class Death:
@@ -154,26 +145,13 @@ class Deaths:
         self._at: dict[str, float] = {}
         self._first_end = 0.0
 
-    def note(
-        self, ends: Sequence[Ended], known: Sequence[RoleRanks], stopped: Sequence[tuple[str, int]], now: float
-    ) -> None:
-        """Note what was seen at `now`: groups that have ended since, and all roles.
-
-        `stopped`: role and process id of the torchruns that a signal has stopped. They do not end when a rank does.
-        """
-        hurt, still = {one.role: one for one in known if one.gone}, dict(stopped)
-        ended = {end.role for end in (*self.ends, *ends)}
-        fresh = [*ends, *(self._end_of(one, still[role]) for role, one in hurt.items() if role in still.keys() - ended)]
-        if fresh and not self.ends:
+    def note(self, ends: Sequence[Ended], known: Sequence[RoleRanks], now: float) -> None:
+        """Note what was seen at `now`: groups that have ended since, and all roles."""
+        if ends and not self.ends:
             self._first_end = now
-        self.ends += fresh
-        for role in (*hurt, *(end.role for end in ends)):
+        self.ends += ends
+        for role in (*(one.role for one in known if one.gone), *(end.role for end in ends)):
             self._at.setdefault(role, now)
-
-    def _end_of(self, ranks: RoleRanks, torchrun: int) -> Ended:
-        node = ranks.gone[0].host
-        how = f"has lost a process, which its torchrun (pid {torchrun}) does not see: it is stopped by a signal"
-        return Ended(ranks.role, node, how, self._logs.of_torchrun(ranks.role, node))
 
     def forget(self, roles: Collection[str]) -> None:
         """Forget the ends of roles that are started again."""
@@ -228,32 +206,6 @@ def _describe(end: Ended, ranks: RoleRanks | None, logs: StartLogs, name: Callab
     gone = [peer for peer in (ranks.gone if ranks else []) if peer.host == end.node]
     names = ", ".join(f"{name(peer)} (pid {peer.pid})" for peer in gone)
     return f"its process group on {end.node} {end.how}" + (f"; gone: {names}" if names else "")
-
-
-class Standstills:
-    """Measures for how long torchruns have been stopped without a break. Used by one thread."""
-
-    def __init__(self) -> None:
-        self._since: dict[tuple[str, int], float] = {}
-
-    def longer_than(
-        self, limit_s: float, stopped: Sequence[tuple[str, int]], known: Sequence[RoleRanks], now: float
-    ) -> list[tuple[str, str]]:
-        """Return (role, problem) of torchruns that were stopped for longer than `limit_s` while their role starts.
-
-        `stopped`: role and process id of the torchruns that a signal has stopped at `now`, in seconds of some clock.
-        """
-        starting = {one.role for one in known if one.starting}
-        self._since = {(role, pid): self._since.get((role, pid), now) for role, pid in stopped if role in starting}
-        return [
-            (
-                role,
-                f"its torchrun (pid {pid}), which its ranks need to start, has stood still for {now - since:.0f} s: "
-                "stopped by a signal",
-            )
-            for (role, pid), since in self._since.items()
-            if now - since > limit_s
-        ]
 
 
 SILENT_BEATS = 3  # number of missed heartbeats that is no accident

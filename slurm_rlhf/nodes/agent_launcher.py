@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from slurm_rlhf.cluster.network import LOOPBACK, address_among
-from slurm_rlhf.cluster.processes import process_state
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps
 from slurm_rlhf.nodes.launcher import Ended, Environment, names_in
@@ -74,10 +73,6 @@ class AgentLauncher:
                     log = item.running.log
                     news += [Ended(item.spec.role, node, how, log) for node, _, how in item.news()]
         return news
-
-    def stopped(self) -> list[tuple[str, int]]:
-        here = [(item.spec.role, item.torchrun) for item in self._roles if item.torchrun]
-        return [(role, pid) for role, pid in here if process_state(pid).startswith("T")]
 
     def stop(self, done: bool, grace_s: float) -> None:
         with self._lock:

@@ -62,7 +62,6 @@ class AgentStep:
     ranks: RankMap
     name: str = ""  # name of this start of the step
     store: str = ""  # where the torchruns meet
-    torchrun: int = 0  # process id of the one that started last; 0: unknown
     here: dict[str, Peer] = field(default_factory=dict)  # agents by node
     said: deque[tuple[str, int | None, str]] = field(default_factory=deque)
     attempts: int = 0
@@ -219,9 +218,9 @@ class AgentSteps(AgentServer):
             if not alone and node == nodes[0]:
                 answer.add_done_callback(partial(self._let_meet, step, step.name))
 
-    def _let_meet(self, step: AgentStep, name: str, answer: Future[tuple[str, int]]) -> None:
+    def _let_meet(self, step: AgentStep, name: str, answer: Future[str]) -> None:
         if answer.exception() is None and step.name == name:
-            step.store, _ = answer.result()
+            step.store = answer.result()
             for node in step.here:
                 if node != step.running.step.nodes[0]:
                     self._order(step, node)
@@ -285,16 +284,11 @@ class LocalAgents(AgentSteps):
         wait_until(lambda: bool(self.residents) or self.over(), self.timeout.start, timeouts.POLL_S, timeouts.POLL_S)
         self._steps[spec.role] = started = AgentStep(self._nodes, spec, ranks, here=self.residents)
         for peer in self.residents.values():
-            self.start_there(peer, spec, ranks).add_done_callback(partial(self._note_torchrun, started))
+            self.start_there(peer, spec, ranks)
         return started
 
-    def start_there(self, peer: Peer, spec: StepSpec, ranks: RankMap) -> Future[tuple[str, int]]:
+    def start_there(self, peer: Peer, spec: StepSpec, ranks: RankMap) -> Future[str]:
         return super().start_there(peer, replace(spec, caches=False), ranks)
-
-    @staticmethod
-    def _note_torchrun(step: AgentStep, answer: Future[tuple[str, int]]) -> None:
-        if answer.exception() is None:
-            _, step.torchrun = answer.result()
 
     def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         if event == "here":

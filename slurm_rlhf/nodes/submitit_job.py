@@ -29,11 +29,11 @@ from slurm_rlhf.config.roles import colocations, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import minutes
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.nodes.child_process import bound_to_parent
 from slurm_rlhf.nodes.requeue import PARENT_REQUEUES
-from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.topology import Topology, numbered_names, role_sizes
+from slurm_rlhf.placement.rank_map import make_blocks, place
+from slurm_rlhf.placement.topology import Topology, nodes_needed, numbered_names, role_sizes
 from slurm_rlhf.wire import timeouts
 
 FOLDER = "submitit"
@@ -140,23 +140,17 @@ def _minutes(config: Config) -> int:
 
 
 def wanted_nodes(config: Config) -> int:
-    """Return `slurm.nodes`, or the fewest nodes of `slurm.gpus_per_node` GPUs on which the roles fit.
+    """Return the fewest nodes of `slurm.gpus_per_node` GPUs on which the roles fit; without it as many as a role asks.
 
     Raises PlacementError when no number of such nodes holds them.
     """
-    sizes = role_sizes(config)
+    sizes, each, together = role_sizes(config), config.slurm.gpus_per_node, colocations(config)
     least = max(1, *(size.num_nodes for size in sizes))
-    if config.slurm.nodes or not config.slurm.gpus_per_node:
-        return config.slurm.nodes or least
-    most = sum(size.num_nodes or size.engines for size in sizes)
-    for count in range(least, max(most, least) + 1):
-        try:
-            place(Topology.uniform(numbered_names(count), config.slurm.gpus_per_node), sizes, colocations(config))
-            return count
-        except PlacementError:
-            if count >= most:
-                raise
-    raise AssertionError("unreachable: the last count returns or raises")
+    if not each:
+        return least
+    count = nodes_needed(each, make_blocks(sizes, together)) or least
+    place(Topology.uniform(numbered_names(count), each), sizes, together)
+    return count
 
 
 @contextmanager
