@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
-from slurm_rlhf.cluster.network import listening, own_address, unreachable
+from slurm_rlhf.cluster.network import addresses, listening, own_address, unreachable
 from slurm_rlhf.cluster.processes import STORE_FD, die_with_parent, exit_text
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
@@ -69,7 +69,13 @@ class Agent:
         """Obey until all is over, or the conductor is gone; return the exit status. Raises PlacementError."""
         with self._client() as client, suppress(RoleDied):
             if not self._orders.step and (problem := _absence(client, self._orders)):
-                self._unreached(problem)
+                where = f"{self._orders.address}:{self._orders.port}"
+                own = ", ".join(str(each) for _, each in addresses())
+                print(
+                    f"{self._node} cannot reach the conductor at {where}: {problem}; it has {own}. Let a firewall pass "
+                    "connections between the job's nodes",
+                    flush=True,
+                )
                 return 0
             client.event("here")
             while not self._over:
@@ -80,9 +86,6 @@ class Agent:
         self._end()
         code = self._code or 0
         return code if code >= 0 else 128 - code
-
-    def _unreached(self, problem: str) -> None:
-        self._examiner.print_facts(problem)
 
     def _ends(self) -> Iterator[tuple[str, int | None, str]]:
         """Yield what has ended since the last call: the role, an engine or None for its process, and how."""

@@ -54,7 +54,7 @@ class AgentServer(ABC):
         """Take note that an agent is gone."""
 
     def said(self) -> str:
-        """Return what the agents printed that do not reach this process, and the errors of what starts them."""
+        """Return what agents printed, as one that does not reach this process, and the errors of what starts them."""
         return ""
 
     def over(self) -> bool:

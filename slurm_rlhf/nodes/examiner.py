@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from slurm_rlhf.cluster.network import address_of, address_towards, is_loopback, listening
@@ -64,11 +64,6 @@ class Examiner:
         if self._host is not None:
             self._host.end()
         self._listening = self._host = None
-
-    def print_facts(self, problem: str) -> None:
-        """Print the facts for the launcher to bring: the conductor cannot be reached because of `problem`."""
-        found = collect(self._orders, self._node, os.environ)
-        print(json.dumps({"facts": asdict(replace(found, conductor=problem))}), flush=True)
 
 
 def reach(peers: Mapping[str, int], timeout_s: float) -> tuple[Reach, ...]:

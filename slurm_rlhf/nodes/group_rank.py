@@ -75,7 +75,7 @@ def _fork(order: dict[str, Any], seat: int, visible: dict[str, str], listening: 
 
 
 def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> None:
-    """Go through the stages. An error ends this seat; its groups that come later miss it."""
+    """Go through the stages. After an error the seat goes on: the pairs of a node after a broken one are measured."""
     import torch
     from torch.distributed import TCPStore
 
@@ -100,7 +100,6 @@ def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> 
             tell({"seat": seat, "group": name, **_measure(order, own, rank, len(seats))})
         except Exception as error:
             tell({"seat": seat, "group": name, "error": str(error).strip().splitlines()[0][:300]})
-            return
     store.add("through", 1)
     if first:
         _stay(store, order["seats_in_all"])

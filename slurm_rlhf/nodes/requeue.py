@@ -77,8 +77,8 @@ class SlurmContinuation(Continuation):
                     return Arrangement(f"job {self._job} is requeued", True)
                 why = requeued.stderr.strip() or "scontrol requeue failed"
                 # A controller that is away takes no job either, and each command may wait for it for half a minute.
-                arranged = self._refused(why) if _is_away(why) else self._submit(why)
-                away = not arranged.sure and _is_away(arranged.text)
+                arranged = self._refused(why) if is_away(why) else self._submit(why)
+                away = not arranged.sure and is_away(arranged.text)
                 if not away or time.monotonic() > last or terminated.wait(_AGAIN_S):
                     return arranged
 
@@ -180,7 +180,8 @@ def _waiting(name: str) -> list[tuple[str, str, str]]:
     return [line.partition(" ") for line in command(words).stdout.splitlines()]
 
 
-def _is_away(told: str) -> bool:
+def is_away(told: str) -> bool:
+    """Tell whether a command of Slurm failed because its controller is away."""
     return any(word in told for word in _AWAY)
 
 

@@ -117,10 +117,6 @@ class RankAgent(Agent):
     def _client(self) -> ControlClient:
         return client_of(self._orders, self._own.role, self._node, rank=self._number, world=self._world)
 
-    def _unreached(self, problem: str) -> None:
-        where = f"{self._orders.address}:{self._orders.port}"
-        print(f"{self._node} cannot reach the conductor at {where}: {problem}", file=sys.stderr, flush=True)
-
     def _start(self, spec: StepSpec, ranks: RankMap) -> str:
         if spec.store:
             self._start_rank(spec, ranks, spec.store, None)
