@@ -42,13 +42,10 @@ class LocalDirectory:
     _lock: int | None  # a descriptor; None: the directory is removed
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it, and its parent if that is empty then."""
+        """Remove the directory with all that is in it."""
         if self._lock is None:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError), _locked(self.path.parent):
-            if os.listdir(self.path.parent) == [_LOCK]:
-                shutil.rmtree(self.path.parent)
         os.close(self._lock)
         self._lock = None
 
@@ -60,7 +57,7 @@ def take_directory(name: str, base: Path) -> LocalDirectory:
     be on a shared file system, where a stale handle can end one rank and hang the others.
     """
     root = _private(base)
-    with _locked(root):
+    with _turn(root):
         for other in root.iterdir():
             if other.is_dir() and _abandoned(other):
                 shutil.rmtree(other, ignore_errors=True)
@@ -76,18 +73,6 @@ def take_temporary() -> LocalDirectory:
     """Make the directory that processes of this one get as TMPDIR. Its path is short, for Unix sockets in it."""
     place = tempfile.gettempdir()
     return take_directory(f"{os.getpid()}.{os.urandom(3).hex()}", Path(place if len(place) <= _LONGEST else "/tmp"))
-
-
-@contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Lock `root` against other processes that make and remove directories in it; make `root` if it is missing."""
-    while True:
-        root.mkdir(mode=0o700, exist_ok=True)
-        with open(root / _LOCK, "a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if (root / _LOCK).exists() and os.path.samestat(os.fstat(file.fileno()), (root / _LOCK).stat()):
-                yield
-                return
 
 
 def _private(base: Path) -> Path:
@@ -300,7 +285,7 @@ def _try_lock(directory: Path) -> int | None:
 
 @contextlib.contextmanager
 def _turn(root: Path) -> Iterator[None]:
-    """Let one rank at a time choose a directory, so that none is taken while another rank removes it."""
+    """Let one process at a time choose a directory, so that none is taken while another removes it."""
     locks: list[int] = []
 
     def locked() -> bool:
@@ -310,7 +295,7 @@ def _turn(root: Path) -> Iterator[None]:
 
     if not wait_until(locked, timeouts.KERNEL_LOCK_S, 0.02, 0.02):
         raise TimeoutError(
-            errno.ETIMEDOUT, f"another rank has held its lock for more than {timeouts.KERNEL_LOCK_S:g} s"
+            errno.ETIMEDOUT, f"another process has held its lock for more than {timeouts.KERNEL_LOCK_S:g} s"
         )
     try:
         yield

@@ -19,7 +19,7 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.slurm_job import command
 from slurm_rlhf.cluster.stop import Arrangement, Continuation, immune, termination
 from slurm_rlhf.config.schema import Slurm
-from slurm_rlhf.nodes.environment import GPU_VARIABLES
+from slurm_rlhf.nodes.environment import VISIBLE
 from slurm_rlhf.nodes.srun import SLURM_OPTIONS
 from slurm_rlhf.wire import timeouts
 
@@ -106,9 +106,6 @@ class SlurmContinuation(Continuation):
         told = f"neither requeue ({why}) nor sbatch ({told}) worked; submit the same command to go on"
         return Arrangement(told, False)
 
-    def finished(self) -> str:
-        return ""
-
     def _follower(self) -> str:
         """Return the successor that an earlier sbatch has submitted without having an answer in time, if any."""
         waiting = _waiting(self._slurm.job_name)
@@ -126,15 +123,8 @@ class SlurmContinuation(Continuation):
         return str(copy)
 
 
-class ChainContinuation(Continuation):
+class ChainContinuation(SlurmContinuation):
     """Leave the rest to the next job of a chain."""
-
-    def __init__(self, inner: Continuation, slurm: SlurmEnvironment) -> None:
-        self._inner = inner
-        self._slurm = slurm
-
-    def end_time(self) -> float | None:
-        return self._inner.end_time()
 
     def go_on(self) -> Arrangement:
         """Arrange nothing: requeued, this job would wait behind those that were submitted with it."""
@@ -199,8 +189,8 @@ def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) 
     slurm = read_slurm(environ)
     if slurm is None:
         return Continuation()
-    here = SlurmContinuation(slurm, environ, sys.argv[1:], run_dir / ".control")
-    return ChainContinuation(here, slurm) if settings.chain else here
+    kind = ChainContinuation if settings.chain else SlurmContinuation
+    return kind(slurm, environ, sys.argv[1:], run_dir / ".control")
 
 
 _OVERSUBSCRIBE = {"NO": "--exclusive", "USER": "--exclusive=user", "YES": "--oversubscribe"}
@@ -244,7 +234,7 @@ def successor_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name == "SLURM_CONF" or not (name.startswith(("SLURM_", "SLURMD_")) or name in GPU_VARIABLES)
+        if name == "SLURM_CONF" or not (name.startswith(("SLURM_", "SLURMD_")) or name == VISIBLE)
     }
 
 

@@ -235,14 +235,8 @@ def container_of(config: Config) -> Container:
 
 def nodes_step(topology: Topology, container: Container = HOST) -> Step:
     """Return the step with an agent on each node of the job, beside the roles."""
-    return Step(
-        name="nodes",
-        nodes=tuple(node.name for node in topology.nodes),
-        gpus=_gpus(topology, topology.nodes),
-        together=False,
-        uneven=_uneven(topology),
-        options=container.step_options(),
-    )
+    step = workers_step(topology, [node.name for node in topology.nodes], Path(), container)
+    return replace(step, name="nodes", cpus=0, output="")
 
 
 def role_step(
