@@ -128,17 +128,6 @@ def parse_gpus(text: str) -> int:
     return total
 
 
-def count_devices(text: str) -> int:
-    """Count the devices in a list of indices or UUIDs, which may be empty: `0,1,2`, `0-3,7`, `GPU-8f1c...`."""
-    total = 0
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        if part in {"NoDevFiles", "-1", "none", "void"}:
-            return total
-        low, dash, high = part.partition("-")
-        total += int(high) - int(low) + 1 if dash and low.isdigit() and high.isdigit() else 1
-    return total
-
-
 def _split(text: str) -> list[str]:
     """Split at commas that are not inside parentheses."""
     return [part.strip() for part in re.split(r",(?![^(]*\))", text)]
