@@ -203,10 +203,7 @@ def _take(base: Path, role: str, index: int, limit: int) -> KernelCache:
             slot.mkdir(mode=0o700, exist_ok=True)
             lock = _try_lock(slot)
             if lock is not None:
-                with contextlib.ExitStack() as on_error:
-                    on_error.callback(os.close, lock)
-                    _tidy(slot)
-                    on_error.pop_all()
+                _tidy(slot)
                 return KernelCache(slot, lock)
     raise AssertionError("a count has no end")
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.wire import timeouts
@@ -177,21 +177,8 @@ JOINED = "slurm_rlhf/joined"
 _LOOK_S = 0.5
 
 
-class KeyStore(Protocol):
-    """Keep values by key for all connected processes, as torch's stores do."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Store `value` at `key`."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value at `key`."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Tell whether all keys have values."""
-
-
-def tell_joined(store: KeyStore, rank: int, secret: str) -> None:
-    """Say that `rank` needs no further connection to the store. Raises the store's errors."""
+def tell_joined(store: Any, rank: int, secret: str) -> None:
+    """Say that `rank` needs no further connection to a store of torch. Raises the store's errors."""
     store.set(_key(rank), _proof(rank, secret))
 
 
@@ -203,7 +190,7 @@ def _proof(rank: int, secret: str) -> str:
     return hmac.new(secret.encode(), _key(rank).encode(), hashlib.sha256).hexdigest()
 
 
-def _have_joined(store: KeyStore, ranks: Sequence[int], secret: str) -> bool:
+def _have_joined(store: Any, ranks: Sequence[int], secret: str) -> bool:
     if not store.check([_key(rank) for rank in ranks]):
         return False
     return all(hmac.compare_digest(store.get(_key(rank)), _proof(rank, secret).encode()) for rank in ranks)
@@ -221,7 +208,7 @@ def shut(number: int) -> None:
         os.close(nothing)
 
 
-def shut_when_joined(store: KeyStore, number: int, ranks: Sequence[int], secret: str) -> None:
+def shut_when_joined(store: Any, number: int, ranks: Sequence[int], secret: str) -> None:
     """Close the socket `number`, at which `store` listens, when all `ranks` have joined; a thread waits for them."""
 
     def wait() -> None:

@@ -39,10 +39,6 @@ class StartLogs:
         """Begin a start: errors in what was written before do not count for it."""
         self._sizes = {path: _seen(path)[1] for path in self._directory.logs.glob("*.log")}
 
-    def of_peer(self, peer: Peer) -> list[Path]:
-        """Name the log of a rank."""
-        return [self._directory.role_log(peer.role, peer.host, peer.rank)]
-
     def of_ranks(self, role: str, node: str, ranks: Iterable[int]) -> list[Path]:
         """Name the logs of ranks on a node: those from before they knew their rank, and those from after."""
         return [self._directory.role_log(role, node, name) for rank in ranks for name in (rank, f"{rank}.start")]
@@ -52,14 +48,6 @@ class StartLogs:
         logs = self._directory.logs
         return [*logs.glob(f"{role}.*.[0-9]*.log"), *logs.glob(f"{role}.*torchrun.log")]
 
-    def of_srun(self, role: str) -> list[Path]:
-        """Name the log of the srun of a role."""
-        return [self._directory.logs / f"{role}.srun.log"]
-
-    def of_torchrun(self, role: str, node: str) -> Path:
-        """Name the log of a torchrun."""
-        return self._directory.role_log(role, node, "torchrun")
-
     def of_end(self, end: Ended) -> list[Path]:
         """List the logs that may say why a process group ended: what its ranks have written, or else the whole role."""
         own = self._written(self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log"))
@@ -67,7 +55,7 @@ class StartLogs:
 
     def first_failure(self, role: str, node: str) -> FailedProcess | None:
         """Return the rank that failed first by the report of its torchrun; None if there is none."""
-        log = self.of_torchrun(role, node)
+        log = self._directory.role_log(role, node, "torchrun")
         return first_failure(log, self._sizes.get(log, 0))
 
     def quote(self, logs: Sequence[Path]) -> str:

@@ -132,7 +132,8 @@ class Supervisor:
         if dead:
             who = ", ".join(f"rank {share.ranks[0]} on {share.node}" for share in dead)
             what = f"{who} {'is lost before its' if len(dead) == 1 else 'are lost before their'} hello: {why}"
-            self._fail(role, [share.node for share in dead], what, self._logs.of_srun(role), silent=True)
+            log = self._directory.logs / f"{role}.srun.log"
+            self._fail(role, [share.node for share in dead], what, [log], silent=True)
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         """End the processes of `roles` by force, so that they can start again as `ranks` has them.
@@ -341,7 +342,8 @@ class Supervisor:
         if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, what, silent=True):
             return
         if not self._leaving.is_set():
-            self._fail(peer.role, (peer.host,), what, self._logs.of_peer(peer), silent=True, hang=peer.silent)
+            logs = [self._directory.role_log(peer.role, peer.host, peer.rank)]
+            self._fail(peer.role, (peer.host,), what, logs, silent=True, hang=peer.silent)
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         """Act on the event of a rank: it cannot go on, or it got SIGTERM."""

@@ -65,7 +65,6 @@ class AgentStep:
     here: dict[str, Peer] = field(default_factory=dict)  # agents by node
     said: deque[tuple[str, int | None, str]] = field(default_factory=deque)
     attempts: int = 0
-    ending: bool = False
     _reported: int = 0
     _ended: set[str] = field(default_factory=set)  # nodes whose agent has said that all is over
 
@@ -172,24 +171,19 @@ class AgentSteps(AgentServer):
         return True
 
     def will_run(self, step: AgentStep) -> bool:
-        """Start a step once more that failed before it did anything, for a reason which may be gone the next time.
+        """Start a step once more that ended before it did anything, for a reason which may be gone the next time.
 
-        Its failed start may still be ending. Returns whether it will run.
+        Returns whether it was.
         """
-        running = step.running
-        failed = running.code is not None or (running.step.together and running.failures())
-        if not failed or not step.quiet or step.attempts == _ATTEMPTS or not running.worth_another_try():
+        ended = step.running.code is not None and step.quiet
+        if not ended or step.attempts == _ATTEMPTS or not step.running.worth_another_try():
             return False
-        if running.code is not None:
-            self._start(step)
-        elif not step.ending:
-            step.ending = True
-            running.signal(signal.SIGTERM)
+        self._start(step)
         return True
 
     def _start(self, step: AgentStep) -> None:
         step.name, step.attempts = f"agent of {step.spec.role} ({secrets.token_hex(4)}) on", step.attempts + 1
-        step.here, step.store, step.ending = {}, "", False
+        step.here, step.store = {}, ""
         self._steps[step.name] = step
         step.running.variables = self.orders(step=step.name).to_environment()
         step.running.start()

@@ -1,7 +1,7 @@
-"""Be the ranks of a node in the collectives: `python -m slurm_rlhf.nodes.group_rank SOCKET PARENT`.
+"""Be the ranks of a node in the collectives: `python -m slurm_rlhf.nodes.group_rank SOCKET PIPE PARENT`.
 
 Imports torch once and forks a process for each seat, so that a node of eight ranks costs one import. No model is
-loaded. An order comes as one message, with the socket on which the store listens; each report is a message, too.
+loaded. An order is a line of the input, a report a line in PIPE; SOCKET is where the store listens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -20,9 +19,8 @@ from typing import Any
 from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.wire import timeouts
 
-Tell = Callable[[dict[str, Any]], None]
+Tell = Callable[[dict[str, Any]], object]
 
-_MESSAGE = 1 << 20
 _POLL_S = 0.02
 _ENOUGH_S = 0.3  # limit of repeating an operation: a slow one is not repeated
 _REPEATS = 3
@@ -32,17 +30,13 @@ SIZE = {"gloo": 2 << 20, "nccl": 64 << 20}
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[2]))
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    listening, reports, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
     warnings.filterwarnings("ignore")
     import torch  # noqa: F401
 
-    while True:
-        message, fds, _, _ = socket.recv_fds(channel, _MESSAGE, 1)
-        if not message:
-            return
-        measure(json.loads(message), fds[0], lambda report: channel.sendall(json.dumps(report).encode()))
-        os.close(fds[0])
+    for line in sys.stdin:
+        measure(json.loads(line), listening, lambda report: os.write(reports, f"{json.dumps(report)}\n".encode()))
 
 
 def measure(order: dict[str, Any], listening: int, tell: Tell) -> None:
