@@ -6,24 +6,23 @@ joined. A rank proves that it has joined with the run's secret: otherwise a stra
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import ipaddress
 import os
 import pwd
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.wire import timeouts
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 _ANY_PORT = 9
 _BACKLOG = 4096
 LOOPBACK = "127.0.0.1"
@@ -144,19 +143,10 @@ def is_loopback(address: str) -> bool:
 
 def addresses() -> list[tuple[str, Address]]:
     """List (interface, address) of this machine, IPv4 first."""
-    found: list[tuple[str, Address]] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # it has no IPv4 address
-            found.append((name, ipaddress.IPv4Address(answer[20:24])))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else []:
-        digits, *_, name = line.split()
-        found.append((name, ipaddress.IPv6Address(int(digits, 16))))
-    return found
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    known = [(name, each) for name, those in psutil.net_if_addrs().items() for each in those if each.family in kinds]
+    known.sort(key=lambda one: kinds.index(one[1].family))
+    return [(name, _parsed(each.address)) for name, each in known]
 
 
 def _parsed(address: str) -> Address:

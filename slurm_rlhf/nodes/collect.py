@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import shutil
 import socket
-import struct
 import sysconfig
 import time
 from collections.abc import Mapping
 from ipaddress import ip_interface
 from pathlib import Path
+
+import psutil
 
 from slurm_rlhf.cluster.gpu_query import ask_health
 from slurm_rlhf.cluster.network import address_towards, addresses, interface_of, link_mbits
@@ -28,7 +28,6 @@ from slurm_rlhf.wire import timeouts
 
 SHM = Path("/dev/shm")
 _SHM_BYTES = 1 << 20  # written as a trial
-_SIOCGIFNETMASK = 0x891B  # linux/sockios.h
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -108,14 +107,9 @@ def _towards(conductor: str) -> tuple[str, str, str]:
 
 
 def _subnet(interface: str, address: str) -> str:
-    if ":" in address or not interface:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFNETMASK, struct.pack("256s", interface.encode()))
-        except OSError:
-            return ""
-    return str(ip_interface(f"{address}/{socket.inet_ntoa(answer[20:24])}").network)
+    known = psutil.net_if_addrs().get(interface, [])
+    mask = next((each.netmask for each in known if each.address == address and each.family == socket.AF_INET), None)
+    return str(ip_interface(f"{address}/{mask}").network) if mask else ""
 
 
 def _exported(environ: Mapping[str, str]) -> list[str]:
