@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurm_rlhf.cluster.network import user_name
+import psutil
+
 from slurm_rlhf.wire import timeouts
 
 _PROC = Path("/proc/driver/nvidia/gpus")
@@ -199,8 +200,8 @@ def _number(text: str) -> int:
 def _owner(pid: int) -> str:
     """Return the name of the user who runs a process; empty if it is not visible from here."""
     try:
-        return user_name(os.stat(f"/proc/{pid}").st_uid)
-    except OSError:
+        return str(psutil.Process(pid).username())
+    except psutil.Error:
         return ""
 
 

@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import ipaddress
 import os
-import pwd
 import socket
 import threading
 import time
@@ -151,14 +150,6 @@ def addresses() -> list[tuple[str, Address]]:
 
 def _parsed(address: str) -> Address:
     return ipaddress.ip_address(address.split("%", maxsplit=1)[0])
-
-
-def user_name(uid: int) -> str:
-    """Return the name of a user; without one, the number."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 JOINED = "slurm_rlhf/joined"

@@ -33,7 +33,6 @@ class AgentLauncher:
         self.agents = steps
         self._ranks = ranks
         self._roles: list[AgentStep] = []
-        self._written = False  # the rank map, into the run directory
         self._stopping = False
         self._lock = threading.Lock()
         self.engines: AgentEngines | None = None
@@ -44,12 +43,10 @@ class AgentLauncher:
             self.engines = AgentEngines(self.agents, self._ranks, self.unfit)
             self.engines.start(arguments, environment)
             return
-        if not self._written:
-            self._written = True
-            if self.engines is not None:
-                self.engines.place_others(self._ranks)
-            else:
-                self.agents.write_map(self._ranks)
+        if self.engines is not None:
+            self.engines.place_others(self._ranks)
+        else:
+            self.agents.write_map(self._ranks)
         steps = self.agents
         spec = StepSpec(role, str(steps.run_dir), steps.run_id, arguments, environment)
         with self._lock:
@@ -59,7 +56,7 @@ class AgentLauncher:
         with self._lock:
             ended = [item for item in self._roles if item.spec.role in roles]
             self._roles = [item for item in self._roles if item.spec.role not in roles]
-            self._ranks, self._written = ranks, False
+            self._ranks = ranks
         if ROLLOUT in roles and self.engines is not None:
             self.agents.end(self.engines.forget())
             self.engines = None

@@ -90,8 +90,6 @@ class SlurmContinuation(Continuation):
         written = command(["scontrol", "write", "batch_script", self._job, "-"])
         if shown.returncode or written.returncode or not written.stdout.startswith("#!"):
             return self._refused(why)
-        if follower := self._follower():
-            return Arrangement(f"requeue is not allowed here ({why}); job {follower} follows this one", True)
         options, script, arguments = successor(shown.stdout, self._environ, self._argv)
         script = self._script(script, written.stdout)
         submitted = command(
@@ -105,11 +103,6 @@ class SlurmContinuation(Continuation):
         told = submitted.stderr.strip()
         told = f"neither requeue ({why}) nor sbatch ({told}) worked; submit the same command to go on"
         return Arrangement(told, False)
-
-    def _follower(self) -> str:
-        """Return the successor that an earlier sbatch has submitted without having an answer in time, if any."""
-        waiting = _waiting(self._slurm.job_name)
-        return next((job for job, _, after in waiting if after.startswith(f"afterany:{self._job}")), "")
 
     def _script(self, path: str, text: str) -> str:
         """Return `path` if it still is the script of this job, else a copy of what Slurm has kept."""
@@ -179,7 +172,7 @@ def _what(job: str) -> list[str]:
     """Return what tells whether two jobs are the same run: the script, which may name it, its arguments, its place."""
     shown = command(["scontrol", "show", "job", job]).stdout
     script = command(["scontrol", "write", "batch_script", job, "-"]).stdout
-    return [script, _line(shown, "Command") or "(--wrap)", _line(shown, "WorkDir")]
+    return [script, _field(shown, "Command") or "(--wrap)", _field(shown, "WorkDir")]
 
 
 def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) -> Continuation:
@@ -194,6 +187,7 @@ def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) 
 
 
 _OVERSUBSCRIBE = {"NO": "--exclusive", "USER": "--exclusive=user", "YES": "--oversubscribe"}
+_LINES = ("JobName", "Comment", "WorkDir", "Command", "StdOut", "StdErr")
 _EMPTY = {"", "(null)", "N/A"}
 _GPU = re.compile(r"gres[:/]gpu\b")
 
@@ -212,7 +206,7 @@ def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> tu
         options.append(sharing)
     if _field(shown, "Requeue") == "0":
         options.append("--no-requeue")
-    return (options, *split_command(_line(shown, "Command"), argv))
+    return (options, *split_command(_field(shown, "Command"), argv))
 
 
 def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -256,7 +250,7 @@ def _resources(shown: str, environ: Mapping[str, str]) -> list[str]:
 
 def _files(shown: str) -> list[str]:
     """Return the options that append to the same logs, as after a requeue."""
-    out, err = _line(shown, "StdOut"), _line(shown, "StdErr")
+    out, err = _field(shown, "StdOut"), _field(shown, "StdErr")
     words = ["--open-mode=append"]
     if out:
         words.append(f"--output={out.replace('%', '%%')}")
@@ -266,16 +260,9 @@ def _files(shown: str) -> list[str]:
 
 
 def _field(shown: str, name: str) -> str:
-    """Return the value of `name`, or "". JobName, Comment and WorkDir may hold blanks, the others do not."""
-    if name in ("JobName", "Comment", "WorkDir"):
-        return _line(shown, name)
-    found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", shown)
-    return "" if found is None or found[1] in _EMPTY else found[1]
-
-
-def _line(shown: str, name: str) -> str:
-    """Return what follows `name` up to the end of its line."""
-    found = re.search(rf"(?:^|\s){name}=(.*)$", shown, re.MULTILINE)
+    """Return the value of `name`, or "". Those of `_LINES` may hold blanks, and are up to the end of their line."""
+    rest = r"(.*)$" if name in _LINES else r"(\S*)"
+    found = re.search(rf"(?:^|\s){re.escape(name)}={rest}", shown, re.MULTILINE)
     value = found[1] if found else ""
     if name != "Command":
         value = value.strip()

@@ -23,7 +23,7 @@ from slurm_rlhf.cluster.gpu_query import (
     with_processes,
 )
 from slurm_rlhf.cluster.local_directory import take_directory, take_temporary
-from slurm_rlhf.cluster.network import link_mbits, user_name
+from slurm_rlhf.cluster.network import link_mbits
 from slurm_rlhf.cluster.processes import Session, read_session
 from slurm_rlhf.cluster.resources import local_topology
 from slurm_rlhf.config.schema import Config
@@ -205,11 +205,6 @@ def test_of_several_links_all_must_be_known(interfaces: Path) -> None:
 
 def test_the_loopback_interface_has_none() -> None:
     assert link_mbits("lo") == 0
-
-
-def test_a_user_without_a_name_is_a_number() -> None:
-    assert user_name(0) == "root"
-    assert user_name(2**31 - 7) == str(2**31 - 7)
 
 
 # --- gpu query --------------------------------------------------------------------------------------------------------

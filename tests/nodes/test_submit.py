@@ -204,23 +204,6 @@ def test_a_requeue_is_tried_again_while_the_controller_is_away(
         assert len((tmp_path / "calls").read_text().splitlines()) == calls
 
 
-def test_a_successor_whose_sbatch_had_no_answer_is_not_submitted_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs = {
-        "scontrol": "test $1 = requeue && exit 1; test $1 = write && echo '#!/bin/sh'; exit 0",
-        "squeue": "printf '12 singleton\\n14 afterany:13(unfulfilled)\\n'",
-        "sbatch": "exit 1",
-    }
-    for name, does in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    arranged = continuation_of(Slurm(), tmp_path, JOB).go_on()
-    assert arranged.sure
-    assert "job 14 follows this one" in arranged.text
-
-
 def test_a_parent_is_told_by_its_signal(tmp_path: Path) -> None:
     told: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
