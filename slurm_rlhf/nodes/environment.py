@@ -31,14 +31,10 @@ IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 def diagnosis_variables(role: str, logs: Path) -> dict[str, str]:
     """Return variables that make NCCL write into `logs` why it hangs. A node's own /tmp is lost with the job."""
-    trace = str(logs / f"nccl_trace.{role}.")
     return {
-        # Both names: torch reads the new one and falls back to the old one, libraries read either.
         "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": trace,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": trace,
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs / f"nccl_trace.{role}."),
         "NCCL_DEBUG": "WARN",
         "NCCL_DEBUG_FILE": str(logs / f"nccl.{role}.%h.%p.log"),
     }

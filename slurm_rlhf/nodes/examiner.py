@@ -14,12 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+from msgspec import convert
+
 from slurm_rlhf.cluster.network import address_of, address_towards, is_loopback, listening
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.collect import collect
 from slurm_rlhf.nodes.environment import visible_gpus, without_injected
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts, Orders, Reach
-from slurm_rlhf.placement.topology import Node, Topology
+from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 
@@ -120,8 +122,9 @@ class GroupHost:
             except ConfigError as error:
                 yield from self._all(order, str(error))
                 return
-        place = Topology((Node(order["node"], order["gpus"], 0, tuple(order["devices"])),), order["accelerator"])
-        seats = [[seat, slot, visible_gpus(place, order["node"], [slot], environ)] for seat, slot in order["seats"]]
+        place = convert(order["place"], Topology)
+        node = place.nodes[0].name
+        seats = [[seat, slot, visible_gpus(place, node, [slot], environ)] for seat, slot in order["seats"]]
         assert self._process.stdin is not None
         assert self._process.stderr is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended

@@ -22,8 +22,7 @@ from slurm_rlhf.wire import timeouts
 Tell = Callable[[dict[str, Any]], object]
 
 _POLL_S = 0.02
-_ENOUGH_S = 0.3  # limit of repeating an operation: a slow one is not repeated
-_REPEATS = 3
+_REPEATS = 2
 _SMALL = 5  # repeats of the smallest message
 SIZE = {"gloo": 2 << 20, "nccl": 64 << 20}
 """Bytes of the large message."""
@@ -155,20 +154,10 @@ def _measure(order: dict[str, Any], store: Any, rank: int, world: int) -> dict[s
     def broadcast(tensor: torch.Tensor) -> float:
         return took(lambda: group.broadcast([tensor], from_first))
 
-    def best(operation: Callable[[torch.Tensor], float]) -> float:
-        """Repeat until the first rank's time limit is over."""
-        found, begun = [], time.perf_counter()
-        for _ in range(_REPEATS):
-            found.append(operation(large))
-            enough = torch.tensor([float(time.perf_counter() - begun > _ENOUGH_S)], device=device)
-            broadcast(enough)
-            if enough.item():
-                break
-        return min(found)
-
     all_reduce(small)  # and with it everybody is there
     latency = sorted(all_reduce(small) for _ in range(_SMALL))[_SMALL // 2]
-    figures = {"latency_s": latency, "there_s": best(all_reduce), "back_s": best(broadcast), "size": size}
+    there, back = (min(operation(large) for _ in range(_REPEATS)) for operation in (all_reduce, broadcast))
+    figures = {"latency_s": latency, "there_s": there, "back_s": back, "size": size}
     all_reduce(small)  # nobody leaves before all are through
     return figures
 

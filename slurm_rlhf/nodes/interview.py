@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -112,10 +112,7 @@ class Interview:
             place = known.get(node, topology.nodes[0])
             order = {
                 **orders_for(lineup, node),
-                "node": node,
-                "gpus": place.gpus,
-                "devices": list(place.devices),
-                "accelerator": topology.accelerator,
+                "place": asdict(Topology((replace(place, name=node),), topology.accelerator)),
                 "host": self.met[first].address,
                 "port": self.met[first].port,
                 "backend": "nccl" if self._on_gpus(topology) else "gloo",

@@ -25,9 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.processes import exit_text
+from slurm_rlhf.config.check import check, check_stage
+from slurm_rlhf.config.pipeline import TRAINING
 from slurm_rlhf.config.roles import colocations, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import minutes
+from slurm_rlhf.config.schema_stages import STAGES
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.nodes.child_process import bound_to_parent
@@ -45,11 +48,19 @@ _MOST_TIMEOUTS = 1000
 def submit(config: Config, local: bool = False, command: str = "train") -> Any:
     """Submit a run of `command` with `config` and return its submitit job, whose `result()` is the summary of the run.
 
-    `local`: on this machine, as a process that outlives this one. Raises ConfigError and PlacementError for what
-    cannot be submitted, RunError with the message of sbatch if it refuses.
+    `config` says what to run and, in its group `slurm`, what to ask Slurm for; `command` is `train` or a stage;
+    `local`: on this machine, as a process that outlives this one. If the run fails, `result()` raises with the last
+    lines of what failed. Raises ConfigError, PlacementError and ModelError for what cannot be submitted, RunError with
+    the message of sbatch if it refuses.
     """
     from submitit.core.utils import FailedJobError
 
+    if command not in TRAINING:
+        raise ConfigError(f"command takes one of {', '.join(TRAINING)}, got {command!r}")
+    if command in STAGES:
+        check_stage(config, command)
+    else:
+        check(config)
     placed = of_command(config, command)
     run_dir = Path(placed.run_dir)
     folder = run_dir / FOLDER
