@@ -191,17 +191,9 @@ def parse_partitions(text: str) -> list[Partition]:
             continue
         name, nodes, gres, time, cpus, state = fields
         gpus = 0 if gres.startswith("(") else parse_gpus(gres)  # (null)
-        found.append(
-            Partition(
-                name.rstrip("*"),
-                name.endswith("*"),
-                int(nodes),
-                gpus,
-                time,
-                int(cpus.rstrip("+") or 0) if cpus.rstrip("+").isdigit() else 0,
-                state == "up",
-            )
-        )
+        count = cpus.rstrip("+")
+        number = int(count) if count.isdigit() else 0
+        found.append(Partition(name.rstrip("*"), name.endswith("*"), int(nodes), gpus, time, number, state == "up"))
     return found
 
 

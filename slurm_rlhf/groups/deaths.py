@@ -223,11 +223,17 @@ class Silence:
 
     def heard_nodes(self) -> set[str]:
         """List the nodes of which some rank is heard."""
-        return heard_nodes(self._peers(), self.ranks())
+        quiet = self.ranks()
+        return {peer.host for peer in self._peers() if not peer.lost and peer not in quiet}
 
     def nodes(self, dead: Collection[str]) -> set[str]:
-        """List the nodes of which no rank is heard any more, or ever was: those in `dead`."""
-        return silent_nodes(self._peers(), self.ranks(), dead)
+        """List the nodes of which no rank is heard any more, or ever was: those in `dead`.
+
+        A rank that was killed says nothing of its node, and neither does one that has not said hello yet: it may
+        import.
+        """
+        quiet = self.ranks()
+        return {*dead, *(peer.host for peer in self._peers() if peer.silent or peer in quiet)} - self.heard_nodes()
 
     def _peers(self) -> list[Peer]:
         return [peer for role in self._roles for peer in self._server.peers(role)]
@@ -245,16 +251,3 @@ def conductor_stood_still(absence_s: Callable[[float], float], timeout: Timeout)
         f"the conductor stood still for {seconds:.0f} s (stopped by a signal, or its machine was suspended), and the "
         f"ranks, which wait for {timeout.heartbeat:g} s (timeout.heartbeat), left: all are gone, not one role"
     )
-
-
-def heard_nodes(peers: Collection[Peer], quiet: Collection[Peer]) -> set[str]:
-    """Return the nodes of which some rank is heard. `quiet`: those of `peers` that were not heard lately."""
-    return {peer.host for peer in peers if not peer.lost and peer not in quiet}
-
-
-def silent_nodes(peers: Collection[Peer], quiet: Collection[Peer], dead: Collection[str] = ()) -> set[str]:
-    """Return the nodes of which no rank is heard any more, or ever was: those in `dead`.
-
-    A rank that was killed says nothing of its node, and neither does one that has not said hello yet: it may import.
-    """
-    return {*dead, *(peer.host for peer in peers if peer.silent or peer in quiet)} - heard_nodes(peers, quiet)

@@ -116,7 +116,7 @@ class Agent:
             case "end":  # a process that is stopped does not hear its conductor
                 engine = request.argument(int)
                 for engines in self._with(engine):
-                    engines.kill_engine(engine)
+                    engines.end(engine)
                 request.reply()
             case "leave":
                 self._leaving = True
@@ -169,7 +169,7 @@ class Agent:
         if ROLES[spec.role].kind == "engine":
             for number in spec.engines or ():
                 for engines in self._with(number):
-                    engines.end(number)
+                    engines.end(number, "was ended")
             run_dir = Path(spec.run_dir)
             self._engines.append(EngineRanks(run_dir, ranks, self._node, spec.arguments, environment, spec.engines))
             self._engines[-1].start()
@@ -252,7 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:
-        sys.exit(0)  # the conductor has what it wanted
+    main()

@@ -16,8 +16,7 @@ from typing import Any
 
 from msgspec import convert
 
-from slurm_rlhf.cluster.network import address_of, address_towards, is_loopback, listening
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.cluster.network import address_towards, addresses, is_loopback, listening
 from slurm_rlhf.nodes.collect import collect
 from slurm_rlhf.nodes.environment import visible_gpus, without_injected
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts, Orders, Reach
@@ -114,14 +113,9 @@ class GroupHost:
 
     def run(self, order: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         """Let the seats of `order` go through their stages; yield their reports until all have ended."""
-        address = self._address
         interface = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        if interface and not is_loopback(address):
-            try:
-                address = address_of(interface, "GLOO_SOCKET_IFNAME")
-            except ConfigError as error:
-                yield from self._all(order, str(error))
-                return
+        named = [] if is_loopback(self._address) else [str(own) for name, own in addresses() if name == interface]
+        address = [*named, self._address][0]
         place = convert(order["place"], Topology)
         node = place.nodes[0].name
         seats = [[seat, slot, visible_gpus(place, node, [slot], environ)] for seat, slot in order["seats"]]

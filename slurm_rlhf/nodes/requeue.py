@@ -39,7 +39,7 @@ class SlurmContinuation(Continuation):
     def __init__(
         self, slurm: SlurmEnvironment, environ: Mapping[str, str], argv: Sequence[str], directory: Path
     ) -> None:
-        """`argv`: the words this program was started with. `directory`: for a copy of the batch script, if needed."""
+        """`argv`: the words this program was started with. `directory`: for a copy of the batch script."""
         self._job = str(slurm.job_id)
         self._slurm = slurm
         self._environ = environ
@@ -90,10 +90,11 @@ class SlurmContinuation(Continuation):
         written = command(["scontrol", "write", "batch_script", self._job, "-"])
         if shown.returncode or written.returncode or not written.stdout.startswith("#!"):
             return self._refused(why)
-        options, script, arguments = successor(shown.stdout, self._environ, self._argv)
-        script = self._script(script, written.stdout)
+        options, arguments = successor(shown.stdout, self._environ, self._argv)
+        script = self._directory / SCRIPT
+        script.write_text(written.stdout, encoding="utf-8")
         submitted = command(
-            ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *options, script, *arguments],
+            ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *options, str(script), *arguments],
             env=successor_environment(self._environ),
             cwd=self._slurm.submit_dir,  # SLURM_SUBMIT_DIR of the next job: scripts find their files by it
         )
@@ -103,17 +104,6 @@ class SlurmContinuation(Continuation):
         told = submitted.stderr.strip()
         told = f"neither requeue ({why}) nor sbatch ({told}) worked; submit the same command to go on"
         return Arrangement(told, False)
-
-    def _script(self, path: str, text: str) -> str:
-        """Return `path` if it still is the script of this job, else a copy of what Slurm has kept."""
-        try:
-            if Path(path).read_text(encoding="utf-8").strip() == text.strip():
-                return path
-        except (OSError, ValueError):
-            pass
-        copy = self._directory / SCRIPT
-        copy.write_text(text, encoding="utf-8")
-        return str(copy)
 
 
 class ChainContinuation(SlurmContinuation):
@@ -192,10 +182,10 @@ _EMPTY = {"", "(null)", "N/A"}
 _GPU = re.compile(r"gres[:/]gpu\b")
 
 
-def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the command line of sbatch for the job after the one that `scontrol show job` describes in `shown`.
 
-    It has options, the script as it was submitted (it may be gone), and its arguments. `environ`: the variables of its
+    It has options, and the arguments of the script. `environ`: the variables of its
     batch step; `argv`: the words that the script gave to this program.
     """
     fields = SLURM_OPTIONS["fields"].items()
@@ -206,7 +196,7 @@ def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> tu
         options.append(sharing)
     if _field(shown, "Requeue") == "0":
         options.append("--no-requeue")
-    return (options, *split_command(_field(shown, "Command"), argv))
+    return options, split_command(_field(shown, "Command"), argv)[1]
 
 
 def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:

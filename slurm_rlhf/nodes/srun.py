@@ -119,13 +119,12 @@ class RunningStep:
         self.variables: Mapping[str, str] = {}
         """Variables of its tasks, from the next start on."""
         self._command = command
-        self._files = [log, *([Path(step.output.replace("%N", step.nodes[0]))] if step.output else [])]
-        self._sizes: dict[Path, int] = {}
+        self._size = 0  # of the log before the start
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, or start it again. It ends with the thread that calls this."""
-        self._sizes = {path: _size(path) for path in self._files}
+        self._size = self.log.stat().st_size if self.log.exists() else 0
         environment = {**step_environment(os.environ), **self.variables}
         # SIGTERM makes srun end its tasks. Killed outright, it would leave them to the end of the job.
         self._process = start_child(self._command, self.log, environment, signal.SIGTERM)
@@ -142,21 +141,17 @@ class RunningStep:
 
     def said(self) -> str:
         """Return what it has printed since its start."""
-        return self._said(self.log)
+        try:
+            with self.log.open("rb") as file:
+                file.seek(self._size)
+                return file.read().decode("utf-8", errors="replace")
+        except OSError:
+            return ""
 
     def signal(self, number: signal.Signals) -> None:
         """Signal it if it still runs: SIGTERM makes srun kill its tasks."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
-
-    def _said(self, path: Path) -> str:
-        """Return what was written to `path` since the start."""
-        try:
-            with path.open("rb") as file:
-                file.seek(self._sizes.get(path, 0))
-                return file.read().decode("utf-8", errors="replace")
-        except OSError:
-            return ""
 
     def failures(self) -> list[tuple[str, str]]:
         """Return (nodes, how) of the tasks that failed, in order, or of the command; empty while all is well."""
@@ -167,7 +162,7 @@ class RunningStep:
 
     def worth_another_try(self) -> bool:
         """Tell whether it failed for a reason that may be gone the next time."""
-        said = "".join(self._said(path) for path in self._files)
+        said = self.said()
         return any(text in said for text in _PASSING_FAILURES)
 
 
@@ -186,10 +181,6 @@ def end(steps: Sequence[RunningStep]) -> None:
         for each in steps:
             each.signal(number)
         wait_over(steps, timeouts.STEP_KILL_S)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 PYXIS = "pyxis"

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from slurm_rlhf.groups.deaths import Death, Deaths, RoleRanks, StartLogs, culprits, silent_nodes
+from slurm_rlhf.config.schema_jobs import Timeout
+from slurm_rlhf.groups.deaths import Death, Deaths, RoleRanks, Silence, StartLogs, culprits
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.messages import Peer
@@ -112,6 +115,11 @@ def test_processes_of_another_machine_are_not_looked_for(gone: int) -> None:
 
 def peer(role: str, rank: int, host: str, lost: str = "", silent: bool = False) -> Peer:
     return Peer(role, rank, 2, host, 100 + rank, lost=lost, silent=silent)
+
+
+def silent_nodes(peers: list[Peer], quiet: list[Peer], dead: tuple[str, ...] = ()) -> set[str]:
+    server: Any = SimpleNamespace(peers=lambda role: peers, silent=lambda seconds: quiet)
+    return Silence(server, ["any"], Timeout()).nodes(dead)
 
 
 def test_a_node_whose_ranks_are_silent_is_gone_unless_one_of_them_speaks() -> None:

@@ -46,7 +46,7 @@ ARGV = ["train", "/shared/run.toml", "--run_dir=/a", "--data.input_template=a b 
 
 
 def test_options_arguments_and_files_of_a_job() -> None:
-    options, _, arguments = successor(SHOWN, ENVIRON, ARGV)
+    options, arguments = successor(SHOWN, ENVIRON, ARGV)
     assert arguments[-3:] == ARGV[2:]
     assert sorted(options) == sorted(
         [
@@ -62,7 +62,7 @@ def test_gpus_are_asked_for_once_and_other_spellings_are_read() -> None:
     newer = SHOWN.replace("gres:gpu:8,gres:nic:1", "gres/gpu:h100:8,gres/nic:1").replace("Requeue=0", "Requeue=1")
     newer = newer.replace("OverSubscribe=OK", "OverSubscribe=NO").replace("StdErr=/shared/my", "StdErr=/100%/my")
     environ = {**ENVIRON, "SLURM_GPUS_PER_NODE": "h100:8", "SLURM_ARRAY_TASK_ID": "3"}
-    options, _, _ = successor(newer, environ, ARGV)
+    options, _ = successor(newer, environ, ARGV)
     assert [word for word in options if "gpu:" in word or "gpus" in word] == ["--gpus-per-node=h100:8"]
     assert {"--gres=nic:1", "--exclusive", "--error=/100%%/my job.41.log", "--array=3"} <= set(options)
     assert "--no-requeue" not in options
