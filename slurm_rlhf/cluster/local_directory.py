@@ -19,13 +19,13 @@ import platform
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 
-from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import MOUNTS, mount_of, size_of
 from slurm_rlhf.wire import timeouts
 
@@ -39,15 +39,12 @@ class LocalDirectory:
     """Hold a directory until `remove`, or until this process ends, also as another program after exec."""
 
     path: Path
-    _lock: int | None  # a descriptor; None: the directory is removed
+    _lock: int  # a file descriptor
 
     def remove(self) -> None:
         """Remove the directory with all that is in it."""
-        if self._lock is None:
-            return
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
-        self._lock = None
 
 
 def take_directory(name: str, base: Path) -> LocalDirectory:
@@ -132,10 +129,6 @@ class KernelCache:
     def started(self) -> None:
         """Mark the directory as complete: it is kept even if this process is killed later."""
         (self.directory / STARTING).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Release the directory for another process."""
-        os.close(self._lock)
 
 
 def take_kernel_cache(setting: str, role: str, index: int, limit_gib: float) -> tuple[KernelCache | None, str]:
@@ -283,18 +276,14 @@ def _try_lock(directory: Path) -> int | None:
 @contextlib.contextmanager
 def _turn(root: Path) -> Iterator[None]:
     """Let one process at a time choose a directory, so that none is taken while another removes it."""
-    locks: list[int] = []
-
-    def locked() -> bool:
-        lock = _try_lock(root)
-        locks.extend([] if lock is None else [lock])
-        return lock is not None
-
-    if not wait_until(locked, timeouts.KERNEL_LOCK_S, 0.02, 0.02):
-        raise TimeoutError(
-            errno.ETIMEDOUT, f"another process has held its lock for more than {timeouts.KERNEL_LOCK_S:g} s"
-        )
+    end = time.monotonic() + timeouts.KERNEL_LOCK_S
+    while (lock := _try_lock(root)) is None:
+        if time.monotonic() > end:
+            raise TimeoutError(
+                errno.ETIMEDOUT, f"another process has held its lock for more than {timeouts.KERNEL_LOCK_S:g} s"
+            )
+        time.sleep(0.02)
     try:
         yield
     finally:
-        os.close(locks[0])
+        os.close(lock)

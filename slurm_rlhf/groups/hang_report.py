@@ -133,12 +133,11 @@ def write_findings(hang: Findings, verdict: HangVerdict, paragraph: str, directo
     (directory / "nodes.txt").write_text(_lines(hang.loads), encoding="utf-8")
 
 
-def take_flights(logs: Path, since: float, directory: Path) -> int:
-    """Copy the files that NCCL's flight recorder has written since; returns how many."""
-    fresh = [path for path in logs.glob("nccl_trace.*") if path.stat().st_mtime >= since]
-    for path in fresh:
-        shutil.copy(path, directory / path.name)
-    return len(fresh)
+def take_flights(logs: Path, since: float, directory: Path) -> None:
+    """Copy the files that NCCL's flight recorder has written since."""
+    for path in logs.glob("nccl_trace.*"):
+        if path.stat().st_mtime >= since:
+            shutil.copy(path, directory / path.name)
 
 
 def _row(seen: Sighting, verdict: HangVerdict) -> str:

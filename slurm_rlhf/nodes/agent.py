@@ -164,8 +164,11 @@ class Agent:
         print(f"{self._node}: ranks {share.ranks[0]} to {share.ranks[-1]} of {spec.role}, slots {slots}")
         environment = self._environment(spec, ranks, own)
         chosen = ", ".join(f"{name}={environment.get(name, '')}" for name in INTERFACES)
-        towards = f"interface to the other nodes: {interface_to_others(ranks, self._node) or 'unknown'}"
-        print(f"{self._node}: {chosen} ({towards}; export these to choose others)", flush=True)
+        towards = interface_to_others(ranks, self._node) or "unknown"
+        print(
+            f"{self._node}: {chosen} (interface to the other nodes: {towards}; export these to choose others)",
+            flush=True,
+        )
         if ROLES[spec.role].kind == "engine":
             for number in spec.engines or ():
                 for engines in self._with(number):

@@ -39,16 +39,16 @@ class AgentLauncher:
         self.address = address_among(ranks.used_nodes, steps.slurm.node_name) if steps.slurm else LOOPBACK
 
     def start(self, role: str, arguments: list[str], environment: Environment) -> None:
+        steps = self.agents
+        spec = StepSpec(role, str(steps.run_dir), steps.run_id, arguments, environment)
         if ROLES[role].kind == "engine":
-            self.engines = AgentEngines(self.agents, self._ranks, self.unfit)
-            self.engines.start(arguments, environment)
+            self.engines = AgentEngines(steps, self._ranks, self.unfit, spec)
+            self.engines.start()
             return
         if self.engines is not None:
             self.engines.place_others(self._ranks)
         else:
-            self.agents.write_map(self._ranks)
-        steps = self.agents
-        spec = StepSpec(role, str(steps.run_dir), steps.run_id, arguments, environment)
+            steps.write_map(self._ranks)
         with self._lock:
             self._roles.append(steps.start(spec, self._ranks))
 
@@ -85,13 +85,12 @@ class AgentEngines:
     costs its own engines.
     """
 
-    def __init__(self, agents: AgentSteps, ranks: RankMap, unfit: Mapping[str, str]) -> None:
+    def __init__(self, agents: AgentSteps, ranks: RankMap, unfit: Mapping[str, str], spec: StepSpec) -> None:
         self.unfit = unfit
         """Node -> why no engine is to start there, though it is one of `spares`."""
         self._ranks = ranks
         self._agents = agents
-        self._arguments: list[str] = []
-        self._environment: Environment = {}
+        self._spec = spec
         self._steps: list[AgentStep] = []
         self._at: dict[int, tuple[AgentStep, str]] = {}  # engine -> where it was started last
         self._gone: set[int] = set()
@@ -106,22 +105,17 @@ class AgentEngines:
         used = set(self._ranks.used_nodes)
         return [node for node in self._agents.nodes if node not in used]
 
-    def start(self, arguments: list[str], environment: Environment) -> None:
-        """Start all engines, whose ranks get `arguments`; it does not wait for them. Called once."""
-        self._arguments, self._environment = arguments, environment
+    def start(self) -> None:
+        """Start all engines; it does not wait for them. Called once."""
         self._agents.write_map(self._ranks)
         with self._lock:  # another thread may look for ends already
             self._start(ROLLOUT, self._ranks.engine_nodes, None)
 
     def _start(self, name: str, node_of: dict[int, str], only: list[int] | None) -> None:
         nodes = None if only is None else list(node_of.values())
-        started = self._agents.start(self._spec(only), self._ranks, name, nodes)
+        started = self._agents.start(replace(self._spec, engines=only), self._ranks, name, nodes)
         self._steps.append(started)
         self._at |= {engine: (started, node) for engine, node in node_of.items()}
-
-    def _spec(self, only: list[int] | None) -> StepSpec:
-        run_dir, run_id = str(self._agents.run_dir), self._agents.run_id
-        return StepSpec(ROLLOUT, run_dir, run_id, self._arguments, self._environment, only)
 
     def place_others(self, ranks: RankMap) -> None:
         """Note where the other roles are from now on, for the run directory and for `spares`."""
@@ -169,7 +163,9 @@ class AgentEngines:
             self._news.pop(engine, None)
             if engine not in self._gone:
                 self._sent.add(engine)
-                self._agents.end_engine(*self._at[engine], engine)
+                step, node = self._at[engine]
+                if (peer := step.here.get(node)) is not None:
+                    self._agents.call(peer, "end", engine)
 
     def gone(self, engine: int) -> bool:
         """Tell whether no process of an engine is left, as far as its node says."""
@@ -188,12 +184,16 @@ class AgentEngines:
             step, home = self._at[engine]
             if node != home:
                 self._ranks = with_engine_on(self._ranks, ROLLOUT, engine, node)
-                self._environment = {**self._environment, node: self._environment.get(node, self._environment[home])}
+                own = self._spec.environment
+                self._spec = replace(self._spec, environment={**own, node: own.get(node, own[home])})
                 self._agents.write_map(self._ranks)
             self._gone.discard(engine)
             self._sent.discard(engine)
-            if node != home or not self._agents.start_more(step, node, self._spec([engine]), self._ranks):
+            peer = step.here.get(home)
+            if node != home or peer is None or peer.lost or step.running.code is not None:
                 self._start(f"{ROLLOUT}.engine{engine}", {engine: node}, [engine])
+            else:
+                self._agents.start_there(peer, replace(self._spec, engines=[engine]), self._ranks)
 
     def forget(self) -> list[AgentStep]:
         """Stop reporting ends, because the whole job ends; return its steps."""

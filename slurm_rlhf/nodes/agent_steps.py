@@ -24,6 +24,7 @@ from slurm_rlhf.nodes.launcher import names_in
 from slurm_rlhf.nodes.srun import (
     AGENT,
     HOST,
+    PASSING_FAILURES,
     Container,
     RunningStep,
     Step,
@@ -82,11 +83,6 @@ class AgentStep:
             if not self._ended.issuperset(names_in(nodes)):
                 found.append((nodes, None, how))
         return found
-
-    @property
-    def quiet(self) -> bool:
-        """Tell whether nothing is known of any end."""
-        return not self.said and not self._reported and not self._ended
 
 
 class AgentSteps(AgentServer):
@@ -162,24 +158,16 @@ class AgentSteps(AgentServer):
         self._start(started)
         return started
 
-    def start_more(self, step: AgentStep, node: str, spec: StepSpec, ranks: RankMap) -> bool:
-        """Let the agent of `node` start `spec`, too; False: it cannot be reached, or its step is over."""
-        peer = step.here.get(node)
-        if peer is None or peer.lost or step.running.code is not None:
-            return False
-        self.start_there(peer, spec, ranks)
-        return True
-
     def will_run(self, step: AgentStep) -> bool:
         """Start a step once more that ended before it did anything, for a reason which may be gone the next time.
 
         Returns whether it was.
         """
-        ended = step.running.code is not None and step.quiet
-        if not ended or step.attempts == _ATTEMPTS or not step.running.worth_another_try():
-            return False
-        self._start(step)
-        return True
+        ended = step.running.code is not None and not (step.said or step._reported or step._ended)
+        again = ended and step.attempts < _ATTEMPTS and any(text in step.running.said() for text in PASSING_FAILURES)
+        if again:
+            self._start(step)
+        return again
 
     def _start(self, step: AgentStep) -> None:
         step.name, step.attempts = f"agent of {step.spec.role} ({secrets.token_hex(4)}) on", step.attempts + 1
@@ -218,11 +206,6 @@ class AgentSteps(AgentServer):
             for node in step.here:
                 if node != step.running.step.nodes[0]:
                     self._order(step, node)
-
-    def end_engine(self, step: AgentStep, node: str, engine: int) -> None:
-        """Let the agent of `node` end an engine by force."""
-        if (peer := step.here.get(node)) is not None:
-            self.call(peer, "end", engine)
 
     def end(self, steps: Sequence[AgentStep], done: bool = False, grace_s: float = 0.0) -> None:
         """End steps and wait until they are gone; `done`: what they have started is leaving, and gets `grace_s`."""

@@ -129,18 +129,12 @@ class GroupHost:
                 return
             yield report
         said = self._process.stderr.read().strip().splitlines() or ["without a word"]
-        yield from self._all(order, f"the process that imports torch has ended: {said[-1]}")
+        error = f"the process that imports torch has ended: {said[-1]}"
+        mine = {seat for seat, _ in order["seats"]}
+        for name, members in (group for stage in order["stages"] for group in stage):
+            yield from ({"seat": seat, "group": name, "error": error} for seat in mine.intersection(members))
 
     def end(self) -> None:
         """End the process and what it started."""
         with self._process, self._reports:
             self._process.kill()  # its seats go with it
-
-    @staticmethod
-    def _all(order: Mapping[str, Any], error: str) -> Iterator[dict[str, Any]]:
-        """Report the same error of every seat in every group."""
-        mine = {seat for seat, _ in order["seats"]}
-        for stage in order["stages"]:
-            for name, seats in stage:
-                for seat in mine.intersection(seats):
-                    yield {"seat": seat, "group": name, "error": error}

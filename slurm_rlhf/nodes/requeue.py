@@ -196,11 +196,11 @@ def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> tu
         options.append(sharing)
     if _field(shown, "Requeue") == "0":
         options.append("--no-requeue")
-    return options, split_command(_field(shown, "Command"), argv)[1]
+    return options, split_command(_field(shown, "Command"), argv)
 
 
-def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Split `command`, which Slurm shows as words with blanks between them, into script and arguments.
+def split_command(command: str, argv: Sequence[str]) -> list[str]:
+    """Return the arguments in `command`, which Slurm shows as words with blanks between them, the script first.
 
     A script that ends in `exec slurm-rlhf train FILE "$@"` has passed its arguments on: what `argv` and `command` both
     end with are these arguments, blanks inside them included. Arguments that it did not pass on are split at blanks.
@@ -208,8 +208,7 @@ def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     for first in range(len(argv)):
         tail = list(argv[first:])
         if command.endswith(text := " " + " ".join(tail)):
-            script, own = _split_head(command.removesuffix(text))
-            return script, own + tail
+            return _split_head(command.removesuffix(text)) + tail
     return _split_head(command)
 
 
@@ -222,11 +221,8 @@ def successor_environment(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _split_head(head: str) -> tuple[str, list[str]]:
-    if Path(head).is_file():
-        return head, []
-    script, *own = head.split(" ")
-    return script, own
+def _split_head(head: str) -> list[str]:
+    return [] if Path(head).is_file() else head.split(" ")[1:]
 
 
 def _resources(shown: str, environ: Mapping[str, str]) -> list[str]:

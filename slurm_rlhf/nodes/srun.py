@@ -36,7 +36,7 @@ STEP_VARIABLES = frozenset(
 """Variables that srun would read as options of the step."""
 
 _TASK_ENDED = re.compile(r"^srun: error: (?P<nodes>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.MULTILINE)
-_PASSING_FAILURES = ("Unable to contact slurm controller", "Communication connection failure")
+PASSING_FAILURES = ("Unable to contact slurm controller", "Communication connection failure")
 """Texts of failures that another attempt may not meet, as of a Slurm controller that is restarting."""
 
 
@@ -159,11 +159,6 @@ class RunningStep:
         if found or self.code is None:
             return found
         return [(",".join(self.step.nodes), f"ended ({Path(self._command[0]).name} {exit_text(self.code)})")]
-
-    def worth_another_try(self) -> bool:
-        """Tell whether it failed for a reason that may be gone the next time."""
-        said = self.said()
-        return any(text in said for text in _PASSING_FAILURES)
 
 
 def wait_over(steps: Sequence[RunningStep], seconds: float) -> None:

@@ -48,7 +48,7 @@ def take(tmp_path: Path) -> Iterator[Take]:
 def leave(cache: KernelCache) -> None:
     """As the kernel does for a process that ends."""
     if cache._lock >= 0:
-        cache.close()
+        os.close(cache._lock)
         cache._lock = -1
 
 

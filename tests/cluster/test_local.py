@@ -156,7 +156,7 @@ def test_a_directory_that_somebody_else_put_there_is_not_used(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("length", [0, 80])
-def test_a_directory_for_sockets_has_a_short_path_and_goes_once(
+def test_a_directory_for_sockets_has_a_short_path_and_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
     """vLLM puts names of 37 characters behind it, and a socket's path has 107 at most."""
@@ -168,7 +168,6 @@ def test_a_directory_for_sockets_has_a_short_path_and_goes_once(
     assert len(str(made.path)) + 37 <= 107
     assert str(made.path).startswith("/tmp/slurm_rlhf." if length else place)
     (made.path / "socket").touch()
-    made.remove()
     made.remove()
     assert not made.path.exists()
     assert [path.name for path in made.path.parent.iterdir() if path.name[0] == "."] == [".lock"]

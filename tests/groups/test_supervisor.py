@@ -94,9 +94,6 @@ class Processes:
         self.started[role, rank].kill()
         self.news.append(Ended(role, f"n{rank + 1}", how, self.directory.logs / f"{role}.srun.log"))
 
-    def stopped(self) -> list[tuple[str, int]]:
-        return []
-
     def ended(self) -> list[Ended]:
         news, self.news = self.news, []
         return news
