@@ -66,8 +66,8 @@ class AgentStep:
     here: dict[str, Peer] = field(default_factory=dict)  # agents by node
     said: deque[tuple[str, int | None, str]] = field(default_factory=deque)
     attempts: int = 0
-    _reported: int = 0
-    _ended: set[str] = field(default_factory=set)  # nodes whose agent has said that all is over
+    reported: int = 0  # failures of `running` that `news` has seen
+    over: set[str] = field(default_factory=set)  # nodes whose agent has said that all is over
 
     def news(self) -> list[tuple[str, int | None, str]]:
         """Return (node, engine, how) of what ended since the last call; None: all that the step had there.
@@ -77,10 +77,10 @@ class AgentStep:
         found = []
         while self.said:
             found.append(self.said.popleft())
-        self._ended |= {node for node, engine, _ in found if engine is None}
-        for nodes, how in self.running.failures()[self._reported :]:
-            self._reported += 1
-            if not self._ended.issuperset(names_in(nodes)):
+        self.over |= {node for node, engine, _ in found if engine is None}
+        for nodes, how in self.running.failures()[self.reported :]:
+            self.reported += 1
+            if not self.over.issuperset(names_in(nodes)):
                 found.append((nodes, None, how))
         return found
 
@@ -163,7 +163,7 @@ class AgentSteps(AgentServer):
 
         Returns whether it was.
         """
-        ended = step.running.code is not None and not (step.said or step._reported or step._ended)
+        ended = step.running.code is not None and not (step.said or step.reported or step.over)
         again = ended and step.attempts < _ATTEMPTS and any(text in step.running.said() for text in PASSING_FAILURES)
         if again:
             self._start(step)
