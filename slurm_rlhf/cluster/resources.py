@@ -150,14 +150,16 @@ def fits_gpus(config: Config) -> bool:
 
     The first call blocks for up to a minute if no program answers.
     """
-    found = memory_of(config, _found()).account
+    found = memory_of(config, _found_once()).account
     return found is None or found.fits()
 
 
-@cache
 def _found() -> GpuSize:
-    """Find the GPUs once per process: nodes keep them."""
     return found_size(local_kinds(os.environ))
+
+
+_found_once = cache(_found)
+"""Found once per process: nodes keep their GPUs."""
 
 
 _FORMAT = "%P|%D|%G|%l|%c|%a"
