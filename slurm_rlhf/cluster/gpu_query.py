@@ -136,10 +136,9 @@ def ask_gpus(environ: Mapping[str, str]) -> GpuLook:
             return GpuLook(said=f"nvidia-smi shows none: {_short(listed)}")
         gpus = with_processes(gpus, _run(program, f"--query-compute-apps={','.join(PROCESS_FIELDS)}"))
         driver = listed.splitlines()[0].split(",")[FIELDS.index("driver_version")].strip()
-    except subprocess.CalledProcessError as error:
-        return GpuLook(said=f"nvidia-smi fails: {_short(f'{error.stdout}{error.stderr}')}")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return GpuLook(said=f"nvidia-smi fails: {_short(str(error))}")
+        words = f"{error.stdout}{error.stderr}" if isinstance(error, subprocess.CalledProcessError) else str(error)
+        return GpuLook(said=f"nvidia-smi fails: {_short(words)}")
     return GpuLook(tuple(gpus), driver, driver_cuda())
 
 

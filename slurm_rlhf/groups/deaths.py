@@ -90,11 +90,6 @@ class RoleRanks:
         """List the ranks whose process has ended; empty where another machine has them."""
         return [peer for peer in self.peers if self.here and not running(peer.pid)]
 
-    @property
-    def unknown(self) -> bool:
-        """Tell whether a rank has not said hello: nobody knows its process."""
-        return len(self.peers) < self.world
-
 
 @dataclass(frozen=True, slots=True)
 class Death:
@@ -157,9 +152,8 @@ class Deaths:
         that nobody knows whether they live, `patience_s` is enough.
         """
         ended = {end.role for end in self.ends}
-        limits = [
-            limit_s if one.role in self._at else patience_s * one.unknown for one in known if one.role not in ended
-        ]
+        left = [one for one in known if one.role not in ended]
+        limits = [limit_s if one.role in self._at else patience_s * (len(one.peers) < one.world) for one in left]
         return waited_s < max(limits, default=0.0)
 
     @property

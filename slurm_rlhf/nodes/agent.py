@@ -133,7 +133,7 @@ class Agent:
                 request.answer_apart(partial(self._slow, request))
 
     def _with(self, engine: int) -> list[EngineRanks]:
-        return [engines for engines in self._engines if engine in engines.numbers and not engines.gone(engine)]
+        return [engines for engines in self._engines if engines.has(engine)]
 
     def _slow(self, request: Request) -> Any:
         """Return the answer to what takes its time, and starts no process that is to last."""

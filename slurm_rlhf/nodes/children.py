@@ -113,10 +113,9 @@ class EngineRanks:
         ranks = (process for engine in self._engines.values() for process in engine.ranks)
         return any(process.poll() == CONDUCTOR_GONE_STATUS for process in ranks)
 
-    @property
-    def numbers(self) -> list[int]:
-        """List the engines."""
-        return list(self._engines)
+    def has(self, number: int) -> bool:
+        """Tell whether a rank of an engine is left here."""
+        return number in self._engines and not self.gone(number)
 
     def gone(self, number: int) -> bool:
         """Tell whether no rank of an engine is left."""
