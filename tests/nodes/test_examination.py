@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -94,6 +96,33 @@ def test_the_groups_of_the_rank_map_work_together(agents: LocalAgents, tmp_path:
     agent = psutil.Process(agents.residents[NODE].pid)
     until(lambda: not agent.children(), "the end of the process that has imported torch")
     assert agent.is_running()
+
+
+BROKEN_PAIR = """
+import json, socket
+from slurm_rlhf.nodes import group_rank
+done = []
+def measured(order, store, rank, world):
+    done.append(rank)
+    if len(done) == 1:
+        raise RuntimeError("Connection closed by peer")
+    return {"latency_s": 0.1, "there_s": 1.0, "back_s": 1.0, "size": 1}
+group_rank._measure = measured
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    order = {"secret": "s", "limit_s": 60.0, "host": "127.0.0.1", "port": listening.getsockname()[1], "name": "links"}
+    order |= {"backend": "gloo", "seats": [[0, 0, {}]], "seats_in_all": 1, "stages": [[["a - b", [0]]], [["a - c", [0]]]]}
+    group_rank.measure(order, listening.fileno(), lambda report: print(json.dumps(report), flush=True))
+"""
+
+
+@pytest.mark.slow
+def test_the_pairs_of_a_node_after_a_broken_one_are_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN_PAIR], capture_output=True, text=True, timeout=HANG_S, check=True
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each.get("error") for each in told if each.get("group") == "a - b"] == [None, "Connection closed by peer"]
+    assert [each.get("there_s") for each in told if each.get("group") == "a - c"] == [None, 1.0]
 
 
 def test_without_groups_nothing_is_measured(agents: LocalAgents) -> None:
