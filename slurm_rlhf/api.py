@@ -75,7 +75,7 @@ def submit(config: Config, *, local: bool = False, command: str = "train") -> An
     `command`: `train`, or a stage: `sft`, `rm` or `dpo`.
     Raises ConfigError, PlacementError, ModelError, and RunError if sbatch refuses.
     """
-    from slurm_rlhf.nodes import submit as by_submitit
+    from slurm_rlhf.nodes.submitit_job import submit as by_submitit
 
     return by_submitit(settled(config), local, command)
 

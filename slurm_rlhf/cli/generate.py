@@ -19,7 +19,7 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
 from slurm_rlhf.nodes.accelerators import Wanted
-from slurm_rlhf.nodes.examination import examine_nodes, look_here
+from slurm_rlhf.nodes.examination import examine_nodes
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs
@@ -84,11 +84,8 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps
         granted_by="start it where nvidia-smi shows GPUs" if slurm is None else "ask for them with --gpus-per-node",
     )
     asked = replace(question(config, ranks, needs, ranks.used_nodes, slurm), measure=False)
-    if slurm is not None:
-        report, _ = examine_nodes(asked, steps)
-        return report
-    steps.begin(steps.orders())
-    return look_here(asked, os.environ)
+    report, _ = examine_nodes(asked, steps)
+    return report
 
 
 def merge_parts(arguments: Arguments) -> int:

@@ -161,7 +161,6 @@ def _examine(
     asked = replace(
         asked,
         nodes=nodes,
-        address=agents.address,
         needs=replace(asked.needs, wanted=wanted),
         equipment=equipped,
         thorough=full,

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.plan import layout_here
-from slurm_rlhf.cluster.network import LOOPBACK, address_among
 from slurm_rlhf.cluster.resources import node_name, nodes_here
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import printable
-from slurm_rlhf.nodes.examination import Question, examine_nodes, look_here
+from slurm_rlhf.nodes.examination import Question, examine_nodes
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, needs_of
 from slurm_rlhf.nodes.node_look import versions
@@ -93,11 +92,7 @@ def examine(config: Config, ranks: RankMap, steps: AgentSteps, full: bool = Fals
     with run_directory_kept(Path(config.run_dir)):
         if steps.slurm is not None:
             return _examine_allocation(config, ranks, steps, steps.slurm, full)
-        asked = local_question(config, ranks)
-        if full:
-            return examine_nodes(asked, steps)
-        steps.begin(steps.orders())
-        return look_here(asked, os.environ), ranks
+        return examine_nodes(replace(local_question(config, ranks), measure=full), steps)
 
 
 def _examine_allocation(
@@ -121,11 +116,10 @@ def question(
     config: Config, ranks: RankMap, needs: Needs, nodes: Sequence[str], slurm: SlurmEnvironment | None = None
 ) -> Question:
     """Say what is asked of `nodes`, which are nodes of the job or, without a job, this machine."""
-    container, own = container_of(config), node_name()
+    container = container_of(config)
     return Question(
         nodes=tuple(nodes),
-        here=own,
-        address=LOOPBACK if slurm is None else address_among(nodes, own),
+        here=node_name(),
         needs=needs,
         versions=versions(),
         ranks=ranks,

@@ -175,7 +175,7 @@ def submit(arguments: Arguments) -> int:
         config = load_config(arguments.files, arguments.overrides)
         fetch_models(config, _say)
         require_fit(memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
-    from slurm_rlhf.nodes import submit as submit_job
+    from slurm_rlhf.nodes.submitit_job import submit as submit_job
 
     job = submit_job(config, "local" in arguments.options, name)
     print(f"{'process' if 'local' in arguments.options else 'job'} {job.job_id}, output in {job.paths.stdout}")

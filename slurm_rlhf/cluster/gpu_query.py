@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurm_rlhf.cluster.network import user_name
+import psutil
+
 from slurm_rlhf.wire import timeouts
 
 _PROC = Path("/proc/driver/nvidia/gpus")
@@ -135,10 +136,9 @@ def ask_gpus(environ: Mapping[str, str]) -> GpuLook:
             return GpuLook(said=f"nvidia-smi shows none: {_short(listed)}")
         gpus = with_processes(gpus, _run(program, f"--query-compute-apps={','.join(PROCESS_FIELDS)}"))
         driver = listed.splitlines()[0].split(",")[FIELDS.index("driver_version")].strip()
-    except subprocess.CalledProcessError as error:
-        return GpuLook(said=f"nvidia-smi fails: {_short(f'{error.stdout}{error.stderr}')}")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return GpuLook(said=f"nvidia-smi fails: {_short(str(error))}")
+        words = f"{error.stdout}{error.stderr}" if isinstance(error, subprocess.CalledProcessError) else str(error)
+        return GpuLook(said=f"nvidia-smi fails: {_short(words)}")
     return GpuLook(tuple(gpus), driver, driver_cuda())
 
 
@@ -199,8 +199,8 @@ def _number(text: str) -> int:
 def _owner(pid: int) -> str:
     """Return the name of the user who runs a process; empty if it is not visible from here."""
     try:
-        return user_name(os.stat(f"/proc/{pid}").st_uid)
-    except OSError:
+        return str(psutil.Process(pid).username())
+    except psutil.Error:
         return ""
 
 

@@ -19,13 +19,13 @@ import platform
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 
-from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import MOUNTS, mount_of, size_of
 from slurm_rlhf.wire import timeouts
 
@@ -39,18 +39,12 @@ class LocalDirectory:
     """Hold a directory until `remove`, or until this process ends, also as another program after exec."""
 
     path: Path
-    _lock: int | None  # a descriptor; None: the directory is removed
+    _lock: int  # a file descriptor
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it, and its parent if that is empty then."""
-        if self._lock is None:
-            return
+        """Remove the directory with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError), _locked(self.path.parent):
-            if os.listdir(self.path.parent) == [_LOCK]:
-                shutil.rmtree(self.path.parent)
         os.close(self._lock)
-        self._lock = None
 
 
 def take_directory(name: str, base: Path) -> LocalDirectory:
@@ -60,7 +54,7 @@ def take_directory(name: str, base: Path) -> LocalDirectory:
     be on a shared file system, where a stale handle can end one rank and hang the others.
     """
     root = _private(base)
-    with _locked(root):
+    with _turn(root):
         for other in root.iterdir():
             if other.is_dir() and _abandoned(other):
                 shutil.rmtree(other, ignore_errors=True)
@@ -76,18 +70,6 @@ def take_temporary() -> LocalDirectory:
     """Make the directory that processes of this one get as TMPDIR. Its path is short, for Unix sockets in it."""
     place = tempfile.gettempdir()
     return take_directory(f"{os.getpid()}.{os.urandom(3).hex()}", Path(place if len(place) <= _LONGEST else "/tmp"))
-
-
-@contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Lock `root` against other processes that make and remove directories in it; make `root` if it is missing."""
-    while True:
-        root.mkdir(mode=0o700, exist_ok=True)
-        with open(root / _LOCK, "a", encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if (root / _LOCK).exists() and os.path.samestat(os.fstat(file.fileno()), (root / _LOCK).stat()):
-                yield
-                return
 
 
 def _private(base: Path) -> Path:
@@ -147,10 +129,6 @@ class KernelCache:
     def started(self) -> None:
         """Mark the directory as complete: it is kept even if this process is killed later."""
         (self.directory / STARTING).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Release the directory for another process."""
-        os.close(self._lock)
 
 
 def take_kernel_cache(setting: str, role: str, index: int, limit_gib: float) -> tuple[KernelCache | None, str]:
@@ -218,10 +196,7 @@ def _take(base: Path, role: str, index: int, limit: int) -> KernelCache:
             slot.mkdir(mode=0o700, exist_ok=True)
             lock = _try_lock(slot)
             if lock is not None:
-                with contextlib.ExitStack() as on_error:
-                    on_error.callback(os.close, lock)
-                    _tidy(slot)
-                    on_error.pop_all()
+                _tidy(slot)
                 return KernelCache(slot, lock)
     raise AssertionError("a count has no end")
 
@@ -300,19 +275,15 @@ def _try_lock(directory: Path) -> int | None:
 
 @contextlib.contextmanager
 def _turn(root: Path) -> Iterator[None]:
-    """Let one rank at a time choose a directory, so that none is taken while another rank removes it."""
-    locks: list[int] = []
-
-    def locked() -> bool:
-        lock = _try_lock(root)
-        locks.extend([] if lock is None else [lock])
-        return lock is not None
-
-    if not wait_until(locked, timeouts.KERNEL_LOCK_S, 0.02, 0.02):
-        raise TimeoutError(
-            errno.ETIMEDOUT, f"another rank has held its lock for more than {timeouts.KERNEL_LOCK_S:g} s"
-        )
+    """Let one process at a time choose a directory, so that none is taken while another removes it."""
+    end = time.monotonic() + timeouts.KERNEL_LOCK_S
+    while (lock := _try_lock(root)) is None:
+        if time.monotonic() > end:
+            raise TimeoutError(
+                errno.ETIMEDOUT, f"another process has held its lock for more than {timeouts.KERNEL_LOCK_S:g} s"
+            )
+        time.sleep(0.02)
     try:
         yield
     finally:
-        os.close(locks[0])
+        os.close(lock)

@@ -6,24 +6,22 @@ joined. A rank proves that it has joined with the run's secret: otherwise a stra
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import ipaddress
 import os
-import pwd
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
+
+import psutil
 
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.wire import timeouts
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 _ANY_PORT = 9
 _BACKLOG = 4096
 LOOPBACK = "127.0.0.1"
@@ -144,31 +142,14 @@ def is_loopback(address: str) -> bool:
 
 def addresses() -> list[tuple[str, Address]]:
     """List (interface, address) of this machine, IPv4 first."""
-    found: list[tuple[str, Address]] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # it has no IPv4 address
-            found.append((name, ipaddress.IPv4Address(answer[20:24])))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else []:
-        digits, *_, name = line.split()
-        found.append((name, ipaddress.IPv6Address(int(digits, 16))))
-    return found
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    known = [(name, each) for name, those in psutil.net_if_addrs().items() for each in those if each.family in kinds]
+    known.sort(key=lambda one: kinds.index(one[1].family))
+    return [(name, _parsed(each.address)) for name, each in known]
 
 
 def _parsed(address: str) -> Address:
     return ipaddress.ip_address(address.split("%", maxsplit=1)[0])
-
-
-def user_name(uid: int) -> str:
-    """Return the name of a user; without one, the number."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 JOINED = "slurm_rlhf/joined"
@@ -177,21 +158,8 @@ JOINED = "slurm_rlhf/joined"
 _LOOK_S = 0.5
 
 
-class KeyStore(Protocol):
-    """Keep values by key for all connected processes, as torch's stores do."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Store `value` at `key`."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value at `key`."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Tell whether all keys have values."""
-
-
-def tell_joined(store: KeyStore, rank: int, secret: str) -> None:
-    """Say that `rank` needs no further connection to the store. Raises the store's errors."""
+def tell_joined(store: Any, rank: int, secret: str) -> None:
+    """Say that `rank` needs no further connection to a store of torch. Raises the store's errors."""
     store.set(_key(rank), _proof(rank, secret))
 
 
@@ -203,7 +171,7 @@ def _proof(rank: int, secret: str) -> str:
     return hmac.new(secret.encode(), _key(rank).encode(), hashlib.sha256).hexdigest()
 
 
-def _have_joined(store: KeyStore, ranks: Sequence[int], secret: str) -> bool:
+def _have_joined(store: Any, ranks: Sequence[int], secret: str) -> bool:
     if not store.check([_key(rank) for rank in ranks]):
         return False
     return all(hmac.compare_digest(store.get(_key(rank)), _proof(rank, secret).encode()) for rank in ranks)
@@ -221,7 +189,7 @@ def shut(number: int) -> None:
         os.close(nothing)
 
 
-def shut_when_joined(store: KeyStore, number: int, ranks: Sequence[int], secret: str) -> None:
+def shut_when_joined(store: Any, number: int, ranks: Sequence[int], secret: str) -> None:
     """Close the socket `number`, at which `store` listens, when all `ranks` have joined; a thread waits for them."""
 
     def wait() -> None:

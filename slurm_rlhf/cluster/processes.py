@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run_directory import files_exhausted, most_files, write_atomically
 
@@ -174,26 +176,10 @@ _STATES = {
 
 
 def node_load() -> str:
-    """Describe the load and the free memory of this node in a line; "?" for a value that cannot be read."""
-    try:
-        load = " ".join((_PROC / "loadavg").read_text(encoding="ascii").split()[:3])
-    except OSError:
-        load = "?"
-    free, total = _memory()
-    return f"load {load} on {os.cpu_count()} CPUs, {free} of {total} GiB of memory available"
-
-
-def _memory() -> tuple[str, str]:
-    try:
-        lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return "?", "?"
-    known = {name: words for name, _, words in (line.partition(":") for line in lines)}
-
-    def gib(name: str) -> str:
-        return f"{int(known[name].split()[0]) / 2**20:.1f}" if name in known else "?"
-
-    return gib("MemAvailable"), gib("MemTotal")
+    """Describe the load and the free memory of this node in a line."""
+    load, memory = " ".join(f"{each:.2f}" for each in psutil.getloadavg()), psutil.virtual_memory()
+    free, total = memory.available / 2**30, memory.total / 2**30
+    return f"load {load} on {os.cpu_count()} CPUs, {free:.1f} of {total:.1f} GiB of memory available"
 
 
 def process_state(pid: int) -> str:

@@ -5,7 +5,6 @@ A slot is a GPU; without GPUs it is a process.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
@@ -93,20 +92,15 @@ def _this_machine(environ: Mapping[str, str]) -> Topology:
 
 
 def _gpus(slurm: SlurmEnvironment) -> tuple[int, ...]:
-    """Return the GPUs on each node. Asks Slurm if the environment describes only one node, or contradicts itself."""
-    gpus = slurm.gpus()
-    if gpus is None:
-        try:
-            return ask_scontrol(slurm.job_id, slurm.job_nodes)
-        except PlacementError:
-            # The number of slurmd is right for this node, and for no other.
-            if slurm.gpus_here is None or slurm.step_id is not None or len(slurm.job_nodes) > 1:
-                raise
-            return (slurm.gpus_here,)
-    if not slurm.gpus_are_known():
-        with contextlib.suppress(PlacementError):  # for example, a container without scontrol
-            return ask_scontrol(slurm.job_id, slurm.job_nodes)
-    return gpus
+    """Return the GPUs on each node. Asks Slurm if the environment does not tell; without an answer nodes are alike."""
+    if (gpus := slurm.gpus()) is not None:
+        return gpus
+    try:
+        return ask_scontrol(slurm.job_id, slurm.job_nodes)
+    except PlacementError:  # for example, a container without scontrol
+        if slurm.gpus_on_node is None:
+            raise
+        return (slurm.gpus_on_node,) * len(slurm.job_nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,17 +193,9 @@ def parse_partitions(text: str) -> list[Partition]:
             continue
         name, nodes, gres, time, cpus, state = fields
         gpus = 0 if gres.startswith("(") else parse_gpus(gres)  # (null)
-        found.append(
-            Partition(
-                name.rstrip("*"),
-                name.endswith("*"),
-                int(nodes),
-                gpus,
-                time,
-                int(cpus.rstrip("+") or 0) if cpus.rstrip("+").isdigit() else 0,
-                state == "up",
-            )
-        )
+        count = cpus.rstrip("+")
+        number = int(count) if count.isdigit() else 0
+        found.append(Partition(name.rstrip("*"), name.endswith("*"), int(nodes), gpus, time, number, state == "up"))
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from slurm_rlhf.cluster.slurm_notation import count_devices, expand, expand_counts, parse_gpus, per_node
+from slurm_rlhf.cluster.slurm_notation import expand, expand_counts, parse_gpus, per_node
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 
@@ -42,17 +42,11 @@ class SlurmEnvironment:
     cpus_per_node: tuple[int, ...] = _variable("SLURM_JOB_CPUS_PER_NODE", parse=expand_counts, default=())
     # None in the batch script, in salloc's shell and in its interactive step.
     step_id: int | None = _variable("SLURM_STEP_ID", "SLURM_STEPID", parse=_step_id)
-    # Tasks on each node of the job; not read in a step, where the variable describes the step.
-    tasks_per_node: tuple[int, ...] = _variable("SLURM_TASKS_PER_NODE", parse=expand_counts, default=())
     # GPUs of the job (or the step) on this node.
     gpus_on_node: int | None = _variable("SLURM_GPUS_ON_NODE", parse=parse_gpus)
-    # Requests; None: not requested in this way.
+    # The request; None: there is none, or it was made in another way.
     gpus_per_node: int | None = _variable("SLURM_GPUS_PER_NODE", parse=parse_gpus)
-    gpus_per_task: int | None = _variable("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", parse=parse_gpus)
-    gpus_total: int | None = _variable("SLURM_GPUS", parse=parse_gpus)
-    gpu_ids: int | None = _variable("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", parse=count_devices)
     node_name: str = _variable("SLURMD_NODENAME", parse=str, default="")
-    node_id: int = _variable("SLURM_NODEID", parse=int, default=0)
     restart_count: int = _variable("SLURM_RESTART_COUNT", parse=int, default=0)  # how often this job was requeued
     array_job_id: int | None = _variable("SLURM_ARRAY_JOB_ID", parse=int)
     array_task_id: int | None = _variable("SLURM_ARRAY_TASK_ID", parse=int)
@@ -63,48 +57,15 @@ class SlurmEnvironment:
     def gpus(self) -> tuple[int, ...] | None:
         """Return the GPUs of the job on each node; None if the variables do not tell, but `ask_scontrol` may.
 
-        They do not tell in the shell of `salloc --gres`, if a total (`--gpus`) does not divide evenly, and if this node
-        has another number than was requested: a job that is submitted inside another job inherits variables of that
-        job, such as SLURM_GPUS_PER_TASK.
+        They tell if each node was asked for as many as this one has: a job that is submitted inside another job
+        inherits that job's request. In a step the number of this node may be the step's.
         """
-        here = self.gpus_here
-        asked = self._asked_gpus()
-        if asked is None:
-            if self.gpus_total is not None:
-                return None
-            if here is None:
-                return (0,) * len(self.job_nodes) if self.node_name else None
-            return (here,) * len(self.job_nodes)
-        outside = self.step_id is None  # in a step, gpus_on_node may be the step's
-        return None if outside and here not in (None, asked[self._place]) else asked
-
-    @property
-    def gpus_here(self) -> int | None:
-        """Return the number of GPUs that slurmd has granted on this node; None if it does not tell."""
-        return self.gpus_on_node if self.gpus_on_node is not None else self.gpu_ids
-
-    @property
-    def _place(self) -> int:
-        """Return the index of this node in `job_nodes`."""
-        if self.node_name in self.job_nodes:
-            return self.job_nodes.index(self.node_name)
-        return self.node_id if self.step_id is None and self.node_id < len(self.job_nodes) else 0
-
-    def _asked_gpus(self) -> tuple[int, ...] | None:
-        """Return the GPUs on each node that the job requested; None without a request, or for an uneven total."""
-        count = len(self.job_nodes)
-        if self.gpus_per_node is not None:
-            return (self.gpus_per_node,) * count
-        if self.gpus_total is not None:
-            even, rest = divmod(self.gpus_total, count)
-            return None if rest else (even,) * count
-        if self.gpus_per_task and self.step_id is None and self.tasks_per_node:
-            return tuple(self.gpus_per_task * tasks for tasks in self.tasks_per_node)
-        return None
-
-    def gpus_are_known(self) -> bool:
-        """Tell whether `gpus` is certain; it is not if it assumes that all nodes are alike."""
-        return len(self.job_nodes) == 1 or any((self.gpus_per_node, self.gpus_per_task)) or not any(self.gpus() or ())
+        count, here, asked, outside = len(self.job_nodes), self.gpus_on_node, self.gpus_per_node, self.step_id is None
+        if here is None and asked is None:
+            return (0,) * count if self.node_name else None
+        if asked is not None and (here in (None, asked) or not outside):
+            return (asked,) * count
+        return (here,) if here is not None and outside and count == 1 else None
 
     def topology(self, gpus: Sequence[int]) -> Topology:
         """Build the topology of the job's nodes with `gpus` on each; without GPUs it has 0 slots, accelerator "cpu"."""
@@ -120,10 +81,7 @@ def read_slurm(environ: Mapping[str, str]) -> SlurmEnvironment | None:
     """
     if not any(environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_JOBID")):
         return None
-    values: dict[str, Any] = {}
-    for each in fields(SlurmEnvironment):
-        in_step = values.get("step_id") is not None
-        values[each.name] = each.default if in_step and each.name == "tasks_per_node" else _read(environ, each)
+    values = {each.name: _read(environ, each) for each in fields(SlurmEnvironment)}
     if not values["job_nodes"]:
         raise PlacementError(
             f"SLURM_JOB_ID is {values['job_id']}, but SLURM_JOB_NODELIST is not set: unset SLURM_JOB_ID to run outside "
@@ -149,11 +107,6 @@ def _read(environ: Mapping[str, str], wanted: Field[Any]) -> Any:
     return wanted.default
 
 
-def _variables(name: str) -> str:
-    """Name the variables from which a field is read, for messages."""
-    return " or ".join(next(each.metadata["names"] for each in fields(SlurmEnvironment) if each.name == name))
-
-
 def _check_counts(values: dict[str, Any]) -> None:
     nodes = len(values["job_nodes"])
     if values["step_id"] is None and values["num_nodes"] not in (None, nodes):
@@ -161,9 +114,8 @@ def _check_counts(values: dict[str, Any]) -> None:
             f"SLURM_JOB_NUM_NODES is {values['num_nodes']}, but SLURM_JOB_NODELIST names {nodes} nodes: one of them "
             "was changed by hand or by a container"
         )
-    for name in ("cpus_per_node", "tasks_per_node"):
-        if values[name]:
-            try:
-                values[name] = per_node(values[name], nodes)
-            except ValueError as error:
-                raise PlacementError(f"{_variables(name)}: {error}") from error
+    if values["cpus_per_node"]:
+        try:
+            values["cpus_per_node"] = per_node(values["cpus_per_node"], nodes)
+        except ValueError as error:
+            raise PlacementError(f"SLURM_JOB_CPUS_PER_NODE: {error}") from error

@@ -10,9 +10,10 @@ many containers lack it, and its exit code is 0 for an invalid list.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import product, zip_longest
 
 from slurm_rlhf.errors import PlacementError
 
@@ -21,24 +22,18 @@ MAX_RANGE = 65536
 MAX_NAMES = 1 << 20
 """Limit on the names of one element."""
 
-_SEPARATORS = " \t\n,"
-_TEXT = re.compile(r"[A-Za-z0-9_.\-]+")
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_ELEMENT = re.compile(r"(?:(?:[\w.\-]*\[[\d,\-]+\])+|[\w.\-]+)(?=[ \t\n,]|\Z)", re.ASCII)
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 
 
 def expand(text: str) -> list[str]:
     """Expand the node list `text` to host names, in the order of `scontrol show hostnames`, repetitions included.
 
-    Raises PlacementError with the position of the first character that is wrong, and on an empty list.
+    Raises PlacementError for what is no list, and on an empty one.
     """
-    names: list[str] = []
-    position = 0
-    while position < len(text):
-        if text[position] in _SEPARATORS:
-            position += 1
-        else:
-            found, position = _element(text, position)
-            names.extend(found)
+    if _ELEMENT.sub("", text).strip(" \t\n,"):
+        raise PlacementError(f"invalid node list {text!r}: its elements are like login1 or gpu[001-003,007]")
+    names = [name for element in _ELEMENT.findall(text) for name in _names(element)]
     if not names:
         raise PlacementError(f"the node list {text!r} names no node")
     return names
@@ -60,70 +55,28 @@ def _slurm_key(name: str) -> tuple[object, ...]:
     return natural, len(number), int(number or 0)
 
 
-def _element(text: str, start: int) -> tuple[Iterator[str], int]:
-    """Return the names of the element at `start`, and the position after it."""
-    texts = [""]  # text before each bracket, and after the last
-    numbers: list[list[str]] = []
-    position = start
-    while position < len(text) and text[position] not in _SEPARATORS:
-        if text[position] == "[":
-            found, position = _bracket(text, position)
-            numbers.append(found)
-            texts.append("")
-        else:
-            match = _TEXT.match(text, position)
-            if match is None:
-                raise _error(text, position, f"{text[position]!r} is not valid in a host name")
-            if numbers and (match.end() == len(text) or text[match.end()] in _SEPARATORS):
-                raise _error(text, position, f"{match[0]!r} after the last bracket: Slurm wants the number at the end")
-            texts[-1] += match[0]
-            position = match.end()
-    count = 1
-    for values in numbers:
-        count *= len(values)
-    if count > MAX_NAMES:
-        raise _error(text, start, f"{count} names in one element, more than {MAX_NAMES}")
-    return _names(texts, numbers), position
-
-
-def _names(texts: list[str], numbers: list[list[str]]) -> Iterator[str]:
+def _names(element: str) -> Iterator[str]:
+    parts = re.split(r"\[(.*?)\]", element)
+    numbers = [_numbers(ranges) for ranges in parts[1::2]]
+    if math.prod(map(len, numbers)) > MAX_NAMES:
+        raise PlacementError(f"invalid node list: {element} has more than {MAX_NAMES} names")
     # scontrol's order: the last bracket runs fastest, then the first, the second, ...
-    order = [*reversed(range(len(numbers)))]
-    order = order[1:] + order[:1]
-    for values in product(*(numbers[index] for index in order)):
-        chosen = dict(zip(order, values, strict=True))
-        yield "".join(part + chosen.get(index, "") for index, part in enumerate(texts))
+    for chosen in product(*numbers[-2::-1], *numbers[-1:]):
+        values = (*chosen[-2::-1], *chosen[-1:])
+        yield "".join(map("".join, zip_longest(parts[::2], values, fillvalue="")))
 
 
-def _bracket(text: str, start: int) -> tuple[list[str], int]:
-    """Return the numbers of the bracket that opens at `start`, and the position after it."""
+def _numbers(ranges: str) -> list[str]:
     values: list[str] = []
-    position = start + 1
-    while True:
-        match = _RANGE.match(text, position)
-        if match is None:
-            raise _error(text, position, "a number is missing")
-        low, high = match[1], match[2] or match[1]
-        count = int(high) - int(low) + 1
-        if count < 1:
-            raise _error(text, position, f"the range {match[0]} runs backwards")
-        if count > MAX_RANGE:
-            raise _error(text, position, f"the range {match[0]} has {count} numbers, Slurm allows {MAX_RANGE}")
-        values.extend(str(number).zfill(len(low)) for number in range(int(low), int(low) + count))
-        position = match.end()
-        if text[position : position + 1] == "]":
-            return values, position + 1
-        if text[position : position + 1] != ",":
-            raise _error(text, position, "expected ',', '-' and a number, or ']'")
-        position += 1
-
-
-def _error(text: str, position: int, what: str) -> PlacementError:
-    begin = max(0, position - 40)
-    shown = text[begin : position + 40].translate({9: " ", 10: " "})
-    where = "at its end" if position >= len(text) else f"at character {position + 1}"
-    pointer = " " * (position - begin)
-    return PlacementError(f"invalid node list, {where}: {what}\n  {shown}\n  {pointer}^")
+    for each in ranges.split(","):
+        match = _RANGE.fullmatch(each)
+        if match is None or not 0 <= int(match[2] or match[1]) - int(match[1]) < MAX_RANGE:
+            raise PlacementError(
+                f"invalid node list: [{ranges}] has {each!r}, which is no number, and no range of up to {MAX_RANGE} "
+                "numbers that runs upwards"
+            )
+        values += [str(number).zfill(len(match[1])) for number in range(int(match[1]), int(match[2] or match[1]) + 1)]
+    return values
 
 
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -172,17 +125,6 @@ def parse_gpus(text: str) -> int:
         if match is None or not part:
             raise ValueError(f"expected GPUs like 8, a100:4 or gpu:a100:4, got {part!r}")
         total += int(match["count"] or 1)
-    return total
-
-
-def count_devices(text: str) -> int:
-    """Count the devices in a list of indices or UUIDs, which may be empty: `0,1,2`, `0-3,7`, `GPU-8f1c...`."""
-    total = 0
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        if part in {"NoDevFiles", "-1", "none", "void"}:
-            return total
-        low, dash, high = part.partition("-")
-        total += int(high) - int(low) + 1 if dash and low.isdigit() and high.isdigit() else 1
     return total
 
 

@@ -16,7 +16,6 @@ from slurm_rlhf.nodes.launcher import Ended, names_in
 from slurm_rlhf.observe.log_tail import FailedProcess, first_failure, quoted
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.calls import StartCalls
 from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Peer
 
@@ -27,9 +26,6 @@ _BY_ITSELF = re.compile(
 """Ends that are never caused by the end of another process: that gives an error, SIGABRT (a library) or SIGTERM."""
 
 _LINES = 12  # lines of a log that an error quotes
-
-_STARTING = ("", StartCalls.start.__name__)
-"""Phases of a rank before it has answered its first call."""
 
 
 class StartLogs:
@@ -43,10 +39,6 @@ class StartLogs:
         """Begin a start: errors in what was written before do not count for it."""
         self._sizes = {path: _seen(path)[1] for path in self._directory.logs.glob("*.log")}
 
-    def of_peer(self, peer: Peer) -> list[Path]:
-        """Name the log of a rank."""
-        return [self._directory.role_log(peer.role, peer.host, peer.rank)]
-
     def of_ranks(self, role: str, node: str, ranks: Iterable[int]) -> list[Path]:
         """Name the logs of ranks on a node: those from before they knew their rank, and those from after."""
         return [self._directory.role_log(role, node, name) for rank in ranks for name in (rank, f"{rank}.start")]
@@ -56,14 +48,6 @@ class StartLogs:
         logs = self._directory.logs
         return [*logs.glob(f"{role}.*.[0-9]*.log"), *logs.glob(f"{role}.*torchrun.log")]
 
-    def of_srun(self, role: str) -> list[Path]:
-        """Name the log of the srun of a role."""
-        return [self._directory.logs / f"{role}.srun.log"]
-
-    def of_torchrun(self, role: str, node: str) -> Path:
-        """Name the log of a torchrun."""
-        return self._directory.role_log(role, node, "torchrun")
-
     def of_end(self, end: Ended) -> list[Path]:
         """List the logs that may say why a process group ended: what its ranks have written, or else the whole role."""
         own = self._written(self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log"))
@@ -71,7 +55,7 @@ class StartLogs:
 
     def first_failure(self, role: str, node: str) -> FailedProcess | None:
         """Return the rank that failed first by the report of its torchrun; None if there is none."""
-        log = self.of_torchrun(role, node)
+        log = self._directory.role_log(role, node, "torchrun")
         return first_failure(log, self._sizes.get(log, 0))
 
     def quote(self, logs: Sequence[Path]) -> str:
@@ -105,16 +89,6 @@ class RoleRanks:
     def gone(self) -> list[Peer]:
         """List the ranks whose process has ended; empty where another machine has them."""
         return [peer for peer in self.peers if self.here and not running(peer.pid)]
-
-    @property
-    def unknown(self) -> bool:
-        """Tell whether a rank has not said hello: nobody knows its process."""
-        return len(self.peers) < self.world
-
-    @property
-    def starting(self) -> bool:
-        """Tell whether a rank has not answered its first call."""
-        return sum(not peer.lost and peer.phase not in _STARTING for peer in self.peers) < self.world
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,26 +128,13 @@ class Deaths:
         self._at: dict[str, float] = {}
         self._first_end = 0.0
 
-    def note(
-        self, ends: Sequence[Ended], known: Sequence[RoleRanks], stopped: Sequence[tuple[str, int]], now: float
-    ) -> None:
-        """Note what was seen at `now`: groups that have ended since, and all roles.
-
-        `stopped`: role and process id of the torchruns that a signal has stopped. They do not end when a rank does.
-        """
-        hurt, still = {one.role: one for one in known if one.gone}, dict(stopped)
-        ended = {end.role for end in (*self.ends, *ends)}
-        fresh = [*ends, *(self._end_of(one, still[role]) for role, one in hurt.items() if role in still.keys() - ended)]
-        if fresh and not self.ends:
+    def note(self, ends: Sequence[Ended], known: Sequence[RoleRanks], now: float) -> None:
+        """Note what was seen at `now`: groups that have ended since, and all roles."""
+        if ends and not self.ends:
             self._first_end = now
-        self.ends += fresh
-        for role in (*hurt, *(end.role for end in ends)):
+        self.ends += ends
+        for role in (*(one.role for one in known if one.gone), *(end.role for end in ends)):
             self._at.setdefault(role, now)
-
-    def _end_of(self, ranks: RoleRanks, torchrun: int) -> Ended:
-        node = ranks.gone[0].host
-        how = f"has lost a process, which its torchrun (pid {torchrun}) does not see: it is stopped by a signal"
-        return Ended(ranks.role, node, how, self._logs.of_torchrun(ranks.role, node))
 
     def forget(self, roles: Collection[str]) -> None:
         """Forget the ends of roles that are started again."""
@@ -191,9 +152,8 @@ class Deaths:
         that nobody knows whether they live, `patience_s` is enough.
         """
         ended = {end.role for end in self.ends}
-        limits = [
-            limit_s if one.role in self._at else patience_s * one.unknown for one in known if one.role not in ended
-        ]
+        left = [one for one in known if one.role not in ended]
+        limits = [limit_s if one.role in self._at else patience_s * (len(one.peers) < one.world) for one in left]
         return waited_s < max(limits, default=0.0)
 
     @property
@@ -230,32 +190,6 @@ def _describe(end: Ended, ranks: RoleRanks | None, logs: StartLogs, name: Callab
     return f"its process group on {end.node} {end.how}" + (f"; gone: {names}" if names else "")
 
 
-class Standstills:
-    """Measures for how long torchruns have been stopped without a break. Used by one thread."""
-
-    def __init__(self) -> None:
-        self._since: dict[tuple[str, int], float] = {}
-
-    def longer_than(
-        self, limit_s: float, stopped: Sequence[tuple[str, int]], known: Sequence[RoleRanks], now: float
-    ) -> list[tuple[str, str]]:
-        """Return (role, problem) of torchruns that were stopped for longer than `limit_s` while their role starts.
-
-        `stopped`: role and process id of the torchruns that a signal has stopped at `now`, in seconds of some clock.
-        """
-        starting = {one.role for one in known if one.starting}
-        self._since = {(role, pid): self._since.get((role, pid), now) for role, pid in stopped if role in starting}
-        return [
-            (
-                role,
-                f"its torchrun (pid {pid}), which its ranks need to start, has stood still for {now - since:.0f} s: "
-                "stopped by a signal",
-            )
-            for (role, pid), since in self._since.items()
-            if now - since > limit_s
-        ]
-
-
 SILENT_BEATS = 3  # number of missed heartbeats that is no accident
 
 
@@ -283,11 +217,17 @@ class Silence:
 
     def heard_nodes(self) -> set[str]:
         """List the nodes of which some rank is heard."""
-        return heard_nodes(self._peers(), self.ranks())
+        quiet = self.ranks()
+        return {peer.host for peer in self._peers() if not peer.lost and peer not in quiet}
 
     def nodes(self, dead: Collection[str]) -> set[str]:
-        """List the nodes of which no rank is heard any more, or ever was: those in `dead`."""
-        return silent_nodes(self._peers(), self.ranks(), dead)
+        """List the nodes of which no rank is heard any more, or ever was: those in `dead`.
+
+        A rank that was killed says nothing of its node, and neither does one that has not said hello yet: it may
+        import.
+        """
+        quiet = self.ranks()
+        return {*dead, *(peer.host for peer in self._peers() if peer.silent or peer in quiet)} - self.heard_nodes()
 
     def _peers(self) -> list[Peer]:
         return [peer for role in self._roles for peer in self._server.peers(role)]
@@ -305,16 +245,3 @@ def conductor_stood_still(absence_s: Callable[[float], float], timeout: Timeout)
         f"the conductor stood still for {seconds:.0f} s (stopped by a signal, or its machine was suspended), and the "
         f"ranks, which wait for {timeout.heartbeat:g} s (timeout.heartbeat), left: all are gone, not one role"
     )
-
-
-def heard_nodes(peers: Collection[Peer], quiet: Collection[Peer]) -> set[str]:
-    """Return the nodes of which some rank is heard. `quiet`: those of `peers` that were not heard lately."""
-    return {peer.host for peer in peers if not peer.lost and peer not in quiet}
-
-
-def silent_nodes(peers: Collection[Peer], quiet: Collection[Peer], dead: Collection[str] = ()) -> set[str]:
-    """Return the nodes of which no rank is heard any more, or ever was: those in `dead`.
-
-    A rank that was killed says nothing of its node, and neither does one that has not said hello yet: it may import.
-    """
-    return {*dead, *(peer.host for peer in peers if peer.silent or peer in quiet)} - heard_nodes(peers, quiet)

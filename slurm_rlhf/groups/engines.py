@@ -296,17 +296,15 @@ class Engines:
 
     def _start_again(self, engine: int, unit: Unit, launcher: AgentEngines) -> None:
         spares = [node for node in launcher.spares if node not in self._left_out]
-        place = next_place(engine, unit.node, self._losses, spares, self._node_gone(unit), self._most, launcher.unfit)
-        if place.node is None:
-            self._end(engine, unit, place.why)
-            return
+        gone = self._node_gone(unit)
         try:
-            launcher.start_again(engine, place.node)
+            node = next_place(engine, unit.node, self._losses, spares, gone, self._most, launcher.unfit)
+            launcher.start_again(engine, node)
         except (PlacementError, OSError) as error:
-            self._end(engine, unit, f"it cannot start on {place.node}: {error}")
+            self._end(engine, unit, str(error))
             return
-        log.info("engine %d is started again on %s", engine, place.node)
-        self._set(engine, unit.again(time.monotonic(), place.node))
+        log.info("engine %d is started again on %s", engine, node)
+        self._set(engine, unit.again(time.monotonic(), node))
 
     def _end(self, engine: int, unit: Unit, why: str) -> None:
         self._set(engine, unit.ended(f"{unit.why}. It is not started again: {why}"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -130,15 +130,15 @@ def write_findings(hang: Findings, verdict: HangVerdict, paragraph: str, directo
     (directory / "stacks.txt").write_text("\n".join([*stacks, own]), encoding="utf-8")
     messages = [f"{_clock(each.when)} {each.peer.role} rank {each.peer.rank}: {each.what}" for each in hang.said]
     (directory / "messages.txt").write_text("\n".join(messages) + "\n", encoding="utf-8")
-    (directory / "nodes.txt").write_text(_lines(hang.loads), encoding="utf-8")
+    loads = "".join(f"{node}: {load}\n" for node, load in sorted(hang.loads.items()))
+    (directory / "nodes.txt").write_text(loads, encoding="utf-8")
 
 
-def take_flights(logs: Path, since: float, directory: Path) -> int:
-    """Copy the files that NCCL's flight recorder has written since; returns how many."""
-    fresh = [path for path in logs.glob("nccl_trace.*") if path.stat().st_mtime >= since]
-    for path in fresh:
-        shutil.copy(path, directory / path.name)
-    return len(fresh)
+def take_flights(logs: Path, since: float, directory: Path) -> None:
+    """Copy the files that NCCL's flight recorder has written since."""
+    for path in logs.glob("nccl_trace.*"):
+        if path.stat().st_mtime >= since:
+            shutil.copy(path, directory / path.name)
 
 
 def _row(seen: Sighting, verdict: HangVerdict) -> str:
@@ -162,7 +162,3 @@ def _title(seen: Sighting) -> str:
 
 def _clock(when: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(when)) + f"{when % 1:.3f}"[1:]
-
-
-def _lines(known: Mapping[str, str]) -> str:
-    return "".join(f"{name}: {text}\n" for name, text in sorted(known.items()))

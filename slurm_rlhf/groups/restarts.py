@@ -9,9 +9,10 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.replacement import passed_over
 
 INCIDENT_S = 60.0
@@ -25,13 +26,6 @@ _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")
 
 
 State = Literal["starting", "up", "lost", "ended"]
-
-_NEXT: dict[State, tuple[State, ...]] = {
-    "starting": ("up", "lost"),
-    "up": ("lost",),
-    "lost": ("starting", "ended"),
-    "ended": (),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +55,19 @@ class Unit:
 
     def up(self, version: int | None = None) -> Unit:
         """Return the unit whose processes all have started."""
-        return self._to("up", version=version)
+        return replace(self, state="up", version=version)
 
     def lost(self, why: str, now: float, silent: bool = False) -> Unit:
         """Return the unit that lost a process; what is left of it is still to be ended."""
-        return self._to("lost", why=why, lost_at=now, silent=silent, version=None, asked=False)
+        return replace(self, state="lost", why=why, lost_at=now, silent=silent, version=None, asked=False)
 
     def again(self, now: float, *nodes: str) -> Unit:
         """Return the unit whose processes were started once more."""
-        return self._to("starting", nodes=nodes, life=self.life + 1, began=now, asked=False)
+        return replace(self, state="starting", nodes=nodes, life=self.life + 1, began=now, asked=False)
 
     def ended(self, why: str) -> Unit:
         """Return the unit that is left out for good."""
-        return self._to("ended", why=why)
-
-    def _to(self, state: State, **changes: Any) -> Unit:
-        if state not in _NEXT[self.state]:
-            raise ValueError(f"{self.role} on {', '.join(self.nodes)} cannot be {state}: it is {self.state}")
-        return replace(self, state=state, **changes)
+        return replace(self, state="ended", why=why)
 
 
 def roles_again(roles: Iterable[str], failed: str, engines_too: bool) -> tuple[str, ...]:
@@ -100,14 +89,6 @@ class Loss:
     at: float
 
 
-@dataclass(frozen=True, slots=True)
-class RestartPlace:
-    """Says where an engine starts again; `node` None: nowhere, for the reason `why`."""
-
-    node: str | None
-    why: str = ""
-
-
 def next_place(
     engine: int,
     home: str,
@@ -116,8 +97,8 @@ def next_place(
     home_gone: bool,
     most: int,
     unfit: Mapping[str, str] | None = None,
-) -> RestartPlace:
-    """Choose where `engine`, which has just been lost on `home`, starts again.
+) -> str:
+    """Choose the node where `engine`, which has just been lost on `home`, starts again. Raises PlacementError.
 
     `losses`: all losses of the run so far, in their order. `spares`: nodes without ranks. `home_gone`: nothing is
     heard from that node. `most`: train.max_engine_restarts, the starts that an engine gets after its first; a node that
@@ -125,16 +106,16 @@ def next_place(
     """
     died = sum(loss.engine == engine for loss in losses)
     if died > most:
-        return RestartPlace(None, f"it died {died} times (train.max_engine_restarts = {most})")
+        raise PlacementError(f"it died {died} times (train.max_engine_restarts = {most})")
     bad = {node for node in {loss.node for loss in losses} if incidents(losses, node) > most}
     good = [node for node in spares if node not in {*bad, *(unfit or {})}]
     if home not in bad and not (home_gone and good):
-        return RestartPlace(home)
+        return home
     if good:
-        return RestartPlace(good[0])
+        return good[0]
     why = f"its node {home} lost engines {incidents(losses, home)} times (train.max_engine_restarts = {most})"
     passed = {node: said for node, said in (unfit or {}).items() if node in spares}
-    return RestartPlace(None, f"{why}; {passed_over(passed)}" if passed else why)
+    raise PlacementError(f"{why}; {passed_over(passed)}" if passed else why)
 
 
 def incidents(losses: Sequence[Loss], node: str) -> int:

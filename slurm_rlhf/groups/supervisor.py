@@ -16,7 +16,7 @@ from slurm_rlhf.cluster.processes import raise_descriptors, running
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Silence, Standstills, StartLogs, conductor_stood_still
+from slurm_rlhf.groups.deaths import Deaths, RoleRanks, Silence, StartLogs, conductor_stood_still
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.groups.restarts import Unit
 from slurm_rlhf.nodes.launcher import EngineEnds, Environment, Launcher, names_in
@@ -61,7 +61,6 @@ class Supervisor:
         self._preemption = Preemption()
         self._logs = StartLogs(directory)
         self._deaths = Deaths(self._logs)
-        self._standstills = Standstills()
         self._engine_ends = EngineEnds()
         self._looking = threading.Lock()  # held while ends are looked for, and while roles are ended on purpose
         self._watching = False
@@ -133,7 +132,8 @@ class Supervisor:
         if dead:
             who = ", ".join(f"rank {share.ranks[0]} on {share.node}" for share in dead)
             what = f"{who} {'is lost before its' if len(dead) == 1 else 'are lost before their'} hello: {why}"
-            self._fail(role, [share.node for share in dead], what, self._logs.of_srun(role), silent=True)
+            log = self._directory.logs / f"{role}.srun.log"
+            self._fail(role, [share.node for share in dead], what, [log], silent=True)
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         """End the processes of `roles` by force, so that they can start again as `ranks` has them.
@@ -257,13 +257,12 @@ class Supervisor:
 
     def _look_around(self) -> None:
         self._watch_engines()
-        now, known, stopped = self.server.now, self._known(), self._launcher.stopped()
-        self._deaths.note(self._launcher.ended(), known, stopped, now)
+        now, known = self.server.now, self._known()
+        self._deaths.note(self._launcher.ended(), known, now)
         if self.failure is None and not self._leaving.is_set():
             if self._deaths.ends:
                 self._judge(self._deaths.waited_s(now), known)
             else:
-                self._watch_starts(known, stopped, now)
                 self._watch_lost_nodes()
 
     def _known(self) -> list[RoleRanks]:
@@ -271,11 +270,6 @@ class Supervisor:
         here, engines = self._launcher.address == LOOPBACK, self._launcher.engines is not None
         roles = [role for role, handle in self.roles.items() if not (engines and isinstance(handle, EngineHandle))]
         return [RoleRanks(role, self._ranks.world(role), self.server.peers(role), here) for role in roles]
-
-    def _watch_starts(self, known: list[RoleRanks], stopped: list[tuple[str, int]], now: float) -> None:
-        """Give up a role whose torchrun is stopped while its ranks start. Afterwards they do not need it."""
-        for role, why in self._standstills.longer_than(self._config.timeout.heartbeat, stopped, known, now):
-            self._fail(role, (), why, self._logs.of_role(role))
 
     def _watch_lost_nodes(self) -> None:
         """Give up a role that starts where a node has died: nobody misses the heartbeats of ranks before their hello.
@@ -348,7 +342,8 @@ class Supervisor:
         if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, what, silent=True):
             return
         if not self._leaving.is_set():
-            self._fail(peer.role, (peer.host,), what, self._logs.of_peer(peer), silent=True, hang=peer.silent)
+            logs = [self._directory.role_log(peer.role, peer.host, peer.rank)]
+            self._fail(peer.role, (peer.host,), what, logs, silent=True, hang=peer.silent)
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         """Act on the event of a rank: it cannot go on, or it got SIGTERM."""

@@ -262,11 +262,8 @@ class Watchdog:
 
     def _place(self) -> tuple[Path, int]:
         """Return the directory of the next report, and its number among those of the step."""
-        for number in count(1):
-            path = self._directory.hang(self._step(), number)
-            if not os.path.exists(path):  # unlike Path.exists, false where the disk fails
-                return path, number
-        raise AssertionError("unreachable")
+        paths = ((self._directory.hang(self._step(), number), number) for number in count(1))
+        return next(each for each in paths if not os.path.exists(each[0]))  # false if the disk fails
 
     def _next(self, hang: Hang, silent: bool, grace_s: float) -> str:
         key = f"train.on_hang = {self._config.train.on_hang}"

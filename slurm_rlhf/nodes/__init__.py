@@ -18,34 +18,3 @@ To add a launcher: implement `launcher.Launcher` in a file of its own, and choos
 fact in `facts.NodeFacts`, collected in `collect`, a function in one of the `..._checks` files, and its place in
 `examination.judge`.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from slurm_rlhf.config.schema import Config
-
-
-def submit(config: Config, local: bool = False, command: str = "train") -> Any:
-    """Check `config` and submit a run of `command`, which is `train` or a stage.
-
-    Returns a submitit job, whose `result()` is the summary of the run.
-
-    `config` says what to run and, in its group `slurm`, what to ask Slurm for; `local`: run on this machine instead.
-    If the run fails, `result()` raises with the last lines of what failed. Raises ConfigError,
-    PlacementError, ModelError, and RunError when sbatch refuses.
-    """
-    from slurm_rlhf.config.check import check, check_stage
-    from slurm_rlhf.config.pipeline import TRAINING
-    from slurm_rlhf.config.schema_stages import STAGES
-    from slurm_rlhf.errors import ConfigError
-    from slurm_rlhf.nodes.submitit_job import submit as by_submitit
-
-    if command not in TRAINING:
-        raise ConfigError(f"command takes one of {', '.join(TRAINING)}, got {command!r}")
-    if command in STAGES:
-        check_stage(config, command)
-    else:
-        check(config)
-    return by_submitit(config, local, command)

@@ -69,7 +69,8 @@ def judge_accelerators(answers: Answers, wanted: Wanted, granted_by: str) -> lis
         found = {node: list(rule(node, answers[node], wanted)) for node in wanted.slots if node in answers}
         if problems := [line for lines in found.values() for line in lines]:
             remedy = _REMEDIES[rule.__name__].format(granted_by=granted_by)
-            return [failed(_listed(problems, remedy), "", *(node for node, lines in found.items() if lines))]
+            told = f"GPUs cannot be used:{shortened_lines(problems, _SHOWN)}\n{remedy[0].upper()}{remedy[1:]}."
+            return [failed(told, "", *(node for node, lines in found.items() if lines))]
     return _unlike(answers, wanted)
 
 
@@ -160,7 +161,3 @@ def _unlike(answers: Answers, wanted: Wanted) -> list[Finding]:
 def _cards(said: Mapping[str, Any], slots: int) -> list[GpuState]:
     """Return the first `slots` of a node: those that the rank map uses."""
     return convert(said["gpus"][:slots], list[GpuState])
-
-
-def _listed(problems: Sequence[str], remedy: str) -> str:
-    return f"GPUs cannot be used:{shortened_lines(problems, _SHOWN)}\n{remedy[0].upper()}{remedy[1:]}."

@@ -13,14 +13,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
-from slurm_rlhf.cluster.network import listening, own_address, unreachable
+from slurm_rlhf.cluster.network import addresses, listening, own_address, unreachable
 from slurm_rlhf.cluster.processes import STORE_FD, die_with_parent, exit_text
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
@@ -69,7 +69,13 @@ class Agent:
         """Obey until all is over, or the conductor is gone; return the exit status. Raises PlacementError."""
         with self._client() as client, suppress(RoleDied):
             if not self._orders.step and (problem := _absence(client, self._orders)):
-                self._unreached(problem)
+                where = f"{self._orders.address}:{self._orders.port}"
+                own = ", ".join(str(each) for _, each in addresses())
+                print(
+                    f"{self._node} cannot reach the conductor at {where}: {problem}; it has {own}. Let a firewall pass "
+                    "connections between the job's nodes",
+                    flush=True,
+                )
                 return 0
             client.event("here")
             while not self._over:
@@ -80,9 +86,6 @@ class Agent:
         self._end()
         code = self._code or 0
         return code if code >= 0 else 128 - code
-
-    def _unreached(self, problem: str) -> None:
-        self._examiner.print_facts(problem)
 
     def _ends(self) -> Iterator[tuple[str, int | None, str]]:
         """Yield what has ended since the last call: the role, an engine or None for its process, and how."""
@@ -113,7 +116,7 @@ class Agent:
             case "end":  # a process that is stopped does not hear its conductor
                 engine = request.argument(int)
                 for engines in self._with(engine):
-                    engines.kill_engine(engine)
+                    engines.end(engine)
                 request.reply()
             case "leave":
                 self._leaving = True
@@ -127,19 +130,13 @@ class Agent:
                 self._examiner.close()
                 request.reply()
             case _:
-                threading.Thread(target=self._answer, args=(request,), name=request.method, daemon=True).start()
+                request.answer_apart(partial(self._slow, request))
 
     def _with(self, engine: int) -> list[EngineRanks]:
-        return [engines for engines in self._engines if engine in engines.numbers and not engines.gone(engine)]
+        return [engines for engines in self._engines if engines.has(engine)]
 
-    def _answer(self, request: Request) -> None:
-        """Answer what takes its time, and starts no process that is to last."""
-        try:
-            request.reply(self._answer_to(request))
-        except Exception as error:
-            request.fail(error)
-
-    def _answer_to(self, request: Request) -> Any:
+    def _slow(self, request: Request) -> Any:
+        """Return the answer to what takes its time, and starts no process that is to last."""
         match request.method:
             case "facts":
                 return self._examiner.facts(request.argument(dict[str, int]))
@@ -158,12 +155,8 @@ class Agent:
         logs = Path(spec.run_dir) / "logs"
         return node_environment(os.environ, spec.role, logs, self._temporary.path, own, interface, spec.caches)
 
-    def _start(self, spec: StepSpec, ranks: RankMap) -> tuple[str, int]:
-        """Start what is asked for.
-
-        Return where other nodes of a role find this one, as `StepSpec.store`, and the process id of the role's torchrun
-        or rank, which is 0 for engines.
-        """
+    def _start(self, spec: StepSpec, ranks: RankMap) -> str:
+        """Start what is asked for; return where other nodes of a role find this one, as `StepSpec.store`."""
         self._spec, self._ranks = spec, ranks
         share = share_on(ranks, spec.role, self._node)
         own = {**spec.environment[self._node], **visible_gpus(ranks.topology, self._node, share.gpus, os.environ)}
@@ -171,35 +164,32 @@ class Agent:
         print(f"{self._node}: ranks {share.ranks[0]} to {share.ranks[-1]} of {spec.role}, slots {slots}")
         environment = self._environment(spec, ranks, own)
         chosen = ", ".join(f"{name}={environment.get(name, '')}" for name in INTERFACES)
-        towards = f"interface to the other nodes: {interface_to_others(ranks, self._node) or 'unknown'}"
-        print(f"{self._node}: {chosen} ({towards}; export these to choose others)", flush=True)
+        towards = interface_to_others(ranks, self._node) or "unknown"
+        print(
+            f"{self._node}: {chosen} (interface to the other nodes: {towards}; export these to choose others)",
+            flush=True,
+        )
         if ROLES[spec.role].kind == "engine":
             for number in spec.engines or ():
                 for engines in self._with(number):
-                    engines.end(number)
+                    engines.end(number, "was ended")
             run_dir = Path(spec.run_dir)
             self._engines.append(EngineRanks(run_dir, ranks, self._node, spec.arguments, environment, spec.engines))
             self._engines[-1].start()
-            return "", 0
+            return ""
         command = torchrun_command(spec, ranks, self._node, f"{environment['TMPDIR']}/torchrun")
         # torchrun would end its workers at SIGTERM, and with them what they have not saved.
         command[3:3] = ["--signals-to-handle=SIGINT"]
+        log = RunDirectory(Path(spec.run_dir)).role_log(spec.role, self._node, "torchrun")
         if len(ranks.roles[spec.role]) == 1 or spec.store:
-            return "", self._start_child(spec, command, environment)
+            self._processes[spec.role] = start_child(command, log, environment)
+            return ""
         # The port is bound here, and the socket handed down: no other process can take it in between.
         address = own_address(self._node, environment.get("GLOO_SOCKET_IFNAME", ""))
         with listening(address) as store:
             environment[STORE_FD] = str(store.fileno())
-            pid = self._start_child(spec, command, environment, (store.fileno(),))
-            return f"{address}:{store.getsockname()[1]}", pid
-
-    def _start_child(
-        self, spec: StepSpec, command: list[str], environment: dict[str, str], fds: tuple[int, ...] = ()
-    ) -> int:
-        """Start a torchrun, and return its process id."""
-        log = RunDirectory(Path(spec.run_dir)).role_log(spec.role, self._node, "torchrun")
-        self._processes[spec.role] = process = start_child(command, log, environment, pass_fds=fds)
-        return process.pid
+            self._processes[spec.role] = start_child(command, log, environment, pass_fds=(store.fileno(),))
+            return f"{address}:{store.getsockname()[1]}"
 
     def _end(self) -> None:
         """End what is left. Ranks that miss the conductor leave by themselves, and one of their nodes ends the job."""
@@ -265,7 +255,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:
-        sys.exit(0)  # the conductor has what it wanted
+    main()

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from slurm_rlhf.cluster.network import LOOPBACK, address_among
-from slurm_rlhf.cluster.processes import process_state
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps
 from slurm_rlhf.nodes.launcher import Ended, Environment, names_in
@@ -34,25 +33,22 @@ class AgentLauncher:
         self.agents = steps
         self._ranks = ranks
         self._roles: list[AgentStep] = []
-        self._written = False  # the rank map, into the run directory
         self._stopping = False
         self._lock = threading.Lock()
         self.engines: AgentEngines | None = None
         self.address = address_among(ranks.used_nodes, steps.slurm.node_name) if steps.slurm else LOOPBACK
 
     def start(self, role: str, arguments: list[str], environment: Environment) -> None:
-        if ROLES[role].kind == "engine":
-            self.engines = AgentEngines(self.agents, self._ranks, self.unfit)
-            self.engines.start(arguments, environment)
-            return
-        if not self._written:
-            self._written = True
-            if self.engines is not None:
-                self.engines.place_others(self._ranks)
-            else:
-                self.agents.write_map(self._ranks)
         steps = self.agents
         spec = StepSpec(role, str(steps.run_dir), steps.run_id, arguments, environment)
+        if ROLES[role].kind == "engine":
+            self.engines = AgentEngines(steps, self._ranks, self.unfit, spec)
+            self.engines.start()
+            return
+        if self.engines is not None:
+            self.engines.place_others(self._ranks)
+        else:
+            steps.write_map(self._ranks)
         with self._lock:
             self._roles.append(steps.start(spec, self._ranks))
 
@@ -60,7 +56,7 @@ class AgentLauncher:
         with self._lock:
             ended = [item for item in self._roles if item.spec.role in roles]
             self._roles = [item for item in self._roles if item.spec.role not in roles]
-            self._ranks, self._written = ranks, False
+            self._ranks = ranks
         if ROLLOUT in roles and self.engines is not None:
             self.agents.end(self.engines.forget())
             self.engines = None
@@ -74,10 +70,6 @@ class AgentLauncher:
                     log = item.running.log
                     news += [Ended(item.spec.role, node, how, log) for node, _, how in item.news()]
         return news
-
-    def stopped(self) -> list[tuple[str, int]]:
-        here = [(item.spec.role, item.torchrun) for item in self._roles if item.torchrun]
-        return [(role, pid) for role, pid in here if process_state(pid).startswith("T")]
 
     def stop(self, done: bool, grace_s: float) -> None:
         with self._lock:
@@ -93,13 +85,12 @@ class AgentEngines:
     costs its own engines.
     """
 
-    def __init__(self, agents: AgentSteps, ranks: RankMap, unfit: Mapping[str, str]) -> None:
+    def __init__(self, agents: AgentSteps, ranks: RankMap, unfit: Mapping[str, str], spec: StepSpec) -> None:
         self.unfit = unfit
         """Node -> why no engine is to start there, though it is one of `spares`."""
         self._ranks = ranks
         self._agents = agents
-        self._arguments: list[str] = []
-        self._environment: Environment = {}
+        self._spec = spec
         self._steps: list[AgentStep] = []
         self._at: dict[int, tuple[AgentStep, str]] = {}  # engine -> where it was started last
         self._gone: set[int] = set()
@@ -114,22 +105,17 @@ class AgentEngines:
         used = set(self._ranks.used_nodes)
         return [node for node in self._agents.nodes if node not in used]
 
-    def start(self, arguments: list[str], environment: Environment) -> None:
-        """Start all engines, whose ranks get `arguments`; it does not wait for them. Called once."""
-        self._arguments, self._environment = arguments, environment
+    def start(self) -> None:
+        """Start all engines; it does not wait for them. Called once."""
         self._agents.write_map(self._ranks)
         with self._lock:  # another thread may look for ends already
             self._start(ROLLOUT, self._ranks.engine_nodes, None)
 
     def _start(self, name: str, node_of: dict[int, str], only: list[int] | None) -> None:
         nodes = None if only is None else list(node_of.values())
-        started = self._agents.start(self._spec(only), self._ranks, name, nodes)
+        started = self._agents.start(replace(self._spec, engines=only), self._ranks, name, nodes)
         self._steps.append(started)
         self._at |= {engine: (started, node) for engine, node in node_of.items()}
-
-    def _spec(self, only: list[int] | None) -> StepSpec:
-        run_dir, run_id = str(self._agents.run_dir), self._agents.run_id
-        return StepSpec(ROLLOUT, run_dir, run_id, self._arguments, self._environment, only)
 
     def place_others(self, ranks: RankMap) -> None:
         """Note where the other roles are from now on, for the run directory and for `spares`."""
@@ -177,7 +163,9 @@ class AgentEngines:
             self._news.pop(engine, None)
             if engine not in self._gone:
                 self._sent.add(engine)
-                self._agents.end_engine(*self._at[engine], engine)
+                step, node = self._at[engine]
+                if (peer := step.here.get(node)) is not None:
+                    self._agents.call(peer, "end", engine)
 
     def gone(self, engine: int) -> bool:
         """Tell whether no process of an engine is left, as far as its node says."""
@@ -196,12 +184,16 @@ class AgentEngines:
             step, home = self._at[engine]
             if node != home:
                 self._ranks = with_engine_on(self._ranks, ROLLOUT, engine, node)
-                self._environment = {**self._environment, node: self._environment.get(node, self._environment[home])}
+                own = self._spec.environment
+                self._spec = replace(self._spec, environment={**own, node: own.get(node, own[home])})
                 self._agents.write_map(self._ranks)
             self._gone.discard(engine)
             self._sent.discard(engine)
-            if node != home or not self._agents.start_more(step, node, self._spec([engine]), self._ranks):
+            peer = step.here.get(home)
+            if node != home or peer is None or peer.lost or step.running.code is not None:
                 self._start(f"{ROLLOUT}.engine{engine}", {engine: node}, [engine])
+            else:
+                self._agents.start_there(peer, replace(self._spec, engines=[engine]), self._ranks)
 
     def forget(self) -> list[AgentStep]:
         """Stop reporting ends, because the whole job ends; return its steps."""

@@ -54,7 +54,7 @@ class AgentServer(ABC):
         """Take note that an agent is gone."""
 
     def said(self) -> str:
-        """Return what the agents printed that do not reach this process, and the errors of what starts them."""
+        """Return what agents printed, as one that does not reach this process, and the errors of what starts them."""
         return ""
 
     def over(self) -> bool:
@@ -74,9 +74,9 @@ class AgentServer(ABC):
         reader = partial(decode, declared=result, name=f"the answer to {method}")
         return self.server.call(peer.role, peer.rank, method, argument, limit_s, reader)
 
-    def start_there(self, peer: Peer, spec: StepSpec, ranks: RankMap) -> Future[tuple[str, int]]:
-        """Let an agent start `spec`; the Future has where others find it, and its process id. Does not block."""
-        return self.call(peer, "start", (spec, ranks.to_json()), tuple[str, int])
+    def start_there(self, peer: Peer, spec: StepSpec, ranks: RankMap) -> Future[str]:
+        """Let an agent start `spec`; the Future has where others find it. Does not block."""
+        return self.call(peer, "start", (spec, ranks.to_json()), str)
 
     def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
         """Return what each node sees of its processes `pids[node]`. A node may be missing.

@@ -24,6 +24,7 @@ from slurm_rlhf.nodes.launcher import names_in
 from slurm_rlhf.nodes.srun import (
     AGENT,
     HOST,
+    PASSING_FAILURES,
     Container,
     RunningStep,
     Step,
@@ -62,13 +63,11 @@ class AgentStep:
     ranks: RankMap
     name: str = ""  # name of this start of the step
     store: str = ""  # where the torchruns meet
-    torchrun: int = 0  # process id of the one that started last; 0: unknown
     here: dict[str, Peer] = field(default_factory=dict)  # agents by node
     said: deque[tuple[str, int | None, str]] = field(default_factory=deque)
     attempts: int = 0
-    ending: bool = False
-    _reported: int = 0
-    _ended: set[str] = field(default_factory=set)  # nodes whose agent has said that all is over
+    reported: int = 0  # failures of `running` that `news` has seen
+    over: set[str] = field(default_factory=set)  # nodes whose agent has said that all is over
 
     def news(self) -> list[tuple[str, int | None, str]]:
         """Return (node, engine, how) of what ended since the last call; None: all that the step had there.
@@ -78,17 +77,12 @@ class AgentStep:
         found = []
         while self.said:
             found.append(self.said.popleft())
-        self._ended |= {node for node, engine, _ in found if engine is None}
-        for nodes, how in self.running.failures()[self._reported :]:
-            self._reported += 1
-            if not self._ended.issuperset(names_in(nodes)):
+        self.over |= {node for node, engine, _ in found if engine is None}
+        for nodes, how in self.running.failures()[self.reported :]:
+            self.reported += 1
+            if not self.over.issuperset(names_in(nodes)):
                 found.append((nodes, None, how))
         return found
-
-    @property
-    def quiet(self) -> bool:
-        """Tell whether nothing is known of any end."""
-        return not self.said and not self._reported and not self._ended
 
 
 class AgentSteps(AgentServer):
@@ -164,33 +158,20 @@ class AgentSteps(AgentServer):
         self._start(started)
         return started
 
-    def start_more(self, step: AgentStep, node: str, spec: StepSpec, ranks: RankMap) -> bool:
-        """Let the agent of `node` start `spec`, too; False: it cannot be reached, or its step is over."""
-        peer = step.here.get(node)
-        if peer is None or peer.lost or step.running.code is not None:
-            return False
-        self.start_there(peer, spec, ranks)
-        return True
-
     def will_run(self, step: AgentStep) -> bool:
-        """Start a step once more that failed before it did anything, for a reason which may be gone the next time.
+        """Start a step once more that ended before it did anything, for a reason which may be gone the next time.
 
-        Its failed start may still be ending. Returns whether it will run.
+        Returns whether it was.
         """
-        running = step.running
-        failed = running.code is not None or (running.step.together and running.failures())
-        if not failed or not step.quiet or step.attempts == _ATTEMPTS or not running.worth_another_try():
-            return False
-        if running.code is not None:
+        ended = step.running.code is not None and not (step.said or step.reported or step.over)
+        again = ended and step.attempts < _ATTEMPTS and any(text in step.running.said() for text in PASSING_FAILURES)
+        if again:
             self._start(step)
-        elif not step.ending:
-            step.ending = True
-            running.signal(signal.SIGTERM)
-        return True
+        return again
 
     def _start(self, step: AgentStep) -> None:
         step.name, step.attempts = f"agent of {step.spec.role} ({secrets.token_hex(4)}) on", step.attempts + 1
-        step.here, step.store, step.ending = {}, "", False
+        step.here, step.store = {}, ""
         self._steps[step.name] = step
         step.running.variables = self.orders(step=step.name).to_environment()
         step.running.start()
@@ -219,17 +200,12 @@ class AgentSteps(AgentServer):
             if not alone and node == nodes[0]:
                 answer.add_done_callback(partial(self._let_meet, step, step.name))
 
-    def _let_meet(self, step: AgentStep, name: str, answer: Future[tuple[str, int]]) -> None:
+    def _let_meet(self, step: AgentStep, name: str, answer: Future[str]) -> None:
         if answer.exception() is None and step.name == name:
-            step.store, _ = answer.result()
+            step.store = answer.result()
             for node in step.here:
                 if node != step.running.step.nodes[0]:
                     self._order(step, node)
-
-    def end_engine(self, step: AgentStep, node: str, engine: int) -> None:
-        """Let the agent of `node` end an engine by force."""
-        if (peer := step.here.get(node)) is not None:
-            self.call(peer, "end", engine)
 
     def end(self, steps: Sequence[AgentStep], done: bool = False, grace_s: float = 0.0) -> None:
         """End steps and wait until they are gone; `done`: what they have started is leaving, and gets `grace_s`."""
@@ -285,16 +261,11 @@ class LocalAgents(AgentSteps):
         wait_until(lambda: bool(self.residents) or self.over(), self.timeout.start, timeouts.POLL_S, timeouts.POLL_S)
         self._steps[spec.role] = started = AgentStep(self._nodes, spec, ranks, here=self.residents)
         for peer in self.residents.values():
-            self.start_there(peer, spec, ranks).add_done_callback(partial(self._note_torchrun, started))
+            self.start_there(peer, spec, ranks)
         return started
 
-    def start_there(self, peer: Peer, spec: StepSpec, ranks: RankMap) -> Future[tuple[str, int]]:
+    def start_there(self, peer: Peer, spec: StepSpec, ranks: RankMap) -> Future[str]:
         return super().start_there(peer, replace(spec, caches=False), ranks)
-
-    @staticmethod
-    def _note_torchrun(step: AgentStep, answer: Future[tuple[str, int]]) -> None:
-        if answer.exception() is None:
-            _, step.torchrun = answer.result()
 
     def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         if event == "here":

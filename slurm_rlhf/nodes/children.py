@@ -113,24 +113,19 @@ class EngineRanks:
         ranks = (process for engine in self._engines.values() for process in engine.ranks)
         return any(process.poll() == CONDUCTOR_GONE_STATUS for process in ranks)
 
-    @property
-    def numbers(self) -> list[int]:
-        """List the engines."""
-        return list(self._engines)
+    def has(self, number: int) -> bool:
+        """Tell whether a rank of an engine is left here."""
+        return number in self._engines and not self.gone(number)
 
     def gone(self, number: int) -> bool:
         """Tell whether no rank of an engine is left."""
         return all(process.poll() is not None for process in self._engines[number].ranks)
 
-    def end(self, number: int) -> None:
-        """End what is left of an engine by force; `ended` does not report it."""
+    def end(self, number: int, how: str = "") -> None:
+        """End what is left of an engine by force; `ended` tells of it, unless `how` does already."""
         engine = self._engines[number]
-        engine.how = engine.how or "was ended"
+        engine.how = engine.how or how
         self._kill(engine)
-
-    def kill_engine(self, number: int) -> None:
-        """End what is left of an engine by force; `ended` tells of it."""
-        self._kill(self._engines[number])
 
     def kill(self) -> None:
         """End every rank by force, and wait for it."""

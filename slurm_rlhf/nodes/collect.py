@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import resource
 import shutil
 import socket
-import struct
 import sysconfig
 import time
 from collections.abc import Mapping
 from ipaddress import ip_interface
 from pathlib import Path
+
+import psutil
 
 from slurm_rlhf.cluster.gpu_query import ask_health
 from slurm_rlhf.cluster.network import address_towards, addresses, interface_of, link_mbits
@@ -27,8 +27,6 @@ from slurm_rlhf.sandbox.box import chosen
 from slurm_rlhf.wire import timeouts
 
 SHM = Path("/dev/shm")
-_SHM_BYTES = 1 << 20  # written as a trial
-_SIOCGIFNETMASK = 0x891B  # linux/sockios.h
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -49,7 +47,7 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
         free_bytes=free[0],
         free_files=free[1],
         shm_free=_free(shm)[0],
-        shm=_full(shm),
+        shm=_unwritable(shm),
         memlock=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         most_files=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         infiniband=_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()),
@@ -108,14 +106,9 @@ def _towards(conductor: str) -> tuple[str, str, str]:
 
 
 def _subnet(interface: str, address: str) -> str:
-    if ":" in address or not interface:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, _SIOCGIFNETMASK, struct.pack("256s", interface.encode()))
-        except OSError:
-            return ""
-    return str(ip_interface(f"{address}/{socket.inet_ntoa(answer[20:24])}").network)
+    known = psutil.net_if_addrs().get(interface, [])
+    mask = next((each.netmask for each in known if each.address == address and each.family == socket.AF_INET), None)
+    return str(ip_interface(f"{address}/{mask}").network) if mask else ""
 
 
 def _exported(environ: Mapping[str, str]) -> list[str]:
@@ -143,9 +136,10 @@ def _free(place: Path) -> tuple[int, int]:
 
 
 def _unwritable(directory: Path) -> str:
+    """Say why a megabyte cannot be written there."""
     file = directory / f".preflight.{socket.gethostname()}.{os.getpid()}"
     try:
-        file.write_text("preflight", encoding="utf-8")
+        file.write_bytes(bytes(1 << 20))
     except OSError as error:
         return refusal(error, directory) or error.strerror or str(error)
     finally:
@@ -163,23 +157,6 @@ def _unreadable(path: Path) -> str:
                 opened.read(1)
     except OSError as error:
         return error.strerror or str(error)
-    return ""
-
-
-def _full(shm: Path) -> str:
-    """Say why a megabyte cannot be written to shared memory."""
-    file = shm / f"slurm_rlhf.nodes.{os.getpid()}"
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, _SHM_BYTES)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return error.strerror or str(error)
-    finally:
-        with contextlib.suppress(OSError):
-            file.unlink()
     return ""
 
 

@@ -22,13 +22,8 @@ INJECTED_PREFIXES = ("PMI_", "PMI2_", "PMIX_", "OMPI_")
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Variables that name the network interface of collectives. NCCL finds InfiniBand (NCCL_IB_HCA) by itself."""
 
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-"""Variables that name a process's GPUs; all are set alike. CUDA reads the first; ROCm reads both, which must agree."""
-
-OTHER_CHOICES = ("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-"""Variables by which ROCm would choose among the GPUs once more; they are removed."""
-
-GPU_VARIABLES = (*VISIBLE, *OTHER_CHOICES)
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Variable that names a process's GPUs."""
 
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """Signals to a step reach every process in it, torchrun included; only the conductor reacts to them."""
@@ -36,14 +31,10 @@ IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 def diagnosis_variables(role: str, logs: Path) -> dict[str, str]:
     """Return variables that make NCCL write into `logs` why it hangs. A node's own /tmp is lost with the job."""
-    trace = str(logs / f"nccl_trace.{role}.")
     return {
-        # Both names: torch reads the new one and falls back to the old one, libraries read either.
         "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": trace,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": trace,
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs / f"nccl_trace.{role}."),
         "NCCL_DEBUG": "WARN",
         "NCCL_DEBUG_FILE": str(logs / f"nccl.{role}.%h.%p.log"),
     }
@@ -76,23 +67,21 @@ def node_environment(
     kept = without_injected(environ)
     networks = dict.fromkeys(INTERFACES, interface) if interface else {}
     local = {**(cache_variables(temporary) if caches else {}), "TMPDIR": str(temporary)}
-    found = {**diagnosis_variables(role, logs), **networks, **kept, **local, **own}
-    return {name: value for name, value in found.items() if name not in OTHER_CHOICES}
+    return {**diagnosis_variables(role, logs), **networks, **kept, **local, **own}
 
 
 def visible_gpus(topology: Topology, node: str, slots: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which a process on `node` sees the GPUs of `slots`, in that order.
+    """Return the variable with which a process on `node` sees the GPUs of `slots`, in that order.
 
     Slurm numbers the devices it granted, or renumbers them if it confines the job to them; `environ` of the step says
     which, and slot i is the i-th of them. Raises PlacementError when fewer were granted than the rank map uses.
     """
-    devices = _devices(topology, node, slots, environ) if topology.accelerator == GPU else ""
-    return dict.fromkeys(VISIBLE, devices)
+    return {VISIBLE: _devices(topology, node, slots, environ) if topology.accelerator == GPU else ""}
 
 
 def _devices(topology: Topology, node: str, slots: Sequence[int], environ: Mapping[str, str]) -> str:
     known = topology.node(node)
-    granted = next((found for name in GPU_VARIABLES if (found := _device_names(environ.get(name, "")))), [])
+    granted = [device for device in environ.get(VISIBLE, "").split(",") if device and device != "NoDevFiles"]
     if known.devices or not granted:
         return known.visible(slots)
     if max(slots) >= len(granted):
@@ -101,10 +90,6 @@ def _devices(topology: Topology, node: str, slots: Sequence[int], environ: Mappi
             f"({','.join(granted)}): ask for all of them with --gpus-per-node"
         )
     return ",".join(granted[slot] for slot in slots)
-
-
-def _device_names(value: str) -> list[str]:
-    return [device for device in value.split(",") if device and device != "NoDevFiles"]
 
 
 def interface_to_others(ranks: RankMap, node: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.nodes import network_checks, node_checks
-from slurm_rlhf.nodes.collect import collect
-from slurm_rlhf.nodes.facts import FACTS_LINE, Introduction, NodeFacts, Orders
+from slurm_rlhf.nodes.facts import Introduction, NodeFacts, Orders
 from slurm_rlhf.nodes.groups import Outcome, links, role_groups
 from slurm_rlhf.nodes.needs import Needs
 from slurm_rlhf.nodes.network_checks import names
@@ -36,7 +34,6 @@ class Question:
 
     nodes: tuple[str, ...]
     here: str
-    address: str  # address of this process, as the nodes reach it
     needs: Needs
     versions: Mapping[str, str]  # package -> version here; in a container those of the first node count
     ranks: RankMap
@@ -97,10 +94,8 @@ def _evidence(asked: Question, agents: AgentServer, talk: Interview, token: str)
     mine = dict(asked.versions)
     if asked.inside and facts:
         mine = {**next(iter(facts.values())).versions, "slurm_rlhf": mine.get("slurm_rlhf", MISSING)}
-    where = f"{asked.here} ({agents.address}:{agents.server.port})"
-    said = "\n".join(line for line in agents.said().splitlines() if not line.startswith(FACTS_LINE))
     unmeasured = "" if asked.measure else "preflight = quick"
-    return Evidence(asked, where, mine, token, facts, said, unmeasured=unmeasured)
+    return Evidence(asked, mine, token, facts, agents.said(), unmeasured=unmeasured)
 
 
 def _placed(seen: Evidence) -> RankMap:
@@ -111,20 +106,6 @@ def _placed(seen: Evidence) -> RankMap:
     report = Report(asked.nodes, judge(seen), 0.0)
     nodes = [node for node in asked.nodes if node not in asked.ranks.topology.workers]
     return asked.place(chosen(nodes, report.bad_nodes(), report.failed_nodes(), asked.spares))
-
-
-def look_here(asked: Question, environ: Mapping[str, str]) -> Report:
-    """Examine this machine alone, in this process and without collectives. Blocks for a second or two."""
-    begun = time.monotonic()
-    with canary_in(Path(asked.needs.run_dir)) as (canary, token):
-        needs = asked.needs
-        orders = Orders(
-            "", asked.address, 0, needs.run_dir, 0.0, 0.0, "", str(canary), needs.places, needs.sandbox, True
-        )
-        facts = collect(orders, asked.here, environ)
-    unmeasured = "one machine; `slurm-rlhf preflight` measures"
-    seen = Evidence(asked, asked.here, asked.versions, token, {asked.here: facts}, unmeasured=unmeasured)
-    return Report(asked.nodes, judge(seen), time.monotonic() - begun)
 
 
 @contextmanager
@@ -165,7 +146,6 @@ class Evidence:
     """Hold what was asked and what came back."""
 
     asked: Question
-    where: str  # host, address and port of the conductor
     versions: Mapping[str, str]  # package -> version in the conductor
     token: str  # in the canary
     facts: Mapping[str, NodeFacts]
@@ -185,7 +165,6 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
     if len(asked.nodes) > 1:
         checks += [
             network_checks.names(facts),
-            network_checks.conductor(facts, seen.where),
             network_checks.interfaces(facts, asked.here),
             network_checks.clocks(facts),
             node_checks.packages(facts, seen.versions),

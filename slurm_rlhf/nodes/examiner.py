@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -10,20 +11,20 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
-from slurm_rlhf.cluster.network import address_of, address_towards, is_loopback, listening
-from slurm_rlhf.errors import ConfigError
+from msgspec import convert
+
+from slurm_rlhf.cluster.network import address_towards, addresses, is_loopback, listening
 from slurm_rlhf.nodes.collect import collect
 from slurm_rlhf.nodes.environment import visible_gpus, without_injected
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts, Orders, Reach
-from slurm_rlhf.placement.topology import Node, Topology
+from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 
 _PROBES = 16  # connections that are tried at a time
-_MESSAGE = 1 << 20  # most bytes between an agent and the process that has imported torch
 
 
 class Examiner:
@@ -44,7 +45,7 @@ class Examiner:
         """Get ready for measurements. Raises OSError and PlacementError."""
         own = address_towards(self._orders.address)
         self._listening = listening(own)
-        self._host = GroupHost() if self._orders.groups else None
+        self._host = GroupHost(self._listening) if self._orders.groups else None
         return Introduction(own, self._listening.getsockname()[1], time.time())
 
     def facts(self, peers: Mapping[str, int]) -> NodeFacts:
@@ -54,8 +55,7 @@ class Examiner:
     def groups(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Start a process for each seat of `order`; return the reports of all of them."""
         assert self._host is not None, "the orders said nothing of groups"
-        assert self._listening is not None
-        return list(self._host.run({**order, "secret": self._secret}, self._listening, os.environ))
+        return list(self._host.run({**order, "secret": self._secret}, os.environ))
 
     def close(self) -> None:
         """End what it has started; the node is examined."""
@@ -64,11 +64,6 @@ class Examiner:
         if self._host is not None:
             self._host.end()
         self._listening = self._host = None
-
-    def print_facts(self, problem: str) -> None:
-        """Print the facts for the launcher to bring: the conductor cannot be reached because of `problem`."""
-        found = collect(self._orders, self._node, os.environ)
-        print(json.dumps({"facts": asdict(replace(found, conductor=problem))}), flush=True)
 
 
 def reach(peers: Mapping[str, int], timeout_s: float) -> tuple[Reach, ...]:
@@ -95,70 +90,51 @@ def _reach(node: str, port: int, timeout_s: float) -> Reach:
 
 
 class GroupHost:
-    """Start `group_rank` on this node; importing torch takes seconds, in which other checks go on."""
+    """Start `group_rank` on this node; importing torch takes seconds, in which other checks go on.
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE)
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    `listening`: where the store of a group listens if this node has it.
+    """
+
+    def __init__(self, listening: socket.socket) -> None:
+        reading, writing = os.pipe()  # not its output: libraries print into that
+        self._address = str(listening.getsockname()[0])
+        self._reports = os.fdopen(reading, encoding="utf-8")
+        fds = (listening.fileno(), writing)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "slurm_rlhf.nodes.group_rank", str(theirs.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "slurm_rlhf.nodes.group_rank", *map(str, fds), str(os.getpid())],
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            pass_fds=[theirs.fileno()],
-            env={**without_injected(os.environ), **one_thread},
+            pass_fds=fds,
+            env={**without_injected(os.environ), **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")},
+            text=True,
         )
-        theirs.close()
-        self._socket = ours
+        os.close(writing)
 
-    def run(
-        self, order: Mapping[str, Any], listening: socket.socket, environ: Mapping[str, str]
-    ) -> Iterator[dict[str, Any]]:
-        """Let the seats of `order` go through their stages; yield their reports until all have ended.
-
-        `listening`: where the store of the group listens if this node has it.
-        """
-        address = str(listening.getsockname()[0])
+    def run(self, order: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """Let the seats of `order` go through their stages; yield their reports until all have ended."""
         interface = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        if interface and not is_loopback(address):
-            try:
-                address = address_of(interface, "GLOO_SOCKET_IFNAME")
-            except ConfigError as error:
-                yield from self._all(order, str(error))
+        named = [] if is_loopback(self._address) else [str(own) for name, own in addresses() if name == interface]
+        address = [*named, self._address][0]
+        place = convert(order["place"], Topology)
+        node = place.nodes[0].name
+        seats = [[seat, slot, visible_gpus(place, node, [slot], environ)] for seat, slot in order["seats"]]
+        assert self._process.stdin is not None
+        assert self._process.stderr is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended
+            self._process.stdin.write(json.dumps({**order, "seats": seats, "address": address}) + "\n")
+            self._process.stdin.flush()
+        for line in self._reports:
+            if (report := json.loads(line)) == {"end": True}:
                 return
-        self._socket.settimeout(order["limit_s"] + timeouts.PREFLIGHT_S)
-        place = Topology((Node(order["node"], order["gpus"], 0, tuple(order["devices"])),), order["accelerator"])
-        seats = [[seat, slot, visible_gpus(place, order["node"], [slot], environ)] for seat, slot in order["seats"]]
-        message = json.dumps({**order, "seats": seats, "address": address}).encode()
-        try:
-            socket.send_fds(self._socket, [message], [listening.fileno()])
-            while (said := self._socket.recv(_MESSAGE)) and (report := json.loads(said)) != {"end": True}:
-                yield report
-            if not said:
-                yield from self._all(order, f"the process that imports torch has ended: {self._last_words()}")
-        except OSError as error:
-            yield from self._all(order, f"the process that imports torch says nothing: {error.strerror or error}")
+            yield report
+        said = self._process.stderr.read().strip().splitlines() or ["without a word"]
+        error = f"the process that imports torch has ended: {said[-1]}"
+        mine = {seat for seat, _ in order["seats"]}
+        for name, members in (group for stage in order["stages"] for group in stage):
+            yield from ({"seat": seat, "group": name, "error": error} for seat in mine.intersection(members))
 
     def end(self) -> None:
         """End the process and what it started."""
-        self._socket.close()
-        self._process.kill()  # its seats go with it
-        self._process.wait()
-        if self._process.stderr is not None:
-            self._process.stderr.close()
-
-    def _last_words(self) -> str:
-        assert self._process.stderr is not None
-        lines = self._process.stderr.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "without a word"
-
-    @staticmethod
-    def _all(order: Mapping[str, Any], error: str) -> Iterator[dict[str, Any]]:
-        """Report the same error of every seat in every group."""
-        mine = {seat for seat, _ in order["seats"]}
-        for stage in order["stages"]:
-            for name, seats in stage:
-                for seat in mine.intersection(seats):
-                    yield {"seat": seat, "group": name, "error": error}
+        with self._process, self._reports:
+            self._process.kill()  # its seats go with it

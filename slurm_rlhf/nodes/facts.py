@@ -57,9 +57,6 @@ class Introduction:
     clock: float  # seconds since the epoch
 
 
-FACTS_LINE = '{"facts": '
-"""Beginning of the line with its facts that an agent prints if it does not reach the conductor."""
-
 UNKNOWN = -1
 """A number that the node could not find out."""
 
@@ -111,6 +108,5 @@ class NodeFacts:
     unhealthy: tuple[str, ...] = ()  # GPUs with errors of memory, or throttled
     sandbox: str = ""  # kind that programs run in; empty: not asked, or none
     no_sandbox: str = ""  # why there is none
-    conductor: str = ""  # why it does not reach the conductor
     skew_s: float = 0.0  # its clock minus the conductor's, beyond the error of measuring
     reached: tuple[Reach, ...] = ()

@@ -1,7 +1,7 @@
-"""Be the ranks of a node in the collectives: `python -m slurm_rlhf.nodes.group_rank SOCKET PARENT`.
+"""Be the ranks of a node in the collectives: `python -m slurm_rlhf.nodes.group_rank SOCKET PIPE PARENT`.
 
 Imports torch once and forks a process for each seat, so that a node of eight ranks costs one import. No model is
-loaded. An order comes as one message, with the socket on which the store listens; each report is a message, too.
+loaded. An order is a line of the input, a report a line in PIPE; SOCKET is where the store listens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -20,29 +19,23 @@ from typing import Any
 from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.wire import timeouts
 
-Tell = Callable[[dict[str, Any]], None]
+Tell = Callable[[dict[str, Any]], object]
 
-_MESSAGE = 1 << 20
 _POLL_S = 0.02
-_ENOUGH_S = 0.3  # limit of repeating an operation: a slow one is not repeated
-_REPEATS = 3
+_ENOUGH_S = 0.3  # a slow operation is not repeated
 _SMALL = 5  # repeats of the smallest message
 SIZE = {"gloo": 2 << 20, "nccl": 64 << 20}
 """Bytes of the large message."""
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[2]))
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    listening, reports, parent = map(int, sys.argv[1:])
+    die_with_parent(parent)
     warnings.filterwarnings("ignore")
     import torch  # noqa: F401
 
-    while True:
-        message, fds, _, _ = socket.recv_fds(channel, _MESSAGE, 1)
-        if not message:
-            return
-        measure(json.loads(message), fds[0], lambda report: channel.sendall(json.dumps(report).encode()))
-        os.close(fds[0])
+    for line in sys.stdin:
+        measure(json.loads(line), listening, lambda report: os.write(reports, f"{json.dumps(report)}\n".encode()))
 
 
 def measure(order: dict[str, Any], listening: int, tell: Tell) -> None:
@@ -75,7 +68,7 @@ def _fork(order: dict[str, Any], seat: int, visible: dict[str, str], listening: 
 
 
 def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> None:
-    """Go through the stages. An error ends this seat; its groups that come later miss it."""
+    """Go through the stages. After an error the seat goes on: the pairs of a node after a broken one are measured."""
     import torch
     from torch.distributed import TCPStore
 
@@ -100,7 +93,6 @@ def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> 
             tell({"seat": seat, "group": name, **_measure(order, own, rank, len(seats))})
         except Exception as error:
             tell({"seat": seat, "group": name, "error": str(error).strip().splitlines()[0][:300]})
-            return
     store.add("through", 1)
     if first:
         _stay(store, order["seats_in_all"])
@@ -163,15 +155,11 @@ def _measure(order: dict[str, Any], store: Any, rank: int, world: int) -> dict[s
         return took(lambda: group.broadcast([tensor], from_first))
 
     def best(operation: Callable[[torch.Tensor], float]) -> float:
-        """Repeat until the first rank's time limit is over."""
-        found, begun = [], time.perf_counter()
-        for _ in range(_REPEATS):
-            found.append(operation(large))
-            enough = torch.tensor([float(time.perf_counter() - begun > _ENOUGH_S)], device=device)
-            broadcast(enough)
-            if enough.item():
-                break
-        return min(found)
+        """Measure twice if the first rank found it quick: libraries connect for the first large message."""
+        found = operation(large)
+        slow = torch.tensor([float(found > _ENOUGH_S)], device=device)
+        broadcast(slow)
+        return found if slow.item() else min(found, operation(large))
 
     all_reduce(small)  # and with it everybody is there
     latency = sorted(all_reduce(small) for _ in range(_SMALL))[_SMALL // 2]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from slurm_rlhf.errors import WireError
 from slurm_rlhf.nodes.agent_server import AgentServer
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts
 from slurm_rlhf.nodes.groups import Lineup, Outcome, orders_for, outcomes
 from slurm_rlhf.placement.topology import GPU, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.codec import read
 
 T = TypeVar("T")
 _PAUSE_S = 0.02
@@ -38,7 +35,6 @@ class Interview:
         self._agents = agents
         self._limit_s = limit_s
         self._begun = time.monotonic()
-        self._clock = time.time()
 
     @property
     def here(self) -> list[str]:
@@ -63,7 +59,7 @@ class Interview:
                     asked.add(node)
                     answer = self._ask(node, "introduce", None, Introduction)
                     answer.add_done_callback(partial(self._take_introduction, node, time.time()))
-            return self._agents.over() or set(nodes) <= {*self.met, *self.printed()}
+            return self._agents.over() or set(nodes) <= self.met.keys()
 
         wait_until(all_known, self.left(until), _PAUSE_S)
 
@@ -72,8 +68,6 @@ class Interview:
         calls = {node: self._ask(node, "facts", others, NodeFacts) for node, others in peers.items()}
         for node, facts in self.gather(calls, until).items():
             self.facts[node] = replace(facts, node=node, skew_s=self._skews[node])
-        for node, facts in self.printed().items():
-            self.facts.setdefault(node, facts)
 
     def _ask(self, node: str, method: str, argument: Any, result: Any) -> Future[Any]:
         return self._agents.call(self._agents.residents[node], method, argument, result, max(self.left(1.0), 0.0))
@@ -87,19 +81,6 @@ class Interview:
         wait_until(enough, self.left(until), _PAUSE_S, _PAUSE_S)
         done = {node: call for node, call in calls.items() if call.done() and call.exception() is None}
         return {node: call.result() for node, call in done.items()}
-
-    def printed(self) -> dict[str, NodeFacts]:
-        """Return the facts that agents printed: those that do not reach this process."""
-        found = {}
-        now = time.time()
-        for line in self._agents.said().splitlines():
-            try:
-                facts: NodeFacts = read(NodeFacts, json.loads(line)["facts"], "what an agent printed")
-            except (WireError, ValueError, KeyError, TypeError):
-                continue  # a message of the day, a module's greeting
-            early, late = facts.clock - self._clock, facts.clock - now
-            found[facts.node] = replace(facts, skew_s=min(early, 0.0) + max(late, 0.0))
-        return found
 
     def _take_introduction(self, node: str, asked: float, answer: Future[Introduction]) -> None:
         if answer.exception() is None:
@@ -131,10 +112,7 @@ class Interview:
             place = known.get(node, topology.nodes[0])
             order = {
                 **orders_for(lineup, node),
-                "node": node,
-                "gpus": place.gpus,
-                "devices": list(place.devices),
-                "accelerator": topology.accelerator,
+                "place": asdict(Topology((replace(place, name=node),), topology.accelerator)),
                 "host": self.met[first].address,
                 "port": self.met[first].port,
                 "backend": "nccl" if self._on_gpus(topology) else "gloo",

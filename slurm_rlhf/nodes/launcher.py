@@ -85,9 +85,6 @@ class Launcher(Protocol):
     def ended(self) -> list[Ended]:
         """Return the process groups that ended since the last call, in order. The supervisor's thread polls it."""
 
-    def stopped(self) -> list[tuple[str, int]]:
-        """Return (role, process id) of the torchruns that a signal has stopped, as far as this process sees them."""
-
     def stop(self, done: bool, grace_s: float) -> None:
         """End every process of every role, and wait until they are gone: a little longer than `grace_s`.
 

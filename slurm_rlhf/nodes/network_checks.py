@@ -35,17 +35,6 @@ def answers(facts: Facts, nodes: Sequence[str], said: str, started: str) -> Chec
     return Check("answers", "", [failed(told, remedy, *silent)])
 
 
-def conductor(facts: Facts, where: str) -> Check:
-    """Name nodes that do not reach the conductor's port; `where` is host and address of it."""
-    found = []
-    for node, each in facts.items():
-        if each.conductor:
-            said = f"{node} cannot reach the conductor at {where}: {each.conductor}; it has {', '.join(each.addresses)}"
-            remedy = f"Let a firewall pass connections between the job's nodes, or leave it out: {exclude(node)}"
-            found.append(failed(said, remedy, node))
-    return Check("conductor", f"every node reaches {where}", found)
-
-
 def names(facts: Facts) -> Check:
     """Name nodes whose names lead nowhere, or to another node."""
     found: list[Finding] = []

@@ -24,16 +24,10 @@ FILES_OF_A_RANK = 8
 
 def packages(facts: Facts, here: Mapping[str, str]) -> Check:
     """Compare versions with those of the conductor's node."""
-    unlike = {
-        node: [
-            f"{name} {each.versions.get(name)}, here {mine}"
-            for name, mine in here.items()
-            if each.versions.get(name) != mine
-        ]
-        for node, each in facts.items()
-    }
     found = []
-    for node, lines in unlike.items():
+    for node, each in facts.items():
+        unlike = [name for name, mine in here.items() if each.versions.get(name) != mine]
+        lines = [f"{name} {each.versions.get(name)}, here {here[name]}" for name in unlike]
         if lines:
             said = f"{node}: {shortened(lines, 8, '; ')}: not the same packages as on the node that runs the conductor"
             remedy = "Install one environment on a file system that all share, or the same one on each, or"

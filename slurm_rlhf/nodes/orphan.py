@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,25 +21,23 @@ from slurm_rlhf.cluster.slurm_job import Job, ask_jobs, command
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.errors import RunError
+from slurm_rlhf.nodes.requeue import is_away
 from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 HEIRS = 2
-"""Nodes that wait: the second acts where the first is down, too."""
-TURN_S = 30.0
-"""Between their turns; longer than `_LONGEST_S`."""
+"""Nodes that wait: one acts where the other is down, too."""
 _FIRST_S = 2.0
 _LONGEST_S = 15.0
 """Between two questions to slurmctld, which last for minutes."""
-_MOST_REFUSALS = 3
 
 WAIT, LEAVE, REQUEUE, CANCEL = "wait", "leave", "requeue", "cancel"
 
 
 def heirs(ranks: RankMap, first: str) -> list[str]:
-    """Return the nodes that wait, in the order of their turns: the first ones with an engine that are not `first`."""
+    """Return the nodes that wait: the first ones with an engine that are not `first`."""
     nodes = (share.node for share in ranks.roles.get(ROLLOUT, ()) if share.node != first)
     return list(dict.fromkeys(nodes))[:HEIRS]
 
@@ -74,22 +71,19 @@ def last_words(run_dir: Path, job: Job) -> str:
 
 @dataclass(slots=True)
 class Heir:
-    """Is what is left of a job on `node`: `place` in line, from 0."""
+    """Is what is left of a job on `node`."""
 
     job: str  # number of the job
     restarts: int
     first: str
     node: str
-    place: int
     run_dir: Path
     endpoint: tuple[str, int]  # address and port of the conductor
     chain: bool = False
-    _since: float | None = field(default=None, init=False)  # when it was seen headless
     _claimed: bool = field(default=False, init=False)
-    _refused: int = field(default=0, init=False)
 
     def settled(self) -> bool:
-        """Look once, and act when it is time; return whether nothing is left to do. Blocks for 30 s at most."""
+        """Look once, and act if it is to; return whether nothing is left to do. Blocks for 30 s at most."""
         if not unreachable(*self.endpoint):  # it was stopped, or this node was cut off
             return True
         try:
@@ -100,11 +94,6 @@ class Heir:
         what = decide(job, self.restarts, self.chain)
         if job is None or what in (WAIT, LEAVE):
             return what == LEAVE
-        now = time.monotonic()
-        if self._since is None:
-            self._since = now
-        if now < self._since + self.place * TURN_S:
-            return False
         if not self._claim():
             return True
         self._act(job, what)
@@ -123,17 +112,16 @@ class Heir:
         return True
 
     def _act(self, job: Job, what: str) -> None:
-        """Requeue the job, or cancel it where that is refused again and again. Slurm ends this process with it."""
+        """Requeue the job, or cancel it where that is refused. Slurm ends this process with it."""
         why = f"its first node {self.first} was down, and with it the conductor"
         if what == REQUEUE:
             self._say(f"{why}: {self.node} has requeued it")  # before: there may be no time afterwards
             refused = command(["scontrol", "requeue", job.id])
             if refused.returncode == 0:
                 return
-            why += f" (scontrol requeue: {refused.stderr.strip()})"
-            self._refused += 1
-            if self._refused < _MOST_REFUSALS:
+            if is_away(refused.stderr):
                 return
+            why += f" (scontrol requeue: {refused.stderr.strip()})"
         self._say(f"{why}: {self.node} has cancelled it")
         command(["scancel", job.id])
 
@@ -147,7 +135,7 @@ def await_end(spec: StepSpec, ranks: RankMap, node: str, endpoint: tuple[str, in
     """Wait for the end of a job whose conductor, at `endpoint`, is gone, and see to it; this process ends with it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # scancel ends it at once, and it requeues no cancelled job
     slurm = read_slurm(os.environ)
-    if slurm is None or node not in (line := heirs(ranks, slurm.job_nodes[0])):
+    if slurm is None or node not in heirs(ranks, slurm.job_nodes[0]):
         return
     job, first, run_dir = str(slurm.job_id), slurm.job_nodes[0], Path(spec.run_dir)
     by_hand = f"scontrol requeue {job}, where that has not happened yet: it goes on from the newest checkpoint, if any"
@@ -156,7 +144,7 @@ def await_end(spec: StepSpec, ranks: RankMap, node: str, endpoint: tuple[str, in
         return
     config = load_config(RunDirectory(run_dir).config, [])
     limit_s = config.timeout.node_down
-    heir = Heir(job, slurm.restart_count, first, node, line.index(node), run_dir, endpoint, config.slurm.chain)
+    heir = Heir(job, slurm.restart_count, first, node, run_dir, endpoint, config.slurm.chain)
     print(f"{node} waits for slurmctld to mark {first} down, {limit_s:g} s at most (timeout.node_down)", flush=True)
     if not wait_until(heir.settled, limit_s, _FIRST_S, _LONGEST_S):
         print(f"slurmctld has not marked {first} down within {limit_s:g} s (timeout.node_down): {by_hand}")

@@ -19,7 +19,7 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.slurm_job import command
 from slurm_rlhf.cluster.stop import Arrangement, Continuation, immune, termination
 from slurm_rlhf.config.schema import Slurm
-from slurm_rlhf.nodes.environment import GPU_VARIABLES
+from slurm_rlhf.nodes.environment import VISIBLE
 from slurm_rlhf.nodes.srun import SLURM_OPTIONS
 from slurm_rlhf.wire import timeouts
 
@@ -39,7 +39,7 @@ class SlurmContinuation(Continuation):
     def __init__(
         self, slurm: SlurmEnvironment, environ: Mapping[str, str], argv: Sequence[str], directory: Path
     ) -> None:
-        """`argv`: the words this program was started with. `directory`: for a copy of the batch script, if needed."""
+        """`argv`: the words this program was started with. `directory`: for a copy of the batch script."""
         self._job = str(slurm.job_id)
         self._slurm = slurm
         self._environ = environ
@@ -77,8 +77,8 @@ class SlurmContinuation(Continuation):
                     return Arrangement(f"job {self._job} is requeued", True)
                 why = requeued.stderr.strip() or "scontrol requeue failed"
                 # A controller that is away takes no job either, and each command may wait for it for half a minute.
-                arranged = self._refused(why) if _is_away(why) else self._submit(why)
-                away = not arranged.sure and _is_away(arranged.text)
+                arranged = self._refused(why) if is_away(why) else self._submit(why)
+                away = not arranged.sure and is_away(arranged.text)
                 if not away or time.monotonic() > last or terminated.wait(_AGAIN_S):
                     return arranged
 
@@ -90,12 +90,11 @@ class SlurmContinuation(Continuation):
         written = command(["scontrol", "write", "batch_script", self._job, "-"])
         if shown.returncode or written.returncode or not written.stdout.startswith("#!"):
             return self._refused(why)
-        if follower := self._follower():
-            return Arrangement(f"requeue is not allowed here ({why}); job {follower} follows this one", True)
-        options, script, arguments = successor(shown.stdout, self._environ, self._argv)
-        script = self._script(script, written.stdout)
+        options, arguments = successor(shown.stdout, self._environ, self._argv)
+        script = self._directory / SCRIPT
+        script.write_text(written.stdout, encoding="utf-8")
         submitted = command(
-            ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *options, script, *arguments],
+            ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *options, str(script), *arguments],
             env=successor_environment(self._environ),
             cwd=self._slurm.submit_dir,  # SLURM_SUBMIT_DIR of the next job: scripts find their files by it
         )
@@ -106,35 +105,9 @@ class SlurmContinuation(Continuation):
         told = f"neither requeue ({why}) nor sbatch ({told}) worked; submit the same command to go on"
         return Arrangement(told, False)
 
-    def finished(self) -> str:
-        return ""
 
-    def _follower(self) -> str:
-        """Return the successor that an earlier sbatch has submitted without having an answer in time, if any."""
-        waiting = _waiting(self._slurm.job_name)
-        return next((job for job, _, after in waiting if after.startswith(f"afterany:{self._job}")), "")
-
-    def _script(self, path: str, text: str) -> str:
-        """Return `path` if it still is the script of this job, else a copy of what Slurm has kept."""
-        try:
-            if Path(path).read_text(encoding="utf-8").strip() == text.strip():
-                return path
-        except (OSError, ValueError):
-            pass
-        copy = self._directory / SCRIPT
-        copy.write_text(text, encoding="utf-8")
-        return str(copy)
-
-
-class ChainContinuation(Continuation):
+class ChainContinuation(SlurmContinuation):
     """Leave the rest to the next job of a chain."""
-
-    def __init__(self, inner: Continuation, slurm: SlurmEnvironment) -> None:
-        self._inner = inner
-        self._slurm = slurm
-
-    def end_time(self) -> float | None:
-        return self._inner.end_time()
 
     def go_on(self) -> Arrangement:
         """Arrange nothing: requeued, this job would wait behind those that were submitted with it."""
@@ -180,7 +153,8 @@ def _waiting(name: str) -> list[tuple[str, str, str]]:
     return [line.partition(" ") for line in command(words).stdout.splitlines()]
 
 
-def _is_away(told: str) -> bool:
+def is_away(told: str) -> bool:
+    """Tell whether a command of Slurm failed because its controller is away."""
     return any(word in told for word in _AWAY)
 
 
@@ -188,7 +162,7 @@ def _what(job: str) -> list[str]:
     """Return what tells whether two jobs are the same run: the script, which may name it, its arguments, its place."""
     shown = command(["scontrol", "show", "job", job]).stdout
     script = command(["scontrol", "write", "batch_script", job, "-"]).stdout
-    return [script, _line(shown, "Command") or "(--wrap)", _line(shown, "WorkDir")]
+    return [script, _field(shown, "Command") or "(--wrap)", _field(shown, "WorkDir")]
 
 
 def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) -> Continuation:
@@ -198,19 +172,20 @@ def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) 
     slurm = read_slurm(environ)
     if slurm is None:
         return Continuation()
-    here = SlurmContinuation(slurm, environ, sys.argv[1:], run_dir / ".control")
-    return ChainContinuation(here, slurm) if settings.chain else here
+    kind = ChainContinuation if settings.chain else SlurmContinuation
+    return kind(slurm, environ, sys.argv[1:], run_dir / ".control")
 
 
 _OVERSUBSCRIBE = {"NO": "--exclusive", "USER": "--exclusive=user", "YES": "--oversubscribe"}
+_LINES = ("JobName", "Comment", "WorkDir", "Command", "StdOut", "StdErr")
 _EMPTY = {"", "(null)", "N/A"}
 _GPU = re.compile(r"gres[:/]gpu\b")
 
 
-def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the command line of sbatch for the job after the one that `scontrol show job` describes in `shown`.
 
-    It has options, the script as it was submitted (it may be gone), and its arguments. `environ`: the variables of its
+    It has options, and the arguments of the script. `environ`: the variables of its
     batch step; `argv`: the words that the script gave to this program.
     """
     fields = SLURM_OPTIONS["fields"].items()
@@ -221,11 +196,11 @@ def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> tu
         options.append(sharing)
     if _field(shown, "Requeue") == "0":
         options.append("--no-requeue")
-    return (options, *split_command(_line(shown, "Command"), argv))
+    return options, split_command(_field(shown, "Command"), argv)
 
 
-def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Split `command`, which Slurm shows as words with blanks between them, into script and arguments.
+def split_command(command: str, argv: Sequence[str]) -> list[str]:
+    """Return the arguments in `command`, which Slurm shows as words with blanks between them, the script first.
 
     A script that ends in `exec slurm-rlhf train FILE "$@"` has passed its arguments on: what `argv` and `command` both
     end with are these arguments, blanks inside them included. Arguments that it did not pass on are split at blanks.
@@ -233,8 +208,7 @@ def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     for first in range(len(argv)):
         tail = list(argv[first:])
         if command.endswith(text := " " + " ".join(tail)):
-            script, own = _split_head(command.removesuffix(text))
-            return script, own + tail
+            return _split_head(command.removesuffix(text)) + tail
     return _split_head(command)
 
 
@@ -243,15 +217,12 @@ def successor_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name == "SLURM_CONF" or not (name.startswith(("SLURM_", "SLURMD_")) or name in GPU_VARIABLES)
+        if name == "SLURM_CONF" or not (name.startswith(("SLURM_", "SLURMD_")) or name == VISIBLE)
     }
 
 
-def _split_head(head: str) -> tuple[str, list[str]]:
-    if Path(head).is_file():
-        return head, []
-    script, *own = head.split(" ")
-    return script, own
+def _split_head(head: str) -> list[str]:
+    return [] if Path(head).is_file() else head.split(" ")[1:]
 
 
 def _resources(shown: str, environ: Mapping[str, str]) -> list[str]:
@@ -265,7 +236,7 @@ def _resources(shown: str, environ: Mapping[str, str]) -> list[str]:
 
 def _files(shown: str) -> list[str]:
     """Return the options that append to the same logs, as after a requeue."""
-    out, err = _line(shown, "StdOut"), _line(shown, "StdErr")
+    out, err = _field(shown, "StdOut"), _field(shown, "StdErr")
     words = ["--open-mode=append"]
     if out:
         words.append(f"--output={out.replace('%', '%%')}")
@@ -275,16 +246,9 @@ def _files(shown: str) -> list[str]:
 
 
 def _field(shown: str, name: str) -> str:
-    """Return the value of `name`, or "". JobName, Comment and WorkDir may hold blanks, the others do not."""
-    if name in ("JobName", "Comment", "WorkDir"):
-        return _line(shown, name)
-    found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", shown)
-    return "" if found is None or found[1] in _EMPTY else found[1]
-
-
-def _line(shown: str, name: str) -> str:
-    """Return what follows `name` up to the end of its line."""
-    found = re.search(rf"(?:^|\s){name}=(.*)$", shown, re.MULTILINE)
+    """Return the value of `name`, or "". Those of `_LINES` may hold blanks, and are up to the end of their line."""
+    rest = r"(.*)$" if name in _LINES else r"(\S*)"
+    found = re.search(rf"(?:^|\s){re.escape(name)}={rest}", shown, re.MULTILINE)
     value = found[1] if found else ""
     if name != "Command":
         value = value.strip()

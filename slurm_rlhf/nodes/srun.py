@@ -36,7 +36,7 @@ STEP_VARIABLES = frozenset(
 """Variables that srun would read as options of the step."""
 
 _TASK_ENDED = re.compile(r"^srun: error: (?P<nodes>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.MULTILINE)
-_PASSING_FAILURES = ("Unable to contact slurm controller", "Communication connection failure")
+PASSING_FAILURES = ("Unable to contact slurm controller", "Communication connection failure")
 """Texts of failures that another attempt may not meet, as of a Slurm controller that is restarting."""
 
 
@@ -119,13 +119,12 @@ class RunningStep:
         self.variables: Mapping[str, str] = {}
         """Variables of its tasks, from the next start on."""
         self._command = command
-        self._files = [log, *([Path(step.output.replace("%N", step.nodes[0]))] if step.output else [])]
-        self._sizes: dict[Path, int] = {}
+        self._size = 0  # of the log before the start
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, or start it again. It ends with the thread that calls this."""
-        self._sizes = {path: _size(path) for path in self._files}
+        self._size = self.log.stat().st_size if self.log.exists() else 0
         environment = {**step_environment(os.environ), **self.variables}
         # SIGTERM makes srun end its tasks. Killed outright, it would leave them to the end of the job.
         self._process = start_child(self._command, self.log, environment, signal.SIGTERM)
@@ -142,21 +141,17 @@ class RunningStep:
 
     def said(self) -> str:
         """Return what it has printed since its start."""
-        return self._said(self.log)
+        try:
+            with self.log.open("rb") as file:
+                file.seek(self._size)
+                return file.read().decode("utf-8", errors="replace")
+        except OSError:
+            return ""
 
     def signal(self, number: signal.Signals) -> None:
         """Signal it if it still runs: SIGTERM makes srun kill its tasks."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
-
-    def _said(self, path: Path) -> str:
-        """Return what was written to `path` since the start."""
-        try:
-            with path.open("rb") as file:
-                file.seek(self._sizes.get(path, 0))
-                return file.read().decode("utf-8", errors="replace")
-        except OSError:
-            return ""
 
     def failures(self) -> list[tuple[str, str]]:
         """Return (nodes, how) of the tasks that failed, in order, or of the command; empty while all is well."""
@@ -164,11 +159,6 @@ class RunningStep:
         if found or self.code is None:
             return found
         return [(",".join(self.step.nodes), f"ended ({Path(self._command[0]).name} {exit_text(self.code)})")]
-
-    def worth_another_try(self) -> bool:
-        """Tell whether it failed for a reason that may be gone the next time."""
-        said = "".join(self._said(path) for path in self._files)
-        return any(text in said for text in _PASSING_FAILURES)
 
 
 def wait_over(steps: Sequence[RunningStep], seconds: float) -> None:
@@ -186,10 +176,6 @@ def end(steps: Sequence[RunningStep]) -> None:
         for each in steps:
             each.signal(number)
         wait_over(steps, timeouts.STEP_KILL_S)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 PYXIS = "pyxis"
@@ -235,14 +221,8 @@ def container_of(config: Config) -> Container:
 
 def nodes_step(topology: Topology, container: Container = HOST) -> Step:
     """Return the step with an agent on each node of the job, beside the roles."""
-    return Step(
-        name="nodes",
-        nodes=tuple(node.name for node in topology.nodes),
-        gpus=_gpus(topology, topology.nodes),
-        together=False,
-        uneven=_uneven(topology),
-        options=container.step_options(),
-    )
+    step = workers_step(topology, [node.name for node in topology.nodes], Path(), container)
+    return replace(step, name="nodes", cpus=0, output="")
 
 
 def role_step(

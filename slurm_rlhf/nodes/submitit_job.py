@@ -25,15 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.processes import exit_text
+from slurm_rlhf.config.check import check, check_stage
+from slurm_rlhf.config.pipeline import TRAINING
 from slurm_rlhf.config.roles import colocations, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import minutes
+from slurm_rlhf.config.schema_stages import STAGES
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.nodes.child_process import bound_to_parent
 from slurm_rlhf.nodes.requeue import PARENT_REQUEUES
-from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.topology import Topology, numbered_names, role_sizes
+from slurm_rlhf.placement.rank_map import make_blocks, place
+from slurm_rlhf.placement.topology import Topology, nodes_needed, numbered_names, role_sizes
 from slurm_rlhf.wire import timeouts
 
 FOLDER = "submitit"
@@ -45,11 +48,19 @@ _MOST_TIMEOUTS = 1000
 def submit(config: Config, local: bool = False, command: str = "train") -> Any:
     """Submit a run of `command` with `config` and return its submitit job, whose `result()` is the summary of the run.
 
-    `local`: on this machine, as a process that outlives this one. Raises ConfigError and PlacementError for what
-    cannot be submitted, RunError with the message of sbatch if it refuses.
+    `config` says what to run and, in its group `slurm`, what to ask Slurm for; `command` is `train` or a stage;
+    `local`: on this machine, as a process that outlives this one. If the run fails, `result()` raises with the last
+    lines of what failed. Raises ConfigError, PlacementError and ModelError for what cannot be submitted, RunError with
+    the message of sbatch if it refuses.
     """
     from submitit.core.utils import FailedJobError
 
+    if command not in TRAINING:
+        raise ConfigError(f"command takes one of {', '.join(TRAINING)}, got {command!r}")
+    if command in STAGES:
+        check_stage(config, command)
+    else:
+        check(config)
     placed = of_command(config, command)
     run_dir = Path(placed.run_dir)
     folder = run_dir / FOLDER
@@ -140,23 +151,17 @@ def _minutes(config: Config) -> int:
 
 
 def wanted_nodes(config: Config) -> int:
-    """Return `slurm.nodes`, or the fewest nodes of `slurm.gpus_per_node` GPUs on which the roles fit.
+    """Return the fewest nodes of `slurm.gpus_per_node` GPUs on which the roles fit; without it as many as a role asks.
 
     Raises PlacementError when no number of such nodes holds them.
     """
-    sizes = role_sizes(config)
+    sizes, each, together = role_sizes(config), config.slurm.gpus_per_node, colocations(config)
     least = max(1, *(size.num_nodes for size in sizes))
-    if config.slurm.nodes or not config.slurm.gpus_per_node:
-        return config.slurm.nodes or least
-    most = sum(size.num_nodes or size.engines for size in sizes)
-    for count in range(least, max(most, least) + 1):
-        try:
-            place(Topology.uniform(numbered_names(count), config.slurm.gpus_per_node), sizes, colocations(config))
-            return count
-        except PlacementError:
-            if count >= most:
-                raise
-    raise AssertionError("unreachable: the last count returns or raises")
+    if not each:
+        return least
+    count = nodes_needed(each, make_blocks(sizes, together)) or least
+    place(Topology.uniform(numbered_names(count), each), sizes, together)
+    return count
 
 
 @contextmanager

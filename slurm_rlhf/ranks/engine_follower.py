@@ -79,10 +79,9 @@ def prepare_process(config: Config, info: RankInfo) -> None:
 def own_devices(local_rank: int, tp: int) -> None:
     """Leave only the GPUs of this engine visible, that of TP rank i as the i-th; before CUDA is initialized."""
     first = local_rank - local_rank % tp
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        visible = [device for device in os.environ.get(name, "").split(",") if device]
-        if visible:
-            os.environ[name] = ",".join(visible[first : first + tp])
+    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + tp])
 
 
 def segment_prefix(config: Config, place: EnginePlace) -> str:

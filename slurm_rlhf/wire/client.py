@@ -203,16 +203,10 @@ class ControlClient(IoThread):
 
     def _accept(self, request: Request) -> None:
         if request.method in self._threaded:
-            threading.Thread(target=self._answer, args=(request,), name=request.method, daemon=True).start()
+            request.answer_apart(self._threaded[request.method])
         else:
             self._arrived[request.method] += 1
             self._inbox.put(request)
-
-    def _answer(self, request: Request) -> None:
-        try:
-            request.reply(self._threaded[request.method]())
-        except Exception as error:
-            request.fail(error)
 
     def _beat(self) -> None:
         if self._on_beat is not None:

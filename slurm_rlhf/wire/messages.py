@@ -154,6 +154,17 @@ class Request:
         self.failed = True
         self._answer("error", encode(CallFailure.of(error)))
 
+    def answer_apart(self, work: Callable[[], Any]) -> None:
+        """Answer with what `work` returns, in a thread of its own."""
+
+        def answer() -> None:
+            try:
+                self.reply(work())
+            except Exception as error:
+                self.fail(error)
+
+        threading.Thread(target=answer, name=self.method, daemon=True).start()
+
     def _answer(self, kind: Kind, frames: list[Buffer]) -> None:
         if self.answered:
             raise RunError(f"{self.method} (call {self.id}) has been answered already")

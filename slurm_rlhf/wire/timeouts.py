@@ -60,7 +60,6 @@ WORKER_END_S = 5.0  # the end of a worker's thread, which kills its processes
 
 # --- preflight ---
 CONNECT_S = 3.0  # a connection to another node's port, where one that does not answer counts as not reached
-PREFLIGHT_S = 5.0  # a measurement beyond its own limit
 AGENT_S = 60.0  # an agent's answer to a call; most come at once
 CANARY_S = 5.0  # a file system that is slow to show a new file
 REPORT_S = 1.0  # the reports of the agents, before the time for a measurement is over

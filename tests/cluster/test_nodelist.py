@@ -90,31 +90,26 @@ def test_4000_lists_equal_to_scontrol(scontrol: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "position", "what"),
+    ("text", "what"),
     [
-        ("gpu[001-003", 12, "expected"),
-        ("gpu001,gpu[3-1]", 12, "runs backwards"),
-        ("gpu[1,,2]", 7, "number is missing"),
-        ("gpu[]", 5, "number is missing"),
-        ("gpu[1-]", 6, "expected"),
-        ("gpu[a-c]", 5, "number is missing"),
-        ("gpu[1-2-3]", 8, "expected"),
-        ("gpu[1, 2]", 7, "number is missing"),
-        ("gpu]1", 4, "is not valid"),
-        ("login,g;rm", 8, "is not valid"),
-        ("gpu[001-002].cluster.local,b", 13, "after the last bracket"),
-        (f"gpu[0-{MAX_RANGE}]", 5, "Slurm allows"),
-        ("a[0-65535][0-99]", 1, "names in one element"),
+        ("gpu[001-003", "its elements are like"),
+        ("gpu001,gpu[3-1]", r"\[3-1\] has '3-1'"),
+        ("gpu[1,,2]", "has ''"),
+        ("gpu[]", "its elements are like"),
+        ("gpu[1-]", "has '1-'"),
+        ("gpu[a-c]", "its elements are like"),
+        ("gpu[1-2-3]", "has '1-2-3'"),
+        ("gpu[1, 2]", "its elements are like"),
+        ("gpu]1", "its elements are like"),
+        ("login,g;rm", "its elements are like"),
+        ("gpu[001-002].cluster.local,b", "its elements are like"),
+        (f"gpu[0-{MAX_RANGE}]", f"range of up to {MAX_RANGE}"),
+        ("a[0-65535][0-99]", "has more than 1048576 names"),
     ],
 )
-def test_errors_point_at_the_character(text: str, position: int, what: str) -> None:
-    where = "at its end" if position > len(text) else f"at character {position}:"
-    with pytest.raises(PlacementError, match=what) as error:
+def test_errors_name_what_is_wrong(text: str, what: str) -> None:
+    with pytest.raises(PlacementError, match=f"invalid node list.*{what}"):
         expand(text)
-    message = str(error.value)
-    assert where in message
-    shown, pointer = message.splitlines()[-2:]
-    assert shown[pointer.index("^") :] == text[position - 1 :][: len(shown) - pointer.index("^")]
 
 
 SORTED = {

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from slurm_rlhf.groups.deaths import Death, Deaths, RoleRanks, Standstills, StartLogs, culprits, silent_nodes
+from slurm_rlhf.config.schema_jobs import Timeout
+from slurm_rlhf.groups.deaths import Death, Deaths, RoleRanks, Silence, StartLogs, culprits
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.messages import Peer
@@ -49,8 +52,8 @@ def gone() -> int:
     return process.pid
 
 
-def ranks(role: str, *pids: int, world: int = 1, phase: str = "train_step", here: bool = True) -> RoleRanks:
-    peers = [Peer(role, rank, world, "n", pid, phase) for rank, pid in enumerate(pids)]
+def ranks(role: str, *pids: int, world: int = 1, here: bool = True) -> RoleRanks:
+    peers = [Peer(role, rank, world, "n", pid) for rank, pid in enumerate(pids)]
     return RoleRanks(role, world, peers, here)
 
 
@@ -58,13 +61,13 @@ def test_the_first_of_two_may_be_the_last_whose_group_ends(gone: int, tmp_path: 
     """The torchrun of two ranks ends the other one first."""
     deaths = Deaths(StartLogs(RunDirectory(tmp_path)))
     alive = [ranks("actor", os.getpid(), gone, world=2), ranks("critic", os.getpid())]
-    deaths.note([], alive, [], 10.0)
+    deaths.note([], alive, 10.0)
     known = [alive[0], ranks("critic", gone)]
-    deaths.note([end("critic")], known, [], 10.5)
+    deaths.note([end("critic")], known, 10.5)
     assert deaths.waited_s(11.0) == 0.5
     assert deaths.more_to_come(0.5, known, 2.0, 6.0)
     assert not deaths.more_to_come(6.1, known, 2.0, 6.0)  # it hangs
-    deaths.note([end("actor")], known, [], 11.5)
+    deaths.note([end("actor")], known, 11.5)
     assert not deaths.more_to_come(1.0, known, 2.0, 6.0)
     first, told = deaths.verdict(known, lambda peer: f"rank {peer.rank}")
     assert first.role == "actor"
@@ -89,7 +92,7 @@ def test_the_report_of_a_torchrun_tells_rank_and_signal_where_srun_tells_neither
     deaths = Deaths(StartLogs(directory))
     known = [ranks("actor", os.getpid(), gone, world=2, here=False)]
     directory.role_log("actor", "n", "torchrun").write_text(REPORT.format(pid=gone))
-    deaths.note([end("actor", "ended: Exited with exit code 1")], known, [], 1.0)
+    deaths.note([end("actor", "ended: Exited with exit code 1")], known, 1.0)
     told = deaths.verdict(known, lambda peer: f"rank {peer.rank} of two")[1]
     assert told.startswith(f"rank 1 of two on n (pid {gone}) was killed by SIGKILL (often: the memory of the node")
     told = deaths.verdict([], lambda peer: "nobody")[1]  # before its hello
@@ -99,48 +102,24 @@ def test_the_report_of_a_torchrun_tells_rank_and_signal_where_srun_tells_neither
 def test_a_single_death_is_judged_at_once_but_before_the_hello_of_others(gone: int, tmp_path: Path) -> None:
     deaths = Deaths(StartLogs(RunDirectory(tmp_path)))
     known = [ranks("actor", os.getpid(), gone, world=2), ranks("critic", os.getpid())]
-    deaths.note([end("actor")], known, [], 1.0)
+    deaths.note([end("actor")], known, 1.0)
     assert not deaths.more_to_come(0.0, known, 2.0, 6.0)
     starting = [known[0], ranks("critic")]
     assert deaths.more_to_come(1.9, starting, 2.0, 6.0)
     assert not deaths.more_to_come(2.0, starting, 2.0, 6.0)
 
 
-def test_a_stopped_torchrun_does_not_end_when_a_rank_does(gone: int, tmp_path: Path) -> None:
-    deaths, name = Deaths(StartLogs(RunDirectory(tmp_path))), lambda peer: f"rank {peer.rank}"
-    known = [ranks("actor", os.getpid(), gone, world=2), ranks("critic", gone)]
-    deaths.note([], [ranks("actor", os.getpid())], [("actor", 5)], 1.0)
-    assert deaths.ends == []
-    deaths.note([end("critic")], known, [("actor", 5)], 2.0)
-    deaths.note([], known, [("actor", 5)], 2.25)
-    assert [one.role for one in deaths.ends] == ["critic", "actor"]
-    assert not deaths.more_to_come(0.0, known, 2.0, 6.0)
-    alone = Deaths(StartLogs(RunDirectory(tmp_path)))
-    alone.note([], known[:1], [("actor", 5)], 2.0)
-    told = alone.verdict(known, name)[1]
-    assert told.startswith("its process group on n has lost a process, which its torchrun (pid 5) does not see")
-    assert told.endswith(f"stopped by a signal; gone: rank 1 (pid {gone})")
-
-
 def test_processes_of_another_machine_are_not_looked_for(gone: int) -> None:
     assert not ranks("actor", gone, here=False).gone
 
 
-def test_a_torchrun_that_stands_still_is_told_while_its_ranks_start() -> None:
-    still, stopped = Standstills(), [("actor", 7)]
-    starting, started = [ranks("actor", 1, phase="start")], [ranks("actor", 1)]
-    assert still.longer_than(12.0, stopped, starting, 100.0) == []
-    assert still.longer_than(12.0, stopped, starting, 112.0) == []
-    ((role, why),) = still.longer_than(12.0, stopped, starting, 112.5)
-    assert (role, "torchrun (pid 7)" in why, "has stood still for 12 s" in why) == ("actor", True, True)
-    assert still.longer_than(12.0, stopped, started, 113.0) == []  # nobody needs it
-    assert still.longer_than(12.0, stopped, [ranks("actor")], 114.0) == []  # before the hello; from now on
-    assert still.longer_than(12.0, [], starting, 200.0) == []
-    assert still.longer_than(12.0, stopped, starting, 200.0) == []  # it went on in between
-
-
 def peer(role: str, rank: int, host: str, lost: str = "", silent: bool = False) -> Peer:
     return Peer(role, rank, 2, host, 100 + rank, lost=lost, silent=silent)
+
+
+def silent_nodes(peers: list[Peer], quiet: list[Peer], dead: tuple[str, ...] = ()) -> set[str]:
+    server: Any = SimpleNamespace(peers=lambda role: peers, silent=lambda seconds: quiet)
+    return Silence(server, ["any"], Timeout()).nodes(dead)
 
 
 def test_a_node_whose_ranks_are_silent_is_gone_unless_one_of_them_speaks() -> None:

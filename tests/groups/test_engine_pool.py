@@ -48,9 +48,6 @@ class Engines:
         command = [sys.executable, hang_peer.__file__, *map(str, words)]
         self.started.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}))
 
-    def stopped(self) -> list[tuple[str, int]]:
-        return []
-
     def ended(self) -> list[Ended]:
         return []
 

@@ -111,9 +111,6 @@ class Roles:
     def unheard(self, seconds: float) -> set[str]:
         return {"n2"}
 
-    def stopped(self) -> list[tuple[str, int]]:
-        return []
-
     def ended(self) -> list[Ended]:
         return []
 

@@ -12,7 +12,6 @@ from slurm_rlhf.groups.deaths import StartLogs
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.observe.log_tail import FailedProcess
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.wire.messages import Peer
 
 REPORT = """Root Cause (first observed failure):
   rank      : {rank} (local_rank: {rank})
@@ -37,7 +36,7 @@ def write(log: Path, text: str, at: int) -> None:
 
 def test_the_newest_log_is_quoted_and_nothing_of_an_earlier_start(directory: RunDirectory) -> None:
     logs = StartLogs(directory)
-    quiet = logs.of_peer(Peer("actor", 0, 2, "n1", 1))
+    quiet = [directory.role_log("actor", "n1", 0)]
     assert logs.quote(quiet) == f"The last lines of {quiet[0]}:\n    (it is empty)"
     write(quiet[0], "of this start", 5)
     write(directory.role_log("actor", "n1", 1), "\n".join(str(line) for line in range(20)), 4)
@@ -93,5 +92,5 @@ def test_of_a_group_that_ended_its_ranks_are_asked_before_the_role(directory: Ru
 def test_the_report_of_a_torchrun_is_that_of_this_start(directory: RunDirectory) -> None:
     logs = StartLogs(directory)
     assert logs.first_failure("actor", "n1") is None
-    write(logs.of_torchrun("actor", "n1"), REPORT.format(rank=1), 5)
+    write(directory.role_log("actor", "n1", "torchrun"), REPORT.format(rank=1), 5)
     assert logs.first_failure("actor", "n1") == FailedProcess(1, 7, -9)

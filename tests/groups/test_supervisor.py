@@ -17,13 +17,10 @@ from control_peer import INTERVAL, ask, start_peer, stop_peer
 from waiting import HANG_S, scaled, until
 
 from slurm_rlhf.cluster.processes import running
-from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.groups.deaths import SILENT_BEATS
 from slurm_rlhf.groups.supervisor import POLL_S, Supervisor
-from slurm_rlhf.nodes.agent_launcher import AgentLauncher
-from slurm_rlhf.nodes.agent_steps import LocalAgents
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.observe.log_tail import _ROOT_CAUSE
 from slurm_rlhf.placement.rank_map import place
@@ -96,9 +93,6 @@ class Processes:
         """The rank ends, and is seen to."""
         self.started[role, rank].kill()
         self.news.append(Ended(role, f"n{rank + 1}", how, self.directory.logs / f"{role}.srun.log"))
-
-    def stopped(self) -> list[tuple[str, int]]:
-        return []
 
     def ended(self) -> list[Ended]:
         news, self.news = self.news, []
@@ -276,33 +270,6 @@ def test_a_node_of_which_nobody_says_hello_is_dead(
         assert supervisor.silent_nodes() == dead
     finally:
         supervisor.stop()
-
-
-class Stopping(AgentLauncher):
-    """A launcher whose torchruns are stopped as soon as they are started."""
-
-    def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
-        super().start(role, arguments, environment)
-        os.kill(until(lambda: self._roles[-1].torchrun, "the torchrun"), signal.SIGSTOP)
-
-
-def test_a_torchrun_that_is_stopped_before_its_ranks_come_is_missed_after_the_silence_of_a_rank(
-    tmp_path: Path,
-) -> None:
-    directory, config = RunDirectory(tmp_path / "run"), Config()
-    directory.make()
-    config.timeout.heartbeat_interval, config.timeout.heartbeat = INTERVAL, round(scaled(3.0))
-    config.timeout.connect, config.timeout.shutdown = HANG_S, 1.0
-    ranks = place(Topology.uniform([node_name()], 1), [RoleSize("critic", 1, 1)])
-    agents = LocalAgents(directory.root, ranks.topology)
-    agents.begin(agents.orders())
-    supervisor = Supervisor(config, directory, ranks, Stopping(agents, ranks, {}))
-    try:
-        with pytest.raises(RoleDied, match=r"role critic died: its torchrun \(pid \d+\), .* has stood still for \d+ s"):
-            supervisor.start({"critic": {ranks.topology.nodes[0].name: {}}})
-    finally:
-        supervisor.stop()
-        agents.close()
 
 
 def test_an_error_stands_where_everybody_is_heard_or_was_only_busy(

@@ -31,7 +31,7 @@ def test_a_good_machine(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text("{}")
     asked = orders(tmp_path, ("actor.model_name_or_path", str(tmp_path / "model")), ("data.prompt_dataset", "/none"))
     found = collect(asked, "n1", {"NCCL_SOCKET_IFNAME": "lo"})
-    assert (found.canary, found.run_dir, found.conductor) == ("token", "", "")
+    assert (found.canary, found.run_dir, found.shm) == ("token", "", "")
     assert [place.problem for place in found.places] == ["", "No such file or directory"]
     assert found.versions == versions()
     assert found.versions["numpy"] != MISSING

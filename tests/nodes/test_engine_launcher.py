@@ -36,10 +36,10 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineR
 
 
 def test_what_is_ended_is_no_news_and_what_dies_is(engines: EngineRanks) -> None:
-    engines.kill_engine(1)
+    engines.end(1)
     news = until(engines.ended, "the end of an engine")
     assert [engine for engine, how in news if "SIGKILL" in how] == [1]
-    engines.end(0)
+    engines.end(0, "was ended")
     until(lambda: not engines.running, "the end of all")
     assert engines.ended() == []
 

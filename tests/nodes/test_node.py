@@ -19,20 +19,14 @@ from slurm_rlhf.placement.topology import CPU, Node, Topology
         ({}, "1,2"),
         ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, "5,6"),
         ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}, "GPU-b,GPU-c"),
-        ({"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": "0,2,3"}, "2,3"),
         ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "1,2"),
     ],
 )
 def test_slots_are_counted_among_what_slurm_granted(environ: dict[str, str], expected: str) -> None:
     gpus = visible_gpus(Topology.uniform(["n1"], 8), "n1", (1, 2), environ)
-    assert gpus == {"CUDA_VISIBLE_DEVICES": expected, "HIP_VISIBLE_DEVICES": expected}
-    step = environ | {"ROCR_VISIBLE_DEVICES": "0", "GPU_DEVICE_ORDINAL": "0"}
-    found = node_environment(step, "actor", Path("logs"), Path("own"), gpus, "")
-    assert {name: found.get(name) for name in (*gpus, "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")} == {
-        **gpus,
-        "ROCR_VISIBLE_DEVICES": None,
-        "GPU_DEVICE_ORDINAL": None,
-    }
+    assert gpus == {"CUDA_VISIBLE_DEVICES": expected}
+    found = node_environment(environ, "actor", Path("logs"), Path("own"), gpus, "")
+    assert found["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_devices_that_are_known_by_name_and_nodes_without_any() -> None:

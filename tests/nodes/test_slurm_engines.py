@@ -15,6 +15,7 @@ from waiting import until
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.nodes.agent_launcher import AgentEngines
 from slurm_rlhf.nodes.agent_steps import AgentSteps
+from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -36,7 +37,10 @@ class Bench:
         slurm = read_slurm(JOB)
         assert slurm is not None
         self.agents = AgentSteps(self.run_dir, slurm, Topology.uniform((*NODES, SPARE), 2))
-        self.engines = AgentEngines(self.agents, ranks, {})
+        spec = StepSpec(
+            "rollout", str(self.run_dir), self.agents.run_id, ["--x"], {node: {"A": node} for node in NODES}
+        )
+        self.engines = AgentEngines(self.agents, ranks, {}, spec)
 
     def srun(self, script: str) -> None:
         program = self.root / "bin" / "srun"
@@ -74,7 +78,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 def test_an_engine_that_ended_starts_again_on_a_spare_node_and_no_other_does(bench: Bench) -> None:
     bench.srun("exec sleep 60")
-    bench.engines.start(["--x"], {node: {"A": node} for node in NODES})
+    bench.engines.start()
     one, other = bench.play(1, *NODES)
     assert f"--nodelist={','.join(NODES)}" in bench.starts[0]
     assert (one.started()["engines"], other.started()["environment"]) == (None, {NODES[1]: {"A": NODES[1]}})
@@ -105,7 +109,7 @@ def test_an_engine_that_ended_starts_again_on_a_spare_node_and_no_other_does(ben
 def test_an_engine_that_stays_on_its_node_needs_no_step(bench: Bench) -> None:
     """And so no slurmctld, which may be away. Its end is told by its agent."""
     bench.srun("exec sleep 60")
-    bench.engines.start([], {node: {} for node in NODES})
+    bench.engines.start()
     (other,) = bench.play(1, NODES[1])
     other.started()
     bench.engines.end(3)
@@ -123,7 +127,7 @@ def test_an_engine_that_stays_on_its_node_needs_no_step(bench: Bench) -> None:
 def test_engines_whose_srun_was_killed_start_again_in_steps_of_their_own(bench: Bench) -> None:
     """Its agents may be heard for a moment more: an engine that they are asked for would be lost at once."""
     bench.srun(f"echo $$ >{bench.root}/pid; exec sleep 60")
-    bench.engines.start([], {node: {} for node in NODES})
+    bench.engines.start()
     for agent in bench.play(1, *NODES):
         agent.started()
     os.kill(int((bench.root / "pid").read_text()), signal.SIGKILL)
@@ -138,7 +142,7 @@ def test_engines_whose_srun_was_killed_start_again_in_steps_of_their_own(bench: 
 
 def test_a_task_that_is_gone_costs_the_engines_of_its_node_alone(bench: Bench) -> None:
     bench.srun(f"echo 'srun: error: {NODES[1]}: task 1: Killed'; exec sleep 60")
-    bench.engines.start([], {node: {} for node in NODES})
+    bench.engines.start()
     found = bench.news()
     assert [engine for engine, _ in found] == [2, 3]
     assert "ended: Killed" in found[0][1]
@@ -149,6 +153,6 @@ def test_a_controller_that_is_away_costs_another_attempt(bench: Bench) -> None:
         f"[ $(wc -l <{bench.root}/starts) = 3 ] && exec sleep 60\n"
         "echo 'srun: error: Unable to contact slurm controller (connect failure)'; exit 1"
     )
-    bench.engines.start([], {node: {} for node in NODES})
+    bench.engines.start()
     until(lambda: bench.engines.ended() or len(bench.starts) >= 3, "the third start")
     assert bench.engines.ended() == []

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import slurm_rlhf.nodes
 from slurm_rlhf.cli.commands import commands
 from slurm_rlhf.cli.train import submit as submit_command
 from slurm_rlhf.cluster.slurm_environment import read_slurm
@@ -99,6 +98,7 @@ def test_what_sbatch_refuses_is_said_once_and_leaves_nothing(
     if was_there:
         run_dir.mkdir()
         (run_dir / "metrics.jsonl").touch()
+    monkeypatch.setattr(submitit_job, "check", lambda config: None)
     with pytest.raises(RunError, match=r"sbatch refuses the job: .*invalid partition"):
         submit(Config(run_dir=str(run_dir)))
     assert "invalid partition" not in capfd.readouterr().err  # whoever catches it says it
@@ -115,6 +115,7 @@ def test_a_job_inherits_nothing_of_the_one_that_it_is_submitted_from(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CONF"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(submitit_job, "check", lambda config: None)
     with pytest.raises(RunError, match="sbatch refuses the job"):
         submit(Config(run_dir=str(tmp_path / "run")))
     given = {line.partition("=")[0] for line in (tmp_path / "variables").read_text().splitlines()}
@@ -127,7 +128,7 @@ def test_nodes_are_as_few_as_hold_the_roles() -> None:
     config.actor.num_gpus_per_node, config.vllm.num_engines, config.slurm.gpus_per_node = 4, 8, 8
     assert wanted_nodes(config) == 2  # 4 + 1 + 1 + 8
     config.slurm.nodes = 5
-    assert wanted_nodes(config) == 5
+    assert slurm_parameters(config)["slurm_additional_parameters"]["nodes"] == 5
     config.slurm.nodes, config.actor.num_gpus_per_node = 0, 9
     with pytest.raises(PlacementError, match=r"actor.num_gpus_per_node = 9"):
         wanted_nodes(config)
@@ -204,23 +205,6 @@ def test_a_requeue_is_tried_again_while_the_controller_is_away(
         assert len((tmp_path / "calls").read_text().splitlines()) == calls
 
 
-def test_a_successor_whose_sbatch_had_no_answer_is_not_submitted_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs = {
-        "scontrol": "test $1 = requeue && exit 1; test $1 = write && echo '#!/bin/sh'; exit 0",
-        "squeue": "printf '12 singleton\\n14 afterany:13(unfulfilled)\\n'",
-        "sbatch": "exit 1",
-    }
-    for name, does in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    arranged = continuation_of(Slurm(), tmp_path, JOB).go_on()
-    assert arranged.sure
-    assert "job 14 follows this one" in arranged.text
-
-
 def test_a_parent_is_told_by_its_signal(tmp_path: Path) -> None:
     told: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
@@ -270,13 +254,13 @@ def test_submission_imports_no_torch() -> None:
 
 
 def test_what_cannot_run_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submitit_job, "submit", lambda config, local, command: pytest.fail("it was submitted"))
+    monkeypatch.setattr(submitit_job, "slurm_executor", lambda config, folder: pytest.fail("it was submitted"))
     with pytest.raises(UserError):
-        slurm_rlhf.nodes.submit(Config(run_dir=str(tmp_path / "run")))
+        submit(Config(run_dir=str(tmp_path / "run")))
     with pytest.raises(ConfigError, match=r"sft\.output_dir is not set"):
-        slurm_rlhf.nodes.submit(Config(), command="sft")
+        submit(Config(), command="sft")
     with pytest.raises(ConfigError, match=r"command takes one of train, sft, rm, dpo, got 'eval'"):
-        slurm_rlhf.nodes.submit(Config(), command="eval")
+        submit(Config(), command="eval")
     words = [str(SBATCH / "sft.toml"), "--command=stf"]
     with pytest.raises(ConfigError, match=r"--command takes one of train, sft, rm, dpo, got 'stf'\nusage: "):
         submit_command(commands()["submit"].read(words))
@@ -291,6 +275,7 @@ def test_a_stage_is_a_command_on_the_actors_nodes(tmp_path: Path, monkeypatch: p
         (tmp_path / name).write_text("#!/bin/sh\ncp $1 $0.given 2>/dev/null; echo Submitted batch job 7\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(submitit_job, "check_stage", lambda config, command: None)
     config = load_config(SBATCH / "sft.toml", [f"--rm.output_dir={tmp_path / 'scorer'}", "--slurm.gpus_per_node=8"])
     job = submit(config, command="rm")
     script = (tmp_path / "sbatch.given").read_text()

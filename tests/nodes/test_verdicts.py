@@ -59,8 +59,8 @@ def examined(odd: str = "n3", needs: Needs = NEEDS, said: str = "", nodes: Any =
     there = {node: facts(node) for node in NODES} if nodes is None else nodes
     if odd in there:
         there[odd] = replace(there[odd], **changes)
-    asked = Question(NODES, "n1", "10.1.0.1", needs, HERE, RANKS, lambda nodes: RANKS, started="python")
-    seen = Evidence(asked, "n1 (10.1.0.1:4000)", HERE, "token", there, said)
+    asked = Question(NODES, "n1", needs, HERE, RANKS, lambda nodes: RANKS, started="python")
+    seen = Evidence(asked, HERE, "token", there, said)
     return Report(NODES, judge(seen), 1.0)
 
 
@@ -70,7 +70,7 @@ def test_good_nodes_pass() -> None:
     report.require()
     assert report.notes() == []
     names = {check.name for check in report.checks}
-    assert {"names", "conductor", "interfaces", "clocks", "packages", "run directory", "limits", "GPUs"} <= names
+    assert {"names", "interfaces", "clocks", "packages", "run directory", "limits", "GPUs"} <= names
 
 
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
@@ -79,7 +79,6 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     (FAILED, {"run_dir": "Read-only file system"}, "cannot be written on n3: Read-only", "--exclude=n3"),
     (FAILED, {"versions": {**HERE, "torch": "2.12.0"}}, "n3: torch 2.12.0, here 2.13.0", "--exclude=n3"),
     (FAILED, {"versions": {"python": "3.11.7"}}, "n3: torch None, here 2.13.0", "one environment"),
-    (FAILED, {"conductor": "timed out"}, "n3 cannot reach the conductor at n1 (10.1.0.1:4000): timed out", "firewall"),
     (FAILED, {"skew_s": 3600.0}, "the clock of n3 is 60 min ahead", "chronyc makestep"),
     (WARNING, {"skew_s": -4.0}, "the clock of n3 is 4.0 s behind", "--exclude=n3"),
     (

@@ -110,13 +110,13 @@ def test_preflight_wants_no_gpus_there_and_the_users_files(tmp_path: Path) -> No
     assert {("reward.remote_url", "/shared/reward.py"), ("env.path", "/shared/environment.py")} <= set(needs.places)
     assert "n4" not in needs.wanted.slots
     nodes = ("n1", "n2", "n3", "n4")
-    question = Question(nodes, "n1", "", replace(needs, places=()), {}, ranks, lambda names: ranks, measure=False)
+    question = Question(nodes, "n1", replace(needs, places=()), {}, ranks, lambda names: ranks, measure=False)
     gpu = {"cuda_build": "13.0", "modules": [], "slices": 0, "said": "", "driver": "580", "driver_cuda": "13.0"}
     facts = {
         node: NodeFacts(node, 0.0, {}, {**gpu, "gpus": []}, "token", "", compiler="no compiler" if node == "n4" else "")
         for node in nodes
     }
-    said = {check.name: check for check in judge(Evidence(question, "here", {}, "token", facts))}
+    said = {check.name: check for check in judge(Evidence(question, {}, "token", facts))}
     assert "n4" not in str(said["GPUs"].findings)
     assert "n1: no GPU can be used" in str(said["GPUs"].findings)
     assert not said["compiler"].findings

@@ -15,8 +15,7 @@ from training_runs import metrics, timeless, train, workspace
 
 from slurm_rlhf.cluster.slurm_job import parse_jobs
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.nodes import submit
-from slurm_rlhf.nodes.submitit_job import SIGNAL
+from slurm_rlhf.nodes.submitit_job import SIGNAL, submit
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

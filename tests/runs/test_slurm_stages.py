@@ -14,8 +14,7 @@ from slurm_cluster import CHECKOUT, COMMAND, Cluster
 from stage_runs import make_sums, timeless_metrics
 
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.nodes import submit
-from slurm_rlhf.nodes.submitit_job import SIGNAL
+from slurm_rlhf.nodes.submitit_job import SIGNAL, submit
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,7 @@ from training_runs import Run, workspace
 from waiting import HANG_S
 
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.nodes import submit
-from slurm_rlhf.nodes.submitit_job import SIGNAL
+from slurm_rlhf.nodes.submitit_job import SIGNAL, submit
 
 pytestmark = [
     pytest.mark.engine,

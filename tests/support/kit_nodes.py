@@ -34,7 +34,6 @@ def look(place: Place) -> Finding:
     asked = Question(
         nodes=nodes,
         here=node_name(),
-        address=address_towards(next(node for node in nodes if node != node_name())),
         needs=Needs(str(Path(place.scratch, "run")), Wanted(dict.fromkeys(nodes, gpus)), dict.fromkeys(nodes, gpus)),
         versions=versions(),
         ranks=ranks,

@@ -36,7 +36,7 @@ class PlayedAgent:
     def started(self, store: str = "") -> Any:
         """What it is told to start: the fields of a `StepSpec`."""
         request, (spec, _) = self.asked("start")
-        request.reply((store, 0))
+        request.reply(store)
         return spec
 
     def ended(self, how: str, engine: int | None = None) -> None:

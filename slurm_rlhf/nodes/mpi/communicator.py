@@ -50,32 +50,26 @@ class Communicator:
         sizes = memoryview(bytearray(8 * self.size)).cast("q")
         here = memoryview(bytearray(8)).cast("q")
         here[0] = len(mine)
-        self._wait(self._comm.Iallgather(here, sizes), "gather", timeout_s)
+        self._wait(self._comm.Iallgather(here, sizes), timeout_s)
         counts = sizes.tolist()
         everything = bytearray(sum(counts))
         places = [sum(counts[:rank]) for rank in range(self.size)]
         kind = self._mpi.BYTE
-        self._wait(self._comm.Iallgatherv([mine, kind], [everything, counts, places, kind]), "gather", timeout_s)
+        self._wait(self._comm.Iallgatherv([mine, kind], [everything, counts, places, kind]), timeout_s)
         return [json.loads(everything[at : at + count]) for at, count in zip(places, counts, strict=True)]
 
     def broadcast(self, value: Any = None, timeout_s: float = timeouts.MPI_S) -> Any:
         """Return the `value` of rank 0 on every rank. Blocks until rank 0 has called it, or raises CallTimeout."""
-        data = json.dumps(value).encode() if self.rank == 0 else b""
-        size = memoryview(bytearray(8)).cast("q")
-        size[0] = len(data)
-        self._wait(self._comm.Ibcast(size, root=0), "broadcast", timeout_s)
-        buffer = bytearray(data) if self.rank == 0 else bytearray(size[0])
-        self._wait(self._comm.Ibcast([buffer, self._mpi.BYTE], root=0), "broadcast", timeout_s)
-        return json.loads(buffer)
+        return self.gather(value, timeout_s)[0]
 
     def leave(self) -> None:
         """Wait for all ranks, then leave MPI. A launcher takes a process that ends without it for a crash."""
-        self._wait(self._comm.Ibarrier(), "barrier", timeouts.MPI_LEAVE_S)
+        self._wait(self._comm.Ibarrier(), timeouts.MPI_LEAVE_S)
         self._mpi.Finalize()
 
-    def _wait(self, request: Any, what: str, timeout_s: float) -> None:
+    def _wait(self, request: Any, timeout_s: float) -> None:
         if not wait_until(request.Test, timeout_s, _POLL_S, _POLL_S):
             raise CallTimeout(
-                f"MPI: rank {self.rank} of {self.size} waited {timeout_s:g} s for the others in a {what}: one of "
+                f"MPI: rank {self.rank} of {self.size} waited {timeout_s:g} s for the others: one of "
                 "the processes hangs or never started; the launcher's output says more"
             )

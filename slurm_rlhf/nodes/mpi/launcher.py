@@ -73,9 +73,9 @@ class MpiLauncher:
         own = {node: {**variables, KEYS: keys} for node, variables in environment.items()}
         spec = StepSpec(role, str(directory.root), self._run_id, arguments, own)
 
-        def start_others(answer: Future[tuple[str, int]]) -> None:
+        def start_others(answer: Future[str]) -> None:
             for peer in others if answer.exception() is None else ():
-                self.agents.start_there(peer, replace(spec, store=answer.result()[0]), self._ranks)
+                self.agents.start_there(peer, replace(spec, store=answer.result()), self._ranks)
 
         self.agents.start_there(first, spec, self._ranks).add_done_callback(start_others)
 
@@ -84,9 +84,6 @@ class MpiLauncher:
 
     def ended(self) -> list[Ended]:
         return [self.agents.news.popleft() for _ in range(len(self.agents.news))]
-
-    def stopped(self) -> list[tuple[str, int]]:
-        return []  # ranks are children of the MPI launcher
 
     def stop(self, done: bool, grace_s: float) -> None:
         """Let all ranks leave, or end them; their agents leave MPI together."""

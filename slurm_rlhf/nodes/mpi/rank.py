@@ -117,20 +117,18 @@ class RankAgent(Agent):
     def _client(self) -> ControlClient:
         return client_of(self._orders, self._own.role, self._node, rank=self._number, world=self._world)
 
-    def _unreached(self, problem: str) -> None:
-        where = f"{self._orders.address}:{self._orders.port}"
-        print(f"{self._node} cannot reach the conductor at {where}: {problem}", file=sys.stderr, flush=True)
-
-    def _start(self, spec: StepSpec, ranks: RankMap) -> tuple[str, int]:
+    def _start(self, spec: StepSpec, ranks: RankMap) -> str:
         if spec.store:
-            return spec.store, self._start_rank(spec, ranks, spec.store, None)
+            self._start_rank(spec, ranks, spec.store, None)
+            return spec.store
         address = address_among([share.node for share in ranks.roles[spec.role]], self._node)
         with listening(address) as store:
             where = f"{address}:{store.getsockname()[1]}"
-            return where, self._start_rank(spec, ranks, where, store)
+            self._start_rank(spec, ranks, where, store)
+            return where
 
-    def _start_rank(self, spec: StepSpec, ranks: RankMap, where: str, store: socket.socket | None) -> int:
-        """Start the rank, and return its process id; `store`: the socket of the role's store, in its first rank."""
+    def _start_rank(self, spec: StepSpec, ranks: RankMap, where: str, store: socket.socket | None) -> None:
+        """Start the rank; `store`: the socket of the role's store, in its first rank."""
         share = share_on(ranks, spec.role, self._node)
         variables = {
             **spec.environment[self._node],
@@ -149,7 +147,6 @@ class RankAgent(Agent):
         log = RunDirectory(Path(spec.run_dir)).role_log(spec.role, f"{self._node}.mpi", self._number)
         with _step_signals(signal.SIG_IGN):
             self._processes[spec.role] = start_child(command, log, environment, pass_fds=fds, new_session=False)
-        return self._processes[spec.role].pid
 
 
 @contextmanager
