@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import Store, TCPStore
 
-from slurm_rlhf.cluster.network import is_loopback, listening, own_address, shut
+from slurm_rlhf.cluster.network import is_loopback, listening, own_address
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import connect_store, signed
@@ -29,44 +29,25 @@ from slurm_rlhf.wire import timeouts
 _PROBES = 16  # connections that are tried at a time
 
 
-class SyncStore:
-    """Listen in the process of the group's rank 0, until its members have come. The next group has another store."""
+def listen(host: str, timeout_s: float) -> TCPStore:
+    """Open a group's store, in the process of its rank 0, on the address that `host` has here and on no other.
 
-    def __init__(self, server: TCPStore, host: str, port: int, number: int) -> None:
-        """Keep `server`, which listens at `host`, as the members know it, by descriptor `number`."""
-        self.host = host
-        self.port = port
-        self._server = server
-        self._number = number
-
-    @classmethod
-    def listen(cls, host: str, timeout_s: float) -> SyncStore:
-        """Listen on the address that `host` has on this node and on no other. Raises SyncError.
-
-        Where the name means loopback here, as Debian's 127.0.1.1 for a node's own name, on the address of the interface
-        of GLOO_SOCKET_IFNAME, else on the first one.
-        """
-        address = own_address(host, os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        try:
-            listener = listening(address)
-            port, number = int(listener.getsockname()[1]), listener.detach()
-            server = TCPStore(
-                address,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-                master_listen_fd=number,
-            )
-        except (OSError, RuntimeError) as error:
-            raise SyncError(f"cannot listen for the engines on {host} ({address}): {error}") from error
-        return cls(server, host, port, number)
-
-    def shut(self) -> None:
-        """Take no further connection: whoever reaches the store can change it. Open ones stay."""
-        if self._number >= 0:
-            shut(self._number)
-            self._number = -1
+    Where the name means loopback here, as Debian's 127.0.1.1 for a node's own name, on the address of the interface of
+    GLOO_SOCKET_IFNAME, else on the first one. Raises SyncError.
+    """
+    address = own_address(host, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    try:
+        listener = listening(address)
+        return TCPStore(
+            address,
+            int(listener.getsockname()[1]),
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+    except (OSError, RuntimeError) as error:
+        raise SyncError(f"cannot listen for the engines on {host} ({address}): {error}") from error
 
 
 def connect(host: str, port: int, name: str, timeout_s: float, answer_s: float) -> Store:

@@ -212,9 +212,9 @@ class _Engine:
         return {name: digest(tensor) for name, tensor in kept.items()}
 
     def listen(self) -> int:
-        from slurm_rlhf.weights.rendezvous import SyncStore
+        from slurm_rlhf.weights.rendezvous import listen
 
-        self.store = SyncStore.listen("127.0.0.1", timeout_s=HANG_S)
+        self.store = listen("127.0.0.1", timeout_s=HANG_S)
         return self.store.port
 
     def leave(self) -> None:

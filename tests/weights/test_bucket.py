@@ -17,7 +17,7 @@ from slurm_rlhf.errors import SyncError
 from slurm_rlhf.weights.backends.gloo import Gloo, GlooTransport
 from slurm_rlhf.weights.bucket import Assembly, Pool, checksum, fill, host_checksum, verify
 from slurm_rlhf.weights.ends import span_source
-from slurm_rlhf.weights.rendezvous import SyncStore, connect
+from slurm_rlhf.weights.rendezvous import connect, listen
 from slurm_rlhf.weights.routes import routes
 from slurm_rlhf.weights.transfer_plan import TransferLayout, make_plan
 
@@ -233,7 +233,7 @@ HELD = {
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Gloo, Gloo]]:
-    store = SyncStore.listen("127.0.0.1", 30.0)
+    store = listen("127.0.0.1", 30.0)
     places = [connect("127.0.0.1", store.port, "group", 30.0, 10.0) for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         made = list(threads.map(lambda r: Gloo(PLAN, r, GlooTransport(places[r], r, 2, "127.0.0.1", 30.0)), range(2)))

@@ -20,7 +20,7 @@ from waiting import HANG_S
 from slurm_rlhf.errors import SyncBroken
 from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.backends.gloo import Gloo, GlooTransport
-from slurm_rlhf.weights.rendezvous import SyncStore, connect
+from slurm_rlhf.weights.rendezvous import connect, listen
 from slurm_rlhf.weights.routes import partners, routes
 from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
 from slurm_rlhf.weights.update import _Deadline, _ended, _error, _last_message, _reports
@@ -94,7 +94,7 @@ def test_members_connect_to_whom_they_exchange_chunks_with_and_to_no_others() ->
 
 def test_a_group_opens_connections_to_rank_0_and_no_others() -> None:
     world = 24
-    store = SyncStore.listen("127.0.0.1", 30.0)
+    store = listen("127.0.0.1", 30.0)
     clients = [connect("127.0.0.1", store.port, "group", 30.0, 10.0) for _ in range(world)]
     before = _sockets()
     with ThreadPoolExecutor(world) as threads:
@@ -136,7 +136,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 @pytest.fixture
 def transport() -> Iterator[GlooTransport]:
     """Rank 0; rank 1 has asked for a chunk and stands still, as one that nothing reaches any more."""
-    server = SyncStore.listen("127.0.0.1", HANG_S)
+    server = listen("127.0.0.1", HANG_S)
     with subprocess.Popen([sys.executable, "-c", STOPPED, str(server.port)]) as other:
         try:
             store = connect("127.0.0.1", server.port, "group", HANG_S, HANG_S)
