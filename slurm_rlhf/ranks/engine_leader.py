@@ -236,7 +236,7 @@ class LeadingEngine(TpEngine):
 
     def add(self, request: GenerateRequest) -> None:
         super().add(request)
-        self._followers.hold(FollowerCalls.add, request)
+        self._followers.send(FollowerCalls.add, request)
 
     def drop(self) -> None:
         super().drop()
