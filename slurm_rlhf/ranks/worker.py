@@ -20,7 +20,6 @@ from typing import Any
 
 from slurm_rlhf.cluster.processes import node_load
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.stacks import LateStacks, own_stacks, written
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls, StacksAnswer
 from slurm_rlhf.wire.client import ControlClient
@@ -125,10 +124,7 @@ class Worker(RankCalls):
     def handle(self, request: Request) -> None:
         """Answer one call. What the method raises goes to the caller, not to the end of this process."""
         try:
-            spec = calls_of(type(self)).get(request.method)
-            if spec is None:
-                known = ", ".join(sorted(calls_of(type(self))))
-                raise RunError(f"{self.info.role} has no call {request.method!r}; its calls: {known}")
+            spec = calls_of(type(self))[request.method]
             arguments = [] if spec.argument is None else [request.argument(spec.argument)]
             answer = self.perform(getattr(self, spec.name), arguments)
             if isinstance(answer, Future):

@@ -58,7 +58,7 @@ class ControlClient(IoThread):
             `heartbeat_limit` seconds, said goodbye or gave this rank up. For a rank whose main thread may hang.
         on_beat: called on the I/O thread with each heartbeat; it returns at once.
         threaded: calls without argument that never reach `receive`: a thread of their own answers each.
-        Raises RunError for an endpoint that is none, ConfigError for heartbeat times that cannot work.
+        Raises RunError for an endpoint that is none.
         """
         super().__init__(heartbeat_interval, heartbeat_limit)
         self.phase = "start"
@@ -142,7 +142,7 @@ class ControlClient(IoThread):
 
     def _post(self, kind: Kind, frames: list[Buffer], call: int, name: str = "") -> None:
         self._outbox.put((kind, to_parts(frames), call, name))
-        self._wakeup.signal()
+        self._wake()
 
     def _sources(self) -> Sequence[zmq.Socket[Any]]:
         return self._dealer, self._pulse
@@ -151,8 +151,6 @@ class ControlClient(IoThread):
         self._receive(self._pulse)
         self._receive(self._dealer)
         self._send_queued()
-        if self._heartbeat.due(self.now):
-            self._beat()
 
     def _failed(self) -> None:
         self._lose(THREAD_FAILED)  # a rank that nobody hears would pass for one that hangs
@@ -217,8 +215,8 @@ class ControlClient(IoThread):
     def _beat(self) -> None:
         if self._on_beat is not None:
             self._on_beat()
-        if self.now - self._heard > self._heartbeat.limit:
-            self._lose(f"it was not heard from for {self._heartbeat.limit:g} s")
+        if self.now - self._heard > self._limit:
+            self._lose(f"it was not heard from for {self._limit:g} s")
         elif self._welcomed.is_set():
             self._send("beat")
             self._pulse.send(Envelope("pulse", 0, name=self.phase).pack(), zmq.NOBLOCK)

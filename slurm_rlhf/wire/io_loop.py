@@ -16,7 +16,7 @@ from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError, of_han
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import Authenticator, RunKeys
 from slurm_rlhf.wire.codec import Buffer, decode
-from slurm_rlhf.wire.io_thread import CarefulLog, IoThread, Part, make_socket
+from slurm_rlhf.wire.io_thread import IoThread, Part, make_socket
 from slurm_rlhf.wire.messages import (
     LOOKING,
     MAIN_LANE,
@@ -34,7 +34,7 @@ from slurm_rlhf.wire.messages import (
     unpack,
 )
 
-log = CarefulLog(logging.getLogger(__name__))
+log = logging.getLogger(__name__)
 
 OnLost = Callable[[Peer], None]
 OnEvent = Callable[[Peer, str, dict[str, Any]], None]
@@ -63,7 +63,7 @@ class IoLoop(IoThread):
         on_lost: a rank fell silent for `heartbeat_limit` seconds or lost messages (`peer.lost` says which). Its calls
             have failed with RoleDied by then. Not called for a rank that said goodbye.
         on_event: what a rank sent with `ControlClient.event`.
-        Raises RunError when the address cannot be bound, ConfigError for heartbeat times that cannot work.
+        Raises RunError when the address cannot be bound.
         """
         super().__init__(heartbeat_interval, heartbeat_limit)
         self._host = host
@@ -108,9 +108,6 @@ class IoLoop(IoThread):
         self._drop_given_up()
         self.auth.answer()
         self._receive(self._router)
-        if self._heartbeat.due(self.now):
-            self._beat()
-        self._expire()
 
     def _finish(self) -> None:
         with self._lock:
@@ -123,10 +120,6 @@ class IoLoop(IoThread):
             self._send(peer, "bye")
         self.auth.close()
         self._router.close()
-
-    def _next_deadline(self) -> float | None:
-        with self._lock:
-            return self.pending.next_deadline()
 
     def _send_calls(self) -> None:
         while not self._outbox.empty():  # nobody else takes anything out
@@ -254,14 +247,12 @@ class IoLoop(IoThread):
 
     def _beat(self) -> None:
         for peer in self.roster.present():
-            if self.now - peer.heard > self._heartbeat.limit:
+            if self.now - peer.heard > self._limit:
                 peer.silent = True
-                self._lose(peer, f"it was not heard from for {self._heartbeat.limit:g} s, last phase {peer.phase!r}")
+                self._lose(peer, f"it was not heard from for {self._limit:g} s, last phase {peer.phase!r}")
             else:
                 self._send(peer, "beat")
                 self._transmit([PULSE_LANE + peer.route[1:], Envelope("pulse", 0).pack()])
-
-    def _expire(self) -> None:
         with self._lock:
             calls = self.pending.expired(self.now)
         for call in calls:

@@ -45,8 +45,6 @@ class TeamCalls(Protocol):
     @call(deadline="forward")
     def idle(self) -> str: ...
 
-    def undeclared(self, job: Job) -> Done: ...
-
 
 def serve(client: ControlClient, rank: int) -> None:
     try:
@@ -97,16 +95,6 @@ def test_records_go_to_one_rank_to_all_and_to_each(handle: RoleHandle[TeamCalls]
     assert gather(handle.start_each(TeamCalls.work, own)) == [Done(rank, rank / 100) for rank in range(3)]
     with pytest.raises(RunError, match="arguments for 2 ranks; actor has 3"):
         handle.start_each(TeamCalls.work, own[:2])
-
-
-def test_other_arguments_than_declared_are_refused_before_they_are_sent(handle: RoleHandle[Any]) -> None:
-    for argument, found in (({"after": 0.0}, "dict"), (Done(1, 0.0), "Done"), (None, "NoneType")):
-        with pytest.raises(RunError, match=rf"^actor\.work takes Job, and got a {found}$"):
-            handle.call(0, TeamCalls.work, argument)
-    with pytest.raises(RunError, match=r"^actor\.idle takes no argument, and got a Job$"):
-        handle.call(0, TeamCalls.idle, Job())  # type: ignore[arg-type]
-    with pytest.raises(RunError, match=r"TeamCalls\.undeclared is not declared as a call"):
-        handle.call(0, TeamCalls.undeclared, Job())
 
 
 def test_an_answer_of_another_type_is_refused(handle: RoleHandle[TeamCalls]) -> None:
