@@ -64,8 +64,7 @@ def learning_rate(step: int, schedule: Schedule) -> float:
 class TrainSettings:
     """Holds the settings of the optimizer steps of a model."""
 
-    zero_stage: int
-    plain: bool  # plain PyTorch trains the model
+    zero_stage: int  # 0: plain PyTorch trains the model
     param_dtype: str  # "fp32", or "bf16" or "fp16" with fp32 master weights and fp32 gradient accumulation
     grad_comm_dtype: str  # "fp32" or "bf16": in which ranks add up their gradients
     betas: tuple[float, float]
@@ -83,7 +82,6 @@ class TrainSettings:
         actor = config.actor
         return cls(
             zero_stage=stage_of(config, ranks),
-            plain=is_plain(config, ranks),
             param_dtype=config.ds.param_dtype,
             grad_comm_dtype=config.ds.grad_comm_dtype,
             betas=(actor.adam_betas[0], actor.adam_betas[1]),
@@ -112,11 +110,6 @@ def stage_of(config: Config, ranks: int) -> int:
     ds = config.ds
     idle = ranks == 1 and ds.zero_stage in (1, 2) and ds.param_dtype == "fp32" and not ds.enable_sleep
     return 0 if idle and not config.train.full_determinism else ds.zero_stage
-
-
-def is_plain(config: Config, ranks: int) -> bool:
-    """Tell whether plain PyTorch trains: at stage 0, if no checkpoint's run has to be repeated bit for bit."""
-    return stage_of(config, ranks) == 0 and not config.train.full_determinism
 
 
 def stored_as(ds: Ds) -> Ds:

@@ -173,19 +173,6 @@ class Trainer(ABC):
         """Make a loss that is not finite NaN: then the sum of gradients is NaN, and all ranks skip the step."""
         return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan).to(loss.dtype)
 
-    def _clip(self) -> float:
-        """Unscale, measure and clip the gradient of whole parameters, where it is finite."""
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        grads = [p.grad for p in parameters if p.grad is not None]
-        if self._scale:
-            for grad in grads:
-                grad.mul_(1.0 / self._scale.scale)
-        total = nn.utils.get_total_norm(grads)
-        norm = float(total)
-        if 0.0 < self.cfg.max_norm < norm:
-            nn.utils.clip_grads_with_norm_(parameters, self.cfg.max_norm, total)
-        return norm
-
     def _judge(self, norm: float) -> None:
         """Count skipped steps, and choose the next loss scale. Raises RunError for a step that ends the run."""
         self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
