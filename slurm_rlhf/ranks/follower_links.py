@@ -95,7 +95,7 @@ def _gone() -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        raise RoleDied(f"the process is gone: {error or 'it closed its end'}") from error
+        raise RoleDied(f"the process is gone: {str(error) or 'it closed its end'}") from error
 
 
 A = TypeVar("A")

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,7 +23,6 @@ from slurm_rlhf.cluster.network import is_loopback, listening, own_address
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import connect_store, signed
-from slurm_rlhf.wire import timeouts
 
 _PROBES = 16  # connections that are tried at a time
 
@@ -56,7 +54,16 @@ def connect(host: str, port: int, name: str, timeout_s: float, answer_s: float) 
     Raises SyncError after `timeout_s`, or if nothing answers there for `answer_s`, not even with a refusal: a node
     accepts connections however busy the store's process is.
     """
-    _wait_for_answer(host, port, min(answer_s, timeout_s))
+    wait_s = min(answer_s, timeout_s)
+    try:
+        socket.create_connection((host, port), wait_s).close()
+    except ConnectionRefusedError:
+        pass  # an answer
+    except OSError as error:
+        raise SyncError(
+            f"{socket.gethostname()} gets no answer from the weight sync store at {host}:{port} within {wait_s:g} s "
+            f"({error.strerror or error}): the link to {host} is cut, or something drops what is sent there"
+        ) from error
     try:
         store = connect_store(host, port, timeout_s)
     except (RuntimeError, OSError) as error:
@@ -65,24 +72,6 @@ def connect(host: str, port: int, name: str, timeout_s: float, answer_s: float) 
             f"{str(error).splitlines()[0]}. Is the actor alive, and can this node connect to it?"
         ) from error
     return signed(store, f"sync/{name}")
-
-
-def _wait_for_answer(host: str, port: int, answer_s: float) -> None:
-    end = time.monotonic() + answer_s
-    while True:
-        try:
-            socket.create_connection((host, port), max(end - time.monotonic(), timeouts.POLL_S)).close()
-            return
-        except ConnectionRefusedError:
-            return  # an answer
-        except OSError as error:
-            if time.monotonic() > end:
-                raise SyncError(
-                    f"{socket.gethostname()} gets no answer from the weight sync store at {host}:{port} within "
-                    f"{answer_s:g} s ({error.strerror or error}): the link to {host} is cut, or something drops what "
-                    "is sent there"
-                ) from error
-        time.sleep(timeouts.POLL_S)
 
 
 def read(store: Store, key: str) -> str | None:
