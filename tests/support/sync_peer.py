@@ -283,8 +283,8 @@ class _Engine:
         torch.distributed.all_reduce(ours)
         return [torch.distributed.get_world_size(), int(ours)]
 
-    def sync_listen(self, host: str) -> dict[str, Any]:
-        return asdict(self.end.listen(host))
+    def sync_listen(self, host: str) -> int:
+        return int(self.end.listen(host))
 
     def sync_join(self, parameters: Any, **group: Any) -> dict[str, Any]:
         ends_with_actors = hasattr(self.end, "push")
