@@ -29,18 +29,14 @@ from slurm_rlhf.trainer.models import PolicyModule, load_policy
 from slurm_rlhf.trainer.optimizer_state import Fragment, ShardReader, flush
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
+    "*token*.json",
     "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
     "generation_config.json",
 )
+"""Patterns of the files that an export has from its source."""
 
 ADAPTER = "adapter"
 """Directory, in an export of a policy with adapters, that has them alone, in PEFT's format."""
@@ -141,9 +137,8 @@ def _write(model: Any, state: dict[str, Tensor], source: Path, out: Path) -> Non
     model.save_pretrained(out, state_dict=state)
     restore_config(out, source)
     (out / "generation_config.json").unlink(missing_ok=True)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+    for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
+        shutil.copyfile(file, out / file.name)
     flush(out.iterdir())  # before the rename makes it the export
 
 

@@ -182,21 +182,36 @@ def done() -> Future[None]:
     return written
 
 
-class HostCopy:
-    """Keeps host memory for a copy of fragments from save to save: pinned memory takes longer to get than to fill."""
+class AsyncSave:
+    """Writes one checkpoint at a time behind the computation. `begin` and `wait` are for one thread.
+
+    It keeps host memory for a copy from save to save: pinned memory takes longer to get than to fill.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int, str], Tensor] = {}
+        self._written = done()
 
-    def take(self, fragments: Iterable[Fragment], device: torch.device) -> list[Fragment]:
-        """Copy fragments that are on `device`; what an earlier call has returned is overwritten. Blocks."""
+    def begin(
+        self, fragments: Iterable[Fragment], device: torch.device, write: Callable[[list[Fragment]], None]
+    ) -> Future[None]:
+        """Copy fragments, which are on `device`, and have a thread `write` the copies; return what it ends with.
+
+        Waits for the write before.
+        """
+        self.wait()
         copies = []
         for fragment in fragments:
             tensors = {kind: self._copy(fragment, kind, tensor) for kind, tensor in fragment.tensors.items()}
             copies.append(Fragment(fragment.name, fragment.start, tensors))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return copies
+        self._written = in_thread(lambda: write(copies), "async-save")
+        return self._written
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        wait([self._written])
 
     def _copy(self, fragment: Fragment, kind: str, tensor: Tensor) -> Tensor:
         key = (fragment.name, fragment.start, kind)
@@ -205,27 +220,6 @@ class HostCopy:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
             self._buffers[key] = buffer
         return buffer.copy_(tensor, non_blocking=True)
-
-
-class AsyncSave:
-    """Writes one checkpoint at a time behind the computation. `begin` and `wait` are for one thread."""
-
-    def __init__(self) -> None:
-        self.copies = HostCopy()
-        self._written = done()
-
-    def begin(
-        self, fragments: Iterable[Fragment], device: torch.device, write: Callable[[list[Fragment]], None]
-    ) -> Future[None]:
-        """Copy fragments and have a thread `write` the copies; return what it ends with. Waits for the write before."""
-        self.wait()
-        copies = self.copies.take(fragments, device)
-        self._written = in_thread(lambda: write(copies), "async-save")
-        return self._written
-
-    def wait(self) -> None:
-        """Wait until nothing is being written."""
-        wait([self._written])
 
 
 def flush(files: Iterable[Path]) -> None:

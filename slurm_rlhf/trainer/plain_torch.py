@@ -62,8 +62,8 @@ class PlainTrainer(Trainer):
                 grad.mul_(1.0 / self._scale.scale)
         total = nn.utils.get_total_norm(grads)
         norm = float(total)
-        if 0.0 < self.cfg.max_norm < norm:
-            nn.utils.clip_grads_with_norm_(parameters, self.cfg.max_norm, total)
+        if 0.0 < self.cfg.config.actor.max_norm < norm:
+            nn.utils.clip_grads_with_norm_(parameters, self.cfg.config.actor.max_norm, total)
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -77,7 +77,7 @@ class PlainTrainer(Trainer):
 
     def _add_up_gradients(self) -> None:
         """Sum the gradients over the ranks, in buckets; one that a rank lacks, as of an expert without tokens, is 0."""
-        dtype = DTYPES[self.cfg.grad_comm_dtype]
+        dtype = DTYPES[self.cfg.ds.grad_comm_dtype]
         before, numbered = 0, []
         for parameter in self.module.parameters():
             if parameter.requires_grad:

@@ -35,7 +35,7 @@ class Trainer(ABC):
 
     An implementation has `forward`, `accumulate`, `shards`, `gathered`, `move`, and the methods with an underscore that
     are abstract. All methods are for one thread. They block, and are collective, unless they say otherwise: every rank
-    calls them equally often, in the same order, and one that waits longer than `cfg.timeout_s` for another gets a
+    calls them equally often, in the same order, and one that waits longer than timeout.collective for another gets a
     RuntimeError.
     """
 
@@ -73,9 +73,9 @@ class Trainer(ABC):
         """Clip the gradient and update; return `lr`, and `grad_norm` before clipping. Called by `train_step`.
 
         A step whose loss or gradient is not finite on some rank is skipped on all: it changes no parameter and does not
-        count. Raises RunError after more than `most_skipped` in a row; in fp16, where each halves the loss scale, only
-        when that is the smallest. The answer has `skipped_steps` (0 or 1), in fp16 `loss_scale`, and no `grad_norm` of
-        a step that was skipped.
+        count. Raises RunError after more than train.max_skipped_steps in a row; in fp16, where each halves the loss
+        scale, only when that is the smallest. The answer has `skipped_steps` (0 or 1), in fp16 `loss_scale`, and no
+        `grad_norm` of a step that was skipped.
         """
         lr = learning_rate(self.steps, self.cfg.schedule)
         for group in self.optimizer.param_groups:
@@ -182,10 +182,10 @@ class Trainer(ABC):
             else:
                 self._scale.step_overflowed(self.steps)
             self._use_scale()
-        elif self._skipped > self.cfg.most_skipped:
+        elif self._skipped > (most := self.cfg.config.train.max_skipped_steps):
             raise RunError(
                 f"loss or gradient of optimizer step {self.steps} is not finite, {self._skipped} times in a row "
-                f"(train.max_skipped_steps = {self.cfg.most_skipped}); the parameters were not changed. Usual causes: "
+                f"(train.max_skipped_steps = {most}); the parameters were not changed. Usual causes: "
                 "a learning rate that is too high, or rewards out of range (see reward.clip_range)."
             )
 

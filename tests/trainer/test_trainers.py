@@ -263,7 +263,7 @@ def move_there_and_back(trainer: Any, loaded: dict[str, torch.Tensor]) -> None:
 def refuse(trainer: Any, out: Path) -> None:
     """Steps in a row that are not finite change nothing and end the run; only own checkpoints are loaded."""
     before = all_shards(trainer)
-    if trainer.cfg.param_dtype != "fp16":
+    if trainer.cfg.ds.param_dtype != "fp16":
         take(trainer, 0, spoil=math.inf)
         with pytest.raises(RunError, match=r"not finite, 2 times in a row \(train\.max_skipped_steps = 1\)"):
             take(trainer, 0, spoil=math.nan)
