@@ -82,17 +82,15 @@ class BoundRendezvous(RendezvousHandler):
         )
 
     def _listen(self) -> TCPStore:
-        if STORE_FD in os.environ:  # others know its port already
-            listener = socket.socket(fileno=int(os.environ.pop(STORE_FD)))
-        else:
-            address = own_address(self._where.master_addr, os.environ.get("GLOO_SOCKET_IFNAME", ""))
-            listener = listening(address)
-        address = str(listener.getsockname()[0])
-        self._where = RendezvousStoreInfo(address, int(listener.getsockname()[1]))
+        known = os.environ.pop(STORE_FD, "")  # others know its port already
+        address = own_address(self._where.master_addr, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        listener = socket.socket(fileno=int(known)) if known else listening(address)
+        address, port = listener.getsockname()[:2]
+        self._where = RendezvousStoreInfo(address, port)
         if self._nodes > 1:
             print(f"the torchruns meet at {address}:{self._where.master_port}", flush=True)
         return TCPStore(
-            *(address, self._where.master_port, self._nodes, True, timedelta(seconds=timeouts.TORCHRUN_S)),
+            *(address, port, self._nodes, True, timedelta(seconds=timeouts.TORCHRUN_S)),
             master_listen_fd=listener.detach(),
         )
 

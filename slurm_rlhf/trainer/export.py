@@ -28,14 +28,7 @@ from slurm_rlhf.trainer.lora import attach, merge, settings_of
 from slurm_rlhf.trainer.models import PolicyModule, load_policy
 from slurm_rlhf.trainer.optimizer_state import Fragment, ShardReader, flush
 
-TOKENIZER_FILES = (
-    "*token*.json",
-    "tokenizer.model",
-    "vocab.*",
-    "merges.txt",
-    "chat_template.*",
-    "generation_config.json",
-)
+_COPIED = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "chat_template.*", "generation_config.json")
 """Patterns of the files that an export has from its source."""
 
 ADAPTER = "adapter"
@@ -137,7 +130,7 @@ def _write(model: Any, state: dict[str, Tensor], source: Path, out: Path) -> Non
     model.save_pretrained(out, state_dict=state)
     restore_config(out, source)
     (out / "generation_config.json").unlink(missing_ok=True)
-    for file in (file for pattern in TOKENIZER_FILES for file in source.glob(pattern)):
+    for file in (file for pattern in _COPIED for file in source.glob(pattern)):
         shutil.copyfile(file, out / file.name)
     flush(out.iterdir())  # before the rename makes it the export
 

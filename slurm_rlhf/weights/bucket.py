@@ -174,36 +174,25 @@ def verify(
     `buffer` is the bucket's. `known`: of pieces at these offsets, checksums of what arrived. Waits for a GPU once.
     Raises SyncError naming the parameters that differ.
     """
-    read = _read_on_host if _is_cpu(buffer) else _read_on_device
-    for part, header, sums in read(buffer, parts, known):
-        sent = _checksums(header, part, bucket, version)
-        pairs = zip(part.pieces, sent, sums, strict=True)
+    words = []
+    for part in parts:
+        words.append(_header(buffer[part.start :], len(part.pieces)))
+        words.append(torch.stack([_arrived(buffer, piece, known) for piece in part.pieces]))
+    found = iter(torch.cat(words).tolist())
+    for part in parts:
+        header = [next(found) for _ in range(FIXED_HEADER + len(part.pieces))]
+        sums = [next(found) for _ in part.pieces]
+        pairs = zip(part.pieces, _checksums(header, part, bucket, version), sums, strict=True)
         wrong = [plan.parameters[piece.span.parameter].name for piece, said, arrived in pairs if said != arrived]
         if wrong:
             raise _different(wrong, part, bucket, version)
 
 
-_Read = Iterator[tuple[BucketPart, list[int], list[int]]]
-"""Parts, their headers, and the checksums of their pieces as they arrived."""
-
-
-def _read_on_host(buffer: torch.Tensor, parts: Sequence[BucketPart], known: Mapping[int, int]) -> _Read:
-    for part in parts:
-        offsets = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.pieces]
-        sums = [known[low] if low in known else host_checksum(buffer[low:high]) for low, high in offsets]
-        yield part, _header(buffer[part.start :], len(sums)).tolist(), sums
-
-
-def _read_on_device(buffer: torch.Tensor, parts: Sequence[BucketPart], known: Mapping[int, int]) -> _Read:
-    """Read everything in one go. Nothing is known."""
-    words = []
-    for part in parts:
-        words.append(_header(buffer[part.start :], len(part.pieces)))
-        words.append(torch.stack([checksum(_words(buffer, piece.offset, piece)) for piece in part.pieces]))
-    found = iter(torch.cat(words).tolist())
-    for part in parts:
-        header = [next(found) for _ in range(FIXED_HEADER + len(part.pieces))]
-        yield part, header, [next(found) for _ in part.pieces]
+def _arrived(buffer: torch.Tensor, piece: Piece, known: Mapping[int, int]) -> torch.Tensor:
+    """Return the checksum of a piece as it arrived, int64 []."""
+    if piece.offset in known:
+        return torch.tensor(known[piece.offset])
+    return checksum(_words(buffer, piece.offset, piece))
 
 
 @dataclass(slots=True)

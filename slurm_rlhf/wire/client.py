@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 from typing import Any
 
 import zmq
@@ -69,10 +68,7 @@ class ControlClient(IoThread):
         self._on_conductor_lost = on_conductor_lost
         self._on_beat = on_beat
         self._threaded = threaded or {}
-        self._inbox: SimpleQueue[Request | None] = SimpleQueue()
-        # Each has one writer: the I/O thread, and the thread that takes calls.
-        self._arrived: Counter[str] = Counter()
-        self._taken: Counter[str] = Counter()
+        self._inbox: Queue[Request | None] = Queue()
         self._outbox: SimpleQueue[tuple[Kind, list[Part], int, str]] = SimpleQueue()
         self._sent = self._received = 0
         self._welcomed = threading.Event()
@@ -106,12 +102,12 @@ class ControlClient(IoThread):
             self._inbox.put(None)
             self._raise_if_lost()
             raise RunError(f"{self._me}: its control client is closed")
-        self._taken[request.method] += 1
         return request
 
     def waits(self, method: str) -> bool:
         """Tell whether a call of `method` has arrived that nobody has taken yet."""
-        return self._arrived[method] > self._taken[method]
+        with self._inbox.mutex:
+            return any(request is not None and request.method == method for request in self._inbox.queue)
 
     def event(self, name: str, /, **data: Any) -> None:
         """Tell the conductor something unasked. Does not block; raises WireError as `Request.reply` does."""
@@ -203,7 +199,6 @@ class ControlClient(IoThread):
         if request.method in self._threaded:
             threading.Thread(target=self._answer, args=(request,), name=request.method, daemon=True).start()
         else:
-            self._arrived[request.method] += 1
             self._inbox.put(request)
 
     def _answer(self, request: Request) -> None:

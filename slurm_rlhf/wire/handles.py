@@ -48,12 +48,12 @@ class ControlServer(IoLoop):
     def peers(self, role: str) -> list[Peer]:
         """Return the ranks of `role` that said hello, in rank order, lost ones included (`peer.lost`)."""
         with self._lock:
-            return self.roster.of_role(role)
+            return self._of_role(role)
 
     def peers_on(self, host: str) -> list[Peer]:
         """Return the newest peer of each rank that is on a node, lost ones included."""
         with self._lock:
-            return [peer for peer in self.roster.by_name.values() if peer.host == host]
+            return [peer for peer in self._by_name.values() if peer.host == host]
 
     def give_up(self, role: str, rank: int, why: str) -> None:
         """Count a rank as lost because its launcher or its conductor says so, a moment after this returns.
@@ -61,7 +61,7 @@ class ControlServer(IoLoop):
         Its calls fail with RoleDied, and another process may say hello in its place. `on_lost` is not called.
         """
         with self._lock:
-            peer = self.roster.by_name.get((role, rank))
+            peer = self._by_name.get((role, rank))
         if peer is not None and not peer.lost:
             self._given_up.put((peer, why))
             self._wake()
@@ -70,7 +70,7 @@ class ControlServer(IoLoop):
         """Return the ranks that are present and were not heard from for `seconds`, the most silent first."""
         now = self.now
         with self._lock:
-            found = [peer for peer in self.roster.present() if now - peer.heard > seconds]
+            found = [peer for peer in self._present() if now - peer.heard > seconds]
         return sorted(found, key=lambda peer: peer.heard)
 
     def flights(self) -> list[Flight]:
@@ -101,7 +101,7 @@ class ControlServer(IoLoop):
                 self._raise_if_closed(role)
                 if role in self._broken:
                     raise self._broken[role]
-                here = [peer for peer in self.roster.of_role(role) if peer.rank < n]
+                here = [peer for peer in self._of_role(role) if peer.rank < n]
                 if lost := [peer for peer in here if peer.lost]:
                     raise RoleDied(f"{lost[0]} is lost: {lost[0].lost}", hang=lost[0].silent)
                 if len(here) == n:
@@ -133,7 +133,7 @@ class ControlServer(IoLoop):
         parts = to_parts(encode(argument))
         with self._lock:
             self._raise_if_closed(role)
-            peer = self.roster.by_name.get((role, rank))
+            peer = self._by_name.get((role, rank))
             failure = self._broken.get(role) or self._absence(role, rank, peer)
             if failure is None and peer is not None:
                 call = self.pending.add(peer, method, timeout_s, read, self.clock.now())
@@ -171,7 +171,10 @@ class ControlServer(IoLoop):
         """
         with self._lock:
             self._broken.pop(role, None)
-            dismissed = self.roster.dismiss(role, reason)
+            dismissed = self._of_role(role)
+            for peer in dismissed:
+                peer.lost = peer.lost or reason
+                del self._by_name[role, peer.rank]
             calls = self.pending.take(lambda call: call.peer.role == role)
             number = self._starts[role] = self._starts.get(role, 0) + 1
         for call in calls:
@@ -185,6 +188,9 @@ class ControlServer(IoLoop):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _of_role(self, role: str) -> list[Peer]:
+        return sorted((peer for peer in self._by_name.values() if peer.role == role), key=lambda peer: peer.rank)
+
     def _raise_if_closed(self, role: str) -> None:
         if self.closed:
             raise RunError(f"the control server is closed; {role} cannot be reached")
@@ -192,7 +198,7 @@ class ControlServer(IoLoop):
     def _absence(self, role: str, rank: int, peer: Peer | None) -> Exception | None:
         """Say why a rank cannot be called; None: it can."""
         if peer is None:
-            ranks = shortened([str(other.rank) for other in self.roster.of_role(role)], 8)
+            ranks = shortened([str(other.rank) for other in self._of_role(role)], 8)
             return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {ranks or 'none'}")
         return RoleDied(f"{peer} is lost: {peer.lost}", hang=peer.silent) if peer.lost else None
 

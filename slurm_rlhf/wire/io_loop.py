@@ -29,7 +29,6 @@ from slurm_rlhf.wire.messages import (
     Kind,
     Peer,
     PendingCalls,
-    Roster,
     Said,
     unpack,
 )
@@ -43,7 +42,7 @@ _REMEMBERED = 400  # messages
 
 
 class IoLoop(IoThread):
-    """Runs the I/O thread. It shares `roster` and `pending` with other threads, under `_lock`, and nothing else."""
+    """Runs the I/O thread. It shares the peers and `pending` with other threads, under `_lock`, and nothing else."""
 
     name = "control server"
 
@@ -68,7 +67,8 @@ class IoLoop(IoThread):
         super().__init__(heartbeat_interval, heartbeat_limit)
         self._host = host
         self._broken: dict[str, Exception] = {}  # role -> what its calls raise
-        self.roster = Roster()
+        self._by_route: dict[bytes, Peer] = {}  # routing id of a connection -> the peer behind it, lost ones included
+        self._by_name: dict[tuple[str, int], Peer] = {}  # (role, rank) -> the newest peer of that name, lost or not
         self.pending = PendingCalls()
         self.replayed = 0  # dropped messages that had come before, and hellos of a rank that is already here
         self.late = 0  # dropped replies, to calls that had been given up
@@ -100,6 +100,10 @@ class IoLoop(IoThread):
             self._lock.notify_all()
         super().close()
 
+    def _present(self) -> list[Peer]:
+        """Return all peers that are not lost."""
+        return [peer for peer in list(self._by_name.values()) if not peer.lost]
+
     def _sources(self) -> Sequence[zmq.Socket[Any]]:
         return self._router, *self.auth.sockets
 
@@ -116,7 +120,7 @@ class IoLoop(IoThread):
             self._lock.notify_all()
         for call in calls:
             call.future.set_exception(RunError(f"the control server was closed before {call.peer} answered"))
-        for peer in self.roster.present():
+        for peer in self._present():
             self._send(peer, "bye")
         self.auth.close()
         self._router.close()
@@ -156,7 +160,7 @@ class IoLoop(IoThread):
         if envelope.kind == "pulse":
             self._take_pulse(route, envelope.name)
             return
-        peer = self.roster.by_route.get(route)
+        peer = self._by_route.get(route)
         if envelope.kind == "hello":
             self._welcome(route, decode(rest, Hello, "a hello"))
             return
@@ -179,7 +183,7 @@ class IoLoop(IoThread):
         self._dispatch(peer, envelope, rest)
 
     def _take_pulse(self, route: bytes, phase: str) -> None:
-        peer = self.roster.by_route.get(MAIN_LANE + route[1:])
+        peer = self._by_route.get(MAIN_LANE + route[1:])
         if route[:1] != PULSE_LANE or peer is None:
             raise WireError("a pulse from a process that never said hello")
         if not peer.lost:
@@ -203,12 +207,12 @@ class IoLoop(IoThread):
 
     def _welcome(self, route: bytes, hello: Hello) -> None:
         newcomer = hello.peer(route, self.now)
-        known = self.roster.by_route.get(route)
+        known = self._by_route.get(route)
         if known is None and hello.start != (wanted := self._starts.get(newcomer.role, 0)):
             self.replayed += 1
             self._transmit([route, Envelope("taken", 0, name=f"start {wanted} of {newcomer.role}").pack()])
             return
-        holder = self.roster.by_name.get((newcomer.role, newcomer.rank))
+        holder = self._by_name.get((newcomer.role, newcomer.rank))
         if known is not None and (known is not holder or known.lost):
             raise WireError(f"{known} said hello again as {newcomer}")
         if known is None and holder is not None and not holder.lost:
@@ -217,7 +221,7 @@ class IoLoop(IoThread):
             return
         if known is None:
             with self._lock:
-                self.roster.add(newcomer)
+                self._by_route[route] = self._by_name[newcomer.role, newcomer.rank] = newcomer
                 self._lock.notify_all()
             known = newcomer
         self._send(known, "welcome")
@@ -246,7 +250,7 @@ class IoLoop(IoThread):
         self._moves += not looks
 
     def _beat(self) -> None:
-        for peer in self.roster.present():
+        for peer in self._present():
             if self.now - peer.heard > self._limit:
                 peer.silent = True
                 self._lose(peer, f"it was not heard from for {self._limit:g} s, last phase {peer.phase!r}")

@@ -19,7 +19,7 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -211,37 +211,6 @@ class Hello(Record):
         if not self.role or not 0 <= self.rank < self.world:
             raise WireError(f"a hello that introduces nobody: {self}")
         return Peer(self.role, self.rank, self.world, self.host, self.pid, route=route, heard=now)
-
-
-class Roster:
-    """Finds peers by connection and by name. Not locked: the server does that."""
-
-    def __init__(self) -> None:
-        self.by_route: dict[bytes, Peer] = {}
-        """Routing id of a connection -> the peer behind it, lost ones included."""
-        self.by_name: dict[tuple[str, int], Peer] = {}
-        """(role, rank) -> the newest peer of that name, lost or not."""
-
-    def add(self, peer: Peer) -> None:
-        """Add a peer, in place of a lost one of the same name."""
-        self.by_route[peer.route] = peer
-        self.by_name[peer.role, peer.rank] = peer
-
-    def of_role(self, role: str) -> list[Peer]:
-        """Return the newest peer of each rank, in rank order, lost ones included."""
-        return sorted((peer for peer in self.by_name.values() if peer.role == role), key=lambda peer: peer.rank)
-
-    def dismiss(self, role: str, reason: str) -> list[Peer]:
-        """Give up all peers of a role, and forget their names; their connections stay known. Returns them."""
-        dismissed = self.of_role(role)
-        for peer in dismissed:
-            peer.lost = peer.lost or reason
-            del self.by_name[peer.role, peer.rank]
-        return dismissed
-
-    def present(self) -> Iterator[Peer]:
-        """Yield all peers that are not lost."""
-        return (peer for peer in list(self.by_name.values()) if not peer.lost)
 
 
 LOOKING = frozenset({"stacks", "written"})
