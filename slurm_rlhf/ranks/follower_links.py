@@ -38,19 +38,26 @@ class LocalListener:
         self._socket.bind(self.path)
         self._socket.listen(backlog)
 
-    def accept_all(self, wanted: set[int], timeout_s: float) -> dict[int, LocalStream]:
-        """Accept everybody in `wanted`; each sends its number first. Raises CallTimeout naming who is missing."""
+    def accept_all(self, place: EnginePlace, timeout_s: float) -> dict[int, LocalStream]:
+        """Accept all followers, by TP rank, and close; each sends its number first.
+
+        Raises CallTimeout naming who is missing.
+        """
         end = time.monotonic() + timeout_s
         streams: dict[int, LocalStream] = {}
-        while missing := wanted - set(streams):
-            self._socket.settimeout(max(end - time.monotonic(), 1e-3))
-            try:
-                accepted, _ = self._socket.accept()
-            except TimeoutError:
-                raise CallTimeout(f"rank {sorted(missing)} did not connect within {timeout_s:g} s") from None
-            accepted.setblocking(True)
-            stream = LocalStream(Connection(accepted.detach()))
-            streams[stream.receive()] = stream
+        with contextlib.closing(self):
+            while missing := place.followers - set(streams):
+                self._socket.settimeout(max(end - time.monotonic(), 1e-3))
+                try:
+                    accepted, _ = self._socket.accept()
+                except TimeoutError:
+                    raise CallTimeout(
+                        f"{place} is not complete: TP rank {sorted(missing)} did not connect within {timeout_s:g} s "
+                        "(timeout.connect); see their logs"
+                    ) from None
+                accepted.setblocking(True)
+                stream = LocalStream(Connection(accepted.detach()))
+                streams[stream.receive()] = stream
         return streams
 
     def close(self) -> None:

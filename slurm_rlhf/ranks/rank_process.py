@@ -34,7 +34,7 @@ from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import system_cause
 from slurm_rlhf.observe.stacks import late_s
-from slurm_rlhf.ranks.worker import RankInfo, Worker, expect_beat, expect_none, record_flights, take_stacks
+from slurm_rlhf.ranks.worker import LATE, RankInfo, Worker, record_flights, take_stacks
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import ActorCalls, RankCalls
@@ -192,7 +192,7 @@ def beat(late: float) -> None:
     if limit != resource.RLIM_INFINITY and limit - _address_space() < _ARENA:
         print(system_cause(MemoryError.__name__), file=sys.stderr, flush=True)
         os._exit(1)
-    expect_beat(late)
+    LATE.put_off(late)
 
 
 def _address_space() -> int:
@@ -205,7 +205,7 @@ def run_program(program: str, words: list[str], config: Config, held: bool) -> N
     from slurm_rlhf.trainer.distributed import join_world
 
     join_world(config.timeout.collective, config.timeout.connect)
-    expect_none()  # no heartbeat leaves from here
+    LATE.stop()  # no heartbeat leaves from here
     if held:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # it is ignored until the program takes it
     module, _, name = program.partition(":")
@@ -236,7 +236,7 @@ def main() -> None:
     print_to(directory.role_log(info.role, info.node, info.rank))
     config = load_config(directory.config, [])
     # An import from a slow file system holds the interpreter's lock for minutes.
-    expect_beat(config.timeout.connect / 2)
+    LATE.put_off(config.timeout.connect / 2)
     record_flights(directory.keys.parent, info.role)
     cache = take_caches(config, info)
     keys = RunKeys.parse(os.environ.pop(KEYS), KEYS) if KEYS in os.environ else RunKeys.load(directory.keys)
@@ -269,7 +269,7 @@ def main() -> None:
     try:
         serve(client, make_worker(config, info, client), partial(has_loaded, cache))
         client.close()
-        expect_none()
+        LATE.stop()
         del store
     except BaseException:
         traceback.print_exc()

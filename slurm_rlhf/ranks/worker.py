@@ -29,18 +29,10 @@ from slurm_rlhf.wire.messages import Request
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 """Variable with the beginning of the name of a pipe: what comes through it makes NCCL's flight recorder write."""
 
-_LATE = LateStacks()
+LATE = LateStacks()
+"""Writes the main thread's stack to standard error where a heartbeat stays out."""
+
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd")
-
-
-def expect_beat(within_s: float) -> None:
-    """Write the main thread's stack to standard error unless this is called again within so many seconds."""
-    _LATE.put_off(within_s)
-
-
-def expect_none() -> None:
-    """Stop what `expect_beat` has started: no more heartbeats are due."""
-    _LATE.stop()
 
 
 def record_flights(control: Path, role: str) -> None:
@@ -151,11 +143,7 @@ class Worker(RankCalls):
 
 def _settle(request: Request, answer: Future[Any]) -> None:
     """Answer a call with what its Future has brought."""
-    error = answer.exception()
     try:
-        if error is None:
-            request.reply(answer.result())
-    except Exception as refused:
-        error = refused
-    if error is not None:
+        request.reply(answer.result())
+    except Exception as error:
         request.fail(error)

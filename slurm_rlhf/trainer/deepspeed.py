@@ -112,7 +112,7 @@ def start_deepspeed(module: nn.Module, shapes: dict[str, torch.Size], cfg: Train
     Raises ConfigError for fp16 on a device where DeepSpeed has none.
     """
     deepspeed = import_deepspeed(world.device)
-    if cfg.ds.param_dtype == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
+    if cfg.config.ds.param_dtype == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
         raise ConfigError("ds.param_dtype = fp16: DeepSpeed does not train in it on this device: use bf16 or fp32")
     optimizer = adamw(module, shapes, cfg, world.device)
     elements = sum(shapes[name].numel() for name, parameter in module.named_parameters() if parameter.requires_grad)
@@ -136,17 +136,17 @@ def deepspeed_config(cfg: TrainSettings, elements: int, ranks: int) -> dict[str,
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": cfg.config.actor.max_norm,
-        "bf16": {"enabled": cfg.ds.param_dtype == "bf16"},
+        "bf16": {"enabled": cfg.config.ds.param_dtype == "bf16"},
         # A fixed scale to DeepSpeed: `LossScale` sets it anew before each step.
-        "fp16": {"enabled": cfg.ds.param_dtype == "fp16", "loss_scale": 1.0},
+        "fp16": {"enabled": cfg.config.ds.param_dtype == "fp16", "loss_scale": 1.0},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": cfg.ds.grad_comm_dtype,
+        "communication_data_type": cfg.config.ds.grad_comm_dtype,
         "zero_optimization": {
             "stage": cfg.zero_stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "overlap_comm": ranks > 1,  # on a stream of its own, from two buckets in turns
-            **(persistence(elements) | {HPZ: cfg.ds.hpz_size} if cfg.zero_stage == 3 else {}),
+            **(persistence(elements) | {HPZ: cfg.config.ds.hpz_size} if cfg.zero_stage == 3 else {}),
         },
         "steps_per_print": None,
     }

@@ -26,7 +26,7 @@ from slurm_rlhf.errors import CheckpointError, ModelError, SlurmRlhfError
 from slurm_rlhf.trainer.forward_fixes import restore_config
 from slurm_rlhf.trainer.lora import attach, merge, settings_of
 from slurm_rlhf.trainer.models import PolicyModule, load_policy
-from slurm_rlhf.trainer.optimizer_state import Fragment, ShardReader, flush
+from slurm_rlhf.trainer.optimizer_state import Fragment, ShardReader, check_sizes, flush
 
 _COPIED = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "chat_template.*", "generation_config.json")
 """Patterns of the files that an export has from its source."""
@@ -172,13 +172,7 @@ def export(actor: Path, base: Path, out: Path, dtype: Dtype) -> None:
 
 def fill(module: PolicyModule, actor: Path, sizes: Mapping[str, int]) -> None:
     """Give the parameters of `sizes`, name -> elements, the values in the checkpoint. Raises CheckpointError."""
-    ours = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    for name, size in sizes.items():
-        if ours.get(name) != size:
-            raise CheckpointError(
-                f"{actor} is of another model than {module.model.name_or_path}: parameter {name} has {size} elements "
-                f"in it and {ours.get(name, 0)} there"
-            )
+    check_sizes(actor, sizes, {name: p.numel() for name, p in module.named_parameters() if name in sizes})
     reader = ShardReader(actor, 0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

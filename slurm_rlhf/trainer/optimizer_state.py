@@ -16,7 +16,7 @@ not have (`torch.distributed.checkpoint.async_save`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from slurm_rlhf.algorithms.lora import is_adapter
 from slurm_rlhf.errors import CheckpointError
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.trainer.distributed import World
@@ -113,14 +114,16 @@ class ShardReader:
     _all_open: bool = False
 
     def __post_init__(self) -> None:
-        self._open(sorted(self.directory.glob(f"rank_{self.rank:05d}.*.safetensors")))
+        self._open(f"rank_{self.rank:05d}.*.safetensors")
 
     def fill(self, fragment: Fragment) -> None:
         """Copy what was saved into the fragment's tensors. Raises CheckpointError when elements are missing."""
         for kind, tensor in fragment.tensors.items():
             copied = self._copy(fragment, kind, tensor)
             if copied < tensor.numel() and not self._all_open:
-                self._open_all()
+                self._all_open = True
+                self._pieces.clear()
+                self._open("rank_*.safetensors")
                 copied = self._copy(fragment, kind, tensor)
             if copied < tensor.numel():
                 raise CheckpointError(
@@ -139,13 +142,8 @@ class ShardReader:
                 copied += last - first
         return copied
 
-    def _open_all(self) -> None:
-        self._pieces.clear()
-        self._open(sorted(self.directory.glob("rank_*.safetensors")))
-        self._all_open = True
-
-    def _open(self, files: list[Path]) -> None:
-        for path in files:
+    def _open(self, pattern: str) -> None:
+        for path in sorted(self.directory.glob(pattern)):
             try:
                 file = safe_open(path, framework="pt")
                 keys = list(file.keys())
@@ -155,6 +153,17 @@ class ShardReader:
                 kind, start, name = key.split("|", 2)
                 length = file.get_slice(key).get_shape()[0]
                 self._pieces.setdefault((kind, name), []).append(_Piece(file, key, int(start), int(start) + length))
+
+
+def check_sizes(directory: Path, saved: Mapping[str, int], ours: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless parameters have as many elements in a checkpoint as here; both by name."""
+    for name in sorted(saved.keys() | ours.keys()):
+        if saved.get(name) != ours.get(name):
+            raise CheckpointError(
+                f"{directory} is of another model: parameter {name} has {saved.get(name, 0)} elements in it and "
+                f"{ours.get(name, 0)} here. Use the model it was trained from"
+                f"{', and its lora.rank and lora.target_modules' if is_adapter(name) else ''}."
+            )
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -77,7 +77,7 @@ class PlainTrainer(Trainer):
 
     def _add_up_gradients(self) -> None:
         """Sum the gradients over the ranks, in buckets; one that a rank lacks, as of an expert without tokens, is 0."""
-        dtype = DTYPES[self.cfg.ds.grad_comm_dtype]
+        dtype = DTYPES[self.cfg.config.ds.grad_comm_dtype]
         before, numbered = 0, []
         for parameter in self.module.parameters():
             if parameter.requires_grad:

@@ -57,28 +57,19 @@ def learning_rate(step: int, schedule: Schedule) -> float:
     return schedule.peak * (schedule.min_ratio + (1.0 - schedule.min_ratio) * share)
 
 
-@dataclass(frozen=True, slots=True)
 class TrainSettings:
     """Holds the settings of the optimizer steps of a model; all trained models share the actor's."""
 
-    zero_stage: int  # 0: plain PyTorch trains the model
-    config: Config
-    schedule: Schedule  # learning rate by step
-
-    @classmethod
-    def of(cls, config: Config, schedule: Schedule, ranks: int) -> TrainSettings:
-        """Choose the ZeRO stage of an optimizer over `ranks`."""
-        return cls(stage_of(config, ranks), config, schedule)
-
-    @property
-    def ds(self) -> Ds:
-        """Return the settings of the precision and of what ranks share."""
-        return self.config.ds
+    def __init__(self, config: Config, schedule: Schedule, ranks: int) -> None:
+        """`schedule`: learning rate by step. `ranks`: of the optimizer, which decide about its ZeRO stage."""
+        self.config, self.schedule = config, schedule
+        self.zero_stage = stage_of(config, ranks)  # 0: plain PyTorch trains the model
 
     @property
     def autocast(self) -> torch.dtype | None:
         """Return the 16 bits that a model with fp32 parameters computes in, as at stage 0; None: no autocast."""
-        return None if self.zero_stage or self.ds.param_dtype == "fp32" else DTYPES[self.ds.param_dtype]
+        dtype = self.config.ds.param_dtype
+        return None if self.zero_stage or dtype == "fp32" else DTYPES[dtype]
 
 
 def stage_of(config: Config, ranks: int) -> int:

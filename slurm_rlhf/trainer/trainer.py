@@ -21,12 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slurm_rlhf.algorithms.lora import is_adapter
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.trainer.distributed import World
 from slurm_rlhf.trainer.lora import settings_of
-from slurm_rlhf.trainer.optimizer_state import AsyncSave, Fragment, ShardReader, done, flush, write_shard
+from slurm_rlhf.trainer.optimizer_state import AsyncSave, Fragment, ShardReader, check_sizes, done, flush, write_shard
 from slurm_rlhf.trainer.train_settings import TrainSettings, learning_rate
 
 
@@ -51,7 +50,7 @@ class Trainer(ABC):
         self.shapes = shapes
         self.sharded = sharded
         self.steps = 0  # optimizer steps taken
-        self._scale = LossScale.of(cfg.ds)
+        self._scale = LossScale.of(cfg.config.ds)
         self._skipped = 0  # steps in a row
         self._saver = AsyncSave()
 
@@ -117,15 +116,11 @@ class Trainer(ABC):
         def write(fragments: Iterable[Fragment]) -> None:
             write_shard(directory, self.world.rank, fragments)
             torch.save(state, _rank_file(directory, self.world.rank))
+            flush(directory.glob(f"rank_{self.world.rank:05d}.*"))
 
         fragments = self.shards(self.module, "optimizer")
         if behind:
-
-            def write_to_disk(copies: Iterable[Fragment]) -> None:
-                write(copies)
-                flush(directory.glob(f"rank_{self.world.rank:05d}.*"))
-
-            return self._saver.begin(fragments, self.world.device, write_to_disk)
+            return self._saver.begin(fragments, self.world.device, write)
         self._saver.wait()
         write(fragments)
         torch.distributed.barrier()
@@ -211,16 +206,9 @@ class Trainer(ABC):
         if not path.is_file():
             raise CheckpointError(f"{directory}: no {path.name}. It is not a checkpoint of this role.")
         state: dict[str, Any] = torch.load(path, weights_only=True)
-        saved, ours = state.get("sizes"), self._sizes()
-        if saved is None:
+        if "sizes" not in state:
             raise CheckpointError(f"{directory} was written by an earlier version, whose checkpoints this cannot read.")
-        for name in sorted(saved.keys() | ours.keys()):
-            if saved.get(name) != ours.get(name):
-                raise CheckpointError(
-                    f"{directory} is of another model: parameter {name} has {saved.get(name, 0)} elements in it and "
-                    f"{ours.get(name, 0)} here. Resume with the model it was trained from"
-                    f"{', and with its lora.rank and lora.target_modules' if is_adapter(name) else ''}."
-                )
+        check_sizes(directory, state["sizes"], self._sizes())
         return {**state, "own": path == own}
 
 

@@ -85,7 +85,6 @@ class Heartbeat:
         self._armed = 0.0
         self._on_silence: OnSilence | None = None
         self._closing = threading.Event()
-        self._started = False
 
     def start(self, members: Sequence[Member], rank: int, token: str) -> None:
         """Send to the partners of `rank`, and hear those whose partner it is. `token`: the group's own."""
@@ -94,7 +93,6 @@ class Heartbeat:
         sends = partners(members)
         self._targets = [(members[other].address, members[other].heartbeat_port) for other in sends[rank]]
         self.expected = tuple(other for other, to in enumerate(sends) if rank in to)
-        self._started = True
         threading.Thread(target=self._run, name="sync-heartbeat", daemon=True).start()
 
     @contextmanager
@@ -113,7 +111,7 @@ class Heartbeat:
 
     def close(self) -> None:
         self._closing.set()
-        if not self._started:
+        if not self._token:  # it was never started
             self._socket.close()
 
     def _run(self) -> None:

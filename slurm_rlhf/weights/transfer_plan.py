@@ -198,7 +198,7 @@ def make_plan(
     An engine rank has three times `bucket_bytes` for buckets, and room for a parameter that is put together.
     Raises SyncError for a dtype that is not fp32, bf16 or fp16.
     """
-    parameters = tuple(_parameter(item) for item in described)
+    parameters = tuple(Parameter(name, tuple(map(int, shape)), dtype_name(dtype)) for name, shape, dtype in described)
     buckets = tuple(_buckets(parameters, bucket_bytes // ALIGN * ALIGN))
     return SyncPlan(parameters, buckets, layout, streams(layout), chunk_bytes)
 
@@ -210,11 +210,6 @@ def dtype_name(dtype: Any) -> str:
     if name not in ITEM_SIZE:
         raise SyncError(f"weights of dtype {dtype} cannot be sent; valid: {', '.join(ITEM_SIZE)}")
     return name
-
-
-def _parameter(item: Sequence[Any]) -> Parameter:
-    name, shape, dtype = item
-    return Parameter(name, tuple(int(n) for n in shape), dtype_name(dtype))
 
 
 def _buckets(parameters: Sequence[Parameter], limit: int) -> list[tuple[Span, ...]]:

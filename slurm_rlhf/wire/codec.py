@@ -79,10 +79,6 @@ def decode(frames: Sequence[Buffer], declared: Any = Any, name: str = "a message
     Arrays are aligned and writable; those of a frame of their own share its memory when it is writable and aligned.
     Raises WireError for anything else, never another exception.
     """
-    if not 0 < len(frames) <= MAX_FRAMES:
-        raise WireError(f"{name} has {len(frames)} frames; between 1 and {MAX_FRAMES} are allowed")
-    if (size := memoryview(frames[0]).nbytes) > MAX_HEADER_BYTES:
-        raise WireError(f"{name} has a header of {size} bytes, over the limit of {MAX_HEADER_BYTES}")
     unused = dict(enumerate(frames[1:]))
 
     def unpack(code: int, data: memoryview) -> NDArray[Any]:

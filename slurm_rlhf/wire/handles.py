@@ -16,7 +16,7 @@ from slurm_rlhf.algorithms.layout import ROWS, Layout
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError, shortened
 from slurm_rlhf.records import Experience
-from slurm_rlhf.wire.calls import EngineCalls, RankCalls, StacksAnswer, TrainerCalls
+from slurm_rlhf.wire.calls import EngineCalls
 from slurm_rlhf.wire.codec import CallSpec, Reader, encode, spec_of
 from slurm_rlhf.wire.io_loop import IoLoop
 from slurm_rlhf.wire.io_thread import to_parts
@@ -293,20 +293,9 @@ class RoleHandle(Generic[C]):
         found = [str(peer) for peer in self._server.peers(self.role) if peer.rank == rank]
         return found[0] if found else f"{self.role} rank {rank}"
 
-    def shut_down(self, rank: int) -> Future[str]:
-        """Ask one process of the role to end, an engine's followers included."""
-        return self._send(rank, spec_of(RankCalls.shutdown))
-
-    def stacks(self, rank: int) -> Future[StacksAnswer]:
-        """Ask one process of the role where it stands, an engine's followers included."""
-        return self._send(rank, spec_of(RankCalls.stacks))
-
-    def written(self, rank: int) -> Future[None]:
-        """Wait, whatever else it does, until a trainer has written what `save` has copied.
-
-        No watcher hears of it: the rank and its accelerator are free meanwhile.
-        """
-        return self._send(rank, spec_of(TrainerCalls.written))
+    def ask(self, rank: int, method: Callable[[Any], R]) -> Future[R]:
+        """Call a method of one process of the role, an engine's followers included, and tell no watcher of it."""
+        return self._send(rank, spec_of(method))
 
     def _send(self, rank: int, spec: CallSpec, argument: Any = None) -> Future[Any]:
         if self._retired is not None:

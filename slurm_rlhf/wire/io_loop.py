@@ -108,8 +108,14 @@ class IoLoop(IoThread):
         return self._router, *self.auth.sockets
 
     def _round(self) -> None:
-        self._send_calls()
-        self._drop_given_up()
+        while not self._outbox.empty():  # nobody else takes anything out
+            call, parts = self._outbox.get_nowait()
+            if not call.peer.lost and not call.future.done():
+                self._send(call.peer, "call", parts, call.id, call.method)
+        while not self._given_up.empty():
+            peer, why = self._given_up.get_nowait()
+            if not peer.lost:
+                self._drop(peer, why)
         self.auth.answer()
         self._receive(self._router)
 
@@ -124,18 +130,6 @@ class IoLoop(IoThread):
             self._send(peer, "bye")
         self.auth.close()
         self._router.close()
-
-    def _send_calls(self) -> None:
-        while not self._outbox.empty():  # nobody else takes anything out
-            call, parts = self._outbox.get_nowait()
-            if not call.peer.lost and not call.future.done():
-                self._send(call.peer, "call", parts, call.id, call.method)
-
-    def _drop_given_up(self) -> None:
-        while not self._given_up.empty():
-            peer, why = self._given_up.get_nowait()
-            if not peer.lost:
-                self._drop(peer, why)
 
     def _send(self, peer: Peer, kind: Kind, parts: Sequence[Part] = (), call: int = 0, method: str = "") -> None:
         peer.sent += kind in NUMBERED
@@ -207,19 +201,16 @@ class IoLoop(IoThread):
 
     def _welcome(self, route: bytes, hello: Hello) -> None:
         newcomer = hello.peer(route, self.now)
-        known = self._by_route.get(route)
-        if known is None and hello.start != (wanted := self._starts.get(newcomer.role, 0)):
-            self.replayed += 1
-            self._transmit([route, Envelope("taken", 0, name=f"start {wanted} of {newcomer.role}").pack()])
-            return
+        known, wanted = self._by_route.get(route), self._starts.get(newcomer.role, 0)
         holder = self._by_name.get((newcomer.role, newcomer.rank))
         if known is not None and (known is not holder or known.lost):
             raise WireError(f"{known} said hello again as {newcomer}")
-        if known is None and holder is not None and not holder.lost:
-            self.replayed += 1
-            self._transmit([route, Envelope("taken", 0, name=str(holder)).pack()])
-            return
         if known is None:
+            taken = f"start {wanted} of {newcomer.role}" if hello.start != wanted else ""
+            if taken or (holder is not None and not holder.lost):
+                self.replayed += 1
+                self._transmit([route, Envelope("taken", 0, name=taken or str(holder)).pack()])
+                return
             with self._lock:
                 self._by_route[route] = self._by_name[newcomer.role, newcomer.rank] = newcomer
                 self._lock.notify_all()

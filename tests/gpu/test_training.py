@@ -251,7 +251,7 @@ def test_adamw_is_fused_unless_a_run_has_to_round_as_before(cuda: FakeCuda, mode
     for deterministic, fused in ((False, True), (True, None)):
         config = config_of(models)
         config.train.full_determinism = deterministic
-        cfg = TrainSettings.of(config, Schedule("constant", 1e-3, 10), ranks=1)
+        cfg = TrainSettings(config, Schedule("constant", 1e-3, 10), ranks=1)
         for device in (torch.device("cpu"), GPU):
             (group,) = adamw(nn.Linear(2, 2).to(device), {}, cfg, device).param_groups
             assert group["fused"] is fused

@@ -58,9 +58,8 @@ class Links:
             self.followers.append(LocalStream(Client(listener.path)))
             self.followers[-1].send(rank)
         self.failures: SimpleQueue[str] = SimpleQueue()
-        streams = listener.accept_all({1, 2}, 5)
-        self.leader = FollowerLinks(EnginePlace(0, 0, 3, "here"), streams, timeout, self.failures.put)
-        listener.close()
+        place = EnginePlace(0, 0, 3, "here")
+        self.leader = FollowerLinks(place, listener.accept_all(place, 5), timeout, self.failures.put)
 
     def told(self) -> LeaderMessage:
         """The next message, which both got."""
@@ -209,7 +208,7 @@ def listener() -> Iterator[LocalListener]:
 def ends(listener: LocalListener) -> tuple[LocalStream, LocalStream]:
     one = LocalStream(Client(listener.path))
     one.send(1)
-    return one, listener.accept_all({1}, HANG_S)[1]
+    return one, listener.accept_all(EnginePlace(0, 0, 2, "here"), HANG_S)[1]
 
 
 def test_messages_arrive_whole_and_in_order(ends: tuple[LocalStream, LocalStream]) -> None:
@@ -236,7 +235,7 @@ def test_the_end_of_the_other_process_is_noticed_at_once(listener: LocalListener
         stream.send(1)
         time.sleep(60)
         os._exit(0)
-    stream = listener.accept_all({1}, HANG_S)[1]
+    stream = listener.accept_all(EnginePlace(0, 0, 2, "here"), HANG_S)[1]
     ended: SimpleQueue[Exception] = SimpleQueue()
     stream.listen(lambda _: None, ended.put)
     os.kill(child, 9)
@@ -259,6 +258,5 @@ def test_everybody_is_awaited_and_the_missing_are_named(listener: LocalListener)
     for number in (3, 1):
         threading.Thread(target=come, args=(number,)).start()
     with pytest.raises(CallTimeout, match=r"rank \[2\] did not connect within 0.5 s"):
-        listener.accept_all({1, 2, 3}, 0.5)
-    listener.close()
+        listener.accept_all(EnginePlace(0, 0, 4, "here"), 0.5)
     assert not os.path.exists(listener.path)

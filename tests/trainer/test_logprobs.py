@@ -290,6 +290,6 @@ def test_a_device_without_fp16_is_told_before_a_model_trains(monkeypatch: pytest
     monkeypatch.setattr(backend, "import_deepspeed", lambda device: deepspeed)
     config = Config()
     config.ds.param_dtype = "fp16"
-    settings = TrainSettings.of(config, Schedule.of(config, 1e-3, 1), ranks=1)
+    settings = TrainSettings(config, Schedule.of(config, 1e-3, 1), ranks=1)
     with pytest.raises(ConfigError, match=r"ds\.param_dtype = fp16: DeepSpeed does not train in it on this device"):
         start_deepspeed(torch.nn.Linear(1, 1), {}, settings, World(0, 1, torch.device("cpu")))

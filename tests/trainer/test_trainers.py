@@ -106,9 +106,7 @@ def make(name: str, dtype: str) -> Any:
     world = join_world(HANG_S, HANG_S)
     with loading(config.ds, world) as ds:
         module = Model().to(DTYPES[ds.param_dtype])
-    trainer = start_trainer(
-        module, TrainSettings.of(config, Schedule("constant", LRS[-1], STEPS, 1.0), world.size), world
-    )
+    trainer = start_trainer(module, TrainSettings(config, Schedule("constant", LRS[-1], STEPS, 1.0), world.size), world)
     assert type(trainer).__name__ == ("PlainTrainer" if name == "plain" else "DeepSpeedTrainer")
     return trainer
 
@@ -263,7 +261,7 @@ def move_there_and_back(trainer: Any, loaded: dict[str, torch.Tensor]) -> None:
 def refuse(trainer: Any, out: Path) -> None:
     """Steps in a row that are not finite change nothing and end the run; only own checkpoints are loaded."""
     before = all_shards(trainer)
-    if trainer.cfg.ds.param_dtype != "fp16":
+    if trainer.cfg.config.ds.param_dtype != "fp16":
         take(trainer, 0, spoil=math.inf)
         with pytest.raises(RunError, match=r"not finite, 2 times in a row \(train\.max_skipped_steps = 1\)"):
             take(trainer, 0, spoil=math.nan)

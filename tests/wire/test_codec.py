@@ -221,10 +221,6 @@ def test_sizes_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         encode(np.zeros(10_001, np.uint8))
     with pytest.raises(WireError, match="3 large arrays"):
         encode([np.zeros(INLINE_BYTES, np.uint8)] * 3)
-    with pytest.raises(WireError, match="4 frames"):
-        decode([b"\xc0"] * 4)
-    with pytest.raises(WireError, match="header of"):
-        decode([bytes(1001)])
 
 
 def ext(content: Any, dtype: Any, *more: Any, code: int = 1) -> msgpack.Ext:
