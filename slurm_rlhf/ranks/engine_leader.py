@@ -206,11 +206,6 @@ class EngineLeader(EngineWorker, EngineCalls):
             log.exception("%s: its engine could not drop its requests", self.place)
         self._drained()
 
-    def close(self) -> None:
-        if self.place.tp > 1:
-            self._listener.close()  # again, where the engine was started
-        super().close()
-
 
 class LeadingEngine(TpEngine):
     """Runs TP rank 0: an `Engine` that passes every call on to the other ranks.

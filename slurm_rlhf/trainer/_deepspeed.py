@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -106,34 +105,27 @@ def local_shard(parameter: Any, rank: int) -> tuple[int, Tensor]:
 # --- optimizer -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MasterRange:
-    """Locates elements of one parameter in one of `masters`."""
-
-    group: int  # index in `masters`
-    offset: int  # first element in that master
-    start: int  # first element in the flat parameter
-    length: int  # 0: this rank has none
-
-
 def masters(optimizer: Any) -> list[Tensor]:
     """Return the fp32 tensors that AdamW updates, one for each group."""
     names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
     return next(list(getattr(optimizer, name)) for name in names if hasattr(optimizer, name))
 
 
-def master_range(parameter: Any, optimizer: Any) -> MasterRange:
-    """Return where this rank's elements of `parameter`, a trained one, are."""
+def master_range(parameter: Any, optimizer: Any) -> tuple[int, int, int, int]:
+    """Return where this rank's elements of `parameter`, a trained one, are.
+
+    (index in `masters`, first element in that master, first element in the flat parameter, how many: 0 if it has none)
+    """
     if is_sharded(parameter):
         group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = length * optimizer._get_param_partition_rank(parameter)
-        return MasterRange(group, offset, start, max(0, min(length, parameter.ds_numel - start)))  # without padding
+        return group, offset, start, max(0, min(length, parameter.ds_numel - start))  # without padding
     mapping = parameter._hp_mapping
     if mapping is None:  # all of it is on other ranks
-        return MasterRange(0, 0, 0, 0)
+        return 0, 0, 0, 0
     # Not `mapping.optim_fragment`: DeepSpeed links it after the first group's first step, before others have state.
     at = mapping.hp_fragment_address
-    return MasterRange(mapping.param_group_index, at.start, mapping.lp_fragment_address.start, at.numel)
+    return mapping.param_group_index, at.start, mapping.lp_fragment_address.start, at.numel
 
 
 def copy_masters_to_parameters(optimizer: Any) -> None:

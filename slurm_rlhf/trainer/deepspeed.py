@@ -85,10 +85,12 @@ class DeepSpeedTrainer(Trainer):
 
     def _fragments(self, part: nn.Module) -> Iterator[Fragment]:
         for name, parameter in part.named_parameters():
-            if parameter.requires_grad and (at := master_range(parameter, self.optimizer)).length:
-                master = masters(self.optimizer)[at.group]
+            at = master_range(parameter, self.optimizer) if parameter.requires_grad else (0, 0, 0, 0)
+            group, offset, start, length = at
+            if length:
+                master = masters(self.optimizer)[group]
                 state = self.optimizer.optimizer.state.get(master, {})
-                yield fragment_of(name, at.start, master, state, at.offset, at.length)
+                yield fragment_of(name, start, master, state, offset, length)
 
     def _update(self) -> float:
         self._engine.step()

@@ -268,9 +268,7 @@ class RoleHandle(Generic[C]):
 
     def start_each(self, method: Callable[[C, A], R], arguments: Sequence[A], /) -> list[Future[R]]:
         """Call a method on all ranks, each with its own argument; returns Futures in rank order."""
-        if len(arguments) != self.world:
-            raise RunError(f"{method.__name__} got arguments for {len(arguments)} ranks; {self.role} has {self.world}")
-        return [self.call(rank, method, argument) for rank, argument in enumerate(arguments)]
+        return [self.call(rank, method, argument) for rank, argument in zip(range(self.world), arguments, strict=True)]
 
     def call_all(self, method: Callable[[C, *As], R], /, *argument: *As) -> list[R]:
         """Call a method on all ranks and wait for the results, in rank order, or for the first failure.

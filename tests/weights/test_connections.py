@@ -23,7 +23,7 @@ from slurm_rlhf.weights.backends.gloo import Gloo, GlooTransport
 from slurm_rlhf.weights.rendezvous import connect, listen
 from slurm_rlhf.weights.routes import partners, routes
 from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
-from slurm_rlhf.weights.update import _Deadline, _ended, _error, _last_message, _reports
+from slurm_rlhf.weights.update import DONE_TAG, REPORT_TAG, _Deadline, _ended, _error, _Messages
 
 SHAPES = {  # actor nodes, ranks on each, engine nodes, ranks on each
     "one actor rank": (1, 1, 1),
@@ -168,7 +168,15 @@ class Stuck:
         self.over.wait(HANG_S)
 
 
-@pytest.mark.parametrize("waiting", [_reports, _last_message])
+def reports(group: Any) -> _Messages:
+    return _Messages(group, group.peers, REPORT_TAG, None, 0.1)
+
+
+def last_message(group: Any) -> _Messages:
+    return _Messages(group, (0,), DONE_TAG, HANG_S, 0.0)
+
+
+@pytest.mark.parametrize("waiting", [reports, last_message])
 def test_dropped_connections_wake_who_waits_for_a_report_that_came_in_half(waiting: Any) -> None:
     stuck, dropped = Stuck(), threading.Event()
     group = SimpleNamespace(peers=(1,), actors=1, timeout_s=HANG_S, dropped=dropped, drop=dropped.set)
@@ -181,7 +189,7 @@ def test_dropped_connections_wake_who_waits_for_a_report_that_came_in_half(waiti
     stuck.over.set()
 
 
-@pytest.mark.parametrize("waiting", [_reports, _last_message])
+@pytest.mark.parametrize("waiting", [reports, last_message])
 def test_whatever_ends_the_thread_that_waits_for_a_report_ends_the_update(
     waiting: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
