@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,9 @@ class SyncGroup:
                 self.me = replace(self.me, port=port, heartbeat_port=self.heartbeat.port)
                 self._meet()
                 self._try_links()
-            self.control = GlooTransport(
-                self.store, self.rank, self.world, self.me.address, self.timeout_s, self._await_listening
-            )
+            # Gloo would wait for the address of a member that has died, and nothing wakes it.
+            met = partial(self._all_at, "listening", range(self.world), "the members' listening sockets")
+            self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s, met)
             self._holds.append(self.control)
         except (TransportFailure, RuntimeError, OSError) as error:
             raise SyncError(f"{self.me} could not connect to the members of group {self.name}: {error}") from error
@@ -246,10 +247,6 @@ class SyncGroup:
             self.wait_for(lambda: self.store.check(keys), what)
             self.store.set(place, "")
         self.wait_for(lambda: self.store.check([place]), what)
-
-    def _await_listening(self) -> None:
-        """Gloo would wait for the address of a member that has died, and nothing wakes it."""
-        self._all_at("listening", range(self.world), "the members' listening sockets")
 
     def _try_links(self) -> None:
         """Raise SyncError naming two hosts and their interfaces where one cannot reach the other.

@@ -106,9 +106,8 @@ class GlooTransport:
         self.stop.set()
         self._sends.put(None)
 
-    def close(self) -> None:
-        """Give the connections back after the last operation. Does not wait for the peers."""
-        self.abort()
+    close = abort
+    """Give the connections back after the last operation. Does not wait for the peers."""
 
 
 def _raising(operation: Callable[[], T]) -> T:
