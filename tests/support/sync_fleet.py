@@ -163,7 +163,7 @@ class PeerRanks:
         answer = peer.answer()
         if isinstance(answer, dict) and "error" in answer:
             raise RemoteError(f"{method} failed: {answer['error']}: {answer['message']}")
-        if result is None:
+        if not isinstance(answer, dict) or result is None:
             return answer
         return result(**{name: answer[name] for name in result.__struct_fields__ if name in answer})
 
