@@ -162,7 +162,7 @@ def check_sizes(directory: Path, saved: Mapping[str, int], ours: Mapping[str, in
             raise CheckpointError(
                 f"{directory} is of another model: parameter {name} has {saved.get(name, 0)} elements in it and "
                 f"{ours.get(name, 0)} here. Use the model it was trained from"
-                f"{', and its lora.rank and lora.target_modules' if is_adapter(name) else ''}."
+                f"{', with its lora.rank and lora.target_modules' if is_adapter(name) else ''}."
             )
 
 
