@@ -142,13 +142,6 @@ class ParameterSpec(NamedTuple):
     dtype: str
 
 
-class StoreAddress(Record):
-    """Says where the members of all weight transfer groups find each other."""
-
-    host: str
-    port: int
-
-
 class SyncConnection(Record):
     """Describes how a member of a weight transfer group is connected."""
 

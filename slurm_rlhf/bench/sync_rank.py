@@ -29,7 +29,7 @@ from slurm_rlhf.process_groups._torch import gloo_group, nccl_group
 from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.weights.ends import Held, Receiver, Sender
 from slurm_rlhf.weights.group import SyncGroup, join
-from slurm_rlhf.weights.rendezvous import Membership, SyncStore
+from slurm_rlhf.weights.rendezvous import Membership, listen
 from slurm_rlhf.weights.transfer_plan import Parameter, SyncPlan, TransferLayout, make_plan
 
 RAW_PIECE = 64 << 20
@@ -164,7 +164,7 @@ class Rank:
     def _port(self) -> int:
         file = Path(self.spec.port_file)
         if self.rank == 0:
-            self.store = SyncStore.listen(self.spec.host, self.spec.timeout_s)
+            self.store = listen(self.spec.host, self.spec.timeout_s)
             write_atomically(file, str(self.store.port))
         wait_until(file.exists, self.spec.timeout_s)
         return int(file.read_text())

@@ -172,8 +172,9 @@ class BaselineTrainer:
         if config.actor.gradient_checkpointing_enable:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        engine = TrainSettings.of(config, Schedule.of(config, config.actor.learning_rate, 1), self.world.size)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=engine.schedule.peak, betas=engine.betas)
+        engine = TrainSettings(config, Schedule.of(config, config.actor.learning_rate, 1), self.world.size)
+        first, second = config.actor.adam_betas
+        optimizer = torch.optim.AdamW(model.parameters(), lr=engine.schedule.peak, betas=(first, second))
         settings = deepspeed_config(engine, sum(p.numel() for p in model.parameters()), self.world.size)
         self.engine, *_ = import_deepspeed(self.world.device).initialize(
             model=model, optimizer=optimizer, config=settings

@@ -1,21 +1,11 @@
-"""Find the address and interface by which this machine reaches another; stop listening when all ranks have connected.
-
-Torch's stores know no password, and obey whoever reaches them. So a store stops listening when all of its ranks have
-joined. A rank proves that it has joined with the run's secret: otherwise a stranger could close the store too early.
-"""
+"""Find the address and interface by which this machine reaches another, and listen there."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
-import os
 import socket
-import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -150,54 +140,3 @@ def addresses() -> list[tuple[str, Address]]:
 
 def _parsed(address: str) -> Address:
     return ipaddress.ip_address(address.split("%", maxsplit=1)[0])
-
-
-JOINED = "slurm_rlhf/joined"
-"""Prefix of the keys by which ranks say that they need no further connection to a store."""
-
-_LOOK_S = 0.5
-
-
-def tell_joined(store: Any, rank: int, secret: str) -> None:
-    """Say that `rank` needs no further connection to a store of torch. Raises the store's errors."""
-    store.set(_key(rank), _proof(rank, secret))
-
-
-def _key(rank: int) -> str:
-    return f"{JOINED}/{rank}"
-
-
-def _proof(rank: int, secret: str) -> str:
-    return hmac.new(secret.encode(), _key(rank).encode(), hashlib.sha256).hexdigest()
-
-
-def _have_joined(store: Any, ranks: Sequence[int], secret: str) -> bool:
-    if not store.check([_key(rank) for rank in ranks]):
-        return False
-    return all(hmac.compare_digest(store.get(_key(rank)), _proof(rank, secret).encode()) for rank in ranks)
-
-
-def shut(number: int) -> None:
-    """Close the listening socket of descriptor `number`; its accepted connections stay open.
-
-    The descriptor stays valid, as that of /dev/null: a store that owns it can still close it.
-    """
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    try:
-        os.dup2(nothing, number, inheritable=False)
-    finally:
-        os.close(nothing)
-
-
-def shut_when_joined(store: Any, number: int, ranks: Sequence[int], secret: str) -> None:
-    """Close the socket `number`, at which `store` listens, when all `ranks` have joined; a thread waits for them."""
-
-    def wait() -> None:
-        try:
-            while not _have_joined(store, ranks, secret):
-                time.sleep(_LOOK_S)
-        except RuntimeError:
-            return  # the store has been closed
-        shut(number)
-
-    threading.Thread(target=wait, name="store-listener", daemon=True).start()

@@ -111,9 +111,6 @@ def attach_line(job_id: str, node: str) -> str:
 STORE_FD = "SLURM_RLHF_STORE_FD"
 """Variable with the descriptor of the socket at which the first rank of a role opens the role's store."""
 
-STORE_RANKS = "SLURM_RLHF_STORE_RANKS"
-"""Variable with the number of ranks that use that store: it listens until all have connected."""
-
 CONDUCTOR_GONE = "the conductor is gone"
 """Last line in the log of a rank that ends itself because it has lost the conductor."""
 

@@ -24,7 +24,7 @@ from slurm_rlhf.observe.log_tail import read_end
 from slurm_rlhf.observe.stacks import ThreadStack, last_late_dump, late_s, own_stacks, read_stacks, written
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.calls import StacksAnswer
+from slurm_rlhf.wire.calls import RankCalls, StacksAnswer
 from slurm_rlhf.wire.handles import RoleHandle
 from slurm_rlhf.wire.messages import Flight, Peer, Said
 from slurm_rlhf.workers.pool import stacks_of_workers
@@ -73,7 +73,7 @@ def ask_ranks(supervisor: Supervisor, directory: RunDirectory, timeout: Timeout)
 
 def _ask(handle: RoleHandle[Any], peer: Peer) -> Future[StacksAnswer]:
     try:
-        return handle.stacks(peer.rank)
+        return handle.ask(peer.rank, RankCalls.stacks)
     except SlurmRlhfError as error:
         refused: Future[StacksAnswer] = Future()
         refused.set_exception(error)

@@ -25,6 +25,7 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
+from slurm_rlhf.wire.calls import RankCalls
 from slurm_rlhf.wire.handles import ControlServer, EngineHandle, RoleHandle
 from slurm_rlhf.wire.messages import FAILURE, TERMINATION, Peer, Preemption
 
@@ -242,7 +243,8 @@ class Supervisor:
         """Ask every rank to end; True when all of them have released what they hold."""
         if self.failure is not None:
             return False
-        calls = [handle.shut_down(rank) for role, handle in self.roles.items() for rank in self.here(role)]
+        here = [(handle, rank) for role, handle in self.roles.items() for rank in self.here(role)]
+        calls = [handle.ask(rank, RankCalls.shutdown) for handle, rank in here]
         done, late = wait(calls, self._config.timeout.shutdown / 2)
         return not late and all(call.exception() is None for call in done)
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rlhf.cluster.network import LOOPBACK
-from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS, STORE_FD, STORE_RANKS, exit_text
+from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS, STORE_FD, exit_text
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.nodes.child_process import start_child
 from slurm_rlhf.nodes.step_spec import WORKER_MODULE, share_on
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
-from slurm_rlhf.placement.topology import GPU
 
 
 @dataclass(slots=True)
@@ -51,7 +50,6 @@ class EngineRanks:
         self._share = share_on(ranks, ROLLOUT, node)
         self._arguments = [*arguments, f"--world={ranks.world(ROLLOUT)}"]
         self._environment = dict(environment)
-        self._gpus = ranks.topology.accelerator == GPU
         groups = [group for group in ranks.tp_groups if group.role == ROLLOUT and group.node == node]
         self._engines = {group.engine: _Engine(group) for group in groups if only is None or group.engine in only}
 
@@ -75,8 +73,6 @@ class EngineRanks:
                     "MASTER_PORT": str(store.getsockname()[1]),
                 }
                 opens = tp_rank == 0 and len(engine.group.ranks) > 1
-                if len(engine.group.ranks) > 1 and not self._gpus:  # NCCL makes connections when it likes
-                    variables[STORE_RANKS] = str(len(engine.group.ranks))
                 if opens:
                     variables[STORE_FD] = str(store.fileno())
                 log = self._logs / f"{ROLLOUT}.{self._node}.{rank}.start.log"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
-from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.wire import timeouts
 
 WORKER_MODULE = "slurm_rlhf.ranks.rank_process"
@@ -79,11 +78,9 @@ def _rendezvous(spec: StepSpec, ranks: RankMap, share: NodeShare) -> list[str]:
     shares = ranks.roles[spec.role]
     # Alone on its node, the store binds port 0 itself: no other process can take a port chosen beforehand.
     store = spec.store or f"{shares[0].node if len(shares) > 1 else LOOPBACK}:0"
-    # With GPUs the store listens on: NCCL makes connections to it when it likes.
-    world = 0 if ranks.topology.accelerator == GPU else ranks.world(spec.role)
     return [
         f"--nnodes={len(shares)}",
         "--rdzv-backend=bound",
         f"--rdzv-endpoint={store}",
-        f"--rdzv-conf=rank={shares.index(share)},ranks={world}",
+        f"--rdzv-conf=rank={shares.index(share)}",
     ]

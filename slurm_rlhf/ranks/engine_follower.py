@@ -9,9 +9,8 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing.connection import Client
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +20,8 @@ from msgspec.structs import replace
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import Engine, GenerateRequest, backend
 from slurm_rlhf.engine.tp_engine import EnginePlace, TpEngine, engine_store, unlink_segments
-from slurm_rlhf.ranks.follower_links import EngineCommand, FollowerAnswer, FollowerCalls, LeaderMessage, connect_local
+from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.ranks.follower_links import FollowerAnswer, FollowerCalls, LeaderMessage, LocalStream
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.weights.ends import EngineEnd
@@ -55,18 +55,8 @@ class EngineWorker(Worker):
 
     def close(self) -> None:
         if hasattr(self, "engine"):
-            with _without_collecting():
-                self.engine.close()
-
-
-@contextmanager
-def _without_collecting() -> Iterator[None]:
-    """Switch off `gc.collect`: libraries collect all garbage while they end, and the process ends right after it."""
-    collect, gc.collect = gc.collect, lambda generation=2: 0
-    try:
-        yield
-    finally:
-        gc.collect = collect
+            gc.freeze()  # libraries collect all garbage while they end, and the process ends right after it
+            self.engine.close()
 
 
 def prepare_process(config: Config, info: RankInfo) -> None:
@@ -124,7 +114,10 @@ class EngineFollower(EngineWorker):
         limit = config.timeout.connect
         self.store = engine_store(self.place, limit)
         path, self.identity = read_address(self.store, limit)
-        self.stream = connect_local(path, limit)
+        try:
+            self.stream = LocalStream(Client(path))
+        except OSError as error:
+            raise RoleDied(f"nobody listens at {path}: {error}") from error
         self.stream.send(self.place.tp_rank)
         self._leaving = False
         self.stream.listen(self._take, self._abandoned)
@@ -136,32 +129,31 @@ class EngineFollower(EngineWorker):
     def advance(self) -> None:
         """Obey the next message of the leader, once it comes."""
         message = self._frames.get()
-        for command in message.commands:
-            self._obey(message.number, command)
-        self.client.phase = f"idle after {message.commands[-1].name}"
+        self._obey(message)
+        self.client.phase = f"idle after {message.name}"
 
     def close(self) -> None:
         """Obey until the leader closes the engine: the conductor has called `shutdown` on all ranks at once."""
         while not self._closed:
             self.advance()
 
-    def _obey(self, number: int, command: EngineCommand) -> None:
-        self.client.phase = command.name
+    def _obey(self, message: LeaderMessage) -> None:
+        self.client.phase = message.name
         obedient: FollowerCalls = self
         try:
-            spec = calls_of(FollowerCalls)[command.name]
+            spec = calls_of(FollowerCalls)[message.name]
             what = f"the argument of {spec.name}"
-            arguments = [] if spec.argument is None else [read(spec.argument, command.argument, what)]
+            arguments = [] if spec.argument is None else [read(spec.argument, message.argument, what)]
             result = getattr(obedient, spec.name)(*arguments)
         except Exception as error:
-            self.stream.send(FollowerAnswer("failed", number, sendable(f"{type(error).__name__}: {error}")))
-            if command.name == FollowerCalls.start.__name__:
+            self.stream.send(FollowerAnswer("failed", message.number, sendable(f"{type(error).__name__}: {error}")))
+            if message.name == FollowerCalls.start.__name__:
                 time.sleep(timeouts.FOLLOWER_S)
-            if command.name not in _MAY_FAIL:
+            if message.name not in _MAY_FAIL:
                 raise
             return
         if spec.deadline is not None:
-            self.stream.send(FollowerAnswer("done", number, result))
+            self.stream.send(FollowerAnswer("done", message.number, result))
 
     def start(self) -> None:
         def report(batch: int, digest: bytes) -> None:
@@ -196,7 +188,6 @@ class EngineFollower(EngineWorker):
     def leave(self) -> None:
         super().close()
         self._closed = True
-        self.stream.close()
 
     def _take(self, message: Any) -> None:
         taken: LeaderMessage = read(LeaderMessage, message, "a message of the leader")

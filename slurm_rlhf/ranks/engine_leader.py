@@ -17,9 +17,9 @@ import numpy as np
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import GenerateRequest, Meter, backend, requests_of
 from slurm_rlhf.engine.tp_engine import EnginePlace, TpEngine, engine_store
-from slurm_rlhf.errors import CallTimeout, RunError
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.ranks.engine_follower import EngineFollower, EngineWorker, publish_address
-from slurm_rlhf.ranks.follower_links import FollowerCalls, FollowerLinks, LocalListener, LocalStream
+from slurm_rlhf.ranks.follower_links import FollowerCalls, FollowerLinks, LocalListener
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import EngineLoad, MemoryPart, Sampling, SyncConnection, SyncReport, Trajectory
 from slurm_rlhf.wire import timeouts
@@ -76,18 +76,11 @@ class EngineLeader(EngineWorker, EngineCalls):
         if self.place.tp == 1:
             self.engine = backend(self.config).make_engine(self.config, self.place.engine)
             return StartAnswer()
-        self.followers = FollowerLinks(self.place, self._accept_followers(), self.config.timeout, self._broken)
+        streams = self._listener.accept_all(self.place, self.config.timeout.connect)
+        self.followers = FollowerLinks(self.place, streams, self.config.timeout, self._broken)
         engine = LeadingEngine(self.config, self.place, self._store, self._identity, self.followers)
         self.engine, self._settle = engine, engine.settle
         return StartAnswer()
-
-    def _accept_followers(self) -> dict[int, LocalStream]:
-        try:
-            return self._listener.accept_all(self.place.followers, self.config.timeout.connect)
-        except CallTimeout as error:
-            raise CallTimeout(f"{self.place} is not complete: TP {error} (timeout.connect); see their logs") from None
-        finally:
-            self._listener.close()
 
     def _broken(self, reason: str) -> None:
         """End this process: its main thread may be inside a collective that never ends."""
@@ -213,11 +206,6 @@ class EngineLeader(EngineWorker, EngineCalls):
             log.exception("%s: its engine could not drop its requests", self.place)
         self._drained()
 
-    def close(self) -> None:
-        if self.place.tp > 1:
-            self._listener.close()  # again, where the engine was started
-        super().close()
-
 
 class LeadingEngine(TpEngine):
     """Runs TP rank 0: an `Engine` that passes every call on to the other ranks.
@@ -236,7 +224,7 @@ class LeadingEngine(TpEngine):
 
     def add(self, request: GenerateRequest) -> None:
         super().add(request)
-        self._followers.hold(FollowerCalls.add, request)
+        self._followers.send(FollowerCalls.add, request)
 
     def drop(self) -> None:
         super().drop()

@@ -8,26 +8,24 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
+
+from msgspec import msgpack
 
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.engine.engine import GenerateRequest
 from slurm_rlhf.engine.tp_engine import EnginePlace
-from slurm_rlhf.errors import CallTimeout, EngineBroken, RoleDied, RunError, WireError
+from slurm_rlhf.errors import CallTimeout, EngineBroken, RoleDied, RunError
 from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.wire.calls import SyncGroupRequest, WakeUpRequest
-from slurm_rlhf.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, call, decode, encode, read, spec_of
-
-_COUNT = struct.Struct("<I")
-_LENGTH = struct.Struct("<Q")
-_PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
+from slurm_rlhf.wire.codec import call, decode, encode, read, spec_of
 
 
 class LocalListener:
@@ -40,28 +38,26 @@ class LocalListener:
         self._socket.bind(self.path)
         self._socket.listen(backlog)
 
-    def accept(self, timeout_s: float) -> LocalStream:
-        """Wait for the next process that connects. Raises CallTimeout."""
-        self._socket.settimeout(max(timeout_s, 1e-3))
-        try:
-            connection, _ = self._socket.accept()
-        except TimeoutError:
-            raise CallTimeout(f"nobody connected to {self.path} within {timeout_s:g} s") from None
-        return LocalStream(connection)
+    def accept_all(self, place: EnginePlace, timeout_s: float) -> dict[int, LocalStream]:
+        """Accept all followers, by TP rank, and close; each sends its number first.
 
-    def accept_all(self, wanted: set[int], timeout_s: float) -> dict[int, LocalStream]:
-        """Accept everybody in `wanted`; each sends its number first. Raises CallTimeout naming who is missing."""
+        Raises CallTimeout naming who is missing.
+        """
         end = time.monotonic() + timeout_s
         streams: dict[int, LocalStream] = {}
-        while missing := wanted - set(streams):
-            try:
-                stream = self.accept(end - time.monotonic())
-                number = stream.receive(max(end - time.monotonic(), 1e-3))
-            except CallTimeout:
-                raise CallTimeout(f"rank {sorted(missing)} did not connect within {timeout_s:g} s") from None
-            if number not in missing:
-                raise WireError(f"process {stream.pid} says it is rank {number!r}; expected one of {sorted(missing)}")
-            streams[number] = stream
+        with contextlib.closing(self):
+            while missing := place.followers - set(streams):
+                self._socket.settimeout(max(end - time.monotonic(), 1e-3))
+                try:
+                    accepted, _ = self._socket.accept()
+                except TimeoutError:
+                    raise CallTimeout(
+                        f"{place} is not complete: TP rank {sorted(missing)} did not connect within {timeout_s:g} s "
+                        "(timeout.connect); see their logs"
+                    ) from None
+                accepted.setblocking(True)
+                stream = LocalStream(Connection(accepted.detach()))
+                streams[stream.receive()] = stream
         return streams
 
     def close(self) -> None:
@@ -70,92 +66,43 @@ class LocalListener:
         self._directory.cleanup()
 
 
-def connect_local(path: str, timeout_s: float) -> LocalStream:
-    """Connect to the listener at `path`. Raises RoleDied when there is none, or it is another user's."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_s)
-    try:
-        connection.connect(path)
-    except OSError as error:
-        connection.close()
-        raise RoleDied(f"nobody listens at {path}: {error}") from error
-    return LocalStream(connection)
-
-
 class LocalStream:
     """Sends and receives what `codec` carries; notices at once if the process at the other end is gone."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        """Raises WireError when the other end is another user's."""
-        connection.settimeout(None)
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._incoming = connection.makefile("rb")
         self._sending = threading.Lock()
-        self._closed = False
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        self.pid, user, _ = _PEER.unpack(peer)
-        if user != os.getuid():
-            connection.close()
-            raise WireError(f"process {self.pid} of user {user} connected to a socket of user {os.getuid()}")
 
     def send(self, value: Any) -> None:
         """Send a message, from any thread; block while the peer does not read. Raises RoleDied if it is gone."""
-        frames = encode(value)
-        sizes = [frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames]
-        head = _COUNT.pack(len(frames)) + b"".join(map(_LENGTH.pack, sizes))
-        try:
-            with self._sending:
-                self._connection.sendall(b"".join((head, *frames)))
-        except OSError as error:
-            raise RoleDied(f"process {self.pid} is gone: {error}") from error
+        with self._sending, _gone():
+            self._connection.send_bytes(msgpack.encode(encode(value)))
 
-    def receive(self, timeout_s: float | None = None) -> Any:
-        """Wait for the next message; not after `listen`, nor after CallTimeout. Raises RoleDied, WireError."""
-        self._connection.settimeout(timeout_s)
-        try:
-            (count,) = _COUNT.unpack(self._read(_COUNT.size))
-            if not 0 < count <= MAX_FRAMES:
-                raise WireError(f"process {self.pid} sent a message of {count} frames")
-            sizes = [_LENGTH.unpack(self._read(_LENGTH.size))[0] for _ in range(count)]
-            if max(sizes) > MAX_FRAME_BYTES:
-                raise WireError(f"process {self.pid} sent a frame of {max(sizes)} bytes")
-            return decode([self._read(size) for size in sizes])
-        except TimeoutError:
-            raise CallTimeout(f"process {self.pid} sent nothing for {timeout_s:g} s") from None
-        except OSError as error:
-            raise RoleDied(f"process {self.pid} is gone: {error}") from error
-        finally:
-            if not self._closed:
-                self._connection.settimeout(None)
+    def receive(self) -> Any:
+        """Wait for the next message; not after `listen`. Raises RoleDied, WireError."""
+        with _gone():
+            frames = msgpack.decode(self._connection.recv_bytes(), type=list[bytes])
+        return decode(frames)
 
     def listen(self, on_message: Callable[[Any], None], on_end: Callable[[Exception], None]) -> None:
-        """Start a thread that hands every message to `on_message`, and in the end the reason to `on_end`.
-
-        `on_end` is not called after `close` of this end.
-        """
+        """Start a thread that hands every message to `on_message`, and in the end the reason to `on_end`."""
 
         def read() -> None:
             try:
                 while True:
                     on_message(self.receive())
             except Exception as error:
-                if not self._closed:
-                    on_end(error)
+                on_end(error)
 
-        threading.Thread(target=read, name=f"local-stream-{self.pid}", daemon=True).start()
+        threading.Thread(target=read, name="local-stream", daemon=True).start()
 
-    def close(self) -> None:
-        """Close the connection; the other end notices."""
-        self._closed = True
-        with contextlib.suppress(OSError):  # the peer was faster
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
 
-    def _read(self, size: int) -> bytes:
-        data = self._incoming.read(size)
-        if len(data) < size:
-            raise RoleDied(f"process {self.pid} is gone: it closed its end")
-        return data
+@contextlib.contextmanager
+def _gone() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise RoleDied(f"the process is gone: {str(error) or 'it closed its end'}") from error
 
 
 A = TypeVar("A")
@@ -206,25 +153,21 @@ class FollowerCalls(Protocol):
         """Close the engine and end."""
 
 
-class EngineCommand(NamedTuple):
-    name: str  # a method of FollowerCalls
-    argument: Any  # a record; arrives as the map of its fields
-
-
 class LeaderMessage(NamedTuple):
-    """Carries commands from the leader to a follower."""
+    """Carries a command from the leader to a follower."""
 
     number: int  # 1, 2, 3, ...
-    commands: list[EngineCommand]
+    name: str  # a method of FollowerCalls
+    argument: Any  # a record; arrives as the map of its fields
 
     @property
     def leaving(self) -> bool:
         """Say whether nothing comes after this."""
-        return self.commands[-1].name == FollowerCalls.leave.__name__
+        return self.name == FollowerCalls.leave.__name__
 
 
 class FollowerAnswer(NamedTuple):
-    """Carries a message of a follower: the last command of a `LeaderMessage` is done, or it will run a batch."""
+    """Carries a message of a follower: a `LeaderMessage` is done, or it will run a batch."""
 
     word: Literal["done", "failed", "planned"]
     number: int  # number of the `LeaderMessage`, or of the batch
@@ -252,15 +195,10 @@ class FollowerLinks:
         self._lock = threading.Lock()
         self._failure = ""
         self._last_words: dict[int, str] = {}  # rank -> its last error
-        self._held: list[EngineCommand] = []
         self._sent = 0
         self._leaving = False
         for rank, stream in streams.items():
             stream.listen(partial(self._hear, rank), partial(self._lost, rank))
-
-    def hold(self, method: Callable[[FollowerCalls, A], object], argument: A, /) -> None:
-        """Send a command together with the next one that is sent, and before it."""
-        self._held.append(EngineCommand(method.__name__, argument))
 
     @overload
     def send(self, method: Callable[[FollowerCalls], object], /) -> None: ...
@@ -271,8 +209,7 @@ class FollowerLinks:
         """Send a command to all followers, after all earlier ones. Does not wait for it. Raises RunError."""
         self._check()
         self._sent += 1
-        message = LeaderMessage(self._sent, [*self._held, EngineCommand(method.__name__, argument)])
-        self._held = []
+        message = LeaderMessage(self._sent, method.__name__, argument)
         self._leaving = self._leaving or message.leaving
         for rank, stream in self._streams.items():
             try:

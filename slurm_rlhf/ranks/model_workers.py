@@ -13,7 +13,7 @@ from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.ranks.actor_generation import ActorGeneration
 from slurm_rlhf.ranks.worker import RankInfo, Worker
-from slurm_rlhf.records import F32, StoreAddress, SyncConnection, SyncReport
+from slurm_rlhf.records import F32, SyncConnection, SyncReport
 from slurm_rlhf.trainer._torch import attention_kernel
 from slurm_rlhf.trainer.distributed import release_cache
 from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel
@@ -132,7 +132,7 @@ class ActorWorker(TrainerWorker, ActorCalls):
     def export(self, directory: str) -> None:
         self.trainer.export_hf(Path(directory))
 
-    def sync_listen(self, host: str) -> StoreAddress:
+    def sync_listen(self, host: str) -> int:
         return self.sync.listen(host)
 
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from slurm_rlhf.cluster import network
 from slurm_rlhf.cluster.local_directory import KernelCache, cache_variables, take_kernel_cache
 from slurm_rlhf.cluster.processes import (
     CONDUCTOR_GONE,
@@ -25,7 +24,6 @@ from slurm_rlhf.cluster.processes import (
     KEYS,
     PARENT,
     STORE_FD,
-    STORE_RANKS,
     die_with_parent,
     keep_others_out,
     print_to,
@@ -36,9 +34,8 @@ from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import system_cause
 from slurm_rlhf.observe.stacks import late_s
-from slurm_rlhf.ranks.worker import RankInfo, Worker, expect_beat, expect_none, record_flights, take_stacks
+from slurm_rlhf.ranks.worker import LATE, RankInfo, Worker, record_flights, take_stacks
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import ActorCalls, RankCalls
 from slurm_rlhf.wire.client import THREAD_FAILED, ControlClient
@@ -86,11 +83,10 @@ def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
     return cache
 
 
-def has_loaded(cache: KernelCache | None, info: RankInfo, keys: RunKeys, failed: bool) -> None:
+def has_loaded(cache: KernelCache | None, failed: bool) -> None:
     """Complete the start after the first call, in which a rank has loaded its model unless it `failed`."""
     crash_at_once()
     collect_as_usual()
-    tell_joined(info, keys)
     if cache is not None and not failed:
         cache.started()
 
@@ -134,7 +130,7 @@ def import_libraries(config: Config, info: RankInfo) -> None:
     import_trainers(config, info.role, info.world)
 
 
-def open_store(info: RankInfo, keys: RunKeys) -> TCPStore | None:
+def open_store() -> TCPStore | None:
     """Open the store of the role's ranks on the socket that this process inherited; None: another process has it.
 
     For launches without torchrun. The port was bound before anybody knew it, so nobody else can have it.
@@ -143,30 +139,13 @@ def open_store(info: RankInfo, keys: RunKeys) -> TCPStore | None:
         return None
     from torch.distributed import TCPStore
 
-    number = int(os.environ[STORE_FD])
-    store = TCPStore(
+    return TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=number,
+        master_listen_fd=int(os.environ[STORE_FD]),
     )
-    if STORE_RANKS in os.environ:
-        ranks = range(info.rank, info.rank + int(os.environ[STORE_RANKS]))  # those of an engine, or of the whole role
-        network.shut_when_joined(store, number, ranks, keys.client_secret)
-    return store
-
-
-def tell_joined(info: RankInfo, keys: RunKeys) -> None:
-    """Tell the role's store that this rank needs no further connection to it; with GPUs it listens on nevertheless."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STORE_RANKS not in os.environ:
-        return
-    from slurm_rlhf.process_groups._torch import torchrun_store
-
-    try:
-        network.tell_joined(torchrun_store(timeouts.STORE_JOIN_S), info.rank, keys.client_secret)
-    except RuntimeError as error:  # it listens on, that is all
-        print(f"the store of the role does not answer: {error}", flush=True)
 
 
 def hold_termination() -> bool:
@@ -213,7 +192,7 @@ def beat(late: float) -> None:
     if limit != resource.RLIM_INFINITY and limit - _address_space() < _ARENA:
         print(system_cause(MemoryError.__name__), file=sys.stderr, flush=True)
         os._exit(1)
-    expect_beat(late)
+    LATE.put_off(late)
 
 
 def _address_space() -> int:
@@ -221,13 +200,12 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def run_program(program: str, words: list[str], config: Config, joined: Callable[[], None], held: bool) -> NoReturn:
+def run_program(program: str, words: list[str], config: Config, held: bool) -> NoReturn:
     """Form the group of the role's ranks, run `program` in it, which needs no conductor, and end this process."""
     from slurm_rlhf.trainer.distributed import join_world
 
     join_world(config.timeout.collective, config.timeout.connect)
-    joined()
-    expect_none()  # no heartbeat leaves from here
+    LATE.stop()  # no heartbeat leaves from here
     if held:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # it is ignored until the program takes it
     module, _, name = program.partition(":")
@@ -258,18 +236,18 @@ def main() -> None:
     print_to(directory.role_log(info.role, info.node, info.rank))
     config = load_config(directory.config, [])
     # An import from a slow file system holds the interpreter's lock for minutes.
-    expect_beat(config.timeout.connect / 2)
+    LATE.put_off(config.timeout.connect / 2)
     record_flights(directory.keys.parent, info.role)
     cache = take_caches(config, info)
     keys = RunKeys.parse(os.environ.pop(KEYS), KEYS) if KEYS in os.environ else RunKeys.load(directory.keys)
-    store = open_store(info, keys)  # alive as long as this process
+    store = open_store()  # alive as long as this process
     # Before there is a client: from its hello on, a silent rank counts as lost.
     import_libraries(config, info)
     from slurm_rlhf.process_groups._torch import protect  # it needs torch
 
     protect(keys.client_secret)
     if arguments.program:
-        run_program(arguments.program, arguments.words, config, partial(tell_joined, info, keys), held)
+        run_program(arguments.program, arguments.words, config, held)
     make_worker = ROLES[info.role].load_worker()
     client = ControlClient(
         arguments.endpoint,
@@ -289,9 +267,9 @@ def main() -> None:
     if held:
         relay_termination(client)
     try:
-        serve(client, make_worker(config, info, client), partial(has_loaded, cache, info, keys))
+        serve(client, make_worker(config, info, client), partial(has_loaded, cache))
         client.close()
-        expect_none()
+        LATE.stop()
         del store
     except BaseException:
         traceback.print_exc()

@@ -15,7 +15,6 @@ import socket
 import sys
 import traceback
 from datetime import timedelta
-from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing import SubprocessContext
@@ -28,25 +27,22 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.run import main as torchrun
 
-from slurm_rlhf.cluster.network import listening, own_address, shut_when_joined
+from slurm_rlhf.cluster.network import listening, own_address
 from slurm_rlhf.cluster.processes import PARENT, STORE_FD, raise_descriptors
-from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.auth import RunKeys
 
 BACKEND = "bound"
-"""Value of torchrun's `--rdzv-backend`; its `--rdzv-conf` has `rank`, of this node, and `ranks`, of all nodes."""
+"""Value of torchrun's `--rdzv-backend`; its `--rdzv-conf` has `rank`, of this node."""
 
 
 class BoundRendezvous(RendezvousHandler):
     """Let the torchruns of a role meet at the store of the first; the nodes have the numbers they were given."""
 
-    def __init__(self, host: str, port: int, run_id: str, node: int, nodes: int, ranks: int) -> None:
+    def __init__(self, host: str, port: int, run_id: str, node: int, nodes: int) -> None:
         self._where = RendezvousStoreInfo(host, port)
         self._run_id = run_id
         self._node = node
         self._nodes = nodes
-        self._ranks = ranks
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
@@ -86,37 +82,24 @@ class BoundRendezvous(RendezvousHandler):
         )
 
     def _listen(self) -> TCPStore:
-        if STORE_FD in os.environ:  # others know its port already
-            listener = socket.socket(fileno=int(os.environ.pop(STORE_FD)))
-        else:
-            address = own_address(self._where.master_addr, os.environ.get("GLOO_SOCKET_IFNAME", ""))
-            listener = listening(address)
-        address = str(listener.getsockname()[0])
-        self._where = RendezvousStoreInfo(address, int(listener.getsockname()[1]))
+        known = os.environ.pop(STORE_FD, "")  # others know its port already
+        address = own_address(self._where.master_addr, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        listener = socket.socket(fileno=int(known)) if known else listening(address)
+        address, port = listener.getsockname()[:2]
+        self._where = RendezvousStoreInfo(address, port)
         if self._nodes > 1:
             print(f"the torchruns meet at {address}:{self._where.master_port}", flush=True)
-        number = listener.detach()
-        store = TCPStore(
-            *(address, self._where.master_port, self._nodes, True, timedelta(seconds=timeouts.TORCHRUN_S)),
-            master_listen_fd=number,
+        return TCPStore(
+            *(address, port, self._nodes, True, timedelta(seconds=timeouts.TORCHRUN_S)),
+            master_listen_fd=listener.detach(),
         )
-        if self._ranks:
-            first, run_dir = int(_of_rank("--first_rank=")), RunDirectory(Path(_of_rank("--run_dir=")))
-            secret = RunKeys.load(run_dir.keys).client_secret
-            shut_when_joined(store, number, range(first, first + self._ranks), secret)
-        return store
-
-
-def _of_rank(name: str) -> str:
-    """Return an argument of the ranks; they stand behind torchrun's own."""
-    return next(word.removeprefix(name) for word in sys.argv if word.startswith(name))
 
 
 def make(parameters: RendezvousParameters) -> BoundRendezvous:
     """Return what torchrun's options ask for."""
     host, _, port = parameters.endpoint.rpartition(":")
-    node, ranks = parameters.get_as_int("rank", 0), parameters.get_as_int("ranks", 0)
-    return BoundRendezvous(host, int(port), parameters.run_id, node or 0, parameters.max_nodes, ranks or 0)
+    node = parameters.get_as_int("rank", 0) or 0
+    return BoundRendezvous(host, int(port), parameters.run_id, node, parameters.max_nodes)
 
 
 def kill_all(ranks: SubprocessContext, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 
 from slurm_rlhf.cluster.processes import node_load
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.stacks import LateStacks, own_stacks, written
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls, StacksAnswer
 from slurm_rlhf.wire.client import ControlClient
@@ -30,18 +29,10 @@ from slurm_rlhf.wire.messages import Request
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 """Variable with the beginning of the name of a pipe: what comes through it makes NCCL's flight recorder write."""
 
-_LATE = LateStacks()
+LATE = LateStacks()
+"""Writes the main thread's stack to standard error where a heartbeat stays out."""
+
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd")
-
-
-def expect_beat(within_s: float) -> None:
-    """Write the main thread's stack to standard error unless this is called again within so many seconds."""
-    _LATE.put_off(within_s)
-
-
-def expect_none() -> None:
-    """Stop what `expect_beat` has started: no more heartbeats are due."""
-    _LATE.stop()
 
 
 def record_flights(control: Path, role: str) -> None:
@@ -125,10 +116,7 @@ class Worker(RankCalls):
     def handle(self, request: Request) -> None:
         """Answer one call. What the method raises goes to the caller, not to the end of this process."""
         try:
-            spec = calls_of(type(self)).get(request.method)
-            if spec is None:
-                known = ", ".join(sorted(calls_of(type(self))))
-                raise RunError(f"{self.info.role} has no call {request.method!r}; its calls: {known}")
+            spec = calls_of(type(self))[request.method]
             arguments = [] if spec.argument is None else [request.argument(spec.argument)]
             answer = self.perform(getattr(self, spec.name), arguments)
             if isinstance(answer, Future):
@@ -155,11 +143,7 @@ class Worker(RankCalls):
 
 def _settle(request: Request, answer: Future[Any]) -> None:
     """Answer a call with what its Future has brought."""
-    error = answer.exception()
     try:
-        if error is None:
-            request.reply(answer.result())
-    except Exception as refused:
-        error = refused
-    if error is not None:
+        request.reply(answer.result())
+    except Exception as error:
         request.fail(error)

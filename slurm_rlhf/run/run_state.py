@@ -211,7 +211,7 @@ class RunCheckpoints:
 
         def complete() -> float:
             with self.directory.explained(number):
-                gather([role.written(rank) for role in writers for rank in range(role.world)])
+                gather([role.ask(rank, TrainerCalls.written) for role in writers for rank in range(role.world)])
             self.directory.commit(number, state)
             self.directory.prune(self.step.config.ckpt.max_num, kept)
             return time.monotonic() - started

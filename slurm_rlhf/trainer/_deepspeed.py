@@ -3,7 +3,6 @@
 ops/__init__.py _probe_compatible_ops()
 runtime/compiler.py compile
 runtime/compiler.py dummy_decorator(func)
-runtime/engine.py DeepSpeedEngine.torch_autocast_z0_gradscaler
 runtime/zero/offload_config.py OffloadStateTypeEnum
 runtime/zero/offload_config.py OffloadStateTypeEnum.optim_states
 runtime/zero/offload_config.py OffloadStateTypeEnum.hp_params
@@ -41,7 +40,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,38 +105,27 @@ def local_shard(parameter: Any, rank: int) -> tuple[int, Tensor]:
 # --- optimizer -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MasterRange:
-    """Locates elements of one parameter in one of `masters`."""
-
-    group: int  # index in `masters`
-    offset: int  # first element in that master
-    start: int  # first element in the flat parameter
-    length: int  # 0: this rank has none
-
-
 def masters(optimizer: Any) -> list[Tensor]:
-    """Return the fp32 tensors that AdamW updates: one for each group, or for each parameter without ZeRO."""
-    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
-        if hasattr(optimizer, name):
-            return list(getattr(optimizer, name))
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return the fp32 tensors that AdamW updates, one for each group."""
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    return next(list(getattr(optimizer, name)) for name in names if hasattr(optimizer, name))
 
 
-def master_range(parameter: Any, optimizer: Any) -> MasterRange | None:
-    """Return where this rank's elements of `parameter` are; None where the optimizer updates the parameter itself."""
+def master_range(parameter: Any, optimizer: Any) -> tuple[int, int, int, int]:
+    """Return where this rank's elements of `parameter`, a trained one, are.
+
+    (index in `masters`, first element in that master, first element in the flat parameter, how many: 0 if it has none)
+    """
     if is_sharded(parameter):
         group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = length * optimizer._get_param_partition_rank(parameter)
-        return MasterRange(group, offset, start, max(0, min(length, parameter.ds_numel - start)))  # without padding
-    if not hasattr(parameter, "_hp_mapping"):
-        return None
+        return group, offset, start, max(0, min(length, parameter.ds_numel - start))  # without padding
     mapping = parameter._hp_mapping
     if mapping is None:  # all of it is on other ranks
-        return MasterRange(0, 0, 0, 0)
+        return 0, 0, 0, 0
     # Not `mapping.optim_fragment`: DeepSpeed links it after the first group's first step, before others have state.
     at = mapping.hp_fragment_address
-    return MasterRange(mapping.param_group_index, at.start, mapping.lp_fragment_address.start, at.numel)
+    return mapping.param_group_index, at.start, mapping.lp_fragment_address.start, at.numel
 
 
 def copy_masters_to_parameters(optimizer: Any) -> None:
@@ -150,7 +137,7 @@ def copy_masters_to_parameters(optimizer: Any) -> None:
         optimizer.invalidate_secondary_tensor()
         if optimizer.persistent_parameters:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-    elif hasattr(optimizer, "update_lp_params"):
+    else:
         optimizer.update_lp_params()
 
 
@@ -160,11 +147,6 @@ def set_loss_scale(optimizer: Any, scale: float) -> None:
     Its own scheme doubles the scale between the backward pass and the step, which halves the gradient of that step.
     """
     optimizer.override_loss_scale(scale)
-
-
-def switch_off_scaler(engine: Any) -> None:
-    """Leave losses as they are at stage 0, where DeepSpeed has torch's scaler for fp16, whose state nothing saves."""
-    engine.torch_autocast_z0_gradscaler = None
 
 
 def gradient_buffers(optimizer: Any) -> list[Tensor]:

@@ -21,6 +21,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -31,7 +32,6 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 _seen: list[str] = []
-_waiting: list[bool] = []
 
 
 def attention_kernel() -> str:
@@ -40,12 +40,11 @@ def attention_kernel() -> str:
     Empty until that pass, and for a model that does not use `scaled_dot_product_attention`, as with the package of
     Flash Attention.
     """
-    if not _waiting:
-        _waiting.append(True)
-        _watch_once()
+    _watch_once()
     return _seen[0] if _seen else ""
 
 
+@cache
 def _watch_once() -> None:
     original = functional.scaled_dot_product_attention
 

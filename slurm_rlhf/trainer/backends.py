@@ -23,7 +23,7 @@ from slurm_rlhf.trainer.deepspeed import (
 )
 from slurm_rlhf.trainer.distributed import World, local_device
 from slurm_rlhf.trainer.plain_torch import PlainTrainer
-from slurm_rlhf.trainer.train_settings import TrainSettings, is_plain, stored_as
+from slurm_rlhf.trainer.train_settings import TrainSettings, stage_of, stored_as
 from slurm_rlhf.trainer.trainer import Trainer
 
 __all__ = ["gathering", "import_trainers", "is_sharded", "loading", "start_sharded", "start_trainer"]
@@ -33,14 +33,14 @@ def import_trainers(config: Config, role: str, ranks: int) -> None:
     """Import what `role` loads its model with and, where it needs it, what shards and trains it. No GPU is touched."""
     import_modeling()
     spec = ROLES[role]
-    whole = spec.settings(config).zero_stage != 3 if spec.kind == "frozen" else is_plain(config, ranks)
+    whole = spec.settings(config).zero_stage != 3 if spec.kind == "frozen" else stage_of(config, ranks) == 0
     if not whole:
         import_deepspeed(local_device())
 
 
 def start_trainer(module: nn.Module, cfg: TrainSettings, world: World) -> Trainer:
     """Make the trainer of a module that was loaded under `loading`. Collective. Raises ConfigError, RunError."""
-    return (PlainTrainer if cfg.plain else DeepSpeedTrainer)(module, cfg, world)
+    return (DeepSpeedTrainer if cfg.zero_stage else PlainTrainer)(module, cfg, world)
 
 
 @contextmanager

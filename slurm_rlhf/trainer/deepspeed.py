@@ -9,7 +9,6 @@ its end that depends on the number of ranks: `shards` leaves the padding out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -30,7 +29,6 @@ from slurm_rlhf.trainer._deepspeed import (
     masters,
     optimizer_states,
     set_loss_scale,
-    switch_off_scaler,
 )
 from slurm_rlhf.trainer._torch import limit_collectives
 from slurm_rlhf.trainer._transformers import shard_new_models
@@ -41,7 +39,6 @@ from slurm_rlhf.trainer.optimizer_state import (
     fragment_of,
     move_moments,
     moved,
-    whole_fragments,
     zero_moments,
 )
 from slurm_rlhf.trainer.train_settings import TrainSettings, adamw
@@ -51,7 +48,7 @@ HPZ = "zero_hpz_partition_size"
 
 
 class DeepSpeedTrainer(Trainer):
-    """Trains under any ZeRO stage; at stage 0 it neither reports the norm of the gradient nor stops at NaN."""
+    """Trains under ZeRO-1, -2 and -3."""
 
     def __init__(self, module: nn.Module, cfg: TrainSettings, world: World) -> None:
         """Raises ConfigError for fp16 on a device where DeepSpeed has none."""
@@ -66,13 +63,12 @@ class DeepSpeedTrainer(Trainer):
 
     def accumulate(self, loss: Tensor, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
-        own = self._scale.scale if self._scale and not self.cfg.zero_stage else 1.0
-        self._engine.backward(self._checked(loss) * (self.world.size * own))
+        self._engine.backward(self._checked(loss) * self.world.size)
 
     def shards(self, part: nn.Module, kind: Literal["parameters", "optimizer"]) -> Iterator[Fragment]:
         if kind == "parameters":
             return (self._held(name, parameter) for name, parameter in part.named_parameters())
-        return self._fragments(part) if self.cfg.zero_stage else whole_fragments(part, self.optimizer, self.world)
+        return self._fragments(part)
 
     def gathered(self, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in part.named_parameters():
@@ -89,34 +85,26 @@ class DeepSpeedTrainer(Trainer):
 
     def _fragments(self, part: nn.Module) -> Iterator[Fragment]:
         for name, parameter in part.named_parameters():
-            at = master_range(parameter, self.optimizer) if parameter.requires_grad else None
-            if at is not None and at.length:
-                master = masters(self.optimizer)[at.group]
+            at = master_range(parameter, self.optimizer) if parameter.requires_grad else (0, 0, 0, 0)
+            group, offset, start, length = at
+            if length:
+                master = masters(self.optimizer)[group]
                 state = self.optimizer.optimizer.state.get(master, {})
-                yield fragment_of(name, at.start, master, state, at.offset, at.length)
+                yield fragment_of(name, start, master, state, offset, length)
 
     def _update(self) -> float:
-        if self.cfg.zero_stage:
-            self._engine.step()
-            return float(self._engine.get_global_grad_norm())
-        norm = self._clip()
-        if math.isfinite(norm):
-            self._engine.step()
-        else:
-            self._engine.zero_grad()
-        return norm
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm())
 
     def _fill(self, steps: int, fill: Callable[[Fragment], None]) -> None:
-        staged = self.cfg.zero_stage > 0
         if steps:
-            inner = self.optimizer.optimizer if staged else self.optimizer
-            zero_moments(inner, masters(self.optimizer), steps)
-        for fragment in self._fragments(self.module) if staged else whole_fragments(self.module, self.optimizer):
+            zero_moments(self.optimizer.optimizer, masters(self.optimizer), steps)
+        for fragment in self._fragments(self.module):
             fill(fragment)
         copy_masters_to_parameters(self.optimizer)
 
     def _use_scale(self) -> None:
-        if self._scale and self.cfg.zero_stage:
+        if self._scale:
             set_loss_scale(self.optimizer, self._scale.scale)
 
 
@@ -126,44 +114,41 @@ def start_deepspeed(module: nn.Module, shapes: dict[str, torch.Size], cfg: Train
     Raises ConfigError for fp16 on a device where DeepSpeed has none.
     """
     deepspeed = import_deepspeed(world.device)
-    if cfg.param_dtype == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
+    if cfg.config.ds.param_dtype == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
         raise ConfigError("ds.param_dtype = fp16: DeepSpeed does not train in it on this device: use bf16 or fp32")
     optimizer = adamw(module, shapes, cfg, world.device)
     elements = sum(shapes[name].numel() for name, parameter in module.named_parameters() if parameter.requires_grad)
     settings = deepspeed_config(cfg, elements, world.size)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
-    switch_off_scaler(engine)
-    limit_collectives(cfg.timeout_s)
+    limit_collectives(cfg.config.timeout.collective)
     return engine
 
 
 def deepspeed_config(cfg: TrainSettings, elements: int, ranks: int) -> dict[str, Any]:
     """Return DeepSpeed's configuration for training a model of `elements` parameters on `ranks` ranks.
 
-    Stages 0 and 1 reduce gradients once per optimizer step, because every rank keeps the whole sum over its
+    Stage 1 reduces gradients once per optimizer step, because every rank keeps the whole sum over its
     micro-batches. Stages 2 and 3 keep a rank's part of it only, so they reduce after the backward
     pass of each micro-batch. DeepSpeed can put off this reduction, too (`coalesce_grad_reduction`), at the cost of
     full gradients in memory and sums over micro-batches in bf16; with sums in fp32 that is what stage 1 does.
     """
     # Buffers of DeepSpeed's default size, 2 GB in fp32, would be allocated even for a tiny model.
     bucket = min(elements + elements % 2, BUCKET)
-    autocast = cfg.autocast is not None
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": cfg.max_norm if cfg.zero_stage else 0.0,  # `_clip` does it at stage 0
-        "bf16": {"enabled": cfg.param_dtype == "bf16" and not autocast},
+        "gradient_clipping": cfg.config.actor.max_norm,
+        "bf16": {"enabled": cfg.config.ds.param_dtype == "bf16"},
         # A fixed scale to DeepSpeed: `LossScale` sets it anew before each step.
-        "fp16": {"enabled": cfg.param_dtype == "fp16" and not autocast, "loss_scale": 1.0},
-        "torch_autocast": {"enabled": autocast, "dtype": "float16" if cfg.param_dtype == "fp16" else "bfloat16"},
+        "fp16": {"enabled": cfg.config.ds.param_dtype == "fp16", "loss_scale": 1.0},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": cfg.grad_comm_dtype,
+        "communication_data_type": cfg.config.ds.grad_comm_dtype,
         "zero_optimization": {
             "stage": cfg.zero_stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            "overlap_comm": cfg.zero_stage > 0 and ranks > 1,  # on a stream of its own, from two buckets in turns
-            **(persistence(elements) | {HPZ: cfg.ds.hpz_size} if cfg.zero_stage == 3 else {}),
+            "overlap_comm": ranks > 1,  # on a stream of its own, from two buckets in turns
+            **(persistence(elements) | {HPZ: cfg.config.ds.hpz_size} if cfg.zero_stage == 3 else {}),
         },
         "steps_per_print": None,
     }

@@ -26,21 +26,10 @@ from slurm_rlhf.errors import CheckpointError, ModelError, SlurmRlhfError
 from slurm_rlhf.trainer.forward_fixes import restore_config
 from slurm_rlhf.trainer.lora import attach, merge, settings_of
 from slurm_rlhf.trainer.models import PolicyModule, load_policy
-from slurm_rlhf.trainer.optimizer_state import Fragment, ShardReader, flush
+from slurm_rlhf.trainer.optimizer_state import Fragment, ShardReader, check_sizes, flush
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+_COPIED = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "chat_template.*", "generation_config.json")
+"""Patterns of the files that an export has from its source."""
 
 ADAPTER = "adapter"
 """Directory, in an export of a policy with adapters, that has them alone, in PEFT's format."""
@@ -141,9 +130,8 @@ def _write(model: Any, state: dict[str, Tensor], source: Path, out: Path) -> Non
     model.save_pretrained(out, state_dict=state)
     restore_config(out, source)
     (out / "generation_config.json").unlink(missing_ok=True)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+    for file in (file for pattern in _COPIED for file in source.glob(pattern)):
+        shutil.copyfile(file, out / file.name)
     flush(out.iterdir())  # before the rename makes it the export
 
 
@@ -184,13 +172,7 @@ def export(actor: Path, base: Path, out: Path, dtype: Dtype) -> None:
 
 def fill(module: PolicyModule, actor: Path, sizes: Mapping[str, int]) -> None:
     """Give the parameters of `sizes`, name -> elements, the values in the checkpoint. Raises CheckpointError."""
-    ours = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    for name, size in sizes.items():
-        if ours.get(name) != size:
-            raise CheckpointError(
-                f"{actor} is of another model than {module.model.name_or_path}: parameter {name} has {size} elements "
-                f"in it and {ours.get(name, 0)} there"
-            )
+    check_sizes(actor, sizes, {name: p.numel() for name, p in module.named_parameters() if name in sizes})
     reader = ShardReader(actor, 0)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

@@ -30,13 +30,22 @@ class Frozen:
     Under ZeRO-3, and where ranks share rows, every forward is collective: each rank calls it equally often.
     """
 
-    def __init__(self, config: Config, group: Ref | Reward, dtype: str, load: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group: Ref | Reward,
+        dtype: str,
+        load: Callable[[], nn.Module],
+        autocast: torch.dtype | None = None,
+    ) -> None:
         """Put the module that `load` makes on the host, in `dtype`, a name of DTYPES, on the device.
 
+        `autocast`: what a module with fp32 parameters computes in, as the actor at ZeRO stage 0.
         Collective under ZeRO-3 or with ds.ulysses_size above 1; needs no process group without them.
         """
         self.device = local_device()
         self.group: SequenceGroup | None = None
+        self._autocast = autocast
         self._module: Any
         timeout, together = config.timeout, config.ds.ulysses_size
         if group.zero_stage or together > 1:
@@ -50,21 +59,8 @@ class Frozen:
         self._module = start_sharded(load, dtype, group.offload, timeout.collective, world)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self.device.type, self._autocast, self._autocast is not None):
             return self._module(*args, **kwargs)
-
-
-class Autocast(nn.Module):
-    """Computes a module with fp32 parameters in 16 bits, as the actor computes at ZeRO stage 0."""
-
-    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.inner = inner
-        self.dtype = dtype
-
-    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(input_ids.device.type, dtype=self.dtype):
-            return self.inner(input_ids, *args, **kwargs)
 
 
 class FrozenPolicy:
@@ -75,16 +71,11 @@ class FrozenPolicy:
         ds, path = stored_as(config.ds), ROLES[REFERENCE].model(config)[1]
 
         def load() -> nn.Module:
-            module = load_policy(
-                path,
-                ds,
-                config.train.logprob_chunk_tokens,
-                max_len=config.data.max_len,
-            )
-            dtype = config.ds.param_dtype
-            return Autocast(module, DTYPES[dtype]) if ds.param_dtype != dtype else module
+            return load_policy(path, ds, config.train.logprob_chunk_tokens, max_len=config.data.max_len)
 
-        self.model = Frozen(config, config.ref, ds.param_dtype, load)
+        dtype = config.ds.param_dtype
+        autocast = DTYPES[dtype] if ds.param_dtype != dtype else None
+        self.model = Frozen(config, config.ref, ds.param_dtype, load, autocast)
         self.temperature = config.rollout.temperature
         self.layout = layout_of(config.ds, path)
 

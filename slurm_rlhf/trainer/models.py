@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -337,7 +338,7 @@ class ValueHead(nn.Linear):
 
 def head_name(directory: Path) -> str | None:
     """Return which of REWARD_HEADS the directory has, or None. Raises ModelError if it has several."""
-    names = {key for file in weight_files(directory) for key in _keys(file)}
+    names = _tensors(directory)
     found = [head for head in REWARD_HEADS if f"{head}.weight" in names]
     if len(found) > 1:
         raise ModelError(
@@ -362,33 +363,27 @@ def take_head(directory: Path, head: ValueHead, statistics: tuple[float, float] 
 
 def load_head(directory: Path, hidden: int) -> ValueHead:
     """Load the directory's head, fp32. Raises ModelError unless there is one and it has one output."""
-    names = {key: file for file in weight_files(directory) for key in _keys(file)}
-    found = reward_head(names, directory)
-    key = f"{found}.weight"
-    weight = _read(names[key], key)
+    tensors = _tensors(directory)
+    found = reward_head(tensors, directory)
+    weight, bias = tensors[f"{found}.weight"], tensors.get(f"{found}.bias")
     check_head_shape(str(directory), found, list(weight.shape), hidden)
-    bias = f"{found}.bias"
-    head = ValueHead(hidden, bias=bias in names)
+    head = ValueHead(hidden, bias=bias is not None)
     with torch.no_grad():
         head.weight.copy_(weight)
-        if bias in names:
-            head.bias.copy_(_read(names[bias], bias))
+        if bias is not None:
+            head.bias.copy_(bias)
     return head
 
 
-def _keys(file: Path) -> list[str]:
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as opened:
-                return list(opened.keys())
-        return list(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-
-
-def _read(file: Path, key: str) -> Tensor:
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as opened:
-            return opened.get_tensor(key)
-    tensor: Tensor = torch.load(file, map_location="cpu", mmap=True, weights_only=True)[key]
-    return tensor
+def _tensors(directory: Path) -> dict[str, Tensor]:
+    """Map the weights of a directory: no more is read from the disk than what is used."""
+    found: dict[str, Tensor] = {}
+    for file in weight_files(directory):
+        try:
+            if file.suffix == ".safetensors":
+                found |= load_file(file)
+            else:
+                found |= torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+    return found

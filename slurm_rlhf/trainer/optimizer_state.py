@@ -16,7 +16,7 @@ not have (`torch.distributed.checkpoint.async_save`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from slurm_rlhf.algorithms.lora import is_adapter
 from slurm_rlhf.errors import CheckpointError
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.trainer.distributed import World
@@ -113,14 +114,16 @@ class ShardReader:
     _all_open: bool = False
 
     def __post_init__(self) -> None:
-        self._open(sorted(self.directory.glob(f"rank_{self.rank:05d}.*.safetensors")))
+        self._open(f"rank_{self.rank:05d}.*.safetensors")
 
     def fill(self, fragment: Fragment) -> None:
         """Copy what was saved into the fragment's tensors. Raises CheckpointError when elements are missing."""
         for kind, tensor in fragment.tensors.items():
             copied = self._copy(fragment, kind, tensor)
             if copied < tensor.numel() and not self._all_open:
-                self._open_all()
+                self._all_open = True
+                self._pieces.clear()
+                self._open("rank_*.safetensors")
                 copied = self._copy(fragment, kind, tensor)
             if copied < tensor.numel():
                 raise CheckpointError(
@@ -139,13 +142,8 @@ class ShardReader:
                 copied += last - first
         return copied
 
-    def _open_all(self) -> None:
-        self._pieces.clear()
-        self._open(sorted(self.directory.glob("rank_*.safetensors")))
-        self._all_open = True
-
-    def _open(self, files: list[Path]) -> None:
-        for path in files:
+    def _open(self, pattern: str) -> None:
+        for path in sorted(self.directory.glob(pattern)):
             try:
                 file = safe_open(path, framework="pt")
                 keys = list(file.keys())
@@ -155,6 +153,17 @@ class ShardReader:
                 kind, start, name = key.split("|", 2)
                 length = file.get_slice(key).get_shape()[0]
                 self._pieces.setdefault((kind, name), []).append(_Piece(file, key, int(start), int(start) + length))
+
+
+def check_sizes(directory: Path, saved: Mapping[str, int], ours: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless parameters have as many elements in a checkpoint as here; both by name."""
+    for name in sorted(saved.keys() | ours.keys()):
+        if saved.get(name) != ours.get(name):
+            raise CheckpointError(
+                f"{directory} is of another model: parameter {name} has {saved.get(name, 0)} elements in it and "
+                f"{ours.get(name, 0)} here. Use the model it was trained from"
+                f"{', with its lora.rank and lora.target_modules' if is_adapter(name) else ''}."
+            )
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -182,21 +191,36 @@ def done() -> Future[None]:
     return written
 
 
-class HostCopy:
-    """Keeps host memory for a copy of fragments from save to save: pinned memory takes longer to get than to fill."""
+class AsyncSave:
+    """Writes one checkpoint at a time behind the computation. `begin` and `wait` are for one thread.
+
+    It keeps host memory for a copy from save to save: pinned memory takes longer to get than to fill.
+    """
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int, str], Tensor] = {}
+        self._written = done()
 
-    def take(self, fragments: Iterable[Fragment], device: torch.device) -> list[Fragment]:
-        """Copy fragments that are on `device`; what an earlier call has returned is overwritten. Blocks."""
+    def begin(
+        self, fragments: Iterable[Fragment], device: torch.device, write: Callable[[list[Fragment]], None]
+    ) -> Future[None]:
+        """Copy fragments, which are on `device`, and have a thread `write` the copies; return what it ends with.
+
+        Waits for the write before.
+        """
+        self.wait()
         copies = []
         for fragment in fragments:
             tensors = {kind: self._copy(fragment, kind, tensor) for kind, tensor in fragment.tensors.items()}
             copies.append(Fragment(fragment.name, fragment.start, tensors))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return copies
+        self._written = in_thread(lambda: write(copies), "async-save")
+        return self._written
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        wait([self._written])
 
     def _copy(self, fragment: Fragment, kind: str, tensor: Tensor) -> Tensor:
         key = (fragment.name, fragment.start, kind)
@@ -205,27 +229,6 @@ class HostCopy:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
             self._buffers[key] = buffer
         return buffer.copy_(tensor, non_blocking=True)
-
-
-class AsyncSave:
-    """Writes one checkpoint at a time behind the computation. `begin` and `wait` are for one thread."""
-
-    def __init__(self) -> None:
-        self.copies = HostCopy()
-        self._written = done()
-
-    def begin(
-        self, fragments: Iterable[Fragment], device: torch.device, write: Callable[[list[Fragment]], None]
-    ) -> Future[None]:
-        """Copy fragments and have a thread `write` the copies; return what it ends with. Waits for the write before."""
-        self.wait()
-        copies = self.copies.take(fragments, device)
-        self._written = in_thread(lambda: write(copies), "async-save")
-        return self._written
-
-    def wait(self) -> None:
-        """Wait until nothing is being written."""
-        wait([self._written])
 
 
 def flush(files: Iterable[Path]) -> None:

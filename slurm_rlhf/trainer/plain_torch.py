@@ -55,7 +55,15 @@ class PlainTrainer(Trainer):
         release_cache()
 
     def _update(self) -> float:
-        norm = self._clip()
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if self._scale:
+            for grad in grads:
+                grad.mul_(1.0 / self._scale.scale)
+        total = nn.utils.get_total_norm(grads)
+        norm = float(total)
+        if 0.0 < self.cfg.config.actor.max_norm < norm:
+            nn.utils.clip_grads_with_norm_(parameters, self.cfg.config.actor.max_norm, total)
         if math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -69,7 +77,7 @@ class PlainTrainer(Trainer):
 
     def _add_up_gradients(self) -> None:
         """Sum the gradients over the ranks, in buckets; one that a rank lacks, as of an expert without tokens, is 0."""
-        dtype = DTYPES[self.cfg.grad_comm_dtype]
+        dtype = DTYPES[self.cfg.config.ds.grad_comm_dtype]
         before, numbered = 0, []
         for parameter in self.module.parameters():
             if parameter.requires_grad:

@@ -43,7 +43,6 @@ def learning_rate(step: int, schedule: Schedule) -> float:
         cosine    peak * (min_ratio + (1 - min_ratio) * (1 + cos(pi * p)) / 2)
     so that the first step after the warm-up has the peak and the last step peak * min_ratio. Steps past the end keep
     the last value. Source of the cosine: Loshchilov and Hutter, SGDR (2017), one period.
-    Raises ValueError for another kind.
     """
     warmup = math.ceil(schedule.warmup_ratio * schedule.total_steps)
     if step < warmup:
@@ -53,53 +52,24 @@ def learning_rate(step: int, schedule: Schedule) -> float:
         share = 1.0
     elif schedule.kind == "linear":
         share = 1.0 - progress
-    elif schedule.kind == "cosine":
-        share = (1.0 + math.cos(math.pi * progress)) / 2.0
     else:
-        raise ValueError(f"unknown schedule {schedule.kind!r}; constant, linear and cosine are known")
+        share = (1.0 + math.cos(math.pi * progress)) / 2.0
     return schedule.peak * (schedule.min_ratio + (1.0 - schedule.min_ratio) * share)
 
 
-@dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """Holds the settings of the optimizer steps of a model."""
+    """Holds the settings of the optimizer steps of a model; all trained models share the actor's."""
 
-    zero_stage: int
-    plain: bool  # plain PyTorch trains the model
-    param_dtype: str  # "fp32", or "bf16" or "fp16" with fp32 master weights and fp32 gradient accumulation
-    grad_comm_dtype: str  # "fp32" or "bf16": in which ranks add up their gradients
-    betas: tuple[float, float]
-    weight_decay: float  # applies to matrices; biases and norms do not decay
-    max_norm: float  # global L2 norm of the gradient, 0: not clipped
-    schedule: Schedule  # learning rate by step
-    timeout_s: float  # limit of every collective
-    ds: Ds  # has the settings of fp16's loss scale
-    most_skipped: int = 0  # steps in a row that are not finite, but in fp16
-    fused: bool = True  # AdamW
-
-    @classmethod
-    def of(cls, config: Config, schedule: Schedule, ranks: int) -> TrainSettings:
-        """Read all but the schedule from the actor's settings, which all trained models share."""
-        actor = config.actor
-        return cls(
-            zero_stage=stage_of(config, ranks),
-            plain=is_plain(config, ranks),
-            param_dtype=config.ds.param_dtype,
-            grad_comm_dtype=config.ds.grad_comm_dtype,
-            betas=(actor.adam_betas[0], actor.adam_betas[1]),
-            weight_decay=actor.weight_decay,
-            max_norm=actor.max_norm,
-            schedule=schedule,
-            timeout_s=config.timeout.collective,
-            ds=config.ds,
-            most_skipped=config.train.max_skipped_steps,
-            fused=not config.train.full_determinism,  # it may round differently from a checkpoint's run
-        )
+    def __init__(self, config: Config, schedule: Schedule, ranks: int) -> None:
+        """`schedule`: learning rate by step. `ranks`: of the optimizer, which decide about its ZeRO stage."""
+        self.config, self.schedule = config, schedule
+        self.zero_stage = stage_of(config, ranks)  # 0: plain PyTorch trains the model
 
     @property
     def autocast(self) -> torch.dtype | None:
         """Return the 16 bits that a model with fp32 parameters computes in, as at stage 0; None: no autocast."""
-        return None if self.zero_stage or self.param_dtype == "fp32" else DTYPES[self.param_dtype]
+        dtype = self.config.ds.param_dtype
+        return None if self.zero_stage or dtype == "fp32" else DTYPES[dtype]
 
 
 def stage_of(config: Config, ranks: int) -> int:
@@ -114,11 +84,6 @@ def stage_of(config: Config, ranks: int) -> int:
     return 0 if idle and not config.train.full_determinism else ds.zero_stage
 
 
-def is_plain(config: Config, ranks: int) -> bool:
-    """Tell whether plain PyTorch trains: at stage 0, if no checkpoint's run has to be repeated bit for bit."""
-    return stage_of(config, ranks) == 0 and not config.train.full_determinism
-
-
 def stored_as(ds: Ds) -> Ds:
     """Return `ds` with the precision that parameters have: fp32 at stage 0, where autocast rounds in the forward."""
     return dataclasses.replace(ds, param_dtype="fp32") if ds.zero_stage == 0 else ds
@@ -129,12 +94,16 @@ def adamw(
 ) -> torch.optim.AdamW:
     """Make torch's AdamW for a module on `device`, whose whole parameters have `shapes`.
 
-    With `cfg.fused` it is fused: by default torch takes parameters through ten kernels, on CPUs one after the other.
+    It is fused, as by default torch takes parameters through ten kernels, on CPUs one after the other; but not with
+    train.full_determinism, where it may round differently from a checkpoint's run.
     """
+    actor = cfg.config.actor
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [{"params": [p for _, p in named], "weight_decay": 0.0}]
-    if cfg.weight_decay:
+    if actor.weight_decay:
         matrices = [p for name, p in named if len(shapes[name]) >= 2]
         rest = [p for name, p in named if len(shapes[name]) < 2]
-        groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=cfg.schedule.peak, betas=cfg.betas, fused=cfg.fused or None)
+        groups = [{"params": matrices, "weight_decay": actor.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    first, second = actor.adam_betas
+    fused = None if cfg.config.train.full_determinism else True
+    return torch.optim.AdamW(groups, lr=cfg.schedule.peak, betas=(first, second), fused=fused)

@@ -21,12 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from slurm_rlhf.algorithms.lora import is_adapter
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.trainer.distributed import World
 from slurm_rlhf.trainer.lora import settings_of
-from slurm_rlhf.trainer.optimizer_state import AsyncSave, Fragment, ShardReader, done, flush, write_shard
+from slurm_rlhf.trainer.optimizer_state import AsyncSave, Fragment, ShardReader, check_sizes, done, flush, write_shard
 from slurm_rlhf.trainer.train_settings import TrainSettings, learning_rate
 
 
@@ -35,7 +34,7 @@ class Trainer(ABC):
 
     An implementation has `forward`, `accumulate`, `shards`, `gathered`, `move`, and the methods with an underscore that
     are abstract. All methods are for one thread. They block, and are collective, unless they say otherwise: every rank
-    calls them equally often, in the same order, and one that waits longer than `cfg.timeout_s` for another gets a
+    calls them equally often, in the same order, and one that waits longer than timeout.collective for another gets a
     RuntimeError.
     """
 
@@ -51,7 +50,7 @@ class Trainer(ABC):
         self.shapes = shapes
         self.sharded = sharded
         self.steps = 0  # optimizer steps taken
-        self._scale = LossScale.of(cfg.ds)
+        self._scale = LossScale.of(cfg.config.ds)
         self._skipped = 0  # steps in a row
         self._saver = AsyncSave()
 
@@ -73,9 +72,9 @@ class Trainer(ABC):
         """Clip the gradient and update; return `lr`, and `grad_norm` before clipping. Called by `train_step`.
 
         A step whose loss or gradient is not finite on some rank is skipped on all: it changes no parameter and does not
-        count. Raises RunError after more than `most_skipped` in a row; in fp16, where each halves the loss scale, only
-        when that is the smallest. The answer has `skipped_steps` (0 or 1), in fp16 `loss_scale`, and no `grad_norm` of
-        a step that was skipped.
+        count. Raises RunError after more than train.max_skipped_steps in a row; in fp16, where each halves the loss
+        scale, only when that is the smallest. The answer has `skipped_steps` (0 or 1), in fp16 `loss_scale`, and no
+        `grad_norm` of a step that was skipped.
         """
         lr = learning_rate(self.steps, self.cfg.schedule)
         for group in self.optimizer.param_groups:
@@ -117,15 +116,11 @@ class Trainer(ABC):
         def write(fragments: Iterable[Fragment]) -> None:
             write_shard(directory, self.world.rank, fragments)
             torch.save(state, _rank_file(directory, self.world.rank))
+            flush(directory.glob(f"rank_{self.world.rank:05d}.*"))
 
         fragments = self.shards(self.module, "optimizer")
         if behind:
-
-            def write_to_disk(copies: Iterable[Fragment]) -> None:
-                write(copies)
-                flush(directory.glob(f"rank_{self.world.rank:05d}.*"))
-
-            return self._saver.begin(fragments, self.world.device, write_to_disk)
+            return self._saver.begin(fragments, self.world.device, write)
         self._saver.wait()
         write(fragments)
         torch.distributed.barrier()
@@ -173,19 +168,6 @@ class Trainer(ABC):
         """Make a loss that is not finite NaN: then the sum of gradients is NaN, and all ranks skip the step."""
         return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan).to(loss.dtype)
 
-    def _clip(self) -> float:
-        """Unscale, measure and clip the gradient of whole parameters, where it is finite."""
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        grads = [p.grad for p in parameters if p.grad is not None]
-        if self._scale:
-            for grad in grads:
-                grad.mul_(1.0 / self._scale.scale)
-        total = nn.utils.get_total_norm(grads)
-        norm = float(total)
-        if 0.0 < self.cfg.max_norm < norm:
-            nn.utils.clip_grads_with_norm_(parameters, self.cfg.max_norm, total)
-        return norm
-
     def _judge(self, norm: float) -> None:
         """Count skipped steps, and choose the next loss scale. Raises RunError for a step that ends the run."""
         self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
@@ -195,10 +177,10 @@ class Trainer(ABC):
             else:
                 self._scale.step_overflowed(self.steps)
             self._use_scale()
-        elif self._skipped > self.cfg.most_skipped:
+        elif self._skipped > (most := self.cfg.config.train.max_skipped_steps):
             raise RunError(
                 f"loss or gradient of optimizer step {self.steps} is not finite, {self._skipped} times in a row "
-                f"(train.max_skipped_steps = {self.cfg.most_skipped}); the parameters were not changed. Usual causes: "
+                f"(train.max_skipped_steps = {most}); the parameters were not changed. Usual causes: "
                 "a learning rate that is too high, or rewards out of range (see reward.clip_range)."
             )
 
@@ -224,16 +206,9 @@ class Trainer(ABC):
         if not path.is_file():
             raise CheckpointError(f"{directory}: no {path.name}. It is not a checkpoint of this role.")
         state: dict[str, Any] = torch.load(path, weights_only=True)
-        saved, ours = state.get("sizes"), self._sizes()
-        if saved is None:
+        if "sizes" not in state:
             raise CheckpointError(f"{directory} was written by an earlier version, whose checkpoints this cannot read.")
-        for name in sorted(saved.keys() | ours.keys()):
-            if saved.get(name) != ours.get(name):
-                raise CheckpointError(
-                    f"{directory} is of another model: parameter {name} has {saved.get(name, 0)} elements in it and "
-                    f"{ours.get(name, 0)} here. Resume with the model it was trained from"
-                    f"{', and with its lora.rank and lora.target_modules' if is_adapter(name) else ''}."
-                )
+        check_sizes(directory, state["sizes"], self._sizes())
         return {**state, "own": path == own}
 
 

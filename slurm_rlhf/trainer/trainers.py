@@ -51,7 +51,7 @@ class TrainedModel(ABC):
             if config.lora.rank:
                 lora = config.lora
                 attach(module.model, lora.rank, lora.alpha, lora.target_modules, config.train.seed)
-        self.backend = start_trainer(module, TrainSettings.of(config, schedule, self.world.size), self.world)
+        self.backend = start_trainer(module, TrainSettings(config, schedule, self.world.size), self.world)
 
     @abstractmethod
     def _load(self, ds: Ds) -> nn.Module:

@@ -16,8 +16,7 @@ from slurm_rlhf.errors import SyncError, shortened
 from slurm_rlhf.weights.transfer_plan import FIXED_HEADER, BucketPart, Parameter, Piece, Span, SyncPlan
 
 _PIECE = 1 << 20  # bytes that are copied and hashed at a time: they stay in a second-level cache in between
-_BLOCK = 1 << 15  # words of a block of the sum
-_AT_ONCE = 1 << 20  # words that a device takes in one go: more need more memory, less more launches
+_BLOCK = 1 << 20  # words that a device sums in one go: more need more memory, less more launches
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the multiplier of Fibonacci hashing
 
 
@@ -46,31 +45,20 @@ def host_checksum(data: torch.Tensor, into: torch.Tensor | None = None) -> int:
 
 
 def _weighted(data: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    """Sum over i, j of x[i, j] * w[j] * v[i] mod 2^64.
+    """Sum over i, j of x[i, j] * w[j] * g^(n - 1 - i) mod 2^64.
 
-    x are the bytes as 64-bit words in blocks of 32768, w and v odd weights: integer arithmetic that depends on
-    positions, the same on every device.
+    x are the bytes as 64-bit words in n blocks, w and g odd: integer arithmetic that depends on positions, the same on
+    every device.
     """
     words = data.view(torch.int64)
     copied = words if into is None else into.view(torch.int64)
-    block_sums = []
-    for low in range(0, words.numel(), _AT_ONCE):
-        here = copied[low : low + _AT_ONCE]
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for low in range(0, words.numel(), _BLOCK):
+        here = copied[low : low + _BLOCK]
         if into is not None:
-            here.copy_(words[low : low + _AT_ONCE])
-        block_sums.append(_sums(here))
-    flat = torch.cat([sums.view(-1) for sums in block_sums]) if block_sums else words
-    return (flat * _block_weights(flat.numel(), str(data.device))).sum()
-
-
-def _sums(words: torch.Tensor) -> torch.Tensor:
-    """Sum the blocks in `words` (int64 [n]), weighted: int64 [blocks]."""
-    weights = _weights(str(words.device))
-    end = words.numel() // _BLOCK * _BLOCK
-    whole = (words[:end].view(-1, _BLOCK) * weights).sum(1)
-    if end == words.numel():
-        return whole
-    return torch.cat([whole, (words[end:] * weights[: words.numel() - end]).sum().view(1)])
+            here.copy_(words[low : low + _BLOCK])
+        total = total * _GOLDEN + (here * _weights(str(data.device))[: here.numel()]).sum()
+    return total
 
 
 def _is_cpu(tensor: torch.Tensor) -> bool:
@@ -79,22 +67,9 @@ def _is_cpu(tensor: torch.Tensor) -> bool:
 
 @cache
 def _weights(device: str) -> torch.Tensor:
-    """Return the weights of the words of a block."""
-    return _mixed(_BLOCK).to(device)
-
-
-@cache
-def _block_weights(blocks: int, device: str) -> torch.Tensor:
-    """Return the weights of the blocks; 1 for the first."""
-    weights = _mixed(blocks + 1)[1:] if blocks else torch.zeros(0, dtype=torch.int64)
-    weights[:1] = 1
-    return weights.to(device)
-
-
-def _mixed(count: int) -> torch.Tensor:
-    """Make `count` odd words, no two alike."""
-    numbers = torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN
-    return (numbers ^ (numbers >> 29)) * _GOLDEN | 1
+    """Make the weights of the words of a block: odd, no two alike."""
+    numbers = torch.arange(1, _BLOCK + 1, dtype=torch.int64) * _GOLDEN
+    return ((numbers ^ (numbers >> 29)) * _GOLDEN | 1).to(device)
 
 
 SpanSource = Callable[[Span], torch.Tensor]
@@ -199,36 +174,25 @@ def verify(
     `buffer` is the bucket's. `known`: of pieces at these offsets, checksums of what arrived. Waits for a GPU once.
     Raises SyncError naming the parameters that differ.
     """
-    read = _read_on_host if _is_cpu(buffer) else _read_on_device
-    for part, header, sums in read(buffer, parts, known):
-        sent = _checksums(header, part, bucket, version)
-        pairs = zip(part.pieces, sent, sums, strict=True)
+    words = []
+    for part in parts:
+        words.append(_header(buffer[part.start :], len(part.pieces)))
+        words.append(torch.stack([_arrived(buffer, piece, known) for piece in part.pieces]))
+    found = iter(torch.cat(words).tolist())
+    for part in parts:
+        header = [next(found) for _ in range(FIXED_HEADER + len(part.pieces))]
+        sums = [next(found) for _ in part.pieces]
+        pairs = zip(part.pieces, _checksums(header, part, bucket, version), sums, strict=True)
         wrong = [plan.parameters[piece.span.parameter].name for piece, said, arrived in pairs if said != arrived]
         if wrong:
             raise _different(wrong, part, bucket, version)
 
 
-_Read = Iterator[tuple[BucketPart, list[int], list[int]]]
-"""Parts, their headers, and the checksums of their pieces as they arrived."""
-
-
-def _read_on_host(buffer: torch.Tensor, parts: Sequence[BucketPart], known: Mapping[int, int]) -> _Read:
-    for part in parts:
-        offsets = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.pieces]
-        sums = [known[low] if low in known else host_checksum(buffer[low:high]) for low, high in offsets]
-        yield part, _header(buffer[part.start :], len(sums)).tolist(), sums
-
-
-def _read_on_device(buffer: torch.Tensor, parts: Sequence[BucketPart], known: Mapping[int, int]) -> _Read:
-    """Read everything in one go. Nothing is known."""
-    words = []
-    for part in parts:
-        words.append(_header(buffer[part.start :], len(part.pieces)))
-        words.append(torch.stack([checksum(_words(buffer, piece.offset, piece)) for piece in part.pieces]))
-    found = iter(torch.cat(words).tolist())
-    for part in parts:
-        header = [next(found) for _ in range(FIXED_HEADER + len(part.pieces))]
-        yield part, header, [next(found) for _ in part.pieces]
+def _arrived(buffer: torch.Tensor, piece: Piece, known: Mapping[int, int]) -> torch.Tensor:
+    """Return the checksum of a piece as it arrived, int64 []."""
+    if piece.offset in known:
+        return torch.tensor(known[piece.offset])
+    return checksum(_words(buffer, piece.offset, piece))
 
 
 @dataclass(slots=True)
@@ -238,7 +202,6 @@ class Assembly:
     plan: SyncPlan
     pool: Pool
     _open: torch.Tensor | None = None  # memory of a parameter that has come in part
-    _filled: int = 0
 
     def parameters(
         self,
@@ -290,17 +253,13 @@ class Assembly:
 
     def _room(self, piece: Piece) -> torch.Tensor:
         """Return where the piece belongs in its parameter."""
-        parameter = self.plan.parameters[piece.span.parameter]
         if self._open is None:
-            self._open, self._filled = self.pool.take(parameter.nbytes), 0
-        if piece.span.low != self._filled:
-            raise SyncError(f"{parameter.name}: byte {self._filled} should follow, byte {piece.span.low} came")
+            self._open = self.pool.take(self.plan.parameters[piece.span.parameter].nbytes)
         return self._open[piece.span.low : piece.span.high]
 
     def _completed(self, piece: Piece) -> torch.Tensor | None:
         """Return the parameter if `piece` was its last."""
-        self._filled = piece.span.high
-        if self._filled < self.plan.parameters[piece.span.parameter].nbytes:
+        if piece.span.high < self.plan.parameters[piece.span.parameter].nbytes:
             return None
         whole, self._open = self._open, None
         return whole

@@ -12,20 +12,20 @@ publishes; the others repeat its verdict.
 
 from __future__ import annotations
 
-import json
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from typing import Any
 
+from msgspec import json
 from torch.distributed import Store
 
 from slurm_rlhf.errors import shortened
 from slurm_rlhf.polling import in_thread, wait_until
+from slurm_rlhf.records import Record
 from slurm_rlhf.weights.rendezvous import Member, read
 from slurm_rlhf.wire import timeouts
 
@@ -85,7 +85,6 @@ class Heartbeat:
         self._armed = 0.0
         self._on_silence: OnSilence | None = None
         self._closing = threading.Event()
-        self._started = False
 
     def start(self, members: Sequence[Member], rank: int, token: str) -> None:
         """Send to the partners of `rank`, and hear those whose partner it is. `token`: the group's own."""
@@ -94,7 +93,6 @@ class Heartbeat:
         sends = partners(members)
         self._targets = [(members[other].address, members[other].heartbeat_port) for other in sends[rank]]
         self.expected = tuple(other for other, to in enumerate(sends) if rank in to)
-        self._started = True
         threading.Thread(target=self._run, name="sync-heartbeat", daemon=True).start()
 
     @contextmanager
@@ -113,7 +111,7 @@ class Heartbeat:
 
     def close(self) -> None:
         self._closing.set()
-        if not self._started:
+        if not self._token:  # it was never started
             self._socket.close()
 
     def _run(self) -> None:
@@ -169,8 +167,7 @@ def silent(ages: Mapping[int, float], limit_s: float) -> tuple[int, ...]:
 _NAMED = 4  # members that a message names; of a node that is cut off, all would be too many
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(Record):
     """Say why an update ended."""
 
     text: str
@@ -178,8 +175,7 @@ class Diagnosis:
     silent: bool = False  # a member was not heard from, or did not answer
 
 
-@dataclass(frozen=True, slots=True)
-class Post:
+class Post(Record):
     """Say what a member knows of a failure."""
 
     reason: str = ""  # its own reason; empty: it lost the others
@@ -208,7 +204,7 @@ class FailureBoard:
         self._posted = Post(reason, tuple(quiet) or self._posted.quiet, lost or self._posted.lost)
 
         def write() -> None:
-            self._store.set(f"failed/{self._me.rank}", json.dumps(asdict(self._posted)))
+            self._store.set(f"failed/{self._me.rank}", json.encode(self._posted))
             if reason:
                 self._store.set("refused", f"{self._me}: {reason}")
 
@@ -226,7 +222,11 @@ class FailureBoard:
         peers = range(1, len(members))
         start = time.monotonic()
         while True:
-            posts = {rank: _post(text) for rank in peers if (text := read(self._store, f"failed/{rank}")) is not None}
+            posts = {
+                rank: json.decode(text, type=Post)
+                for rank in peers
+                if (text := read(self._store, f"failed/{rank}")) is not None
+            }
             reasons = [f"{members[rank]}: {post.reason}" for rank, post in posts.items() if post.reason]
             dead = [str(members[rank]) for rank in sorted(left) if rank not in posts]
             waited = time.monotonic() - start
@@ -251,14 +251,14 @@ class FailureBoard:
 
     def publish(self, verdict: Diagnosis) -> None:
         """Tell the other members what rank 0 found."""
-        self._within(timeouts.POST_S, lambda: self._store.set("verdict", json.dumps(asdict(verdict))))
+        self._within(timeouts.POST_S, lambda: self._store.set("verdict", json.encode(verdict)))
 
     def verdict(self) -> Diagnosis | None:
         """Return what rank 0 found; None if it does not say so in time, and is probably gone or cut off itself."""
 
         def wait() -> Diagnosis | None:
             if wait_until(lambda: self._store.check(["verdict"]), timeouts.POST_S + 1.0):
-                return Diagnosis(**json.loads(read(self._store, "verdict") or "{}"))
+                return json.decode(self._store.get("verdict"), type=Diagnosis)
             return None
 
         found: Diagnosis | None = self._within(timeouts.POST_S + 2.0, wait)
@@ -305,8 +305,3 @@ def _alone(witness: int, gone: Collection[int], members: Sequence[Member]) -> bo
     """Tell whether a member misses everybody on several other nodes: then it is its own link that they share."""
     away = [member for member in members if member.node != members[witness].node]
     return {member.rank for member in away} <= set(gone) and len({member.node for member in away}) > 1
-
-
-def _post(text: str) -> Post:
-    said = json.loads(text)
-    return Post(said["reason"], tuple(said["quiet"]), said["lost"])

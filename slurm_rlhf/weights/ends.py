@@ -16,15 +16,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken, SyncError, shortened_lines
-from slurm_rlhf.records import StoreAddress, SyncConnection, SyncReport
+from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.weights.backends import Incoming, PendingTransfer
 from slurm_rlhf.weights.backends.table import make_backend
 from slurm_rlhf.weights.bucket import Assembly, Pool, SpanSource, fill
 from slurm_rlhf.weights.group import Described, SyncGroup, connection, join_run
-from slurm_rlhf.weights.rendezvous import SyncStore
+from slurm_rlhf.weights.rendezvous import listen
 from slurm_rlhf.weights.transfer_plan import DEPTH, ITEM_SIZE, BucketPart, Span, SyncPlan, dtype_name
 from slurm_rlhf.weights.update import following, leading
 
@@ -90,10 +91,6 @@ class Sender:
         ]
 
 
-_CONNECTED = ("gloo", "disk")
-"""Backends that need no further connection to the store; NCCL, and ipc that gathers with it, make some later."""
-
-
 class ActorEnd:
     """Answer the weight sync calls of a run, as an actor rank: groups come and go, updates may be repeated."""
 
@@ -101,13 +98,13 @@ class ActorEnd:
         self._config = config
         self._label = label
         self._sender: Sender | None = None
-        self._stores: list[SyncStore] = []
+        self._stores: list[TCPStore] = []
 
-    def listen(self, host: str) -> StoreAddress:
-        """Open the store where the members of the next group meet. Raises SyncError."""
+    def listen(self, host: str) -> int:
+        """Open the store where the members of the next group meet, and return its port. Raises SyncError."""
         # That of the group before stays until then: its members may still read there why it ended.
-        self._stores = [*self._stores[-1:], SyncStore.listen(host, self._config.timeout.sync)]
-        return StoreAddress(self._stores[-1].host, self._stores[-1].port)
+        self._stores = [*self._stores[-1:], listen(host, self._config.timeout.sync)]
+        return self._stores[-1].port
 
     def join(self, parameters: Described, **group: Any) -> SyncConnection:
         """Leave the group there was and join the one that `group` describes, in `Membership`'s words.
@@ -118,8 +115,6 @@ class ActorEnd:
             self._sender.group.close()
         joined, plan = join_run(self._config, self._label, parameters, group)
         self._sender = Sender(joined, plan)
-        if self._stores and joined.backend in _CONNECTED:
-            self._stores[-1].shut()
         return connection(joined)
 
     def push(self, held: Held, version: int) -> SyncReport:
@@ -139,9 +134,6 @@ def span_source(plan: SyncPlan, held: Held) -> SpanSource:
     for parameter in plan.parameters:
         if parameter.name not in held:
             raise SyncError(f"the actor has no parameter {parameter.name!r}, which is in the plan")
-    if len(held) > len(plan.parameters):
-        unknown = next(name for name in held if name not in {p.name for p in plan.parameters})
-        raise SyncError(f"the actor has a parameter {unknown!r} that is not in the plan")
 
     def read(span: Span) -> torch.Tensor:
         parameter = plan.parameters[span.parameter]

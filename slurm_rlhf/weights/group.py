@@ -7,11 +7,10 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ class SyncGroup:
         self.heartbeat: Heartbeat
         self.silence_s = joining.silence_s
         self.dropped = threading.Event()  # its connections were closed because it failed
-        self._ended = ""
+        self.ended = ""  # why the group is spent; empty while it is not
         self._holds: list[GlooTransport | Backend] = []
         interface = joining.interface
         address = address_of(interface, "sync.interface") if interface else _towards(joining.host)
@@ -110,14 +109,14 @@ class SyncGroup:
                 self.me = replace(self.me, port=port, heartbeat_port=self.heartbeat.port)
                 self._meet()
                 self._try_links()
-            self.control = GlooTransport(
-                self.store, self.rank, self.world, self.me.address, self.timeout_s, self._await_listening
-            )
+            # Gloo would wait for the address of a member that has died, and nothing wakes it.
+            met = partial(self._all_at, "listening", range(self.world), "the members' listening sockets")
+            self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s, met)
             self._holds.append(self.control)
         except (TransportFailure, RuntimeError, OSError) as error:
             raise SyncError(f"{self.me} could not connect to the members of group {self.name}: {error}") from error
-        if self._ended:  # aborted while the connections were being made
-            self.abort(self._ended)
+        if self.ended:  # aborted while the connections were being made
+            self.abort(self.ended)
         self.check()
 
     @property
@@ -155,7 +154,7 @@ class SyncGroup:
     def adopt(self, backend: Backend) -> None:
         """Abort and close `backend` with the group."""
         self._holds.append(backend)
-        if self._ended:
+        if self.ended:
             backend.abort()
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
@@ -166,43 +165,34 @@ class SyncGroup:
 
         def poll() -> tuple[bool, str]:
             limit_s, refusal = self.timeout_s + timeouts.GROUP_MARGIN_S, self.board.refusal
-            came = wait_until(lambda: bool(self._ended or refusal()) or ready(), limit_s)
+            came = wait_until(lambda: bool(self.ended or refusal()) or ready(), limit_s)
             return came, refusal() or ""
 
         # In a thread, because a store behind a cut link does not answer as long as TCP tries.
-        asking = in_thread(poll, "sync-wait")
-        end = time.monotonic() + self.timeout_s + 2 * timeouts.GROUP_MARGIN_S
-        while not asking.done() and time.monotonic() < end:
-            wait([asking], timeouts.POLL_S)
-            if self._ended:
-                end = min(end, time.monotonic() + timeouts.GROUP_MARGIN_S)
         try:
-            came, refused = asking.result() if asking.done() else (False, "")
+            came, refused = in_thread(poll, "sync-wait").result(self.timeout_s + 2 * timeouts.GROUP_MARGIN_S)
+        except TimeoutError:
+            came, refused = False, ""
         except RuntimeError as error:
             raise SyncError(f"group {self.name}: the process that holds its store is gone: {error}") from error
-        self._ended = self._ended or refused
-        if not came and not self._ended:
+        self.ended = self.ended or refused
+        if not came and not self.ended:
             raise SyncError(f"group {self.name}: {what} did not come within {self.timeout_s:g} s (timeout.sync)")
         self.check()
 
     def check(self) -> None:
         """Raise SyncError if the group has ended."""
-        if self._ended:
-            raise SyncError(f"group {self.name} has ended: {self._ended}; its members have to join a new one")
-
-    @property
-    def ended(self) -> str:
-        """Say why the group is spent; empty while it is not."""
-        return self._ended
+        if self.ended:
+            raise SyncError(f"group {self.name} has ended: {self.ended}; its members have to join a new one")
 
     def abort(self, reason: str, known: bool = False) -> None:
         """Wake every thread that waits on the group, in this process and, as connections close, in the others.
 
         `known`: the others know `reason`, which is a verdict and no refusal of this rank.
         """
-        if not known and not self._ended and not self.late and hasattr(self, "board"):
+        if not known and not self.ended and not self.late and hasattr(self, "board"):
             self.board.post(reason)  # before the others see the connections close
-        self._ended = self._ended or reason
+        self.ended = self.ended or reason
         self.drop()
         self._stop_heartbeat()
 
@@ -214,7 +204,7 @@ class SyncGroup:
 
     def close(self) -> None:
         """Leave a group that works. The members do this at the same time, after their last update."""
-        self._ended = self._ended or "it was closed"
+        self.ended = self.ended or "it was closed"
         for held in reversed(self._holds):
             held.close()
         self._stop_heartbeat()
@@ -237,7 +227,7 @@ class SyncGroup:
                 "a new name"
             )
         if self.rank == 0:
-            self.store.set("roster", json.dumps(call_roll(self.store, self._joining, lambda: self._ended)))
+            self.store.set("roster", json.dumps(call_roll(self.store, self._joining, lambda: self.ended)))
         else:
             self.wait_for(lambda: self.store.check(["roster"]), "the roster that rank 0 writes when all are there")
         roster = json.loads(read(self.store, "roster") or "{}")
@@ -257,10 +247,6 @@ class SyncGroup:
             self.wait_for(lambda: self.store.check(keys), what)
             self.store.set(place, "")
         self.wait_for(lambda: self.store.check([place]), what)
-
-    def _await_listening(self) -> None:
-        """Gloo would wait for the address of a member that has died, and nothing wakes it."""
-        self._all_at("listening", range(self.world), "the members' listening sockets")
 
     def _try_links(self) -> None:
         """Raise SyncError naming two hosts and their interfaces where one cannot reach the other.
@@ -292,15 +278,7 @@ def join(joining: Membership) -> SyncGroup:
     group = SyncGroup(joining)
     _newest[:] = [group]
     group.open()
-    log.info(
-        "%s joined weight transfer group %s of %d ranks: %s over %s (%s)",
-        group.me,
-        group.name,
-        group.world,
-        group.backend,
-        group.me.interface,
-        group.me.address,
-    )
+    log.info("%s joined weight transfer group %s of %d ranks", group.me, group.name, group.world)
     return group
 
 
@@ -332,8 +310,6 @@ def _known(backend: str) -> str:
     known = all_keys()["sync.backend"].choices
     if backend not in known:
         raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(known)}")
-    if backend == "nccl" and not nccl_available():
-        raise ConfigError("sync.backend: nccl needs a GPU and a torch that has NCCL; auto and gloo run here")
     return backend
 
 

@@ -103,15 +103,15 @@ class WeightSync:
 
     def _join(self) -> None:
         self.generation += 1
-        store = self.actor.call(LEADER, ActorCalls.sync_listen, self.host).result()
+        port = self.actor.call(LEADER, ActorCalls.sync_listen, self.host).result()
         actors, tp = self.actor.world, self.rollout.width
         group = SyncGroupRequest(
             name=f"weights.{os.getpid()}.{self.generation}",
             rank=0,
             world=actors + tp * len(self.engines),
             actors=actors,
-            host=store.host,
-            port=store.port,
+            host=self.host,
+            port=port,
             parameters=self._parameters,
             # The interface that was asked for may be what does not work.
             backend=self.config.sync.fallback if self.fell_back else None,

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,53 +19,33 @@ from typing import Any
 import torch
 from torch.distributed import Store, TCPStore
 
-from slurm_rlhf.cluster.network import is_loopback, listening, own_address, shut
+from slurm_rlhf.cluster.network import is_loopback, listening, own_address
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import connect_store, signed
-from slurm_rlhf.wire import timeouts
 
 _PROBES = 16  # connections that are tried at a time
 
 
-class SyncStore:
-    """Listen in the process of the group's rank 0, until its members have come. The next group has another store."""
+def listen(host: str, timeout_s: float) -> TCPStore:
+    """Open a group's store, in the process of its rank 0, on the address that `host` has here and on no other.
 
-    def __init__(self, server: TCPStore, host: str, port: int, number: int) -> None:
-        """Keep `server`, which listens at `host`, as the members know it, by descriptor `number`."""
-        self.host = host
-        self.port = port
-        self._server = server
-        self._number = number
-
-    @classmethod
-    def listen(cls, host: str, timeout_s: float) -> SyncStore:
-        """Listen on the address that `host` has on this node and on no other. Raises SyncError.
-
-        Where the name means loopback here, as Debian's 127.0.1.1 for a node's own name, on the address of the interface
-        of GLOO_SOCKET_IFNAME, else on the first one.
-        """
-        address = own_address(host, os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        try:
-            listener = listening(address)
-            port, number = int(listener.getsockname()[1]), listener.detach()
-            server = TCPStore(
-                address,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-                master_listen_fd=number,
-            )
-        except (OSError, RuntimeError) as error:
-            raise SyncError(f"cannot listen for the engines on {host} ({address}): {error}") from error
-        return cls(server, host, port, number)
-
-    def shut(self) -> None:
-        """Take no further connection: whoever reaches the store can change it. Open ones stay."""
-        if self._number >= 0:
-            shut(self._number)
-            self._number = -1
+    Where the name means loopback here, as Debian's 127.0.1.1 for a node's own name, on the address of the interface of
+    GLOO_SOCKET_IFNAME, else on the first one. Raises SyncError.
+    """
+    address = own_address(host, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    try:
+        listener = listening(address)
+        return TCPStore(
+            address,
+            int(listener.getsockname()[1]),
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+    except (OSError, RuntimeError) as error:
+        raise SyncError(f"cannot listen for the engines on {host} ({address}): {error}") from error
 
 
 def connect(host: str, port: int, name: str, timeout_s: float, answer_s: float) -> Store:
@@ -75,7 +54,16 @@ def connect(host: str, port: int, name: str, timeout_s: float, answer_s: float) 
     Raises SyncError after `timeout_s`, or if nothing answers there for `answer_s`, not even with a refusal: a node
     accepts connections however busy the store's process is.
     """
-    _wait_for_answer(host, port, min(answer_s, timeout_s))
+    wait_s = min(answer_s, timeout_s)
+    try:
+        socket.create_connection((host, port), wait_s).close()
+    except ConnectionRefusedError:
+        pass  # an answer
+    except OSError as error:
+        raise SyncError(
+            f"{socket.gethostname()} gets no answer from the weight sync store at {host}:{port} within {wait_s:g} s "
+            f"({error.strerror or error}): the link to {host} is cut, or something drops what is sent there"
+        ) from error
     try:
         store = connect_store(host, port, timeout_s)
     except (RuntimeError, OSError) as error:
@@ -84,24 +72,6 @@ def connect(host: str, port: int, name: str, timeout_s: float, answer_s: float) 
             f"{str(error).splitlines()[0]}. Is the actor alive, and can this node connect to it?"
         ) from error
     return signed(store, f"sync/{name}")
-
-
-def _wait_for_answer(host: str, port: int, answer_s: float) -> None:
-    end = time.monotonic() + answer_s
-    while True:
-        try:
-            socket.create_connection((host, port), max(end - time.monotonic(), timeouts.POLL_S)).close()
-            return
-        except ConnectionRefusedError:
-            return  # an answer
-        except OSError as error:
-            if time.monotonic() > end:
-                raise SyncError(
-                    f"{socket.gethostname()} gets no answer from the weight sync store at {host}:{port} within "
-                    f"{answer_s:g} s ({error.strerror or error}): the link to {host} is cut, or something drops what "
-                    "is sent there"
-                ) from error
-        time.sleep(timeouts.POLL_S)
 
 
 def read(store: Store, key: str) -> str | None:

@@ -35,7 +35,8 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
     """
     group.check()
     deadline = _Deadline(group, version)
-    reports = _reports(group)
+    # A death closes several connections, one after the other.
+    reports = _Messages(group, group.peers, REPORT_TAG, None, timeouts.CLOSING_S)
     try:
         with group.heartbeat.watched(reports.miss):
             yield
@@ -73,7 +74,8 @@ def following(group: SyncGroup, version: int) -> Iterator[None]:
     """
     group.check()
     deadline = _Deadline(group, version)
-    lead = _last_message(group)
+    # Rank 0's last message is waited for longer than rank 0 waits itself, because it knows who was late.
+    lead = _Messages(group, (0,), DONE_TAG, 2 * group.timeout_s, 0.0)
     try:
         with group.heartbeat.watched(lead.miss):
             yield
@@ -158,16 +160,6 @@ class _Messages:
             if self._failure.peer_left:
                 self.left.add(rank)
             self.drop()
-
-
-def _reports(group: SyncGroup) -> _Messages:
-    """Wait, as rank 0, for the report of each member. A death closes several connections, one after the other."""
-    return _Messages(group, group.peers, REPORT_TAG, None, timeouts.CLOSING_S)
-
-
-def _last_message(group: SyncGroup) -> _Messages:
-    """Wait for rank 0's last message, longer than it waits itself, because it knows who was late."""
-    return _Messages(group, (0,), DONE_TAG, 2 * group.timeout_s, 0.0)
 
 
 def _as_failure(error: Exception) -> TransportFailure:

@@ -25,7 +25,6 @@ from zmq.utils.z85 import decode as z85_decode
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run_directory import files_exhausted, most_files, write_atomically
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.wire.io_thread import CarefulLog
 
 _MAX_FILE_BYTES = 4096
 
@@ -102,7 +101,7 @@ def _refuse_foreign(status: os.stat_result, path: Path | str) -> None:
         )
 
 
-log = CarefulLog(logging.getLogger(__name__))
+log = logging.getLogger(__name__)
 
 # A flood of connections without the key must not keep the thread from the ranks.
 _EVENTS_PER_ROUND = 200

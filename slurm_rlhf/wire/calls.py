@@ -24,7 +24,6 @@ from slurm_rlhf.records import (
     ParameterSpec,
     Record,
     Sampling,
-    StoreAddress,
     SyncConnection,
     SyncReport,
     Trajectory,
@@ -317,8 +316,8 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
         """End sampling, also in the calls that came before: they are answered with nothing."""
 
     @call(deadline="sync")
-    def sync_listen(self, host: str) -> StoreAddress:
-        """Open the store where the members of a weight transfer group meet; rank 0 only.
+    def sync_listen(self, host: str) -> int:
+        """Open the store where the members of a weight transfer group meet, and return its port; rank 0 only.
 
         `host`: this node, as the other members know it.
         """

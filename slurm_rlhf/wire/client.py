@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 from typing import Any
 
 import zmq
@@ -58,7 +57,7 @@ class ControlClient(IoThread):
             `heartbeat_limit` seconds, said goodbye or gave this rank up. For a rank whose main thread may hang.
         on_beat: called on the I/O thread with each heartbeat; it returns at once.
         threaded: calls without argument that never reach `receive`: a thread of their own answers each.
-        Raises RunError for an endpoint that is none, ConfigError for heartbeat times that cannot work.
+        Raises RunError for an endpoint that is none.
         """
         super().__init__(heartbeat_interval, heartbeat_limit)
         self.phase = "start"
@@ -69,10 +68,7 @@ class ControlClient(IoThread):
         self._on_conductor_lost = on_conductor_lost
         self._on_beat = on_beat
         self._threaded = threaded or {}
-        self._inbox: SimpleQueue[Request | None] = SimpleQueue()
-        # Each has one writer: the I/O thread, and the thread that takes calls.
-        self._arrived: Counter[str] = Counter()
-        self._taken: Counter[str] = Counter()
+        self._inbox: Queue[Request | None] = Queue()
         self._outbox: SimpleQueue[tuple[Kind, list[Part], int, str]] = SimpleQueue()
         self._sent = self._received = 0
         self._welcomed = threading.Event()
@@ -106,12 +102,12 @@ class ControlClient(IoThread):
             self._inbox.put(None)
             self._raise_if_lost()
             raise RunError(f"{self._me}: its control client is closed")
-        self._taken[request.method] += 1
         return request
 
     def waits(self, method: str) -> bool:
         """Tell whether a call of `method` has arrived that nobody has taken yet."""
-        return self._arrived[method] > self._taken[method]
+        with self._inbox.mutex:
+            return any(request is not None and request.method == method for request in self._inbox.queue)
 
     def event(self, name: str, /, **data: Any) -> None:
         """Tell the conductor something unasked. Does not block; raises WireError as `Request.reply` does."""
@@ -142,7 +138,7 @@ class ControlClient(IoThread):
 
     def _post(self, kind: Kind, frames: list[Buffer], call: int, name: str = "") -> None:
         self._outbox.put((kind, to_parts(frames), call, name))
-        self._wakeup.signal()
+        self._wake()
 
     def _sources(self) -> Sequence[zmq.Socket[Any]]:
         return self._dealer, self._pulse
@@ -151,8 +147,6 @@ class ControlClient(IoThread):
         self._receive(self._pulse)
         self._receive(self._dealer)
         self._send_queued()
-        if self._heartbeat.due(self.now):
-            self._beat()
 
     def _failed(self) -> None:
         self._lose(THREAD_FAILED)  # a rank that nobody hears would pass for one that hangs
@@ -205,14 +199,13 @@ class ControlClient(IoThread):
         if request.method in self._threaded:
             request.answer_apart(self._threaded[request.method])
         else:
-            self._arrived[request.method] += 1
             self._inbox.put(request)
 
     def _beat(self) -> None:
         if self._on_beat is not None:
             self._on_beat()
-        if self.now - self._heard > self._heartbeat.limit:
-            self._lose(f"it was not heard from for {self._heartbeat.limit:g} s")
+        if self.now - self._heard > self._limit:
+            self._lose(f"it was not heard from for {self._limit:g} s")
         elif self._welcomed.is_set():
             self._send("beat")
             self._pulse.send(Envelope("pulse", 0, name=self.phase).pack(), zmq.NOBLOCK)

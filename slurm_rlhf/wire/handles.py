@@ -16,13 +16,13 @@ from slurm_rlhf.algorithms.layout import ROWS, Layout
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError, shortened
 from slurm_rlhf.records import Experience
-from slurm_rlhf.wire.calls import EngineCalls, RankCalls, StacksAnswer, TrainerCalls
+from slurm_rlhf.wire.calls import EngineCalls
 from slurm_rlhf.wire.codec import CallSpec, Reader, encode, spec_of
 from slurm_rlhf.wire.io_loop import IoLoop
-from slurm_rlhf.wire.io_thread import CarefulLog, to_parts
+from slurm_rlhf.wire.io_thread import to_parts
 from slurm_rlhf.wire.messages import Flight, Peer, Said
 
-log = CarefulLog(logging.getLogger(__name__))
+log = logging.getLogger(__name__)
 
 
 class ControlServer(IoLoop):
@@ -48,12 +48,12 @@ class ControlServer(IoLoop):
     def peers(self, role: str) -> list[Peer]:
         """Return the ranks of `role` that said hello, in rank order, lost ones included (`peer.lost`)."""
         with self._lock:
-            return self.roster.of_role(role)
+            return self._of_role(role)
 
     def peers_on(self, host: str) -> list[Peer]:
         """Return the newest peer of each rank that is on a node, lost ones included."""
         with self._lock:
-            return [peer for peer in self.roster.by_name.values() if peer.host == host]
+            return [peer for peer in self._by_name.values() if peer.host == host]
 
     def give_up(self, role: str, rank: int, why: str) -> None:
         """Count a rank as lost because its launcher or its conductor says so, a moment after this returns.
@@ -61,16 +61,16 @@ class ControlServer(IoLoop):
         Its calls fail with RoleDied, and another process may say hello in its place. `on_lost` is not called.
         """
         with self._lock:
-            peer = self.roster.by_name.get((role, rank))
+            peer = self._by_name.get((role, rank))
         if peer is not None and not peer.lost:
             self._given_up.put((peer, why))
-            self._wakeup.signal()
+            self._wake()
 
     def silent(self, seconds: float) -> list[Peer]:
         """Return the ranks that are present and were not heard from for `seconds`, the most silent first."""
         now = self.now
         with self._lock:
-            found = [peer for peer in self.roster.present() if now - peer.heard > seconds]
+            found = [peer for peer in self._present() if now - peer.heard > seconds]
         return sorted(found, key=lambda peer: peer.heard)
 
     def flights(self) -> list[Flight]:
@@ -101,7 +101,7 @@ class ControlServer(IoLoop):
                 self._raise_if_closed(role)
                 if role in self._broken:
                     raise self._broken[role]
-                here = [peer for peer in self.roster.of_role(role) if peer.rank < n]
+                here = [peer for peer in self._of_role(role) if peer.rank < n]
                 if lost := [peer for peer in here if peer.lost]:
                     raise RoleDied(f"{lost[0]} is lost: {lost[0].lost}", hang=lost[0].silent)
                 if len(here) == n:
@@ -133,13 +133,13 @@ class ControlServer(IoLoop):
         parts = to_parts(encode(argument))
         with self._lock:
             self._raise_if_closed(role)
-            peer = self.roster.by_name.get((role, rank))
+            peer = self._by_name.get((role, rank))
             failure = self._broken.get(role) or self._absence(role, rank, peer)
             if failure is None and peer is not None:
                 call = self.pending.add(peer, method, timeout_s, read, self.clock.now())
                 self._said.append(Said(time.time(), peer, f"call {method}"))
                 self._outbox.put((call, parts))
-                self._wakeup.signal()
+                self._wake()
                 return call.future
         future: Future[Any] = Future()
         future.set_exception(failure)
@@ -171,7 +171,10 @@ class ControlServer(IoLoop):
         """
         with self._lock:
             self._broken.pop(role, None)
-            dismissed = self.roster.dismiss(role, reason)
+            dismissed = self._of_role(role)
+            for peer in dismissed:
+                peer.lost = peer.lost or reason
+                del self._by_name[role, peer.rank]
             calls = self.pending.take(lambda call: call.peer.role == role)
             number = self._starts[role] = self._starts.get(role, 0) + 1
         for call in calls:
@@ -185,6 +188,9 @@ class ControlServer(IoLoop):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _of_role(self, role: str) -> list[Peer]:
+        return sorted((peer for peer in self._by_name.values() if peer.role == role), key=lambda peer: peer.rank)
+
     def _raise_if_closed(self, role: str) -> None:
         if self.closed:
             raise RunError(f"the control server is closed; {role} cannot be reached")
@@ -192,7 +198,7 @@ class ControlServer(IoLoop):
     def _absence(self, role: str, rank: int, peer: Peer | None) -> Exception | None:
         """Say why a rank cannot be called; None: it can."""
         if peer is None:
-            ranks = shortened([str(other.rank) for other in self.roster.of_role(role)], 8)
+            ranks = shortened([str(other.rank) for other in self._of_role(role)], 8)
             return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {ranks or 'none'}")
         return RoleDied(f"{peer} is lost: {peer.lost}", hang=peer.silent) if peer.lost else None
 
@@ -246,12 +252,9 @@ class RoleHandle(Generic[C]):
     def call(self, rank: int, method: Any, argument: Any = None, /) -> Future[Any]:
         """Call a method on one rank; the Future raises as that of `ControlServer.call`.
 
-        Raises RunError for an argument of another type than the declared one, WireError for one that cannot travel.
+        Raises WireError for an argument that cannot travel.
         """
         spec = spec_of(method)
-        if not isinstance(argument, spec.argument or type(None)):
-            wanted = spec.argument.__name__ if spec.argument else "no argument"
-            raise RunError(f"{self.role}.{spec.name} takes {wanted}, and got a {type(argument).__name__}")
         future = self._send(self._rank(rank), spec, argument)
         for watch in self.watchers:
             ended = watch(self._rank(rank), spec.name)
@@ -265,9 +268,7 @@ class RoleHandle(Generic[C]):
 
     def start_each(self, method: Callable[[C, A], R], arguments: Sequence[A], /) -> list[Future[R]]:
         """Call a method on all ranks, each with its own argument; returns Futures in rank order."""
-        if len(arguments) != self.world:
-            raise RunError(f"{method.__name__} got arguments for {len(arguments)} ranks; {self.role} has {self.world}")
-        return [self.call(rank, method, argument) for rank, argument in enumerate(arguments)]
+        return [self.call(rank, method, argument) for rank, argument in zip(range(self.world), arguments, strict=True)]
 
     def call_all(self, method: Callable[[C, *As], R], /, *argument: *As) -> list[R]:
         """Call a method on all ranks and wait for the results, in rank order, or for the first failure.
@@ -290,20 +291,9 @@ class RoleHandle(Generic[C]):
         found = [str(peer) for peer in self._server.peers(self.role) if peer.rank == rank]
         return found[0] if found else f"{self.role} rank {rank}"
 
-    def shut_down(self, rank: int) -> Future[str]:
-        """Ask one process of the role to end, an engine's followers included."""
-        return self._send(rank, spec_of(RankCalls.shutdown))
-
-    def stacks(self, rank: int) -> Future[StacksAnswer]:
-        """Ask one process of the role where it stands, an engine's followers included."""
-        return self._send(rank, spec_of(RankCalls.stacks))
-
-    def written(self, rank: int) -> Future[None]:
-        """Wait, whatever else it does, until a trainer has written what `save` has copied.
-
-        No watcher hears of it: the rank and its accelerator are free meanwhile.
-        """
-        return self._send(rank, spec_of(TrainerCalls.written))
+    def ask(self, rank: int, method: Callable[[Any], R]) -> Future[R]:
+        """Call a method of one process of the role, an engine's followers included, and tell no watcher of it."""
+        return self._send(rank, spec_of(method))
 
     def _send(self, rank: int, spec: CallSpec, argument: Any = None) -> Future[Any]:
         if self._retired is not None:

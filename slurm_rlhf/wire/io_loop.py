@@ -16,7 +16,7 @@ from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError, of_han
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import Authenticator, RunKeys
 from slurm_rlhf.wire.codec import Buffer, decode
-from slurm_rlhf.wire.io_thread import CarefulLog, IoThread, Part, make_socket
+from slurm_rlhf.wire.io_thread import IoThread, Part, make_socket
 from slurm_rlhf.wire.messages import (
     LOOKING,
     MAIN_LANE,
@@ -29,12 +29,11 @@ from slurm_rlhf.wire.messages import (
     Kind,
     Peer,
     PendingCalls,
-    Roster,
     Said,
     unpack,
 )
 
-log = CarefulLog(logging.getLogger(__name__))
+log = logging.getLogger(__name__)
 
 OnLost = Callable[[Peer], None]
 OnEvent = Callable[[Peer, str, dict[str, Any]], None]
@@ -43,7 +42,7 @@ _REMEMBERED = 400  # messages
 
 
 class IoLoop(IoThread):
-    """Runs the I/O thread. It shares `roster` and `pending` with other threads, under `_lock`, and nothing else."""
+    """Runs the I/O thread. It shares the peers and `pending` with other threads, under `_lock`, and nothing else."""
 
     name = "control server"
 
@@ -63,12 +62,13 @@ class IoLoop(IoThread):
         on_lost: a rank fell silent for `heartbeat_limit` seconds or lost messages (`peer.lost` says which). Its calls
             have failed with RoleDied by then. Not called for a rank that said goodbye.
         on_event: what a rank sent with `ControlClient.event`.
-        Raises RunError when the address cannot be bound, ConfigError for heartbeat times that cannot work.
+        Raises RunError when the address cannot be bound.
         """
         super().__init__(heartbeat_interval, heartbeat_limit)
         self._host = host
         self._broken: dict[str, Exception] = {}  # role -> what its calls raise
-        self.roster = Roster()
+        self._by_route: dict[bytes, Peer] = {}  # routing id of a connection -> the peer behind it, lost ones included
+        self._by_name: dict[tuple[str, int], Peer] = {}  # (role, rank) -> the newest peer of that name, lost or not
         self.pending = PendingCalls()
         self.replayed = 0  # dropped messages that had come before, and hellos of a rank that is already here
         self.late = 0  # dropped replies, to calls that had been given up
@@ -100,17 +100,24 @@ class IoLoop(IoThread):
             self._lock.notify_all()
         super().close()
 
+    def _present(self) -> list[Peer]:
+        """Return all peers that are not lost."""
+        return [peer for peer in list(self._by_name.values()) if not peer.lost]
+
     def _sources(self) -> Sequence[zmq.Socket[Any]]:
         return self._router, *self.auth.sockets
 
     def _round(self) -> None:
-        self._send_calls()
-        self._drop_given_up()
+        while not self._outbox.empty():  # nobody else takes anything out
+            call, parts = self._outbox.get_nowait()
+            if not call.peer.lost and not call.future.done():
+                self._send(call.peer, "call", parts, call.id, call.method)
+        while not self._given_up.empty():
+            peer, why = self._given_up.get_nowait()
+            if not peer.lost:
+                self._drop(peer, why)
         self.auth.answer()
         self._receive(self._router)
-        if self._heartbeat.due(self.now):
-            self._beat()
-        self._expire()
 
     def _finish(self) -> None:
         with self._lock:
@@ -119,26 +126,10 @@ class IoLoop(IoThread):
             self._lock.notify_all()
         for call in calls:
             call.future.set_exception(RunError(f"the control server was closed before {call.peer} answered"))
-        for peer in self.roster.present():
+        for peer in self._present():
             self._send(peer, "bye")
         self.auth.close()
         self._router.close()
-
-    def _next_deadline(self) -> float | None:
-        with self._lock:
-            return self.pending.next_deadline()
-
-    def _send_calls(self) -> None:
-        while not self._outbox.empty():  # nobody else takes anything out
-            call, parts = self._outbox.get_nowait()
-            if not call.peer.lost and not call.future.done():
-                self._send(call.peer, "call", parts, call.id, call.method)
-
-    def _drop_given_up(self) -> None:
-        while not self._given_up.empty():
-            peer, why = self._given_up.get_nowait()
-            if not peer.lost:
-                self._drop(peer, why)
 
     def _send(self, peer: Peer, kind: Kind, parts: Sequence[Part] = (), call: int = 0, method: str = "") -> None:
         peer.sent += kind in NUMBERED
@@ -163,7 +154,7 @@ class IoLoop(IoThread):
         if envelope.kind == "pulse":
             self._take_pulse(route, envelope.name)
             return
-        peer = self.roster.by_route.get(route)
+        peer = self._by_route.get(route)
         if envelope.kind == "hello":
             self._welcome(route, decode(rest, Hello, "a hello"))
             return
@@ -186,7 +177,7 @@ class IoLoop(IoThread):
         self._dispatch(peer, envelope, rest)
 
     def _take_pulse(self, route: bytes, phase: str) -> None:
-        peer = self.roster.by_route.get(MAIN_LANE + route[1:])
+        peer = self._by_route.get(MAIN_LANE + route[1:])
         if route[:1] != PULSE_LANE or peer is None:
             raise WireError("a pulse from a process that never said hello")
         if not peer.lost:
@@ -210,21 +201,18 @@ class IoLoop(IoThread):
 
     def _welcome(self, route: bytes, hello: Hello) -> None:
         newcomer = hello.peer(route, self.now)
-        known = self.roster.by_route.get(route)
-        if known is None and hello.start != (wanted := self._starts.get(newcomer.role, 0)):
-            self.replayed += 1
-            self._transmit([route, Envelope("taken", 0, name=f"start {wanted} of {newcomer.role}").pack()])
-            return
-        holder = self.roster.by_name.get((newcomer.role, newcomer.rank))
+        known, wanted = self._by_route.get(route), self._starts.get(newcomer.role, 0)
+        holder = self._by_name.get((newcomer.role, newcomer.rank))
         if known is not None and (known is not holder or known.lost):
             raise WireError(f"{known} said hello again as {newcomer}")
-        if known is None and holder is not None and not holder.lost:
-            self.replayed += 1
-            self._transmit([route, Envelope("taken", 0, name=str(holder)).pack()])
-            return
         if known is None:
+            taken = f"start {wanted} of {newcomer.role}" if hello.start != wanted else ""
+            if taken or (holder is not None and not holder.lost):
+                self.replayed += 1
+                self._transmit([route, Envelope("taken", 0, name=taken or str(holder)).pack()])
+                return
             with self._lock:
-                self.roster.add(newcomer)
+                self._by_route[route] = self._by_name[newcomer.role, newcomer.rank] = newcomer
                 self._lock.notify_all()
             known = newcomer
         self._send(known, "welcome")
@@ -253,15 +241,13 @@ class IoLoop(IoThread):
         self._moves += not looks
 
     def _beat(self) -> None:
-        for peer in self.roster.present():
-            if self.now - peer.heard > self._heartbeat.limit:
+        for peer in self._present():
+            if self.now - peer.heard > self._limit:
                 peer.silent = True
-                self._lose(peer, f"it was not heard from for {self._heartbeat.limit:g} s, last phase {peer.phase!r}")
+                self._lose(peer, f"it was not heard from for {self._limit:g} s, last phase {peer.phase!r}")
             else:
                 self._send(peer, "beat")
                 self._transmit([PULSE_LANE + peer.route[1:], Envelope("pulse", 0).pack()])
-
-    def _expire(self) -> None:
         with self._lock:
             calls = self.pending.expired(self.now)
         for call in calls:

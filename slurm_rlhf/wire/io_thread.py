@@ -8,35 +8,25 @@ import math
 import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
-from slurm_rlhf.errors import ConfigError, WireError
+from slurm_rlhf.errors import WireError
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.codec import MAX_FRAME_BYTES, Buffer
 
 Part = bytes | zmq.Frame
 
 
-class CarefulLog(logging.LoggerAdapter[logging.Logger]):
-    """Log from an I/O thread: a handler that fails, as on a full disk, must not end the connection to every rank."""
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return msg, kwargs
-
-    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        with contextlib.suppress(Exception):
-            super().log(level, msg, *args, **kwargs)
-
-
-log = CarefulLog(logging.getLogger(__name__))
+log = logging.getLogger(__name__)
 
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 2_000
-_INTERVALS_PER_LIMIT = 4
+_ROUNDS_PER_LIMIT = 4
 # So many messages in a row before timers and own messages get their turn: nobody can keep the thread to itself.
 _MESSAGES_PER_ROUND = 200
 
@@ -75,65 +65,6 @@ def to_parts(frames: list[Buffer]) -> list[Part]:
     memory at the interpreter's exit while ZeroMQ still reads it: processes crash in their last moment.
     """
     return [frame if isinstance(frame, bytes) else zmq.Frame(frame, copy=True) for frame in frames]
-
-
-class Wakeup:
-    """Wakes the I/O thread from other threads, which must not touch its sockets: a descriptor that it polls, too."""
-
-    def __init__(self) -> None:
-        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Without it a signal could reach a descriptor that was closed and given to somebody else meanwhile.
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def fileno(self) -> int:
-        """Return what to poll for reading."""
-        return self._descriptor
-
-    def signal(self) -> None:
-        """Any thread: let the I/O thread's poll return. Does nothing after close."""
-        with self._lock:
-            if not self._closed:
-                os.eventfd_write(self._descriptor, 1)
-
-    def clear(self) -> None:
-        """I/O thread: forget the signals so far; call it before looking at what was queued."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._descriptor)
-
-    def close(self) -> None:
-        """I/O thread: close the descriptor, at the end."""
-        with self._lock:
-            self._closed = True
-            os.close(self._descriptor)
-
-
-class HeartbeatTimer:
-    """Says when beats are due: one per `interval` seconds; after `limit` seconds of silence the other side is lost."""
-
-    def __init__(self, interval: float, limit: float) -> None:
-        if not 0 < interval * _INTERVALS_PER_LIMIT <= limit:
-            raise ConfigError(
-                f"timeout.heartbeat_interval = {interval:g} and timeout.heartbeat = {limit:g} do not go together: "
-                f"the interval must be above 0 and at most 1/{_INTERVALS_PER_LIMIT} of the limit"
-            )
-        self.interval = interval
-        self.limit = limit
-        self.longest_round = limit / _INTERVALS_PER_LIMIT
-        """Seconds; a round of the I/O loop that took longer was held up, and heard nobody meanwhile."""
-        self._next = 0.0
-
-    def due(self, now: float) -> bool:
-        """Return True once per interval."""
-        if now < self._next:
-            return False
-        self._next = now + self.interval
-        return True
-
-    def wait_ms(self, now: float, deadline: float | None = None) -> int:
-        """Return ms until the next beat or `deadline`, whichever is sooner, rounded up: never a busy loop."""
-        until = self._next if deadline is None else min(self._next, deadline)
-        return max(0, int((until - now) * 1000) + 1)
 
 
 class ListeningClock:
@@ -185,40 +116,52 @@ class IoThread(ABC):
     name: str  # name of this end in its log
 
     def __init__(self, heartbeat_interval: float, heartbeat_limit: float) -> None:
-        """Raises ConfigError for heartbeat times that cannot work."""
+        """`heartbeat_limit`: seconds of silence after which the other side is lost."""
         self.garbage = 0
         """Messages that were dropped, because they did not decode or came from no known rank."""
         self.closed = False
-        self._heartbeat = HeartbeatTimer(heartbeat_interval, heartbeat_limit)
-        self.clock = ListeningClock(self._heartbeat.longest_round)
+        self._interval = heartbeat_interval
+        self._limit = heartbeat_limit
+        self._next_beat = 0.0
+        # A round that took longer was held up, and heard nobody meanwhile.
+        self.clock = ListeningClock(heartbeat_limit / _ROUNDS_PER_LIMIT)
         self.now = self.clock.now()
         """Time at which the thread last listened."""
         self._context: zmq.Context[Any] = zmq.Context()
-        self._wakeup = Wakeup()
+        # A descriptor that is polled, too; it lives as long as somebody can wake the thread.
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wakeup).atexit = False
         self._thread = threading.Thread(target=self._run, name=self.name.replace(" ", "-"), daemon=True)
 
     def close(self) -> None:
         """Send what is queued, say goodbye, and return once the sockets are closed. May be called twice."""
         self.closed = True
-        self._wakeup.signal()
+        self._wake()
         self._thread.join()
+
+    def _wake(self) -> None:
+        """Let the I/O thread's poll return. Any thread: only its own may touch the sockets."""
+        os.eventfd_write(self._wakeup, 1)
 
     def _abandon(self) -> None:
         """Close what was opened: the thread will not be started."""
         self._context.destroy(linger=0)
-        self._wakeup.close()
 
     def _run(self) -> None:
         """Run the thread; every method below runs on it."""
         poller = zmq.Poller()
-        for source in (self._wakeup.fileno(), *self._sources()):
+        for source in (self._wakeup, *self._sources()):
             poller.register(source, zmq.POLLIN)
         try:
             while not self.closed:
-                poller.poll(self._heartbeat.wait_ms(self.clock.now(), self._next_deadline()))
+                poller.poll(max(0, int((self._next_beat - self.clock.now()) * 1000) + 1))
                 self.now = self.clock.tick()
-                self._wakeup.clear()
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wakeup)
                 self._round()
+                if self.now >= self._next_beat:
+                    self._next_beat = self.now + self._interval
+                    self._beat()
         except Exception:
             try:
                 log.exception("the %s's thread failed", self.name)
@@ -226,7 +169,6 @@ class IoThread(ABC):
                 self._failed()
         finally:
             self._finish()
-            self._wakeup.close()
             end_context(self._context)
 
     def _receive(self, socket: zmq.Socket[Any]) -> None:
@@ -251,10 +193,6 @@ class IoThread(ABC):
         except Exception:
             log.exception("a callback of the %s failed", self.name)
 
-    def _next_deadline(self) -> float | None:
-        """Return when the next round is due at the latest; None: when the next heartbeat is."""
-        return None
-
     def _failed(self) -> None:
         """Note that the thread ends because it has failed."""
 
@@ -264,7 +202,11 @@ class IoThread(ABC):
 
     @abstractmethod
     def _round(self) -> None:
-        """Receive and send what there is, and beat if that is due."""
+        """Receive and send what there is."""
+
+    @abstractmethod
+    def _beat(self) -> None:
+        """Send heartbeats, and look who was not heard for too long."""
 
     @abstractmethod
     def _handle(self, frames: Sequence[zmq.Frame]) -> None:

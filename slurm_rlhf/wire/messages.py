@@ -13,14 +13,13 @@ that they do not wait behind 100 MB of log-probs. All other messages use the oth
 
 from __future__ import annotations
 
-import heapq
 import logging
 import os
 import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -225,41 +224,8 @@ class Hello(Record):
         return Peer(self.role, self.rank, self.world, self.host, self.pid, route=route, heard=now)
 
 
-class Roster:
-    """Finds peers by connection and by name. Not locked: the server does that."""
-
-    def __init__(self) -> None:
-        self.by_route: dict[bytes, Peer] = {}
-        """Routing id of a connection -> the peer behind it, lost ones included."""
-        self.by_name: dict[tuple[str, int], Peer] = {}
-        """(role, rank) -> the newest peer of that name, lost or not."""
-
-    def add(self, peer: Peer) -> None:
-        """Add a peer, in place of a lost one of the same name."""
-        self.by_route[peer.route] = peer
-        self.by_name[peer.role, peer.rank] = peer
-
-    def of_role(self, role: str) -> list[Peer]:
-        """Return the newest peer of each rank, in rank order, lost ones included."""
-        return sorted((peer for peer in self.by_name.values() if peer.role == role), key=lambda peer: peer.rank)
-
-    def dismiss(self, role: str, reason: str) -> list[Peer]:
-        """Give up all peers of a role, and forget their names; their connections stay known. Returns them."""
-        dismissed = self.of_role(role)
-        for peer in dismissed:
-            peer.lost = peer.lost or reason
-            del self.by_name[peer.role, peer.rank]
-        return dismissed
-
-    def present(self) -> Iterator[Peer]:
-        """Yield all peers that are not lost."""
-        return (peer for peer in list(self.by_name.values()) if not peer.lost)
-
-
 LOOKING = frozenset({"stacks", "written"})
 """Calls that change nothing: their answers are no sign that the run makes progress."""
-
-_FORGOTTEN = 256  # deadlines of ended calls that are kept at most, besides one for each open call
 
 
 @dataclass(slots=True)
@@ -294,7 +260,6 @@ class PendingCalls:
 
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
-        self._deadlines: list[tuple[float, int]] = []
         self._last_reply: dict[tuple[Peer, str], float] = {}
         self._newest = 0
 
@@ -303,11 +268,6 @@ class PendingCalls:
         call = Call(self._newest, peer, method, timeout_s, read, now)
         call.future.set_running_or_notify_cancel()
         self._calls[call.id] = call
-        if len(self._deadlines) > 2 * len(self._calls) + _FORGOTTEN:
-            # Calls that are answered leave theirs behind, and deadlines are hours.
-            self._deadlines = [each for each in self._deadlines if each[1] in self._calls]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (now + timeout_s, call.id))
         return call
 
     def answered(self, id: int, peer: Peer, now: float) -> Call | None:
@@ -323,28 +283,13 @@ class PendingCalls:
 
     def expired(self, now: float) -> list[Call]:
         """Take the calls that are past their deadline."""
-        calls = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, id = heapq.heappop(self._deadlines)
-            call = self._calls.get(id)
-            if call is None:
-                continue
-            renewed = self._last_reply.get((call.peer, call.method), 0.0) + call.timeout_s
-            if renewed > now:
-                heapq.heappush(self._deadlines, (renewed, id))
-            else:
-                calls.append(self._calls.pop(id))
-        return calls
+        heard = self._last_reply.get
+        return self.take(lambda call: max(call.since, heard((call.peer, call.method), 0.0)) + call.timeout_s <= now)
 
     def flights(self, now: float) -> list[Flight]:
         """List the calls, the oldest first, but for those that only look."""
         calls = [call for call in self._calls.values() if call.method not in LOOKING]
         return [Flight(call.peer, call.method, now - call.since, call.timeout_s) for call in calls]
-
-    def next_deadline(self) -> float | None:
-        while self._deadlines and self._deadlines[0][1] not in self._calls:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
 
     def take(self, which: Callable[[Call], bool]) -> list[Call]:
         """Take the calls for which `which` holds."""

@@ -17,7 +17,6 @@ CONTEXT_END_S = 5.0  # the end of ZeroMQ's thread: libzmq 4.3.5 may wait without
 PREEMPTION_S = 1.0  # the conductor's own SIGTERM, after those of all ranks: `scancel` sends both, and then it decides
 LAST_WORDS_S = 1.0  # messages on their way, before an engine's rank ends
 FOLLOWER_S = 5.0  # the leader's report why an engine does not start, before its follower ends
-STORE_JOIN_S = 10.0  # a rank's connection to the store of its own node
 TORCHRUN_S = 600  # the meeting of a torchrun's nodes, as torch has it; the conductor gives up sooner (timeout.connect)
 
 # --- programs that are asked ---

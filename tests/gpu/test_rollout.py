@@ -228,7 +228,7 @@ def test_without_a_gpu_a_rank_says_nothing_of_one() -> None:
 
 def test_the_attention_kernel_is_that_of_the_first_pass(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch, "_seen", [])
-    monkeypatch.setattr(_torch, "_waiting", [])
+    _torch._watch_once.cache_clear()
     monkeypatch.setattr(functional, "scaled_dot_product_attention", functional.scaled_dot_product_attention)
     usual = functional.scaled_dot_product_attention
     asked: list[tuple[Any, ...]] = []

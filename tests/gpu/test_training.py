@@ -251,7 +251,7 @@ def test_adamw_is_fused_unless_a_run_has_to_round_as_before(cuda: FakeCuda, mode
     for deterministic, fused in ((False, True), (True, None)):
         config = config_of(models)
         config.train.full_determinism = deterministic
-        cfg = TrainSettings.of(config, Schedule("constant", 1e-3, 10), ranks=1)
+        cfg = TrainSettings(config, Schedule("constant", 1e-3, 10), ranks=1)
         for device in (torch.device("cpu"), GPU):
             (group,) = adamw(nn.Linear(2, 2).to(device), {}, cfg, device).param_groups
             assert group["fused"] is fused
@@ -292,9 +292,9 @@ def test_an_asynchronous_save_waits_once_and_copies_to_pinned_memory(
     for _ in range(2):  # the second time into memory that is there
         assert waits(cuda, lambda: pending.append(trainer.save(later, behind=True))) == {"synchronize": 1}
         pending[-1].result(HANG_S)
-    copies = trainer.backend._saver.copies
-    assert all(buffer.is_pinned() for buffer in copies._buffers.values())
-    held = sum(buffer.nbytes for buffer in copies._buffers.values())
+    saver = trainer.backend._saver
+    assert all(buffer.is_pinned() for buffer in saver._buffers.values())
+    held = sum(buffer.nbytes for buffer in saver._buffers.values())
     assert held == 12 * sum(parameter.numel() for parameter in trainer.backend.module.parameters())
     for file in now.iterdir():
         assert (later / file.name).read_bytes() == file.read_bytes()

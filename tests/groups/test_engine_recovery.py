@@ -25,6 +25,7 @@ from slurm_rlhf.placement.rank_map import NodeShare, RankMap, place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.wire.calls import RankCalls
 from slurm_rlhf.wire.handles import EngineHandle
 
 pytestmark = [pytest.mark.slow]
@@ -188,7 +189,7 @@ def test_a_killed_rank_costs_its_engine_which_comes_back_whole_and_at_last_is_le
     first = {process.pid for process in bench.processes[1]}
     os.kill(bench.processes[1][1].pid, signal.SIGKILL)
     until(lambda: bench.handle.ready == [0])
-    until(lambda: isinstance(bench.handle.stacks(RANK[1]).exception(HANG_S), RoleDied))
+    until(lambda: isinstance(bench.handle.ask(RANK[1], RankCalls.stacks).exception(HANG_S), RoleDied))
     assert bench.supervisor.failure is None
     until(lambda: list(bench.lost) == [1])
     bench.until_back(1, 2)

@@ -28,6 +28,7 @@ from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
+from slurm_rlhf.wire.calls import RankCalls
 from slurm_rlhf.wire.messages import TERMINATION
 
 pytestmark = [pytest.mark.slow]
@@ -151,7 +152,7 @@ def test_a_silent_rank_is_named_and_not_the_one_whose_collective_it_broke(
     assert f"is lost: it was not heard from for {LIMIT / 2:g} s" in str(verdict)
     assert str(BROKEN) in str(verdict)
     with pytest.raises(RoleDied, match="rank 1 on n2"):
-        supervisor.roles["critic"].shut_down(0).result(HANG_S)
+        supervisor.roles["critic"].ask(0, RankCalls.shutdown).result(HANG_S)
 
 
 def test_a_dead_node_is_named_and_not_the_ranks_that_ended_because_of_it(

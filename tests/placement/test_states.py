@@ -81,7 +81,7 @@ def measure(stage: int, param_dtype: str, kind: str, model: Path) -> dict[str, i
     config = made(model, stage, param_dtype, kind)
     trainer = (ValueTrainer if kind == "value" else PolicyTrainer)(config, 4)
     engine = trainer.backend
-    deepspeed = engine._engine
+    optimizer = engine.optimizer
     exp = make_experience(0)
     part, micro = share(exp, trainer.world.rank, trainer.world.size, 40)
     parameters = list(engine.module.parameters())
@@ -93,7 +93,6 @@ def measure(stage: int, param_dtype: str, kind: str, model: Path) -> dict[str, i
         found["gradients"] = max(found.get("gradients", 0), shown(gradients()))
 
     def gradients() -> list[torch.Tensor]:
-        optimizer = deepspeed.optimizer
         own = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if stage == 3:
             return [optimizer.grad_partitions_flat_buffer]
@@ -106,9 +105,9 @@ def measure(stage: int, param_dtype: str, kind: str, model: Path) -> dict[str, i
         trainer.train_step(part, micro, float(exp.action_mask.sum()))
     cut = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
     held = storages([*parameters, *cut])
-    inner = getattr(deepspeed.optimizer, "optimizer", deepspeed.optimizer)
+    inner = getattr(optimizer, "optimizer", optimizer)
     moments = [value for state in inner.state.values() for value in state.values() if value.numel() > 1]
-    optimizer_states = storages([*moments, *masters(deepspeed.optimizer)])
+    optimizer_states = storages([*moments, *(masters(optimizer) if stage else [])])
     found["parameters"] = sum(held.values())
     found["optimizer"] = sum(size for place, size in optimizer_states.items() if place not in held)
     return found

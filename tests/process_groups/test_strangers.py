@@ -278,7 +278,7 @@ def wait_before_connecting(kind: str) -> None:
     from slurm_rlhf.weights.group import SyncGroup
 
     place: Any = {"engine": tp_engine, "role": distributed, "sync": SyncGroup}[kind]
-    name = "_await_listening" if kind == "sync" else "meet"
+    name = "_all_at" if kind == "sync" else "meet"
     met = getattr(place, name)
 
     def meet(*args: Any) -> Any:

@@ -262,8 +262,7 @@ def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config:
     """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, from the first process on.
 
     And at every port of every process, as soon as it listens: garbage, replays, commands for torch's stores, greetings
-    of gloo, half messages and silence. All are bound to the loopback, and stores do not listen any more when all are
-    connected.
+    of gloo, half messages and silence. All are bound to the loopback.
     """
     run_dir, holds = config.parent / "attacked", Holds(config)
     holds.hold("reward-hang")  # the first step waits for the attacks

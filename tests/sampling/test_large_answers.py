@@ -21,7 +21,7 @@ from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.scheduler import Scheduler
 from slurm_rlhf.sampling.waves import Waves
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import Asked, GenerateBatch, PackedPrompts, most_in_answer
+from slurm_rlhf.wire.calls import Asked, GenerateBatch, PackedPrompts, RankCalls, most_in_answer
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.codec import MAX_HEADER_BYTES, encode
 from slurm_rlhf.wire.handles import ControlServer, EngineHandle
@@ -84,7 +84,7 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
         width = PROMPTS * SAMPLES * 16
         episodes = Episodes((Waves if deterministic else Scheduler)(handle, 1, width))
         found = episodes.sample(prompts, Sampling(n=SAMPLES, max_new_tokens=TOKENS), 0)
-        assert handle.shut_down(0).result(HANG_S) == "done"
+        assert handle.ask(0, RankCalls.shutdown).result(HANG_S) == "done"
         thread.join(HANG_S)
         client.close()
     assert [(t.prompt, t.sample) for t in found] == [(100 + i, s) for i in range(PROMPTS) for s in range(SAMPLES)]

@@ -12,7 +12,7 @@ from typing import Any
 from slurm_rlhf.cluster.processes import print_to
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.observe.stacks import late_s
-from slurm_rlhf.ranks.worker import expect_beat, take_stacks
+from slurm_rlhf.ranks.worker import LATE, take_stacks
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 
@@ -47,7 +47,7 @@ def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str,
         host=host,
         heartbeat_interval=INTERVAL,
         heartbeat_limit=float(limit),
-        on_beat=partial(expect_beat, late_s(float(limit))),
+        on_beat=partial(LATE.put_off, late_s(float(limit))),
         threaded={"stacks": take_stacks},
     )
     while (request := client.receive()) is not None:

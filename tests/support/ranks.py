@@ -15,7 +15,7 @@ from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
-from slurm_rlhf.wire.calls import EngineCalls
+from slurm_rlhf.wire.calls import EngineCalls, RankCalls
 from slurm_rlhf.wire.handles import ControlServer, EngineHandle, gather
 from slurm_rlhf.wire.messages import Peer
 
@@ -108,7 +108,8 @@ class RolloutFleet(Ranks):
 
     def shut_down(self) -> list[int | None]:
         """As the conductor does at the end of a run; exit codes."""
-        calls = [self.engines.shut_down(rank) for rank, process in self.ranks.items() if process.poll() is None]
+        here = [rank for rank, process in self.ranks.items() if process.poll() is None]
+        calls = [self.engines.ask(rank, RankCalls.shutdown) for rank in here]
         gather(calls)
         self.ended(list(self.ranks))
         return [process.poll() for process in self.ranks.values()]

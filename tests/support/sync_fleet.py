@@ -20,7 +20,7 @@ from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.weights.ends import Sender
 from slurm_rlhf.weights.group import SyncGroup, join
 from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.weights.rendezvous import Membership, SyncStore
+from slurm_rlhf.weights.rendezvous import Membership, listen
 from slurm_rlhf.weights.transfer_plan import make_plan
 from slurm_rlhf.wire.codec import spec_of
 
@@ -43,7 +43,7 @@ class Fleet:
     def __init__(self, warm: bool = True) -> None:
         """`warm`: as of `Peer`; where few are started, the process that forks them costs more than it saves."""
         self.warm = warm
-        self.store = SyncStore.listen("127.0.0.1", timeout_s=HANG_S)
+        self.store = listen("127.0.0.1", timeout_s=HANG_S)
         self.peers: list[Peer] = []
         self.spare: list[Peer] = []
         self.names = 0
@@ -163,7 +163,7 @@ class PeerRanks:
         answer = peer.answer()
         if isinstance(answer, dict) and "error" in answer:
             raise RemoteError(f"{method} failed: {answer['error']}: {answer['message']}")
-        if result is None:
+        if not isinstance(answer, dict) or result is None:
             return answer
         return result(**{name: answer[name] for name in result.__struct_fields__ if name in answer})
 

@@ -212,9 +212,9 @@ class _Engine:
         return {name: digest(tensor) for name, tensor in kept.items()}
 
     def listen(self) -> int:
-        from slurm_rlhf.weights.rendezvous import SyncStore
+        from slurm_rlhf.weights.rendezvous import listen
 
-        self.store = SyncStore.listen("127.0.0.1", timeout_s=HANG_S)
+        self.store = listen("127.0.0.1", timeout_s=HANG_S)
         return self.store.port
 
     def leave(self) -> None:
@@ -283,8 +283,8 @@ class _Engine:
         torch.distributed.all_reduce(ours)
         return [torch.distributed.get_world_size(), int(ours)]
 
-    def sync_listen(self, host: str) -> dict[str, Any]:
-        return asdict(self.end.listen(host))
+    def sync_listen(self, host: str) -> int:
+        return int(self.end.listen(host))
 
     def sync_join(self, parameters: Any, **group: Any) -> dict[str, Any]:
         ends_with_actors = hasattr(self.end, "push")

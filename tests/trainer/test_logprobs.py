@@ -194,11 +194,6 @@ def test_a_run_of_one_step_trains_at_the_peak(kind: str) -> None:
     assert learning_rate(0, Schedule(kind, 0.5, 1)) == 0.5
 
 
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="constant, linear and cosine"):
-        learning_rate(0, Schedule("polynomial", 1.0, 10))
-
-
 # --- loss scale -------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +285,6 @@ def test_a_device_without_fp16_is_told_before_a_model_trains(monkeypatch: pytest
     monkeypatch.setattr(backend, "import_deepspeed", lambda device: deepspeed)
     config = Config()
     config.ds.param_dtype = "fp16"
-    settings = TrainSettings.of(config, Schedule.of(config, 1e-3, 1), ranks=1)
+    settings = TrainSettings(config, Schedule.of(config, 1e-3, 1), ranks=1)
     with pytest.raises(ConfigError, match=r"ds\.param_dtype = fp16: DeepSpeed does not train in it on this device"):
         start_deepspeed(torch.nn.Linear(1, 1), {}, settings, World(0, 1, torch.device("cpu")))

@@ -132,7 +132,7 @@ def test_torchruns_of_several_nodes_meet_where_the_agent_of_the_first_has_bound_
     listener = socket.create_server(("127.0.0.1", 0))
     port = int(listener.getsockname()[1])
     monkeypatch.setenv(STORE_FD, str(listener.detach()))
-    first, second = (BoundRendezvous("127.0.0.1", port, "run", node, 2, 0) for node in range(2))
+    first, second = (BoundRendezvous("127.0.0.1", port, "run", node, 2) for node in range(2))
     stores: list[Any] = []
     other = threading.Thread(target=lambda: stores.append(second.next_rendezvous()))
     other.start()

@@ -28,20 +28,13 @@ from slurm_rlhf.errors import CheckpointError, RunError
 pytestmark = pytest.mark.slow
 
 TRAINERS: dict[str, dict[str, Any]] = {
-    "plain": {"ds.zero_stage": 0, "train.full_determinism": False},
-    "zero0": {"ds.zero_stage": 0, "train.full_determinism": True},
+    "plain": {"ds.zero_stage": 0, "train.full_determinism": True},
     "zero1": {"ds.zero_stage": 1, "train.full_determinism": True},
     "zero2": {"ds.zero_stage": 2, "train.full_determinism": True},
     "zero3": {"ds.zero_stage": 3, "train.full_determinism": True},
 }
 """Name -> the keys that choose it."""
-CASES = [
-    *[(name, "fp32") for name in TRAINERS],
-    *[(name, dtype) for dtype in ("bf16", "fp16") for name in TRAINERS if name != "zero0"],
-    # Last: DeepSpeed's autocast, once it was in use, changes how later engines of the same process add up gradients.
-    ("zero0", "fp16"),
-    ("zero0", "bf16"),
-]
+CASES = [(name, dtype) for dtype in ("fp32", "bf16", "fp16") for name in TRAINERS]
 MOVES = ("plain", "zero2", "zero3")
 STEPS, SAVED, ROWS, WIDTH = 4, 2, 12, 7
 LRS = [1e-3 * share for share in (0.25, 0.5, 0.75, 1.0)]
@@ -113,9 +106,7 @@ def make(name: str, dtype: str) -> Any:
     world = join_world(HANG_S, HANG_S)
     with loading(config.ds, world) as ds:
         module = Model().to(DTYPES[ds.param_dtype])
-    trainer = start_trainer(
-        module, TrainSettings.of(config, Schedule("constant", LRS[-1], STEPS, 1.0), world.size), world
-    )
+    trainer = start_trainer(module, TrainSettings(config, Schedule("constant", LRS[-1], STEPS, 1.0), world.size), world)
     assert type(trainer).__name__ == ("PlainTrainer" if name == "plain" else "DeepSpeedTrainer")
     return trainer
 
@@ -270,7 +261,7 @@ def move_there_and_back(trainer: Any, loaded: dict[str, torch.Tensor]) -> None:
 def refuse(trainer: Any, out: Path) -> None:
     """Steps in a row that are not finite change nothing and end the run; only own checkpoints are loaded."""
     before = all_shards(trainer)
-    if trainer.cfg.param_dtype != "fp16":
+    if trainer.cfg.config.ds.param_dtype != "fp16":
         take(trainer, 0, spoil=math.inf)
         with pytest.raises(RunError, match=r"not finite, 2 times in a row \(train\.max_skipped_steps = 1\)"):
             take(trainer, 0, spoil=math.nan)

@@ -20,10 +20,10 @@ from waiting import HANG_S
 from slurm_rlhf.errors import SyncBroken
 from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.backends.gloo import Gloo, GlooTransport
-from slurm_rlhf.weights.rendezvous import SyncStore, connect
+from slurm_rlhf.weights.rendezvous import connect, listen
 from slurm_rlhf.weights.routes import partners, routes
 from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
-from slurm_rlhf.weights.update import _Deadline, _ended, _error, _last_message, _reports
+from slurm_rlhf.weights.update import DONE_TAG, REPORT_TAG, _Deadline, _ended, _error, _Messages
 
 SHAPES = {  # actor nodes, ranks on each, engine nodes, ranks on each
     "one actor rank": (1, 1, 1),
@@ -94,7 +94,7 @@ def test_members_connect_to_whom_they_exchange_chunks_with_and_to_no_others() ->
 
 def test_a_group_opens_connections_to_rank_0_and_no_others() -> None:
     world = 24
-    store = SyncStore.listen("127.0.0.1", 30.0)
+    store = listen("127.0.0.1", 30.0)
     clients = [connect("127.0.0.1", store.port, "group", 30.0, 10.0) for _ in range(world)]
     before = _sockets()
     with ThreadPoolExecutor(world) as threads:
@@ -136,7 +136,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 @pytest.fixture
 def transport() -> Iterator[GlooTransport]:
     """Rank 0; rank 1 has asked for a chunk and stands still, as one that nothing reaches any more."""
-    server = SyncStore.listen("127.0.0.1", HANG_S)
+    server = listen("127.0.0.1", HANG_S)
     with subprocess.Popen([sys.executable, "-c", STOPPED, str(server.port)]) as other:
         try:
             store = connect("127.0.0.1", server.port, "group", HANG_S, HANG_S)
@@ -168,7 +168,15 @@ class Stuck:
         self.over.wait(HANG_S)
 
 
-@pytest.mark.parametrize("waiting", [_reports, _last_message])
+def reports(group: Any) -> _Messages:
+    return _Messages(group, group.peers, REPORT_TAG, None, 0.1)
+
+
+def last_message(group: Any) -> _Messages:
+    return _Messages(group, (0,), DONE_TAG, HANG_S, 0.0)
+
+
+@pytest.mark.parametrize("waiting", [reports, last_message])
 def test_dropped_connections_wake_who_waits_for_a_report_that_came_in_half(waiting: Any) -> None:
     stuck, dropped = Stuck(), threading.Event()
     group = SimpleNamespace(peers=(1,), actors=1, timeout_s=HANG_S, dropped=dropped, drop=dropped.set)
@@ -181,7 +189,7 @@ def test_dropped_connections_wake_who_waits_for_a_report_that_came_in_half(waiti
     stuck.over.set()
 
 
-@pytest.mark.parametrize("waiting", [_reports, _last_message])
+@pytest.mark.parametrize("waiting", [reports, last_message])
 def test_whatever_ends_the_thread_that_waits_for_a_report_ends_the_update(
     waiting: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

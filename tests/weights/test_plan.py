@@ -220,14 +220,8 @@ def test_buckets_keep_whole_parameters_and_cut_large_ones():
 
 
 def test_what_cannot_be_planned():
-    with pytest.raises(SyncError, match="'a' twice"):
-        make_plan([["a", [1], "fp32"], ["a", [1], "fp32"]], 100, ONE)
     with pytest.raises(SyncError, match=r"int8.*valid: float32, bfloat16, float16"):
         make_plan([["a", [1], "int8"]], 100, ONE)
-    with pytest.raises(SyncError, match="empty"):
-        make_plan([], 100, ONE)
-    with pytest.raises(SyncError, match="at least one actor rank and one engine rank"):
-        TransferLayout(("x",), ())
 
 
 def test_two_architectures_are_told_apart_by_name():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import sys
 import threading
 import time
@@ -16,11 +15,10 @@ import pytest
 from control_peer import INTERVAL, ask, start_peer, stop_peer
 from waiting import HANG_S, scaled
 
-from slurm_rlhf.errors import CallTimeout, ConfigError, RemoteError, RoleDied, RunError, WireError
+from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError, WireError
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.handles import ControlServer
-from slurm_rlhf.wire.io_thread import Wakeup
 from slurm_rlhf.wire.messages import Peer
 
 pytestmark = [pytest.mark.slow]
@@ -79,7 +77,7 @@ def test_arguments_and_results_travel(team: Team) -> None:
     }
     names = {"role": "r", "rank": 5, "method": "m", "self": 1}
     assert ask(team.server, "actor", 0, "echo", timeout_s=HANG_S, **names).result(HANG_S) == names
-    array = np.arange(100_000, dtype=np.float32).reshape(100, 1000)
+    array = np.arange(100_000, dtype=np.float32)
     doubled = team.call("double", array=array)["array"]
     assert np.array_equal(doubled, array * 2)
     assert doubled.flags.aligned
@@ -314,14 +312,12 @@ def test_a_callback_that_raises_harms_nobody(tmp_path: Path) -> None:
             assert future.result(HANG_S) == 3
 
 
-def test_wrong_addresses_and_times_are_named() -> None:
+def test_wrong_addresses_are_named() -> None:
     keys = RunKeys(*["x" * 40] * 4)
     with pytest.raises(RunError, match=r"cannot listen on '203\.0\.113\.7'"):
         ControlServer(keys, host="203.0.113.7")
     with pytest.raises(RunError, match="'nonsense' is no endpoint"):
         ControlClient("nonsense", keys, "actor", 0, 1)
-    with pytest.raises(ConfigError, match=r"timeout\.heartbeat_interval = 10"):
-        ControlServer(keys, heartbeat_interval=10)
 
 
 def test_endpoints_name_the_host_the_ranks_can_reach(tmp_path: Path) -> None:
@@ -331,15 +327,3 @@ def test_endpoints_name_the_host_the_ranks_can_reach(tmp_path: Path) -> None:
         assert server.endpoint().startswith("tcp://127.0.0.1:")
         with ControlClient(server.endpoint(), keys, "actor", 0, 1) as client:
             client.connect(HANG_S)
-
-
-def test_a_signal_wakes_a_poll_until_it_is_cleared() -> None:
-    wakeup = Wakeup()
-    assert select.select([wakeup], [], [], 0)[0] == []
-    for _ in range(3):
-        wakeup.signal()
-    assert select.select([wakeup], [], [], 0)[0] == [wakeup]
-    wakeup.clear()
-    assert select.select([wakeup], [], [], 0)[0] == []
-    wakeup.close()
-    wakeup.signal()  # does nothing any more

@@ -20,18 +20,8 @@ from slurm_rlhf.wire import codec
 from slurm_rlhf.wire.calls import EngineLoad, GenerateAnswer, TrainBatch
 from slurm_rlhf.wire.codec import INLINE_BYTES, decode, encode, read
 
-DTYPES = st.one_of(
-    hnp.boolean_dtypes(),
-    hnp.integer_dtypes(endianness="?"),
-    hnp.unsigned_integer_dtypes(),
-    hnp.floating_dtypes(endianness="?"),
-    hnp.complex_number_dtypes(),
-    hnp.datetime64_dtypes(),
-    hnp.timedelta64_dtypes(),
-    hnp.unicode_string_dtypes(min_len=1, max_len=5),
-    hnp.byte_string_dtypes(min_len=1, max_len=5),
-)
-ARRAYS = hnp.arrays(DTYPES, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+DTYPES = st.sampled_from(sorted(codec._DTYPES)).map(np.dtype)
+ARRAYS = hnp.arrays(DTYPES, st.integers(0, 6))
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),
@@ -65,7 +55,7 @@ def test_what_is_sent_arrives(value: Any) -> None:
     assert same(value, decode(encode(value)))
 
 
-@given(DTYPES.filter(lambda dtype: dtype.itemsize > 0), st.integers(0, 99))
+@given(DTYPES, st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_large_arrays_travel_in_frames_of_their_own(dtype: np.dtype[Any], seed: int) -> None:
     raw = np.frombuffer(np.random.default_rng(seed).bytes(dtype.itemsize * INLINE_BYTES), np.uint8)
@@ -94,12 +84,10 @@ def test_arrays_arrive_aligned_and_writable(size: int, offset: int) -> None:
     assert array[0] == 1
 
 
-@pytest.mark.parametrize("order", ["F", "strided", "reversed", "read-only"])
+@pytest.mark.parametrize("order", ["strided", "reversed", "read-only"])
 def test_any_memory_layout_travels(order: str) -> None:
-    array = np.arange(20_000, dtype=np.int32).reshape(100, 200)
-    array = {"F": np.asfortranarray(array), "strided": array[::2, 1::3], "reversed": array[::-1], "read-only": array}[
-        order
-    ]
+    array = np.arange(20_000, dtype=np.int32)
+    array = {"strided": array[1::3], "reversed": array[::-1], "read-only": array}[order]
     array.flags.writeable = order != "read-only"
     assert same(np.ascontiguousarray(array), decode(encode(array)))
 
@@ -141,7 +129,6 @@ class Outer(Record):
     inner: Inner
     others: dict[str, Inner]
     array: NDArray[np.float32]
-    anything: NDArray[Any]
     way: Literal["a", "b"]
     flags: list[bool]
     specs: list[ParameterSpec]
@@ -153,7 +140,6 @@ GOOD: dict[str, Any] = {
     "inner": {"name": "x", "sizes": [1, 2]},
     "others": {"y": {"name": "y", "sizes": []}},
     "array": np.zeros(2, np.float32),
-    "anything": np.zeros(2, np.int8),
     "way": "a",
     "flags": [True],
     "specs": [["w", [2, 3], "float32"]],
@@ -186,9 +172,8 @@ def test_nested_records_arrive(typed: bool) -> None:
         ({"inner": {"name": "x", "sizes": [1, True]}}, r"Expected `int`, got `bool` - at `\$\.inner\.sizes\[1\]`"),
         ({"others": {"y": {"name": 3, "sizes": []}}}, r"Expected `str`, got `int` - at `\$\.others\[\.\.\.\]\.name`"),
         ({"others": [1]}, r"Expected `object`, got `array` - at `\$\.others`"),
-        ({"array": np.zeros(2)}, r"an array of float32 with one axis, got float64\(2,\) - at `\$\.array`"),
-        ({"array": np.zeros((2, 1), np.float32)}, r"an array of float32 with one axis, got float32\(2, 1\)"),
-        ({"anything": [1]}, r"Expected an array, got list - at `\$\.anything`"),
+        ({"array": np.zeros(2)}, r"Expected an array of float32, got float64 - at `\$\.array`"),
+        ({"array": [1]}, r"Expected an array of float32, got list - at `\$\.array`"),
         ({"way": "c"}, r"Invalid enum value 'c' - at `\$\.way`"),
         ({"perhaps": {"name": "x", "sizes": ["1"]}}, r"at `\$\.perhaps\.sizes\[0\]`"),
         ({"flags": [1]}, r"Expected `bool`, got `int` - at `\$\.flags\[0\]`"),
@@ -213,6 +198,7 @@ CYCLE.append(CYCLE)
         (object(), "builtins.object"),
         (np.array([object()]), "dtype object"),
         (np.zeros(3, dtype=[("a", "f4")]), "dtype"),
+        (np.zeros((2, 1)), r"shape \(2, 1\)"),
         (np.longdouble(1), "longdouble"),
         (1 << 64, "cannot be sent"),
         (CYCLE, "RecursionError"),
@@ -235,40 +221,32 @@ def test_sizes_have_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         encode(np.zeros(10_001, np.uint8))
     with pytest.raises(WireError, match="3 large arrays"):
         encode([np.zeros(INLINE_BYTES, np.uint8)] * 3)
-    with pytest.raises(WireError, match="4 frames"):
-        decode([b"\xc0"] * 4)
-    with pytest.raises(WireError, match="header of"):
-        decode([bytes(1001)])
 
 
-def ext(content: Any, dtype: Any, shape: Any, code: int = 1) -> msgpack.Ext:
-    return msgpack.Ext(code, msgpack.encode((content, dtype, shape)))
+def ext(content: Any, dtype: Any, *more: Any, code: int = 1) -> msgpack.Ext:
+    return msgpack.Ext(code, msgpack.encode((content, dtype, *more)))
 
 
 @pytest.mark.parametrize(
     "header",
     [
-        ext(0, "|O8", [10]),
-        ext(0, "<f4,<f4", [10]),
-        ext(0, "(2,)<f4", [10]),
-        ext(0, "<f3", [10]),
-        ext(0, "<U999999999", [1]),
-        ext(0, "<M8[xx]", [10]),
-        ext(0, 4, [10]),
-        ext(0, "<f8", [11]),
-        ext(0, "<f8", [-10, -1]),
-        ext(0, "<f8", [2**62, 2**62]),
-        ext(0, "<f8", [1] * 40 + [10]),
-        ext(0, "<f8", [True, 10]),
-        ext(0, "<f8", {"a": 1}),
-        ext(1, "<f8", [10]),
-        ext(-1, "<f8", [10]),
-        ext([], "<f8", [10]),
-        [ext(0, "<f8", [10])] * 2,
-        ext("text", "<f8", [2]),
-        ext(None, "<f8", [2]),
-        ext(b"", "<U0", [2]),
-        ext(0, "<f8", [10], code=9),
+        ext(0, "|O8"),
+        ext(0, "<f4,<f4"),
+        ext(0, "(2,)<f4"),
+        ext(0, "<f3"),
+        ext(0, "<U999999999"),
+        ext(0, "<M8[xx]"),
+        ext(0, 4),
+        ext(0, "<f8", [10]),
+        ext(1, "<f8"),
+        ext(-1, "<f8"),
+        ext([], "<f8"),
+        [ext(0, "<f8")] * 2,
+        ext("text", "<f8"),
+        ext(None, "<f8"),
+        ext(b"seven b", "<f8"),
+        ext(b"", "<U0"),
+        ext(0, "<f8", code=9),
         None,
     ],
     ids=repr,
@@ -292,7 +270,7 @@ def test_deep_nesting_and_lone_surrogates_are_refused(header: bytes, why: str) -
         decode([header])
 
 
-SAMPLE = encode(GOOD | {"anything": np.arange(2000)})
+SAMPLE = encode(GOOD | {"array": np.arange(2000, dtype=np.float32)})
 
 
 @given(st.lists(st.binary(max_size=200), max_size=4))
@@ -322,7 +300,7 @@ def test_every_truncation_is_refused() -> None:
     for end in range(len(SAMPLE[0])):
         with pytest.raises(WireError):
             decode([SAMPLE[0][:end], *SAMPLE[1:]])
-    for end in (0, 1, len(SAMPLE[1]) - 1):
+    for end in (1, len(SAMPLE[1]) - 1):
         with pytest.raises(WireError):
             decode([SAMPLE[0], SAMPLE[1][:end]])
     for frames in ([], SAMPLE[:1], [*SAMPLE, b""], SAMPLE[1:]):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +14,11 @@ from msgspec import inspect
 
 import slurm_rlhf
 from slurm_rlhf.config.schema_jobs import Timeout
-from slurm_rlhf.errors import RunError
 from slurm_rlhf.ranks.follower_links import FollowerCalls
 from slurm_rlhf.records import Record
 from slurm_rlhf.wire import calls, timeouts
 from slurm_rlhf.wire.calls import RankCalls, StacksAnswer
-from slurm_rlhf.wire.codec import call, calls_of, spec_of
+from slurm_rlhf.wire.codec import calls_of
 
 ROLES = [calls.ActorCalls, calls.CriticCalls, calls.ReferenceCalls, calls.RewardCalls, calls.EngineCalls]
 
@@ -69,26 +68,6 @@ def test_an_implementation_has_the_declarations_of_its_role() -> None:
     assert set(calls_of(Half)) == {"memory", "shutdown", "stacks"}
     with pytest.raises(TypeError, match=r"abstract methods '?memory'?, '?shutdown"):
         Half()  # type: ignore[abstract]
-
-
-def test_what_is_no_declaration_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"'forwards' is no deadline; the fields of Timeout: .*forward,"):
-        call(deadline="forwards")
-    with pytest.raises(RunError, match="is not declared as a call"):
-        spec_of(Timeout.__init__)
-
-    class Two(Protocol):
-        @call(deadline="forward")
-        def add(self, a: int, b: int) -> int: ...
-
-        @call(deadline=None)
-        def drop(self) -> None: ...
-
-    assert spec_of(Two.drop).argument is None
-    with pytest.raises(RunError, match="drop has no answer to wait for"):
-        spec_of(Two.drop).seconds(Timeout())
-    with pytest.raises(RunError, match=r"Two\.add has 2 arguments; a call has one at most"):
-        spec_of(Two.add)
 
 
 def test_every_time_out_of_the_table_bounds_something() -> None:

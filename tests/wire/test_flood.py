@@ -38,19 +38,11 @@ def said(process: subprocess.Popen[str]) -> list[str]:
     return process.stdout.readline().split()
 
 
-class Failing(logging.Handler):
-    """A handler of somebody's, on a disk that is full."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        raise OSError(28, "No space left on device")
-
-
 def conduct(key_file: str, events: str) -> None:
     """Call the rank that a line names, and open a file; answer with what came, and with how many were refused."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
     logger, log = logging.getLogger("slurm_rlhf"), EventLog(Path(events))
     logger.addHandler(WarningEvents(lambda kind, text: log.append(kind, 0, text)))
-    logger.addHandler(Failing())  # the last: what it raises keeps the record from those behind it
     with ControlServer(RunKeys.create(key_file)) as server:
         print(server.endpoint(), flush=True)
         for line in sys.stdin:

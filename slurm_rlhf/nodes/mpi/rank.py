@@ -21,7 +21,7 @@ from types import FrameType
 from typing import IO
 
 from slurm_rlhf.cluster.network import address_among, listening
-from slurm_rlhf.cluster.processes import STORE_FD, STORE_RANKS
+from slurm_rlhf.cluster.processes import STORE_FD
 from slurm_rlhf.nodes.agent import Agent, client_of
 from slurm_rlhf.nodes.child_process import bound_to_parent, start_child
 from slurm_rlhf.nodes.environment import IGNORED, visible_gpus, without_injected
@@ -30,7 +30,6 @@ from slurm_rlhf.nodes.mpi.assignment import Assignment
 from slurm_rlhf.nodes.mpi.communicator import Communicator
 from slurm_rlhf.nodes.step_spec import WORKER_MODULE, StepSpec, share_on, worker_arguments
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.client import ControlClient
 
@@ -100,8 +99,6 @@ def torch_variables(ranks: RankMap, own: Assignment, store: str) -> dict[str, st
         "MASTER_PORT": port,
         # The store exists already: no rank may open one at that port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # With GPUs it listens on: NCCL makes connections when it likes.
-        **({} if ranks.topology.accelerator == GPU else {STORE_RANKS: str(ranks.world(own.role))}),
     }
 
 

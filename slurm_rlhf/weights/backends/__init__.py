@@ -63,16 +63,13 @@ class Done:
         """Return at once."""
 
 
-def _nothing() -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Incoming:
     """A bucket on its way to an engine rank."""
 
     wait: Callable[[], torch.Tensor]
     """Block until all of the bucket is there, uint8 [plan.nbytes(bucket, stream)] or more. Raises TransportFailure."""
-    release: Callable[[], None] = _nothing
+    release: Callable[[], None] = lambda: None
     """Say that nothing more is read from the buffer."""
     lent: bool = False
     """The buffer is used again after `release`; else whoever keeps a view keeps the memory."""

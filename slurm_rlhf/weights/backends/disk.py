@@ -76,7 +76,7 @@ class Disk:
         buffer = self.pool.take(self._plan.nbytes(bucket, stream))
         for part in self._plan.parts(bucket, stream):
             path = self._path(bucket, stream, part)
-            self._wait_for(path)
+            wait_for(path.exists, self._aborted.is_set, self._timeout_s, f"{path} is not there", (0.001, 0.05))
             try:
                 buffer[part.start : part.start + part.nbytes].copy_(load_file(path)[_KEY])
             except (OSError, SafetensorError, RuntimeError) as error:
@@ -85,9 +85,6 @@ class Disk:
 
     def _path(self, bucket: int, stream: int, part: BucketPart) -> Path:
         return self._directory / f"{self._update}.{bucket}.{stream}.{part.owner}.safetensors"
-
-    def _wait_for(self, path: Path) -> None:
-        wait_for(path.exists, self._aborted.is_set, self._timeout_s, f"{path} is not there", (0.001, 0.05))
 
 
 def clear(directory: Path, keep: str) -> None:

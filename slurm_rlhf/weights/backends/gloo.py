@@ -87,7 +87,7 @@ class GlooTransport:
         """
         pending = GlooPending(_raising(lambda: self._group.send([buffer], to, tag)), buffer)
         counted = counted or _Counted(1, self.stop)
-        self._sends.put(_Sent(pending, counted))
+        self._sends.put(_Task(counted, pending.wait))
         return counted
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> GlooPending:
@@ -106,9 +106,8 @@ class GlooTransport:
         self.stop.set()
         self._sends.put(None)
 
-    def close(self) -> None:
-        """Give the connections back after the last operation. Does not wait for the peers."""
-        self.abort()
+    close = abort
+    """Give the connections back after the last operation. Does not wait for the peers."""
 
 
 def _raising(operation: Callable[[], T]) -> T:
@@ -207,8 +206,8 @@ class Gloo:
         for chunk in sent:
             self._transport.send(*chunk, counted)
         if copied and self._memory is not None:
-            task = _Copy(self._memory, self._number + bucket, copied, part, (buffer, *apart), counted)
-            self._thread(self._rank).put(task)
+            copy = partial(_copy, self._memory, self._number + bucket, copied, part, (buffer, *apart))
+            self._thread(self._rank).put(_Task(counted, copy))
         return counted
 
     def receive(self, bucket: int) -> Incoming:
@@ -226,9 +225,9 @@ class Gloo:
         for index, route in mine:
             giver, view = route.giver(self._rank), buffer[route.low : route.high]
             pending = self._transport.receive(view, giver, route.tag)
-            kept = sums if self._memory is None and route.high <= apart else None
-            chunk = _ChunkThatComes(self, pending, view, route, number, index, counted, kept)
-            self._thread(giver).put(chunk)
+            summed = self._memory is None and route.high <= apart
+            take = partial(self._take, pending, view, route, number, index, sums if summed else None)
+            self._thread(giver).put(_Task(counted, take))
         self._arrivals.append(counted)
         if self._memory is None:
             return Incoming(partial(_when_complete, counted, deque([buffer])), sums=sums)
@@ -260,12 +259,29 @@ class Gloo:
             queue.put(None)
         self._threads, self._memory = {}, None
 
-    def hand_on(self, route: Route, view: torch.Tensor, number: int, index: int) -> list[PendingTransfer]:
-        """Give a chunk that has come to the other ranks of the node."""
+    def _take(
+        self,
+        pending: PendingTransfer,
+        view: torch.Tensor,
+        route: Route,
+        number: int,
+        index: int,
+        sums: dict[int, int] | None,
+    ) -> list[PendingTransfer]:
+        """Take a chunk, number `index` of bucket `number`, that comes into `view`, for the other ranks of the node.
+
+        `sums` gets its checksum, if it is a piece that nobody copies.
+        """
+        pending.wait()
         if self._memory is not None:
             self._memory.mark(number, [index])
             return []
-        return [self._transport.send(view, taker, route.tag) for taker in route.takers(self._rank)]
+        handed_on: list[PendingTransfer] = [
+            self._transport.send(view, taker, route.tag) for taker in route.takers(self._rank)
+        ]
+        if sums is not None:  # now that it is in the processor's cache, and the next chunks come meanwhile
+            sums[route.low] = host_checksum(view)
+        return handed_on
 
     def _comes_by_wire(self, route: Route) -> bool:
         return self._memory is None or self._plan.layout.node(route.giver(self._rank)) != self._node
@@ -276,57 +292,14 @@ class Gloo:
         return self._threads[giver]
 
 
-@dataclass(slots=True)
-class _Sent:
-    """Wait until a chunk has gone to another rank."""
-
-    pending: GlooPending
-    counted: _Counted
-
-    def run(self) -> None:
-        self.pending.wait()
-        del self.pending  # frees the buffer, before it is taken again
-        self.counted.came([])
-
-
-@dataclass(slots=True)
-class _ChunkThatComes:
-    """Take a chunk that comes from another rank."""
-
-    backend: Gloo
-    pending: PendingTransfer
-    view: torch.Tensor
-    route: Route
-    number: int  # number of its bucket in the shared memory
-    index: int  # among the bucket's chunks
-    counted: _Counted
-    sums: dict[int, int] | None  # gets its checksum, if it is a piece that nobody copies
-
-    def run(self) -> None:
-        self.pending.wait()
-        handed_on = self.backend.hand_on(self.route, self.view, self.number, self.index)
-        if self.sums is not None:  # now that it is in the processor's cache, and the next chunks come meanwhile
-            self.sums[self.route.low] = host_checksum(self.view)
-        self.counted.came(handed_on)
-
-
-@dataclass(slots=True)
-class _Copy:
-    """Copy a part for the engine ranks of the owner's own node."""
-
-    memory: SharedMemory
-    number: int  # number of the bucket in the shared memory
-    chunks: list[int]
-    part: BucketPart
-    given: Sequence[torch.Tensor]  # the part's own bytes, and those of its pieces apart
-    counted: _Counted
-
-    def run(self) -> None:
-        slot = self.memory.slot(self.number)
-        for start, data in zip(_starts(self.part), self.given, strict=True):
-            slot[start : start + data.numel()].copy_(data)
-        self.memory.mark(self.number, self.chunks)
-        self.counted.came([])
+def _copy(
+    memory: SharedMemory, number: int, chunks: list[int], part: BucketPart, given: Sequence[torch.Tensor]
+) -> None:
+    """Copy a part for the engine ranks of the owner's own node; `given`: its own bytes, and its pieces apart."""
+    slot = memory.slot(number)
+    for start, data in zip(_starts(part), given, strict=True):
+        slot[start : start + data.numel()].copy_(data)
+    memory.mark(number, chunks)
 
 
 def _outgoing(route: Route, part: BucketPart, buffer: torch.Tensor, apart: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -347,7 +320,17 @@ def _when_complete(counted: _Counted, kept: deque[torch.Tensor]) -> torch.Tensor
     return kept.pop()
 
 
-_Task = _Sent | _ChunkThatComes | _Copy
+@dataclass(slots=True)
+class _Task:
+    """Do something that has to do with a chunk, and count it."""
+
+    counted: _Counted
+    work: Callable[[], list[PendingTransfer] | None]  # returns what it hands on
+
+    def run(self) -> None:
+        handed_on = self.work()
+        del self.work  # frees the buffer, before it is taken again
+        self.counted.came(handed_on or [])
 
 
 def _worker(name: str) -> SimpleQueue[_Task | None]:

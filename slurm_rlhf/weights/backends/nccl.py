@@ -200,8 +200,7 @@ class Nccl:
         for communicator in reversed(self._communicators):
             communicator.abort()
 
-    def close(self) -> None:
-        self.abort()
+    close = abort
 
     def _settled(self, works: list[Work], buffer: torch.Tensor) -> torch.Tensor:
         """Wait for operations on their way, and return their buffer, which they keep until then."""
