@@ -27,7 +27,6 @@ class RunDirectory:
         self.timeline: Final = root / "timeline.jsonl"
         self.layout: Final = root / "layout.json"
         self.report: Final = root / "report.html"
-        self.trace: Final = root / "trace.json"
         self.tensorboard: Final = root / "tensorboard"
         self.trackers: Final = root / "trackers"
         self.evaluations: Final = root / "eval"

@@ -13,7 +13,7 @@ CONDUCTOR = "conductor"
 MOST_EVENTS_STEPS = 8
 """Most steps on the page."""
 MOST_EVENTS_ROWS = 128
-"""Most ranks on the page; the trace has all of them."""
+"""Most ranks on the page; timeline.jsonl has all of them."""
 
 Line = dict[str, Any]
 """Line of timeline.jsonl, as `StepSpans.line` returns it."""
@@ -68,38 +68,6 @@ def role_times(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
         times = {name: round(scale * seconds / count, 6) for name, seconds in calls.items()}
         found[role] = times | {"waits": round(max(0.0, whole * len(ranks[role]) - worked) / count, 6)}
     return found
-
-
-def trace(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
-    """Return the Chrome trace of the steps, for Perfetto or chrome://tracing: a process per node.
-
-    Each kind of call to a rank has a thread: calls of two kinds may overlap, and viewers drop a span that ends within
-    another. Source: Duffy and others, Trace Event Format; complete events, times in microseconds.
-    """
-    nodes = _nodes(layout)
-    names = [CONDUCTOR, *dict.fromkeys(nodes.get(rank, "") or "ranks" for rank in _ranks(lines))]
-    threads: dict[tuple[int, str], int] = {}
-    ends: dict[int, int] = {}
-    events: list[dict[str, Any]] = []
-    for line in lines:
-        spans = [(0, "steps", f"step {line['step']}", 0.0, line["seconds"])]
-        spans += [(0, "phases", name, start, end) for name, start, end in line["phases"]]
-        spans += [
-            (names.index(nodes.get((role, rank), "") or "ranks", 1), f"{role} {rank} {name}", name, start, end)
-            for role, rank, name, start, end in line["calls"]
-        ]
-        for pid, thread, name, start, end in spans:
-            tid = threads.setdefault((pid, thread), len(threads))
-            first, last = (round((line["began"] + seconds) * 1e6) for seconds in (start, end))
-            first = max(first, ends.get(tid, 0))  # by rounding a span may begin before the last one has ended
-            ends[tid] = max(first, last)
-            events.append({"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": first, "dur": ends[tid] - first})
-    about = [("process_name", pid, 0, name) for pid, name in enumerate(names)]
-    about += [("thread_name", pid, tid, thread) for (pid, thread), tid in threads.items()]
-    events += [
-        {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}} for kind, pid, tid, name in about
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _ranks(lines: Sequence[Line]) -> list[tuple[str, int]]:

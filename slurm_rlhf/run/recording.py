@@ -23,7 +23,7 @@ from slurm_rlhf.observe.run_log import START, EventLog, Sample, WarningEvents, a
 from slurm_rlhf.observe.timing import CallSpans, StepSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience, SyncConnection
-from slurm_rlhf.report.page import write_report
+from slurm_rlhf.report.page import write_page
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls
@@ -195,7 +195,7 @@ class Recorder:
         began = time.monotonic()
         if self._memory:
             self._put(memory={role: dict(ranks) for role, ranks in list(self._memory.items())})
-        write_report(self._directory)
+        write_page(self._directory.report, [self._directory])
         self._reported = time.monotonic()
         self._report_s = self._reported - began
 
