@@ -29,7 +29,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     if not algorithm:
         yield from _batches(config)
         yield from loss_problems(config)
-    yield from length_problems(config)
+    yield from row_problems("lengths", config)
     yield from eval_problems(config)
     yield from row_problems("training", config, least=4 * config.timeout.heartbeat_interval)
     yield from row_problems("filter", config)
@@ -67,11 +67,6 @@ def _holds_prompt(template: str) -> bool:
         return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None] == [""]
     except ValueError:
         return False
-
-
-def length_problems(config: Config) -> Iterator[str]:
-    """Check that prompt and response fit together."""
-    yield from row_problems("lengths", config)
 
 
 def out_of_range(config: Config) -> Iterator[str]:
