@@ -149,7 +149,7 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
     equal = sum(a == b for a, b in zip(answered["ours"], answered["bare"], strict=True))
     return {
         "bench": "rollout",
-        **result.to_json(),
+        **result,
         "unit": "response tokens/s",
         "prompts": prompts,
         "prompt_tokens": prompt_tokens,
