@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments
-from slurm_rlhf.cli.preflight import OFF, question, steps_of
+from slurm_rlhf.cli.preflight import OFF, question, steps_of, tell
 from slurm_rlhf.cli.train import launcher_on
 from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, printable
+from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.examination import examine_nodes, look_here
 from slurm_rlhf.nodes.launcher import Launcher
@@ -66,10 +66,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
         if config.preflight == OFF:
             steps.begin(steps.orders())
         else:
-            report = _look(config, directory, ranks, places, steps)
-            report.require()
-            for note in report.notes():
-                print(printable(note), flush=True)
+            tell(_look(config, directory, ranks, places, steps))
         yield launcher_on(directory, ranks, {}, steps)
 
 

@@ -129,8 +129,8 @@ def _divisors(whole: int) -> list[int]:
 
 def colocated(config: Config) -> Iterator[str]:
     """Check train.colocate_all: roles of one size, and no option that excludes it."""
-    if config.train.colocate_all:
-        yield from _colocated_trainers(config)
+    for role in (row for row in running_roles(config) if row.kind != "engine"):
+        yield from row_problems("one_size", config, trainer=role.settings(config), name=role.group)
     actor, vllm = config.actor, config.vllm
     slots = actor.num_nodes * actor.num_gpus_per_node
     yield from row_problems(
@@ -141,16 +141,3 @@ def colocated(config: Config) -> Iterator[str]:
         uneven=actor.num_gpus_per_node % vllm.tensor_parallel_size,
         fits=" or ".join(f"{slots // width} x {width}" for width in _divisors(actor.num_gpus_per_node)),
     )
-
-
-def _colocated_trainers(config: Config) -> Iterator[str]:
-    """Check that every other role that runs on accelerators is as large as the actor."""
-    actor = config.actor
-    for role in (row for row in running_roles(config) if row.kind != "engine"):
-        group, name = role.settings(config), role.group
-        if (group.num_nodes, group.num_gpus_per_node) != (actor.num_nodes, actor.num_gpus_per_node):
-            yield (
-                f"train.colocate_all needs roles of one size, and {name} has {group.num_nodes} x "
-                f"{group.num_gpus_per_node} slots, the actor {actor.num_nodes} x {actor.num_gpus_per_node}: set "
-                f"{name}.num_nodes = {actor.num_nodes} and {name}.num_gpus_per_node = {actor.num_gpus_per_node}"
-            )

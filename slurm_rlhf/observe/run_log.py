@@ -243,11 +243,6 @@ def choose(seed: int, step: int, count: int, total: int) -> list[int]:
     return sorted(random.Random(f"{seed} samples {step}").sample(range(total), min(count, total)))
 
 
-def append_sample(path: Path, sample: Sample) -> None:
-    """Write one line. Raises OSError."""
-    append_line(path, asdict(sample))
-
-
 def read_samples(path: Path, wanted: Container[int] | None = None) -> list[Sample]:
     """Read the samples in the lines `wanted` (None: all lines); skip lines that hold something else."""
     found = []

@@ -27,6 +27,7 @@ def test_a_row_names_what_is_there(row: dict[str, Any]) -> None:
         "algorithm": built_in()["gae"],
         "one": data_sets(config)[0],
         "frozen": config.ref,
+        "trainer": config.critic,
         "loss": POLICY_LOSSES["gspo"],
     }
     known |= dict.fromkeys(("name", "where", "chosen", "wrong_pattern", "fits"), "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from recorded_run import RANKS, write_run
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.observe.run_log import RunEvent, Sample, append_sample
+from slurm_rlhf.observe.run_log import RunEvent, Sample, append_line
 from slurm_rlhf.report.curves import POINTS, curves, nodes, step_times, weight_sync
 from slurm_rlhf.report.page import CHARACTERS, content, distinct, embedded, groups, page, settings, short
 from slurm_rlhf.report.run_files import SAMPLES, RunFiles, shown_places
@@ -147,7 +147,7 @@ def test_samples_are_thinned_and_cut(tmp_path: Path) -> None:
     assert short(made)["prompt"].endswith("(9999 characters)")
     assert len(short(made)["prompt"]) < CHARACTERS + 50
     for step in range(1000):
-        append_sample(tmp_path / "samples.jsonl", replace(made, step=step))
+        append_line(tmp_path / "samples.jsonl", asdict(replace(made, step=step)))
     run = RunFiles.read(RunDirectory(tmp_path))
     assert run.samples_of == 1000
     assert [sample.step for sample in run.samples] == shown_places(1000)
