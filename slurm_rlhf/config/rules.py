@@ -6,19 +6,19 @@ import math
 import string
 from collections.abc import Iterator
 
-from slurm_rlhf.config.algorithm_rules import algorithm_problems, loss_problems
 from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.data_files import condition
 from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import INTERVALS, all_keys, changed_keys, get
-from slurm_rlhf.config.roles import ROLES, has_engines, running_roles
-from slurm_rlhf.config.rule import row_problems
+from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, running_roles
+from slurm_rlhf.config.rule import row_problems, where_set
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
 
 
 def rule_problems(config: Config) -> Iterator[str]:
     """Find the broken rules of a training run; rules over several numbers wait until each is in its range."""
-    algorithm = list(algorithm_problems(config))
+    algorithm = list(_algorithm_problems(config))
     yield from key_problems(config)
     for role in (row for row in ROLES.values() if row.kind == "frozen"):
         yield from row_problems("frozen", config, frozen=role.settings(config), name=role.group)
@@ -28,7 +28,7 @@ def rule_problems(config: Config) -> Iterator[str]:
         return
     if not algorithm:
         yield from _batches(config)
-        yield from loss_problems(config)
+        yield from _loss_problems(config)
     yield from row_problems("lengths", config)
     yield from eval_problems(config)
     yield from row_problems("training", config, least=4 * config.timeout.heartbeat_interval)
@@ -38,6 +38,40 @@ def rule_problems(config: Config) -> Iterator[str]:
         yield from colocated(config)
     yield from row_problems("sampling", config)
     yield from correction_problems(config)
+
+
+def _algorithm_problems(config: Config) -> Iterator[str]:
+    """Check what the algorithm needs."""
+    try:
+        algorithm = algorithm_of(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    advantage, rollout = config.algo.advantage, config.rollout
+    yield from row_problems(
+        "algorithm",
+        config,
+        algorithm=algorithm,
+        twice=len(set(advantage.gdpo_reward_keys)) < len(advantage.gdpo_reward_keys),
+        any_weight=any(advantage.gdpo_reward_weights),
+        shortest=rollout.repetition_detection_min_pattern_size * rollout.repetition_detection_min_count,
+    )
+
+
+def _loss_problems(config: Config) -> Iterator[str]:
+    """Check the keys of the policy loss."""
+    from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
+
+    algorithm, chosen = algorithm_of(config), POLICY_LOSSES[config.actor.policy_loss_type]
+    yield from row_problems("loss", config, algorithm=algorithm, loss=chosen)
+    if algorithm.policy_loss is not None:
+        return
+    for leaf in dict.fromkeys(leaf for row in POLICY_LOSSES.values() for leaf in row.keys):
+        if leaf not in chosen.keys:  # the run would be another than its author thinks
+            name, users = f"actor.{leaf}", " and ".join(row.name for row in POLICY_LOSSES.values() if leaf in row.keys)
+            own = ", set actor.eps_clip_low_high for its range" if leaf == "eps_clip" and chosen.clip_range else ""
+            why = f"has no effect with actor.policy_loss_type = {chosen.name}, it belongs to {users}: leave it out{own}"
+            yield from where_set(config, [name], why)
 
 
 def key_problems(config: Config) -> Iterator[str]:

@@ -22,7 +22,11 @@ Line = dict[str, Any]
 def timeline(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
     """Return {"names", "rows", "steps"}; a span is [row, name, begin, end], with indices of "rows" and "names"."""
     last = lines[-MOST_EVENTS_STEPS:]
-    rows = rank_rows(last, layout)
+    shares = layout.get("ranks", {}).get("roles", {})
+    nodes = {(role, rank): share["node"] for role, each in shares.items() for share in each for rank in share["ranks"]}
+    ranks = _ranks(last)[: MOST_EVENTS_ROWS - 1]
+    rows = [{"role": CONDUCTOR, "rank": 0, "node": ""}]
+    rows += [{"role": role, "rank": rank, "node": nodes.get((role, rank), "")} for role, rank in ranks]
     names = list(dict.fromkeys([name for line in last for name, *_ in line["phases"]]))
     calls = list(dict.fromkeys([name for line in last for _, _, name, *_ in line["calls"]]))
     place = {(row["role"], row["rank"]): index for index, row in enumerate(rows)}
@@ -37,16 +41,6 @@ def timeline(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
         ]
         steps.append({key: line[key] for key in ("step", "began", "seconds")} | {"spans": spans})
     return {"names": [*names, *calls], "rows": rows, "steps": steps, "left_out": len(_ranks(last)) - len(rows) + 1}
-
-
-def rank_rows(lines: Sequence[Line], layout: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for the conductor and one for each rank that was called, with its node."""
-    nodes = _nodes(layout)
-    ranks = _ranks(lines)[: MOST_EVENTS_ROWS - 1]
-    return [
-        {"role": CONDUCTOR, "rank": 0, "node": ""},
-        *({"role": role, "rank": rank, "node": nodes.get((role, rank), "")} for role, rank in ranks),
-    ]
 
 
 def role_times(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
@@ -75,12 +69,6 @@ def _ranks(lines: Sequence[Line]) -> list[tuple[str, int]]:
     roles = list(dict.fromkeys(role for line in lines for role, *_ in line["calls"]))
     found = {(role, rank) for line in lines for role, rank, *_ in line["calls"]}
     return sorted(found, key=lambda each: (roles.index(each[0]), each[1]))
-
-
-def _nodes(layout: dict[str, Any]) -> dict[tuple[str, int], str]:
-    """Map each (role, rank) to its node."""
-    shares = layout.get("ranks", {}).get("roles", {})
-    return {(role, rank): share["node"] for role, each in shares.items() for share in each for rank in share["ranks"]}
 
 
 MOST_EVENTS = 400
