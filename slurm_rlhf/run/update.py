@@ -90,13 +90,9 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
     usable = [step for step in steps if not _spoiled(step)]
     for step in steps:
         for name in step.answers[0]:
-            if name not in PER_STEP and step not in usable:
-                continue
             if name in PER_STEP:
                 found.setdefault(f"{step.role}_{name}", []).append(step.answers[0][name])
-            elif name in ADDED:
-                found.setdefault(name, []).append(sum(answer[name] for answer in step.answers))
-            else:
+            elif step in usable:
                 found.setdefault(name, []).append(_per_token(step, name))
     first = next((step for step in usable if step.role == "actor"), None)
     metrics = {
@@ -134,4 +130,4 @@ def skip_warning(metrics: dict[str, float]) -> str:
 
 
 def _per_token(step: Trained, name: str) -> float:
-    return sum(answer[name] for answer in step.answers) / max(step.tokens, 1.0)
+    return sum(answer[name] for answer in step.answers) / (1.0 if name in ADDED else max(step.tokens, 1.0))
