@@ -27,7 +27,6 @@ class RunDirectory:
         self.timeline: Final = root / "timeline.jsonl"
         self.layout: Final = root / "layout.json"
         self.report: Final = root / "report.html"
-        self.trace: Final = root / "trace.json"
         self.tensorboard: Final = root / "tensorboard"
         self.trackers: Final = root / "trackers"
         self.evaluations: Final = root / "eval"
@@ -121,7 +120,7 @@ def refusal(error: BaseException, place: Path, needed: int = 0) -> str:
     `needed`: bytes that were to be written, if that is known.
     """
     number = _number(error, place, needed)
-    point, kind = mount_of(place)
+    _, point, kind = mount_of(place)
     where = f"the file system {point}{f' ({kind})' if kind else ''} has {_mib(_free(place))} MiB free"
     wanted = f", and {_mib(needed)} MiB are needed" if needed else ""
     if number == errno.ENOSPC:
@@ -200,19 +199,10 @@ def run_directory_kept(root: Path) -> Iterator[None]:
         raise DiskError(f"run_dir {root}: {reason}. {remedy(error, root)}, then start the same again") from error
 
 
-def mount_of(path: Path, table: Path = MOUNTS) -> tuple[Path, str]:
-    """Return the mount point of `path` and the type of its file system; "/" and "" if the table does not have it."""
-    _, point, kind = _mounted(path, table)
-    return point, kind
-
-
-def device_of(point: Path, table: Path = MOUNTS) -> str:
-    """Return the device or `server:/directory` that is mounted at `point`; empty if the table does not have it."""
-    device, found, _ = _mounted(point, table)
-    return device if found == point else ""
-
-
-def _mounted(path: Path, table: Path) -> tuple[str, Path, str]:
+def mount_of(path: Path, table: Path = MOUNTS) -> tuple[str, Path, str]:
+    """Return device (or `server:/directory`), mount point and type of the file system of `path`; "", "/" and "" if the
+    table does not have it.
+    """
     device, best, kind = "", Path("/"), ""
     try:
         lines = table.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,52 +16,32 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.eval.report import table as aligned
 
 
-@dataclass(slots=True)
-class Times:
-    """Keep the repetitions of one side."""
-
-    rates: list[float] = field(default_factory=list)  # tokens per second
-    cpu_rates: list[float] = field(default_factory=list)  # tokens per second of CPU time, all threads of the process
-
-
-@dataclass(slots=True)
-class Comparison:
-    """Keep the times of both sides. Repetition i of one side ran right after repetition i of the other."""
-
-    ours: Times = field(default_factory=Times)
-    baseline: Times = field(default_factory=Times)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return medians, `ratio` and `cpu_ratio` (ours over bare, medians of the pairs), the single runs, `load`.
-
-        `load` is the machine's load average. Other work on the machine changes `ratio` much more than `cpu_ratio`.
-        """
-        return {
-            "ours": statistics.median(self.ours.rates),
-            "bare": statistics.median(self.baseline.rates),
-            "ratio": _ratio(self.ours.rates, self.baseline.rates),
-            "cpu_ratio": _ratio(self.ours.cpu_rates, self.baseline.cpu_rates),
-            "runs": {"ours": self.ours.rates, "bare": self.baseline.rates},
-            "load": os.getloadavg()[0],
-        }
-
-
-def compare(ours: Callable[[int], int], baseline: Callable[[int], int], repeats: int) -> Comparison:
+def compare(ours: Callable[[int], int], baseline: Callable[[int], int], repeats: int) -> dict[str, Any]:
     """Call both with 0 .. repeats, in turns, and alternate which side goes first.
 
-    Both return how many tokens they have processed. Repetition 0 is a warm-up that does not count.
+    Both return how many tokens they have processed. Repetition 0 is a warm-up that does not count. Returns medians of
+    tokens per second, `ratio` and `cpu_ratio` (ours over bare, medians of the pairs, by the clock and by the CPU time
+    of all threads), the single runs, and `load`, the machine's load average. Other work on the machine changes `ratio`
+    much more than `cpu_ratio`.
     """
-    result = Comparison()
+    rates: dict[str, list[float]] = {"ours": [], "bare": []}
+    by_cpu: dict[str, list[float]] = {"ours": [], "bare": []}
     for number in range(repeats + 1):
-        sides = [(ours, result.ours), (baseline, result.baseline)]
-        for work, times in sides if number % 2 else reversed(sides):
+        sides = [("ours", ours), ("bare", baseline)]
+        for name, work in sides if number % 2 else reversed(sides):
             began, began_cpu = time.perf_counter(), time.process_time()
             tokens = work(number)
             seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
             if number:
-                times.rates.append(tokens / seconds)
-                times.cpu_rates.append(tokens / cpu)
-    return result
+                rates[name].append(tokens / seconds)
+                by_cpu[name].append(tokens / cpu)
+    return {
+        **{name: statistics.median(each) for name, each in rates.items()},
+        "ratio": _ratio(**rates),
+        "cpu_ratio": _ratio(**by_cpu),
+        "runs": rates,
+        "load": os.getloadavg()[0],
+    }
 
 
 @contextmanager
@@ -90,8 +70,8 @@ def table(rows: Mapping[str, Mapping[str, Any]], unit: str) -> str:
     return aligned([[unit, "slurm-rlhf", "bare", "ratio", "by CPU time", "load"], *figures])
 
 
-def _ratio(ours: list[float], baseline: list[float]) -> float:
-    return statistics.median(mine / other for mine, other in zip(ours, baseline, strict=True))
+def _ratio(ours: list[float], bare: list[float]) -> float:
+    return statistics.median(mine / other for mine, other in zip(ours, bare, strict=True))
 
 
 EOS = "<eos>"

@@ -16,6 +16,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import request_seed
 from slurm_rlhf.engine.vllm import engine_config
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.placement.model_shape import read_shape
 from slurm_rlhf.ranks.engine_leader import EngineLeader
 from slurm_rlhf.ranks.rank_process import import_libraries, serve
 from slurm_rlhf.ranks.worker import RankInfo
@@ -127,7 +128,7 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
         # First, because vllm reads the environment that this sets when it is imported.
         worker = _Worker(config, Path(scratch) / "keys.json")
         try:
-            vocab = _vocab(config)
+            vocab = read_shape("actor.model_name_or_path", config.actor.model_name_or_path).vocab
             baseline = BaselineEngine(config)
             episodes = Episodes(Scheduler(worker.handle, config.train.seed, config.vllm.max_num_seqs))
 
@@ -149,7 +150,7 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
     equal = sum(a == b for a, b in zip(answered["ours"], answered["bare"], strict=True))
     return {
         "bench": "rollout",
-        **result.to_json(),
+        **result,
         "unit": "response tokens/s",
         "prompts": prompts,
         "prompt_tokens": prompt_tokens,
@@ -165,14 +166,6 @@ def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:
     dice = np.random.default_rng([number, count])
     lengths = dice.integers(max(1, tokens // 2), tokens + tokens // 2 + 1, count)
     return [Prompt(i, "", dice.integers(1, vocab, length).astype(np.int32)) for i, length in enumerate(lengths)]
-
-
-def _vocab(config: Config) -> int:
-    from slurm_rlhf.engine._transformers import parameter_shapes, skeleton
-
-    return max(
-        shape[0] for shape in parameter_shapes(skeleton(config.actor.model_name_or_path)).values() if len(shape) == 2
-    )
 
 
 def _check_length(config: Config, prompt_tokens: int) -> None:

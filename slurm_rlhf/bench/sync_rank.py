@@ -72,15 +72,7 @@ class Rank:
         self._timed(lambda: self._update(0, compare=True))
         versions = iter(range(1, 1000))
         # In turns, so that other load on the machine slows both.
-        results = self._in_turn({"seconds": lambda: self._update(next(versions)), "raw_seconds": self._raw})
-        end = self.sender or self.receiver
-        results["peak_extra_bytes"] = round(max(self._of_all(float(end.peak if end else 0))))
-        results["checksum_seconds"] = max(self._of_all(self.receiver.verify_s if self.receiver else 0.0))
-        self.plain.barrier().wait()
-        return results
-
-    def _in_turn(self, ways: dict[str, Callable[[], None]]) -> dict[str, Any]:
-        """Return the medians, and the share of the raw way's rate that updates reach."""
+        ways = {"seconds": lambda: self._update(next(versions)), "raw_seconds": self._raw}
         found: dict[str, list[float]] = {}
         for _ in range(self.spec.repeats):
             for name, work in ways.items():
@@ -88,7 +80,12 @@ class Rank:
                     found.setdefault(measured, []).append(value)
         results: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
         shares = [raw / ours for ours, raw in zip(found["seconds"], found["raw_seconds"], strict=True)]
-        return results | {"share_of_raw": statistics.median(shares), "least_share_of_raw": min(shares)}
+        results |= {"share_of_raw": statistics.median(shares), "least_share_of_raw": min(shares)}
+        end = self.sender or self.receiver
+        results["peak_extra_bytes"] = round(max(self._of_all(float(end.peak if end else 0))))
+        results["checksum_seconds"] = max(self._of_all(self.receiver.verify_s if self.receiver else 0.0))
+        self.plain.barrier().wait()
+        return results
 
     def _timed(self, work: Callable[[], None]) -> tuple[float, float]:
         """Return the seconds until the last rank has finished, and the CPU seconds of all ranks."""

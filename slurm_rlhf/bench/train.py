@@ -96,7 +96,7 @@ def _compare(
         losses.setdefault("bare", baseline.train_step(batch, denominator))
         return int(batch.lengths.sum())
 
-    timed = compare(ours, plain, repeats).to_json()
+    timed = compare(ours, plain, repeats)
     if abs(losses["ours"] - losses["bare"]) > LOSS_TOLERANCE[config.ds.param_dtype]:
         raise RunError(f"first losses {losses['ours']:.6f} (ours) and {losses['bare']:.6f} (bare): not the same work")
     return timed | {"tokens": int(batch.lengths.sum()), "micro_batches": len(_micros(config, role, batch))}

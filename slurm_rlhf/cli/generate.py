@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments
-from slurm_rlhf.cli.preflight import OFF, question, steps_of
+from slurm_rlhf.cli.preflight import OFF, question, steps_of, tell
 from slurm_rlhf.cli.train import launcher_on
 from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, printable
+from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.examination import examine_nodes
 from slurm_rlhf.nodes.launcher import Launcher
@@ -37,15 +37,12 @@ def generate_rows(arguments: Arguments) -> int:
     """Answer the rows that are left. Raises SlurmRlhfError."""
     refuse_many_processes("generate")
     config = load_config(arguments.files, arguments.overrides)
-    from slurm_rlhf.generate.job import engines_everywhere, generate, prepare
+    from slurm_rlhf.generate.job import generate, prepare
 
     shard, source = prepare(config, os.environ)
-    ranks = engines_everywhere(
-        nodes_here(os.environ), config.vllm.tensor_parallel_size, config.generate.engines_per_node
-    )
     directory = shard.directory(Path(config.run_dir))
     places = [("generate.dataset", str(file)) for file in data_files(config.generate.dataset)]
-    with engine_launcher(config, directory, ranks, places) as launcher:
+    with engine_launcher(config, directory, places) as (ranks, launcher):
         return generate(config, shard, source, ranks, launcher)
 
 
@@ -59,18 +56,19 @@ def refuse_many_processes(command: str) -> None:
 
 
 @contextmanager
-def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Places) -> Iterator[Launcher]:
-    """Examine the nodes, and yield the launcher of their engines. Raises PlacementError if they cannot start there."""
+def engine_launcher(config: Config, directory: Path, places: Places) -> Iterator[tuple[RankMap, Launcher]]:
+    """Examine the nodes; yield their engines, and what launches these. Raises PlacementError if they cannot start."""
+    from slurm_rlhf.generate.job import engines_everywhere
+
+    per_node = config.generate.engines_per_node
+    ranks = engines_everywhere(nodes_here(os.environ), config.vllm.tensor_parallel_size, per_node)
     directory.mkdir(parents=True, exist_ok=True)
     with steps_of(config, directory) as steps:
         if config.preflight == OFF:
             steps.begin(steps.orders())
         else:
-            report = _look(config, directory, ranks, places, steps)
-            report.require()
-            for note in report.notes():
-                print(printable(note), flush=True)
-        yield launcher_on(directory, ranks, {}, steps)
+            tell(_look(config, directory, ranks, places, steps))
+        yield ranks, launcher_on(directory, ranks, {}, steps)
 
 
 def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps: AgentSteps) -> Report:
@@ -108,18 +106,15 @@ def evaluate(arguments: Arguments) -> int:
     config = load_config(arguments.files, arguments.overrides)
     from slurm_rlhf.eval.report import report_text
     from slurm_rlhf.generate.eval_job import EvalJob
-    from slurm_rlhf.generate.job import engines_everywhere
 
     job = EvalJob.prepare(config, model, options.get("output"))
     for one in job.sets:
         if one.prompts.dropped:
             print(f"evaluation {one.settings.name}: {one.prompts.dropped} prompts are too long and are dropped")
-    per_node = config.generate.engines_per_node
-    ranks = engines_everywhere(nodes_here(os.environ), config.vllm.tensor_parallel_size, per_node)
     places = [
         (f"eval.datasets, {one.settings.name}", str(file)) for one in job.sets for file in data_files(one.settings.path)
     ]
-    with engine_launcher(config, job.root, ranks, places) as launcher:
+    with engine_launcher(config, job.root, places) as (ranks, launcher):
         code = job.run(ranks, launcher)
     if code:
         return code

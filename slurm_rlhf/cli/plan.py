@@ -20,7 +20,7 @@ from slurm_rlhf.config.model_directory import sent_parameters
 from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
+from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened, shortened_lines
 from slurm_rlhf.placement.memory import Account, Row, gib, help_for
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.replacement import chosen
@@ -286,10 +286,8 @@ def draw_transfer(plan: SyncPlan, rates: dict[str, float]) -> str:
         f"  an engine rank receives {_size(found.payload)} "
         f"and forwards {_range([found.sent.get(rank, 0) for rank in engines])}",
     ]
-    for node in _nodes(plan)[:8]:
-        lines.append(f"  {node}: {_size(found.out.get(node, 0))} out, {_size(found.into.get(node, 0))} in")
-    rest = len(_nodes(plan)) - 8
-    return "\n".join([*lines, f"  and {rest} more nodes"] if rest > 0 else lines)
+    links = [(node, _size(found.out.get(node, 0)), _size(found.into.get(node, 0))) for node in _nodes(plan)]
+    return "\n".join(lines) + shortened_lines([f"{node}: {out} out, {into} in" for node, out, into in links], 8)
 
 
 def step_time(

@@ -157,17 +157,13 @@ def report(arguments: Arguments) -> int:
 
     pipelines = {name: pipeline_of(Path(name).expanduser()) for name in arguments.words}
     directories = [one for name, whole in pipelines.items() for one in _of_pipeline(whole) or [_directory(name)]]
-    from slurm_rlhf.report.page import write_page, write_report
-    from slurm_rlhf.report.run_files import RunFiles
+    from slurm_rlhf.report.page import write_page
 
-    if len(directories) == 1 and "output" not in arguments.options:
-        write_report(directories[0])
-        output = directories[0].report
-    else:
-        output = Path(arguments.options.get("output", "report.html")).expanduser().absolute()
-        if not output.parent.is_dir():
-            raise ConfigError(f"--output={output}: there is no directory {output.parent}")
-        write_page(output, [RunFiles.read(directory) for directory in directories])
+    usual = directories[0].report if len(directories) == 1 else "report.html"
+    output = Path(arguments.options.get("output", usual)).expanduser().absolute()
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output={output}: there is no directory {output.parent}")
+    write_page(output, directories)
     print(f"{output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser, here or after scp")
     return 0
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from slurm_rlhf.cli.commands import Arguments
@@ -279,16 +280,13 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     numbers = [value if value is not None and math.isfinite(value) else None for value in values]
     count = min(width, len(numbers))
     shares = [numbers[place * len(numbers) // count : (place + 1) * len(numbers) // count] for place in range(count)]
-    means = [_mean([value for value in share if value is not None]) for share in shares]
+    there = [[value for value in share if value is not None] for share in shares]
+    means = [fmean(each) if each else None for each in there]
     known = [mean for mean in means if mean is not None]
     if not known:
         return ""
     low, spread = min(known), max(known) - min(known)
     return "".join(" " if mean is None else _BLOCKS[_level(mean, low, spread)] for mean in means)
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def _level(value: float, low: float, spread: float) -> int:

@@ -49,8 +49,8 @@ def train(arguments: Arguments) -> int:
 
         return mpi_start.lead_or_follow(arguments, start)
     refuse_unread_keys(arguments)
+    config = load_config(arguments.files, arguments.overrides)
     if "dry_run" in arguments.options:
-        config = load_config(arguments.files, arguments.overrides)
         from slurm_rlhf.cli.check import looked
 
         check(config)
@@ -59,7 +59,6 @@ def train(arguments: Arguments) -> int:
         print_resolved(config, layout, memory, looked(config))
         require_fit(memory)
         return 0
-    config = load_config(arguments.files, arguments.overrides)
     fetch_models(config, _say)
     return train_here(config)
 

@@ -159,7 +159,7 @@ def local_places() -> list[Path]:
 
 def file_system(path: Path, table: Path = MOUNTS) -> str:
     """Return the type of the file system of `path`; empty if the table does not have it."""
-    return mount_of(path, table)[1]
+    return mount_of(path, table)[2]
 
 
 def _remoteness(kind: str) -> int:

@@ -34,7 +34,6 @@ from slurm_rlhf.config.rules import (
     colocated,
     hpz_problem,
     key_problems,
-    length_problems,
     out_of_range,
     rule_problems,
     shares_problem,
@@ -97,11 +96,7 @@ def check_generate(config: Config) -> None:
     what = "a Hugging Face directory, a run directory or a checkpoint"
     problems += _needed(GENERATED_BY, config.generate.model_name_or_path, what)
     problems += _data("generate.dataset", config.generate.dataset)
-    problems += length_problems(config)
-    if not has_engines(config):
-        engine = f"rollout.engine = {config.rollout.engine}"
-        problems.append(f"{engine}: rows are answered by engines only: use vllm, the default")
-    _raise([*problems, *_reward_function(config), *_no_training_run(config)], [])
+    _raise([*problems, *row_problems("lengths", config), *_engines_alone(config), *_no_training_run(config)], [])
 
 
 ENVIRONMENTS = "a Python file with environments (slurm-rlhf docs environments)"
@@ -109,7 +104,12 @@ ENVIRONMENTS = "a Python file with environments (slurm-rlhf docs environments)"
 
 def check_eval(config: Config) -> None:
     """Check keys and files of `slurm-rlhf eval`, as `check_generate` does."""
-    problems = [*key_problems(config), *eval_problems(config), *length_problems(config), *_reward_function(config)]
+    problems = [
+        *key_problems(config),
+        *eval_problems(config),
+        *row_problems("lengths", config),
+        *_engines_alone(config),
+    ]
     if not data_sets(config):
         problems.append("there is nothing to evaluate: name JSONL files of prompts in eval.datasets")
     for one in data_sets(config):
@@ -119,8 +119,8 @@ def check_eval(config: Config) -> None:
     _raise(problems, [])
 
 
-def _reward_function(config: Config) -> Iterator[str]:
-    """Check the source of rewards where engines are the only ranks."""
+def _engines_alone(config: Config) -> Iterator[str]:
+    """Check what samples, and the source of rewards, where engines are the only ranks."""
     reward = config.reward
     yield from row_problems("engines_alone", config)
     if not reward.model_name_or_path and has_reward(config):

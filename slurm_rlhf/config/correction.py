@@ -8,7 +8,7 @@ from typing import cast
 
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule, Level, Mode
 from slurm_rlhf.config.roles import has_reference
-from slurm_rlhf.config.rule import Broken, Rules
+from slurm_rlhf.config.rule import row_problems
 from slurm_rlhf.config.schema import Config
 
 GROUP = "algo.correction"
@@ -34,82 +34,10 @@ def corrects(config: Config) -> bool:
 def correction_problems(config: Config) -> Iterator[str]:
     """Find the keys of the correction that contradict each other, one sentence for each."""
     if config.algo.correction.bypass:
-        yield from BypassRules(config).problems()
+        yield from row_problems("bypass", config)
     else:
-        yield from islice(ChoiceRules(config).problems(), 1)
-    yield from islice(ThresholdRules(config).problems(), 1)
-
-
-class _CorrectionRules(Rules):
-    def __init__(self, config: Config) -> None:
-        self.keys = config.algo.correction
-        given = "level" if self.keys.level else "mode"
-        own = f"algo.correction.{given} = {self.keys.level or self.keys.mode}"
-        thresholds = f"algo.correction.thresholds = {self.keys.thresholds}"
-        super().__init__(config, own=own, thresholds=thresholds, keys=self.keys)
-
-
-class ChoiceRules(_CorrectionRules):
-    """Check that one correction is chosen, and whole."""
-
-    group = "choice"
-
-    def half_a_correction(self) -> Broken:
-        """{own} says half of a correction: set algo.correction.{missing}, too, or choose a algo.correction.preset"""
-        missing = "mode" if self.keys.level else "level"
-        return {"missing": missing} if bool(self.keys.level) != bool(self.keys.mode) else False
-
-    def thresholds_of_nothing(self) -> Broken:
-        """{thresholds} have no effect with algo.correction.preset = {keys.preset}{auto}: choose tis, icepop or
-        seq_mask, or set algo.correction.level and algo.correction.mode"""
-        auto = ", which is none with vllm.sync_mode = drain" if self.keys.preset == "auto" else ""
-        idle = bool(self.keys.thresholds) and not self.keys.level and _preset(self.config) == "none"
-        return {"auto": auto} if idle else False
-
-
-class ThresholdRules(_CorrectionRules):
-    """Find thresholds that would drop or bound tokens on which engine and actor agree: there the ratio is 1."""
-
-    @property
-    def _bounds(self) -> tuple[float, float]:
-        low, high = self.keys.thresholds or (0.0, 1.0)
-        return low, high
-
-    def two_numbers(self) -> Broken:
-        """{thresholds} takes two numbers, low and high, or none"""
-        return len(self.keys.thresholds) not in (0, 2)
-
-    def order(self) -> Broken:
-        """{thresholds} are the wrong way round, or equal: the lower one comes first"""
-        return self._bounds[0] >= self._bounds[1]
-
-    def without_one(self) -> Broken:
-        """{thresholds} leave out 1, the ratio where engine and actor agree, so that every token would be dropped or
-        bounded: use low <= 1 <= high"""
-        return self._bounds[0] > 1 or self._bounds[1] < 1
-
-    def lower_bound_of_a_truncation(self) -> Broken:
-        """{thresholds} has a lower bound that {truncating} does not apply: use [0, {high:g}], or algo.correction.level
-        = {level} with algo.correction.mode = clip"""
-        keys, (low, high) = self.keys, self._bounds
-        truncating = "mode = truncate" if keys.mode else f"preset = {keys.preset}, which truncates"
-        found = {"truncating": f"algo.correction.{truncating}", "high": high, "level": keys.level or "token"}
-        return found if low > 0 and _mode(self.config) == "truncate" else False
-
-
-class BypassRules(_CorrectionRules):
-    """Find keys that algo.correction.bypass leaves nothing to do."""
-
-    group = "bypass"
-
-    def weights(self) -> Broken:
-        """algo.correction.bypass = true takes the update's ratio to the engine's log-probs, which leaves none for
-        {weighing} to bound: leave one or the other out"""
-        keys = self.keys
-        preset = keys.preset if keys.preset in PRESETS else ""
-        others = {"preset": preset, "level": keys.level, "mode": keys.mode, "thresholds": keys.thresholds}
-        weighing = [f"algo.correction.{name} = {value}" for name, value in others.items() if value]
-        return {"weighing": " and ".join(weighing)} if weighing else False
+        yield from islice(row_problems("choice", config, chosen=_preset(config)), 1)
+    yield from islice(row_problems("thresholds", config, chosen=_preset(config)), 1)
 
 
 def _preset(config: Config) -> str:
@@ -118,12 +46,6 @@ def _preset(config: Config) -> str:
     if keys.preset != "auto":
         return keys.preset
     return "tis" if config.vllm.sync_mode == "inflight" and not keys.bypass else "none"
-
-
-def _mode(config: Config) -> str:
-    keys = config.algo.correction
-    preset = PRESETS.get(_preset(config))
-    return keys.mode or ("" if keys.level or preset is None else preset.mode)
 
 
 def of_the_update(config: Config) -> bool:

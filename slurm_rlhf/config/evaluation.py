@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.keys import entry_table
-from slurm_rlhf.config.rule import Broken, Rules, row_problems
+from slurm_rlhf.config.rule import row_problems
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.errors import meant
@@ -72,7 +72,7 @@ def eval_problems(config: Config) -> Iterator[str]:
     if not data_sets(config):
         yield from row_problems("no_data", config)
         return
-    found = [problem for one in data_sets(config) for problem in DataSetRules(config, one).problems()]
+    found = [problem for one in data_sets(config) for problem in _set_problems(config, one)]
     names = [one.name for one in data_sets(config)]
     found += [
         f"eval.datasets: two data sets are called {name!r}: give each its own name, by which metrics and reports tell "
@@ -101,29 +101,22 @@ def _best(config: Config) -> Iterator[str]:
         yield f"{unknown} (valid: {', '.join(valid)})"
 
 
-class DataSetRules(Rules):
-    """Check one data set."""
+def _set_problems(config: Config, one: EvalSettings) -> Iterator[str]:
+    """Find the broken rules of one data set."""
+    where = f"eval.datasets, {one.name}: " if config.eval.datasets else "eval."
+    name, pattern = bool(_NAME.fullmatch(one.name)), _wrong_pattern(one.answer_pattern)
+    yield from row_problems("data_set", config, one=one, where=where, plain_name=name, wrong_pattern=pattern)
+    for k in one.pass_k:
+        if not 1 <= k <= one.n_samples_per_prompt:
+            yield (
+                f"{where}pass_k has {k}, and pass@{k} needs k from 1 to n_samples_per_prompt = "
+                f"{one.n_samples_per_prompt}: ask for more samples, or leave it out"
+            )
 
-    group = "data_set"
 
-    def __init__(self, config: Config, one: EvalSettings) -> None:
-        super().__init__(config, one=one, where=f"eval.datasets, {one.name}: " if config.eval.datasets else "eval.")
-        self.one = one
-
-    def name(self) -> Broken:
-        """{where}name is part of metric names: use letters, digits and _ . @ + - in it"""
-        return not _NAME.fullmatch(self.one.name)
-
-    def pass_k(self) -> Broken:
-        """{where}pass_k has {k}, and pass@{k} needs k from 1 to n_samples_per_prompt = {one.n_samples_per_prompt}: ask
-        for more samples, or leave it out"""
-        return [{"k": k} for k in self.one.pass_k if not 1 <= k <= self.one.n_samples_per_prompt]
-
-    def answer_pattern(self) -> Broken:
-        """{where}answer_pattern {problem}"""
-        try:
-            groups = re.compile(self.one.answer_pattern).groups
-        except re.error as error:
-            return {"problem": f"is not a regular expression: {error}"}
-        problem = f"has {groups} groups, and one is the answer: write the others as (?:...)"
-        return {"problem": problem} if groups > 1 else False
+def _wrong_pattern(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        return f"is not a regular expression: {error}"
+    return f"has {groups} groups, and one is the answer: write the others as (?:...)" if groups > 1 else ""

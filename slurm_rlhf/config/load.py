@@ -6,7 +6,7 @@ import copy
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from slurm_rlhf.config.ranges import URLS
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.config.schema_models import RewardPart
-from slurm_rlhf.config.text import BadValue, from_text, from_toml, split_overrides
+from slurm_rlhf.config.text import BadValue, flat, from_text, from_toml, split_overrides
 from slurm_rlhf.errors import ConfigError
 
 COMMAND_LINE = "the command line"
@@ -159,16 +159,8 @@ def _apply_table(source: _Source, table: dict[str, Any], prefix: str) -> None:
         elif name in GONE or key_of(name):
             source.put(name, partial(from_toml, value=value))
         else:
-            for leaf in _leaves(name, value):
+            for leaf in flat({name: value}) or [name]:
                 source.wrong(_unknown(leaf))
-
-
-def _leaves(name: str, value: Any) -> Iterator[str]:
-    if isinstance(value, dict) and value:
-        for word, inner in value.items():
-            yield from _leaves(f"{name}.{word}", inner)
-    else:
-        yield name
 
 
 def _apply_overrides(source: _Source, overrides: list[str]) -> None:

@@ -323,12 +323,9 @@ def stored_parameters(path: str) -> list[tuple[str, list[int]]]:
 
     Raises ModelError when there are none, or one cannot be read.
     """
-    directory = Path(path)
-    index = directory / INDICES[0]
-    found: list[tuple[str, list[int]]] = []
-    for name in _named(index) if index.is_file() else ["model.safetensors"]:
-        entries, _ = _header(directory / name)
-        found += [(name, list(entry["shape"])) for name, entry in entries.items()]
+    files = [file for file in weight_files(Path(path)) if file.suffix == ".safetensors"]
+    headers = [_header(file)[0] for file in files or [Path(path) / "model.safetensors"]]
+    found = [(name, list(entry["shape"])) for header in headers for name, entry in header.items()]
     if not found:
         raise ModelError(f"{path} holds no tensor")
     return sorted(found, key=lambda item: _layer_order(item[0]))

@@ -7,7 +7,8 @@ role: .github/CONTRIBUTING.md.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -64,10 +65,6 @@ def has_engines(config: Config) -> bool:
     return config.rollout.engine != "hf"
 
 
-def _always(config: Config) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
     """Describe one role."""
@@ -77,10 +74,10 @@ class RoleSpec:
     letter: str  # letter of its ranks in the grid of `plan`
     worker: str  # "module:name" of what `ranks.rank_process` calls with (config, rank info, client)
     kind: Kind  # trained: checkpoints have its state, and ds.enable_sleep moves its optimizer states; frozen; engine
-    model_keys: tuple[str, ...]  # name the directory of its model; the first that is set counts
+    model_keys: Sequence[str]  # name the directory of its model; the first that is set counts
     head: bool = False  # True: its model keeps the head over the vocabulary; False: it has one score for each token
     colocates: str = ""  # role whose slots it shares where train.colocate_<group>_<group> says so; "": none
-    runs: Callable[[Config], bool] = _always  # whether a run with this configuration starts the role
+    runs: Callable[[Config], bool] = lambda config: True  # whether a run with this configuration starts the role
 
     @property
     def colocation_key(self) -> str:
@@ -113,60 +110,16 @@ class RoleSpec:
         return worker
 
 
-_ROWS = (
-    RoleSpec(
-        ACTOR,
-        group="actor",
-        letter="A",
-        worker="slurm_rlhf.ranks.model_workers:ActorWorker",
-        kind="trained",
-        model_keys=("actor.model_name_or_path",),
-        head=True,
-    ),
-    RoleSpec(
-        CRITIC,
-        group="critic",
-        letter="C",
-        worker="slurm_rlhf.ranks.model_workers:CriticWorker",
-        kind="trained",
-        # A reward model has learned already what a response is worth. Source: OpenRLHF, `cli/train_ppo_ray.py`.
-        model_keys=("critic.model_name_or_path", "reward.model_name_or_path", "actor.model_name_or_path"),
-        runs=has_critic,
-    ),
-    RoleSpec(
-        REFERENCE,
-        group="ref",
-        letter="R",
-        worker="slurm_rlhf.ranks.model_workers:ReferenceWorker",
-        kind="frozen",
-        model_keys=("algo.distill.model_name_or_path", "actor.model_name_or_path"),
-        head=True,
-        colocates=ACTOR,
-        runs=lambda config: has_reference(config) and not actor_is_reference(config),
-    ),
-    RoleSpec(
-        REWARD,
-        group="reward",
-        letter="W",
-        worker="slurm_rlhf.ranks.model_workers:RewardWorker",
-        kind="frozen",
-        model_keys=("reward.model_name_or_path",),
-        colocates=CRITIC,
-        runs=lambda config: bool(config.reward.model_name_or_path),
-    ),
-    RoleSpec(
-        ROLLOUT,
-        group="vllm",
-        letter="E",
-        worker="slurm_rlhf.ranks.engine_leader:make_engine_worker",
-        kind="engine",
-        model_keys=("actor.model_name_or_path",),
-        head=True,
-        runs=has_engines,
-    ),
-)
+_RUNS: dict[str, Callable[[Config], bool]] = {
+    ACTOR: lambda config: True,
+    CRITIC: has_critic,
+    REFERENCE: lambda config: has_reference(config) and not actor_is_reference(config),
+    REWARD: lambda config: bool(config.reward.model_name_or_path),
+    ROLLOUT: has_engines,
+}
+_ROWS = tomllib.loads(Path(__file__).with_name("roles.toml").read_text(encoding="utf-8"))
 
-ROLES: dict[str, RoleSpec] = {row.name: row for row in _ROWS}
+ROLES = {name: RoleSpec(name, **row, runs=_RUNS[name]) for name, row in _ROWS.items()}
 """Name -> row, in the order in which roles are printed, started and given the GPUs of a node they share."""
 
 

@@ -1,15 +1,14 @@
-"""Read the rules over keys: rows of `rules.toml`, and methods of classes, whose docstring is the sentence to say."""
+"""Read the rules over keys, the rows of `rules.toml`."""
 
 from __future__ import annotations
 
-import ast
 import operator
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from functools import cache, reduce
+from functools import cache
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from slurm_rlhf.config.keys import all_keys, get
@@ -25,9 +24,6 @@ _SIGNS = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-Broken = bool | dict[str, Any] | list[dict[str, Any]]
-"""A method's answer: whether its rule is broken, or the values that its sentence names in {braces}, once for each time.
-"""
 
 
 def facts(config: Config) -> dict[str, Any]:
@@ -50,10 +46,10 @@ def in_turns(config: Config) -> bool:
 def row_problems(group: str, config: Config, **values: Any) -> Iterator[str]:
     """Find the broken rules among the rows of a group; `values` are further facts."""
     known = facts(config) | values
-    for row in _rows().get(group, ()):
+    for row in _rows()[group]:
         if any(all(_holds(each, known) for each in way.split(" and ")) for way in row["when"].split(" or ")):
             sentence = row["says"].format_map(known)
-            yield from without_effect(config, row["unused"], sentence) if "unused" in row else [sentence]
+            yield from where_set(config, row["set"], sentence) if "set" in row else [sentence]
 
 
 def _holds(condition: str, known: Mapping[str, Any]) -> bool:
@@ -63,55 +59,26 @@ def _holds(condition: str, known: Mapping[str, Any]) -> bool:
     if not compared:
         return bool(value) != condition.startswith("not ")
     sign, text = compared
-    if isinstance(value, str):
-        return bool(_SIGNS[sign](value, text))
-    return bool(_SIGNS[sign](value, _named(text, known) if text.partition(".")[0] in known else float(text)))
+    first, dot, _ = text.partition(".")
+    if first in known and (dot or not isinstance(value, str)):
+        return bool(_SIGNS[sign](value, _named(text, known)))
+    return bool(_SIGNS[sign](value, text if isinstance(value, str) else float(text)))
 
 
 def _named(name: str, known: Mapping[str, Any]) -> Any:
-    first, *rest = name.split(".")
-    return reduce(getattr, rest, known[first])
+    value, _ = Formatter().get_field(name, (), known)
+    return len(value) if isinstance(value, list) else value
 
 
-def without_effect(config: Config, names: Iterable[str], why: str) -> Iterator[str]:
-    """Find those of the keys `names` that were set although they have no effect; `why` goes on: `with x = y: ...`."""
+def where_set(config: Config, names: Iterable[str], says: str) -> Iterator[str]:
+    """Find those of the keys `names` that were set; `says` goes on behind `KEY = VALUE`."""
     for name in names:
         value = get(config, name)
         if value != all_keys()[name].default:
-            yield f"{name} = {f'{value:g}' if isinstance(value, float) else value} has no effect {why}"
-
-
-class Rules:
-    """Rules over keys: the rows of a group, and a rule for each public method, whose docstring is the sentence.
-
-    The sentence may name facts, `values`, and the values that the method returns.
-    """
-
-    group = ""
-
-    def __init__(self, config: Config, **values: Any) -> None:
-        self.config = config
-        self._values = values
-
-    def problems(self) -> Iterator[str]:
-        """Find the broken rules: rows, then methods in the order in which they are written."""
-        yield from row_problems(self.group, self.config, **self._values)
-        known = facts(self.config) | self._values
-        for name, sentence in _sentences(type(self).__module__, type(self).__name__).items():
-            found: Broken = getattr(self, name)()
-            for more in found if isinstance(found, list) else [found] if found else []:
-                yield sentence.format_map(known | (more if isinstance(more, dict) else {}))
+            shown = f"{value:g}" if isinstance(value, float) else str(value).lower() if value is True else value
+            yield f"{name} = {shown} {says}"
 
 
 @cache
 def _rows() -> dict[str, list[dict[str, Any]]]:
     return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
-
-
-@cache
-def _sentences(module: str, rules: str) -> dict[str, str]:
-    """Return each rule's docstring; read from the source, since PYTHONOPTIMIZE=2 leaves docstrings out."""
-    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == rules)
-    methods = [node for node in body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
-    return {method.name: " ".join((ast.get_docstring(method) or "").split()) for method in methods}

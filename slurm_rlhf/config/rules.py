@@ -1,4 +1,4 @@
-"""The rules over the keys of a configuration, without a look at files. The docstring of a rule is its sentence."""
+"""The rules over the keys of a configuration, without a look at files: rows of `rules.toml`, and what computes."""
 
 from __future__ import annotations
 
@@ -6,48 +6,101 @@ import math
 import string
 from collections.abc import Iterator
 
-from slurm_rlhf.config.algorithm_rules import FilterRules, LossRules, SamplingRules, algorithm_problems
 from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.data_files import condition
 from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import INTERVALS, all_keys, changed_keys, get
 from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, running_roles
-from slurm_rlhf.config.rule import Broken, Rules, in_turns, row_problems
+from slurm_rlhf.config.rule import row_problems, where_set
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
 
 
 def rule_problems(config: Config) -> Iterator[str]:
     """Find the broken rules of a training run; rules over several numbers wait until each is in its range."""
-    algorithm = list(algorithm_problems(config))
+    algorithm = list(_algorithm_problems(config))
     yield from key_problems(config)
-    yield from _frozen(config)
+    for role in (row for row in ROLES.values() if row.kind == "frozen"):
+        yield from row_problems("frozen", config, frozen=role.settings(config), name=role.group)
     yield from row_problems("compile", config)
     yield from algorithm
     if next(out_of_range(config), None) is not None:
         return
     if not algorithm:
         yield from _batches(config)
-        yield from LossRules(config, algorithm_of(config)).problems()
-    yield from length_problems(config)
+        yield from _loss_problems(config)
+    yield from row_problems("lengths", config)
     yield from eval_problems(config)
-    yield from TrainingRules(config).problems()
-    yield from FilterRules(config).problems()
-    yield from EngineRules(config).problems()
+    yield from row_problems("training", config, least=4 * config.timeout.heartbeat_interval)
+    yield from row_problems("filter", config)
+    yield from row_problems("engine", config)
     if not algorithm:
         yield from colocated(config)
-    yield from SamplingRules(config).problems()
+    yield from row_problems("sampling", config)
     yield from correction_problems(config)
+
+
+def _algorithm_problems(config: Config) -> Iterator[str]:
+    """Check what the algorithm needs."""
+    try:
+        algorithm = algorithm_of(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    advantage, rollout = config.algo.advantage, config.rollout
+    yield from row_problems(
+        "algorithm",
+        config,
+        algorithm=algorithm,
+        twice=len(set(advantage.gdpo_reward_keys)) < len(advantage.gdpo_reward_keys),
+        any_weight=any(advantage.gdpo_reward_weights),
+        shortest=rollout.repetition_detection_min_pattern_size * rollout.repetition_detection_min_count,
+    )
+
+
+def _loss_problems(config: Config) -> Iterator[str]:
+    """Check the keys of the policy loss."""
+    from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
+
+    algorithm, chosen = algorithm_of(config), POLICY_LOSSES[config.actor.policy_loss_type]
+    yield from row_problems("loss", config, algorithm=algorithm, loss=chosen)
+    if algorithm.policy_loss is not None:
+        return
+    for leaf in dict.fromkeys(leaf for row in POLICY_LOSSES.values() for leaf in row.keys):
+        if leaf not in chosen.keys:  # the run would be another than its author thinks
+            name, users = f"actor.{leaf}", " and ".join(row.name for row in POLICY_LOSSES.values() if leaf in row.keys)
+            own = ", set actor.eps_clip_low_high for its range" if leaf == "eps_clip" and chosen.clip_range else ""
+            why = f"has no effect with actor.policy_loss_type = {chosen.name}, it belongs to {users}: leave it out{own}"
+            yield from where_set(config, [name], why)
 
 
 def key_problems(config: Config) -> Iterator[str]:
     """Find keys whose value is wrong by itself, for training and for `slurm-rlhf sft`."""
     yield from out_of_range(config)
-    yield from KeyRules(config).problems()
+    data = config.data
+    yield from row_problems(
+        "keys",
+        config,
+        empty_stop="" in config.rollout.stop,
+        first_scale=2.0 ** min(config.ds.initial_scale_power, 99),
+        weight=sum(data.weights),
+        holds_prompt=_holds_prompt(data.input_template),
+    )
+    for entry in data.map:
+        if (condition(entry) or "  ")[1] != "=":
+            yield f"data.map has {entry!r}: write NAME=COLUMN, as in input=question"
+    for entry in data.filter:
+        if condition(entry) is None:
+            signs = "or !=, or one of <, <=, >, >= with a number behind it"
+            yield f"data.filter has {entry!r}: write COLUMN=VALUE, {signs}"
 
 
-def length_problems(config: Config) -> Iterator[str]:
-    """Check that prompt and response fit together."""
-    yield from row_problems("lengths", config)
+def _holds_prompt(template: str) -> bool:
+    """Tell whether a template has one place, without a name, for the prompt."""
+    try:
+        return [field for _, field, _, _ in string.Formatter().parse(template) if field is not None] == [""]
+    except ValueError:
+        return False
 
 
 def out_of_range(config: Config) -> Iterator[str]:
@@ -64,15 +117,6 @@ def unused_note(config: Config) -> str:
     """Name the keys of engines that were set and have no effect, because the actor samples; empty: none."""
     idle = [] if has_engines(config) else changed_keys(config, "vllm.", "sync.")
     return f"rollout.engine = hf: the actor's ranks sample, so {', '.join(idle)} have no effect" if idle else ""
-
-
-def _frozen(config: Config) -> Iterator[str]:
-    for role in (row for row in ROLES.values() if row.kind == "frozen"):
-        group, name = role.settings(config), role.group
-        if group.zero_stage not in (0, 3):
-            yield f"{name}.zero_stage takes 0 or 3, got {group.zero_stage}: a frozen model has parameters only to cut"
-        elif group.offload and group.zero_stage != 3:
-            yield f"{name}.offload needs {name}.zero_stage = 3: only parameters that ZeRO-3 has cut can be moved"
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -119,112 +163,15 @@ def _divisors(whole: int) -> list[int]:
 
 def colocated(config: Config) -> Iterator[str]:
     """Check train.colocate_all: roles of one size, and no option that excludes it."""
-    if config.train.colocate_all:
-        yield from _colocated_trainers(config)
-    yield from ColocationRules(config).problems()
-
-
-def _colocated_trainers(config: Config) -> Iterator[str]:
-    """Check that every other role that runs on accelerators is as large as the actor."""
-    actor = config.actor
     for role in (row for row in running_roles(config) if row.kind != "engine"):
-        group, name = role.settings(config), role.group
-        if (group.num_nodes, group.num_gpus_per_node) != (actor.num_nodes, actor.num_gpus_per_node):
-            yield (
-                f"train.colocate_all needs roles of one size, and {name} has {group.num_nodes} x "
-                f"{group.num_gpus_per_node} slots, the actor {actor.num_nodes} x {actor.num_gpus_per_node}: set "
-                f"{name}.num_nodes = {actor.num_nodes} and {name}.num_gpus_per_node = {actor.num_gpus_per_node}"
-            )
-
-
-class KeyRules(Rules):
-    """Check keys by themselves."""
-
-    group = "keys"
-
-    def betas(self) -> Broken:
-        """actor.adam_betas takes two numbers, got {actor.adam_betas}"""
-        return len(self.config.actor.adam_betas) != 2
-
-    def clip_range_of_the_loss(self) -> Broken:
-        """actor.eps_clip_low_high takes two numbers or none, got {actor.eps_clip_low_high}"""
-        return len(self.config.actor.eps_clip_low_high) not in (0, 2)
-
-    def clip_range_of_rewards(self) -> Broken:
-        """reward.clip_range takes two numbers, the lower first, got {reward.clip_range}"""
-        clip = self.config.reward.clip_range
-        return len(clip) != 2 or clip[0] > clip[1]
-
-    def empty_stop(self) -> Broken:
-        """rollout.stop holds an empty string, which would end every response at once: leave it out"""
-        return "" in self.config.rollout.stop
-
-    def smallest_loss_scale(self) -> Broken:
-        """ds.min_loss_scale = {ds.min_loss_scale:g} is above the scale to start with, 2 to the power of
-        ds.initial_scale_power = {ds.initial_scale_power}: lower the one or raise the other"""
-        ds = self.config.ds
-        return ds.param_dtype == "fp16" and ds.min_loss_scale > 2.0**ds.initial_scale_power
-
-    def columns_to_rename(self) -> Broken:
-        """data.map has {entry!r}: write NAME=COLUMN, as in input=question"""
-        return [{"entry": entry} for entry in self.config.data.map if (condition(entry) or "  ")[1] != "="]
-
-    def conditions(self) -> Broken:
-        """data.filter has {entry!r}: write COLUMN=VALUE, or !=, or one of <, <=, >, >= with a number behind it"""
-        return [{"entry": entry} for entry in self.config.data.filter if condition(entry) is None]
-
-    def weights(self) -> Broken:
-        """data.weights = {data.weights} sums to zero, which takes no row: give a data set that counts a positive one"""
-        return bool(self.config.data.weights) and not sum(self.config.data.weights)
-
-    def template(self) -> Broken:
-        """data.input_template needs exactly one {{}} where the prompt goes, got {data.input_template!r}: write {{{{ and
-        }}}} for braces that are meant as they are"""
-        try:
-            parsed = string.Formatter().parse(self.config.data.input_template)
-            fields = [field for _, field, _, _ in parsed if field is not None]
-        except ValueError:
-            return True
-        return bool(self.config.data.input_template) and fields != [""]
-
-
-class TrainingRules(Rules):
-    """Check keys of the training run against each other."""
-
-    group = "training"
-
-    def heartbeats(self) -> Broken:
-        """timeout.heartbeat = {timeout.heartbeat:g} must be at least four heartbeats: {least:g} for
-        timeout.heartbeat_interval = {timeout.heartbeat_interval:g}"""
-        least = 4 * self.config.timeout.heartbeat_interval
-        return {"least": least} if self.config.timeout.heartbeat < least else False
-
-
-class EngineRules(Rules):
-    """Find the keys that the engine excludes."""
-
-    group = "engine"
-
-    def precision_of_engines(self) -> Broken:
-        """vllm.dtype = {vllm.dtype} would round the weights that the actor trains in ds.param_dtype = {ds.param_dtype},
-        at every update: use {holds}"""
-        holds = list(dict.fromkeys(["auto", self.config.ds.param_dtype, "fp32"]))
-        rounds = has_engines(self.config) and self.config.vllm.dtype not in holds
-        return {"holds": " or ".join(holds)} if rounds else False
-
-
-class ColocationRules(Rules):
-    """Find the options that train.colocate_all excludes or needs."""
-
-    group = "colocation"
-
-    def colocated_slots(self) -> Broken:
-        """train.colocate_all needs engines on all of the actor's slots, actor.num_nodes * actor.num_gpus_per_node =
-        {actor.num_nodes} * {actor.num_gpus_per_node} = {slots}, and vllm.num_engines * vllm.tensor_parallel_size is
-        {vllm.num_engines} * {vllm.tensor_parallel_size} = {taken}; engines inside a node: use {fits}"""
-        actor, vllm = self.config.actor, self.config.vllm
-        slots, taken = actor.num_nodes * actor.num_gpus_per_node, vllm.num_engines * vllm.tensor_parallel_size
-        if not in_turns(self.config) or (taken == slots and actor.num_gpus_per_node % vllm.tensor_parallel_size == 0):
-            return False
-        fits = " or ".join(f"{slots // width} x {width}" for width in _divisors(actor.num_gpus_per_node))
-        return {"slots": slots, "taken": taken, "fits": fits}
+        yield from row_problems("one_size", config, trainer=role.settings(config), name=role.group)
+    actor, vllm = config.actor, config.vllm
+    slots = actor.num_nodes * actor.num_gpus_per_node
+    yield from row_problems(
+        "colocation",
+        config,
+        slots=slots,
+        taken=vllm.num_engines * vllm.tensor_parallel_size,
+        uneven=actor.num_gpus_per_node % vllm.tensor_parallel_size,
+        fits=" or ".join(f"{slots // width} x {width}" for width in _divisors(actor.num_gpus_per_node)),
+    )

@@ -1,6 +1,6 @@
 """The configuration: dotted keys in OpenRLHF's words, one dataclass per group, a docstring under each field.
 
-`load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
+`load.py` reads TOML and dotted overrides into these classes, `rules.toml` and `rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
 files: actor, critic, ref, reward, ds, lora and algo in `schema_models.py`, sft, rm and dpo in `schema_stages.py`, eval,
 generate, slurm, cluster and timeout in `schema_jobs.py`.

@@ -18,7 +18,7 @@ from slurm_rlhf.errors import ModelError
 from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.placement.memory import read_models
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.run_directory import RunDirectory, device_of, mount_of, size_of
+from slurm_rlhf.run_directory import RunDirectory, mount_of, size_of
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.http_client import Health, health_of
 
@@ -119,12 +119,12 @@ def quota_on(directory: Path) -> Quota | None:
     None where there is no program to ask, no quota, or no answer that can be read. Lustre has `lfs quota`, others (NFS
     with rquotad, XFS, ext4) `quota`.
     """
-    point, kind = mount_of(directory)
+    device, point, kind = mount_of(directory)
     if kind == "lustre":
         words, place = ["lfs", "quota", "-q", "-u", str(os.getuid()), str(point)], str(point)
     else:
         # Long lines and no words for the grace time: each line has all of its fields.
-        words, place = ["quota", "-w", "-p", "-u"], device_of(point)
+        words, place = ["quota", "-w", "-p", "-u"], device
     # A quota that is used up gives the same exit status.
     said = command(words, timeout_s=timeouts.QUOTA_S).stdout
     return read_quota(said, place, " ".join(words[:2] if kind == "lustre" else words[:1]))

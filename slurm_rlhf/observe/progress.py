@@ -59,12 +59,13 @@ class PlainProgress(Progress):
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         self._clock.tick()
-        names = header(metrics, self._width)
+        cells = row(step, total, metrics, duration(self._clock.remaining(total - step)), self._width)
+        names = header(cells)
         if names != self._names or self._rows == EVERY:
             self._show([Cell(names, "underline dim")])
             self._names, self._rows = names, 0
         self._rows += 1
-        self._show(row(step, total, metrics, duration(self._clock.remaining(total - step)), self._width))
+        self._show(cells)
         if "eval" in metrics:
             self._show([Cell(f"{'':9} evaluation {metrics['eval']:.4f}", "bold magenta")])
 
@@ -97,37 +98,30 @@ SCORES = "accuracy"
 class Cell:
     text: str  # padded to the column's width
     style: str  # a style of rich
+    name: str = ""  # over the column
 
 
-def row(step: int, total: int, metrics: dict[str, float], remaining: str, width: int = WIDE) -> list[Cell]:
+def row(step: int, total: int, metrics: Mapping[str, float], remaining: str, width: int = WIDE) -> list[Cell]:
     """Format one step in 100 characters, on a narrower terminal in 80; a missing metric is a dash."""
     seconds = metrics.get("time/step", math.nan)
-    shown = _shown(width)
-    phases = {name: metrics[f"time/{name}"] for name in shown if f"time/{name}" in metrics}
-    cells = [
-        Cell(f"{step}/{total}".rjust(9), "bold"),
-        Cell(_fixed(metrics.get("reward"), 7, 3), "bold green"),
-        Cell(_fixed(metrics.get("kl"), 7, 4), ""),
-        *([Cell(_fixed(metrics[SCORES], 5, 3), "green")] if SCORES in metrics else []),
-        Cell(count(metrics.get("perf/tokens_per_s"), 6), ""),
-        Cell(_fixed(seconds, 6, 2), "bold"),
+    phases = {name: metrics.get(f"time/{name}") for name in (PHASES if width >= WIDE else NARROW)}
+    rest = seconds - sum(value for value in phases.values() if value is not None)
+    return [
+        Cell(f"{step}/{total}".rjust(9), "bold", "step"),
+        Cell(_fixed(metrics.get("reward"), 7, 3), "bold green", "reward"),
+        Cell(_fixed(metrics.get("kl"), 7, 4), "", "kl"),
+        *([Cell(_fixed(metrics[SCORES], 5, 3), "green", "acc")] if SCORES in metrics else []),
+        Cell(count(metrics.get("perf/tokens_per_s"), 6), "", "tok/s"),
+        Cell(_fixed(seconds, 6, 2), "bold", "sec"),
+        *(Cell(_fixed(value, max(5, len(name)), 2), "dim", name) for name, value in phases.items()),
+        Cell(_fixed(max(rest, 0.0), 5, 2), "dim", "other"),
+        Cell(remaining.rjust(7), "cyan", "eta"),
     ]
-    cells += [Cell(_fixed(phases.get(name), max(5, len(name)), 2), "dim") for name in shown]
-    cells.append(Cell(_fixed(max(seconds - sum(phases.values()), 0.0), 5, 2), "dim"))
-    cells.append(Cell(remaining.rjust(7), "cyan"))
-    return cells
 
 
-def _shown(width: int) -> tuple[str, ...]:
-    return PHASES if width >= WIDE else NARROW
-
-
-def header(metrics: Mapping[str, float], width: int = WIDE) -> str:
-    """Return the names over the columns of a `row` with these metrics."""
-    scores = [("acc", 5)] if SCORES in metrics else []
-    names = [("step", 9), ("reward", 7), ("kl", 7), *scores, ("tok/s", 6), ("sec", 6)]
-    names += [*((name, max(5, len(name))) for name in _shown(width)), ("other", 5), ("eta", 7)]
-    return " ".join(name.rjust(size) for name, size in names)
+def header(cells: list[Cell]) -> str:
+    """Return the names over the columns of a row."""
+    return " ".join(cell.name.rjust(len(cell.text)) for cell in cells)
 
 
 def line(cells: list[Cell]) -> str:
@@ -170,7 +164,6 @@ class Clock:
     """Estimate the time that is left from the last steps, so that slow first steps soon do not count."""
 
     def __init__(self) -> None:
-        self._start = time.monotonic()
         self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
 
     def tick(self) -> None:
@@ -182,11 +175,3 @@ class Clock:
         if len(self._ends) < 2:
             return math.nan
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * steps
-
-    def since_tick(self) -> float:
-        """Return the seconds since the last step was done."""
-        return time.monotonic() - self._ends[-1] if self._ends else 0.0
-
-    def elapsed(self) -> float:
-        """Return the seconds since this clock was made."""
-        return time.monotonic() - self._start

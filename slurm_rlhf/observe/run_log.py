@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -243,20 +243,14 @@ def choose(seed: int, step: int, count: int, total: int) -> list[int]:
     return sorted(random.Random(f"{seed} samples {step}").sample(range(total), min(count, total)))
 
 
-def append_sample(path: Path, sample: Sample) -> None:
-    """Write one line. Raises OSError."""
-    append_line(path, asdict(sample))
-
-
 def read_samples(path: Path, wanted: Container[int] | None = None) -> list[Sample]:
     """Read the samples in the lines `wanted` (None: all lines); skip lines that hold something else."""
-    names = {one.name for one in fields(Sample)}
-    needed = names - {"observed", "failed"}  # which earlier versions did not write
-    try:
-        rows = [row for row in iterate_rows(path, wanted=wanted) if row.keys() >= needed]
-    except OSError:
-        return []
-    return [Sample(**{name: row[name] for name in names & row.keys()}) for row in rows]
+    found = []
+    with suppress(OSError):
+        for row in iterate_rows(path, wanted=wanted):
+            with suppress(ValidationError):
+                found.append(convert(row, Sample))
+    return found
 
 
 def markdown_text(sample: Sample) -> str:

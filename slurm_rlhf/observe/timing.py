@@ -248,20 +248,9 @@ def thinned(calls: dict[Call, list[Span]], most: int, gap: float) -> dict[Call, 
         gap = 2 * gap or 1e-6
 
 
-class TimelineLog:
-    """Append the line of each step to a file, and drop old ones from time to time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines = 0
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Write the line of a step. Raises OSError."""
-        if not self._lines:
-            self._lines = len(read_rows(self._path))
-        if self._lines >= 2 * KEPT:
-            kept = read_rows(self._path)[1 - KEPT :]
-            write_atomically(self._path, "".join(json.dumps(each) + "\n" for each in kept))
-            self._lines = len(kept)
-        append_line(self._path, row)
-        self._lines += 1
+def append_timeline(path: Path, row: dict[str, Any]) -> None:
+    """Write the line of a step, and drop old ones from time to time. Raises OSError."""
+    if row["step"] % KEPT == 0:
+        kept = read_rows(path)[1 - KEPT :]
+        write_atomically(path, "".join(json.dumps(each) + "\n" for each in kept))
+    append_line(path, row)

@@ -19,7 +19,7 @@ from slurm_rlhf.errors import cut
 from slurm_rlhf.observe.run_log import REQUEUE, RESTART, Sample
 from slurm_rlhf.report.curves import curves, latest, nodes, step_times, weight_sync
 from slurm_rlhf.report.run_files import RunFiles
-from slurm_rlhf.report.timeline import role_times, sessions, shown, timeline, trace
+from slurm_rlhf.report.timeline import role_times, sessions, shown, timeline
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 CHARACTERS = 6000
@@ -171,16 +171,8 @@ def embedded(content: dict[str, Any]) -> str:
     return text
 
 
-def write_report(directory: RunDirectory) -> None:
-    """Write the report of a run into its directory. Raises OSError; then an earlier report stays as it is."""
-    run = RunFiles.read(directory)
-    write_page(directory.report, [run])
-    if run.timeline:
-        write_atomically(directory.trace, json.dumps(trace(run.timeline, run.layout)))
-
-
-def write_page(path: Path, runs: Sequence[RunFiles]) -> None:
-    """Write a page that shows `runs` into a file."""
-    text = page(content(runs, time.time()))
+def write_page(path: Path, runs: Sequence[RunDirectory]) -> None:
+    """Write a page that shows `runs` into a file. Raises OSError; then an earlier page stays as it is."""
+    text = page(content([RunFiles.read(run) for run in runs], time.time()))
     # A text may have lone surrogates, which UTF-8 cannot encode.
     write_atomically(path, text.encode("utf-8", "replace").decode())

@@ -13,7 +13,7 @@ CONDUCTOR = "conductor"
 MOST_EVENTS_STEPS = 8
 """Most steps on the page."""
 MOST_EVENTS_ROWS = 128
-"""Most ranks on the page; the trace has all of them."""
+"""Most ranks on the page; timeline.jsonl has all of them."""
 
 Line = dict[str, Any]
 """Line of timeline.jsonl, as `StepSpans.line` returns it."""
@@ -22,7 +22,11 @@ Line = dict[str, Any]
 def timeline(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
     """Return {"names", "rows", "steps"}; a span is [row, name, begin, end], with indices of "rows" and "names"."""
     last = lines[-MOST_EVENTS_STEPS:]
-    rows = rank_rows(last, layout)
+    shares = layout.get("ranks", {}).get("roles", {})
+    nodes = {(role, rank): share["node"] for role, each in shares.items() for share in each for rank in share["ranks"]}
+    ranks = _ranks(last)[: MOST_EVENTS_ROWS - 1]
+    rows = [{"role": CONDUCTOR, "rank": 0, "node": ""}]
+    rows += [{"role": role, "rank": rank, "node": nodes.get((role, rank), "")} for role, rank in ranks]
     names = list(dict.fromkeys([name for line in last for name, *_ in line["phases"]]))
     calls = list(dict.fromkeys([name for line in last for _, _, name, *_ in line["calls"]]))
     place = {(row["role"], row["rank"]): index for index, row in enumerate(rows)}
@@ -37,16 +41,6 @@ def timeline(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
         ]
         steps.append({key: line[key] for key in ("step", "began", "seconds")} | {"spans": spans})
     return {"names": [*names, *calls], "rows": rows, "steps": steps, "left_out": len(_ranks(last)) - len(rows) + 1}
-
-
-def rank_rows(lines: Sequence[Line], layout: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for the conductor and one for each rank that was called, with its node."""
-    nodes = _nodes(layout)
-    ranks = _ranks(lines)[: MOST_EVENTS_ROWS - 1]
-    return [
-        {"role": CONDUCTOR, "rank": 0, "node": ""},
-        *({"role": role, "rank": rank, "node": nodes.get((role, rank), "")} for role, rank in ranks),
-    ]
 
 
 def role_times(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
@@ -70,49 +64,11 @@ def role_times(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
     return found
 
 
-def trace(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
-    """Return the Chrome trace of the steps, for Perfetto or chrome://tracing: a process per node.
-
-    Each kind of call to a rank has a thread: calls of two kinds may overlap, and viewers drop a span that ends within
-    another. Source: Duffy and others, Trace Event Format; complete events, times in microseconds.
-    """
-    nodes = _nodes(layout)
-    names = [CONDUCTOR, *dict.fromkeys(nodes.get(rank, "") or "ranks" for rank in _ranks(lines))]
-    threads: dict[tuple[int, str], int] = {}
-    ends: dict[int, int] = {}
-    events: list[dict[str, Any]] = []
-    for line in lines:
-        spans = [(0, "steps", f"step {line['step']}", 0.0, line["seconds"])]
-        spans += [(0, "phases", name, start, end) for name, start, end in line["phases"]]
-        spans += [
-            (names.index(nodes.get((role, rank), "") or "ranks", 1), f"{role} {rank} {name}", name, start, end)
-            for role, rank, name, start, end in line["calls"]
-        ]
-        for pid, thread, name, start, end in spans:
-            tid = threads.setdefault((pid, thread), len(threads))
-            first, last = (round((line["began"] + seconds) * 1e6) for seconds in (start, end))
-            first = max(first, ends.get(tid, 0))  # by rounding a span may begin before the last one has ended
-            ends[tid] = max(first, last)
-            events.append({"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": first, "dur": ends[tid] - first})
-    about = [("process_name", pid, 0, name) for pid, name in enumerate(names)]
-    about += [("thread_name", pid, tid, thread) for (pid, thread), tid in threads.items()]
-    events += [
-        {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}} for kind, pid, tid, name in about
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
 def _ranks(lines: Sequence[Line]) -> list[tuple[str, int]]:
     """List the ranks that were called, with the roles in the order of their first call."""
     roles = list(dict.fromkeys(role for line in lines for role, *_ in line["calls"]))
     found = {(role, rank) for line in lines for role, rank, *_ in line["calls"]}
     return sorted(found, key=lambda each: (roles.index(each[0]), each[1]))
-
-
-def _nodes(layout: dict[str, Any]) -> dict[tuple[str, int], str]:
-    """Map each (role, rank) to its node."""
-    shares = layout.get("ranks", {}).get("roles", {})
-    return {(role, rank): share["node"] for role, each in shares.items() for share in each for rank in share["ranks"]}
 
 
 MOST_EVENTS = 400

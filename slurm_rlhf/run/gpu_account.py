@@ -21,7 +21,7 @@ from slurm_rlhf.placement.step_time import USUAL_LINKS
 from slurm_rlhf.records import I32, Experience, SyncConnection
 from slurm_rlhf.run.prediction import PhaseSeconds, Prediction, Speeds
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls
-from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
+from slurm_rlhf.wire.handles import RoleHandle, gather
 
 log = logging.getLogger(__name__)
 
@@ -196,8 +196,7 @@ class GpuAccount:
         try:
             for role, handle in self.handles.items():
                 # Engines that take turns have all started before the first one is ready.
-                ready = handle.ready if isinstance(handle, EngineHandle) else []
-                ranks = ready or range(handle.world)
+                ranks = handle.ready or range(handle.world)
                 answers = gather([handle.call(rank, RankCalls.memory) for rank in ranks])
                 self._reports[role] = [answer for answer in answers if answer.gpu]
         except RunError as error:

@@ -1,18 +1,44 @@
-"""Compares the seconds of a run's phases with those that `placement.step_time` predicts for the lengths it has had."""
+"""Predicts the seconds of a run's phases, and compares them; on CPUs from what these are measured to do in a second.
+
+Predictions are those of `placement.step_time` for the lengths that the run has had. CPUs are measured before the first
+step.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import Any
 
+import numpy as np
+
+from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement.gpus import Gpu
-from slurm_rlhf.placement.memory import Models
-from slurm_rlhf.placement.step_time import RATES, Cores, Links, Rates, StepLengths, predict
-from slurm_rlhf.records import Experience
+from slurm_rlhf.placement.memory import Models, read_models
+from slurm_rlhf.placement.model_shape import batch_flops
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.step_time import (
+    MEAN,
+    RATES,
+    Cores,
+    Links,
+    Probe,
+    Rates,
+    StepLengths,
+    Work,
+    measured,
+    predict,
+)
+from slurm_rlhf.placement.topology import CPU
+from slurm_rlhf.records import I32, Experience
+from slurm_rlhf.wire.calls import EngineCalls, PassRequest, SamplingRequest, TrainerCalls
+from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
 MEASURED = {"sampling": "time/rollout", "forward": "time/forward", "update": "time/update"}
 """Phase of a prediction -> the metric with its seconds. Those of weight updates depend on links of unknown speed."""
@@ -85,3 +111,111 @@ def words(compared: Mapping[str, PhaseSeconds]) -> str:
     """Put predicted and measured seconds side by side; empty: nothing was compared."""
     pairs = [f"{phase} {each.predicted:.3g}/{each.measured:.3g}" for phase, each in compared.items()]
     return f"seconds of a step, predicted/measured: {', '.join(pairs)}" if pairs else ""
+
+
+ENOUGH = 1.2e10
+"""FLOPs of a pass of one rank that tell its rate: half a second. A few sequences may have more."""
+LEAST = 256
+"""Tokens of a pass of one rank that tell its rate: with fewer a larger model waits for its weights from memory."""
+MOST = 6e10
+"""FLOPs of a pass of one rank at most: all measurements then take 20 s at 30 GFLOP/s, and a larger model has none."""
+TOKENS = 16
+"""Tokens of a response that an engine samples, at most."""
+
+
+def measured_prediction(
+    config: Config, ranks: RankMap, roles: Mapping[str, RoleHandle[Any]], engines: Sequence[int], prompt: I32
+) -> Prediction | None:
+    """Measure the ranks, which have nothing else to do, and return what predicts the steps of the run.
+
+    `engines`: those that have started; `prompt`: tokens of one that is typical. None where nothing is measured: on
+    GPUs, in turns, for an unknown or a large model, and where the run is to be the same bit for bit or preflight looks
+    at nothing but the nodes. Raises RunError.
+    """
+    lone = config.train.colocate_all or config.train.full_determinism or config.preflight != "auto"
+    if lone or ranks.topology.accelerator != CPU:
+        return None
+    try:
+        models = read_models(config)
+    except ModelError:
+        return None
+    speeds = _Measurement(config, ranks, roles, engines, models, prompt).speeds()
+    return Prediction(config, models, speeds) if speeds else None
+
+
+@dataclass
+class _Measurement:
+    """Has trained roles and engines compute sequences of the length that is to be expected, first few, then more."""
+
+    config: Config
+    ranks: RankMap
+    roles: Mapping[str, RoleHandle[Any]]
+    engines: Sequence[int]
+    models: Models
+    prompt: I32
+
+    def __post_init__(self) -> None:
+        self._trained = [role for role in self.roles if ROLES[role].kind == "trained"]
+        nodes = {share.node for shares in self.ranks.roles.values() for share in shares}
+        here = len(os.sched_getaffinity(0))
+        cores = sum(self.ranks.topology.node(node).cpus or here for node in nodes)
+        rivals = sum(self.ranks.world(role) for role in self.models if role != ROLLOUT)
+        self._cores = Cores(cores, self.config.train.threads_per_rank or max(1, cores // rivals))
+        self._response = max(1, round(MEAN * self.config.rollout.max_new_tokens))
+
+    def speeds(self) -> Speeds | None:
+        """Measure; None for a model that takes too long."""
+        world, batch = self.roles[ACTOR].world, self.config.rollout.batch_size
+        of_one = self._work(1).update_flops()
+        if 2 * of_one > MOST:
+            return None
+        samples = self.config.rollout.n_samples_per_prompt
+        length = len(self.prompt) + self._response
+        room = self.config.train.max_tokens_per_gpu // length
+        many = int(max(2, min(batch * samples / world, room, max(ENOUGH / of_one, LEAST / length), MOST / of_one)))
+        self._pass(1, backward=True)  # not measured: it allocates memory and compiles kernels
+        (forward, *_), (update, optimizer, link) = (self._pass(many, backward) for backward in (False, True))
+        width = min(self.config.vllm.max_num_seqs, batch * samples // self.roles[ROLLOUT].world)
+        most = max(2, min(width, int(ENOUGH / batch_flops(self.models[ROLLOUT], [len(self.prompt)], False, 0))))
+        self._sampling(1)
+        few, more = (
+            sorted((self._sampling(count) for _ in range(3)), key=lambda probe: probe.seconds / probe.steps)[1]
+            for count in (max(1, most // 4), most)
+        )
+        gpu, rates = measured(forward, update, (few, more), optimizer)
+        return Speeds(gpu, Links(link or optimizer, link or optimizer), rates, self._cores)
+
+    def _work(self, count: int) -> Work:
+        """Describe what a rank of the actor has to do with so many sequences."""
+        prompt, response = len(self.prompt), self._response
+        batch = StepLengths([response] * count, [prompt + response] * count, prompt)
+        return Work(self.config, ACTOR, self.models[ACTOR], Gpu("CPU", 0, 0, 0, ""), Links(0, 0), batch)
+
+    def _pass(self, count: int, backward: bool) -> tuple[Probe, float, float]:
+        """Have all ranks of the trained roles pass `count` sequences each; return what the actor's slowest did."""
+        answers = {}
+        for role in self._trained:
+            rows = count * self.roles[role].world
+            prompts, responses = (np.full(rows, n, np.int32) for n in (len(self.prompt), self._response))
+            tokens = np.resize(self.prompt, int(prompts.sum() + responses.sum()))
+            actions = np.ones(int(responses.sum()), np.bool_)
+            batch = Experience(prompts, responses, tokens, actions, np.zeros(rows, np.float32))
+            request = partial(PassRequest, backward=backward)
+            most = self.config.train.max_tokens_per_gpu
+            answers[role] = send_shards(self.roles[role], TrainerCalls.measure, request, batch, most)[1]
+        found = gather([each for calls in answers.values() for each in calls])[: self.roles[ACTOR].world]
+        work = self._work(count)
+        flops = work.update_flops() if backward else work.flops()
+        # Predictions share the cores among the ranks: by the clock more ranks than these hold have taken turns here.
+        threads = sum(self.roles[role].world for role in self._trained) * self._cores.threads
+        crowd = max(1.0, threads / self._cores.count)
+        probe = Probe(flops, max(max(each.seconds / crowd, each.busy) for each in found))
+        return probe, min(each.optimizer for each in found), min(each.link for each in found)
+
+    def _sampling(self, count: int) -> Probe:
+        """Have all engines sample `count` responses; return what the slowest did."""
+        request = SamplingRequest(self.prompt, count, min(TOKENS, self._response))
+        loads = gather([self.roles[ROLLOUT].call(number, EngineCalls.measure, request) for number in self.engines])
+        load, shape = max(loads, key=lambda each: each.busy_s), self.models[ROLLOUT]
+        prefill = count * batch_flops(shape, [len(self.prompt)], backward=False, head_tokens=0)
+        return Probe(prefill + 2.0 * shape.active * load.tokens, load.busy_s, load.steps)

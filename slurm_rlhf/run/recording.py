@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,16 +20,16 @@ import numpy as np
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.observe.run_log import START, EventLog, Sample, WarningEvents, append_sample, choose, truncate_after
-from slurm_rlhf.observe.timing import CallSpans, StepSpans, TimelineLog
+from slurm_rlhf.observe.run_log import START, EventLog, Sample, WarningEvents, append_line, choose, truncate_after
+from slurm_rlhf.observe.timing import CallSpans, StepSpans, append_timeline
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience, SyncConnection
-from slurm_rlhf.report.page import write_report
+from slurm_rlhf.report.page import write_page
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls
 from slurm_rlhf.wire.codec import spec_of
-from slurm_rlhf.wire.handles import EngineHandle, RoleHandle
+from slurm_rlhf.wire.handles import RoleHandle
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,6 @@ class Recorder:
         self._warn = warn
         self._warned = False
         self._events = EventLog(directory.events)
-        self._timeline = TimelineLog(directory.timeline)
         self._spans = CallSpans()
         self._taken: StepSpans | None = None  # calls of the step that `done` writes next
         self._layout: dict[str, Any] = {}
@@ -129,11 +129,8 @@ class Recorder:
     def _ask_memory(self) -> None:
         """Ask all ranks that take calls how much memory they use; the answers come when the ranks have the time."""
         for role, handle in self._handles.items():
-            ready, width = list(range(handle.world)), 1
-            if isinstance(handle, EngineHandle):
-                ready, width = handle.ready, handle.width
-            for number in ready:
-                take = partial(self._measured, role, number * width)
+            for number in handle.ready:
+                take = partial(self._measured, role, handle.rank_of(number))
                 handle.call(number, RankCalls.memory).add_done_callback(take)
 
     def _measured(self, role: str, rank: int, answer: Future[DeviceReport]) -> None:
@@ -168,7 +165,7 @@ class Recorder:
         rows = sorted({*chosen, *failed[:FAILED_SAMPLES]})
         found = [sample_of(batch, experience, row, self.pieces) for row in rows]
         for sample in found:
-            append_sample(self._directory.samples, sample)
+            append_line(self._directory.samples, asdict(sample))
         return found
 
     @spared
@@ -176,7 +173,7 @@ class Recorder:
         """Record the calls of a step that is done; write the report if it is due."""
         first, self.step = self.step == 0 or not self._reported, step
         spans, self._taken = self._taken or self._spans.take(), None
-        self._timeline.append(spans.line(step))
+        append_timeline(self._directory.timeline, spans.line(step))
         if way := self.transfer():
             self._put(weight_transfer={"backend": way.backend, "interface": way.interface})
         every = self._settings.report_steps
@@ -195,7 +192,7 @@ class Recorder:
         began = time.monotonic()
         if self._memory:
             self._put(memory={role: dict(ranks) for role, ranks in list(self._memory.items())})
-        write_report(self._directory)
+        write_page(self._directory.report, [self._directory])
         self._reported = time.monotonic()
         self._report_s = self._reported - began
 

@@ -28,6 +28,9 @@ from slurm_rlhf.sampling.batches import Batch
 
 log = logging.getLogger(__name__)
 
+_OF_STATE = ("eval_before", "eval_after", "reward_first", "reward_last", "wall_s", "policy_version", "seed")
+"""Fields of `Summary` that are in `RunState`, too."""
+
 
 class Reporting:
     """Reports on one run. `begin` comes before `step`; `finished`, `stopped` or `failed` comes last."""
@@ -265,15 +268,9 @@ class Reporting:
             status=status,
             steps=state.step,
             total_steps=self._total,
-            eval_before=state.eval_before,
-            eval_after=state.eval_after,
-            reward_first=state.reward_first,
-            reward_last=state.reward_last,
-            wall_s=state.wall_s,
+            **{name: getattr(state, name) for name in _OF_STATE},
             tokens_per_s=state.response_tokens / state.wall_s if state.wall_s else 0.0,
-            policy_version=state.policy_version,
             world=self._world,
-            seed=state.seed,
             self_check=self.self_check,
             error=error,
             starting=starting,

@@ -31,9 +31,9 @@ from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.rewards.weighted import WeightedRewards
 from slurm_rlhf.run.colocation import Colocation
-from slurm_rlhf.run.cpu_rates import measured_prediction
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
+from slurm_rlhf.run.prediction import measured_prediction
 from slurm_rlhf.run.run_inputs import Inputs
 from slurm_rlhf.run.run_state import RunCheckpoints, SaveCadence
 from slurm_rlhf.run.self_check import SelfCheck

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,7 +52,7 @@ def train(
     settings = config.train
     frozen = (ACTOR,) if number <= config.critic.freezing_steps else ()
     trained = [role for role in (ACTOR, CRITIC) if role in roles and role not in frozen]
-    pending: list[_OptimizerStep] = []
+    pending: list[Callable[[], Trained]] = []
     for epoch in range(settings.max_epochs):
         for rows in mini_batches(len(experience), settings.batch_size, settings.seed * 1_000_003 + number, epoch):
             batch = experience.select(rows)
@@ -65,28 +65,19 @@ def train(
                     roles[role], TrainerCalls.train_step, request, batch, settings.max_tokens_per_gpu
                 )
                 one_at_a_time(config, calls)
-                pending.append(_OptimizerStep(role, tokens, rows, batch, parts, calls))
-    return [each.trained() for each in pending]
+                pending.append(partial(_trained, role, tokens, rows, batch, parts, calls))
+    return [wait() for wait in pending]
 
 
-@dataclass(frozen=True, slots=True)
-class _OptimizerStep:
-    """Holds the calls of an optimizer step that the ranks work on."""
-
-    role: str
-    tokens: float
-    rows: list[int]  # rows of the whole batch that this step trains on
-    batch: Experience  # part of the batch with `rows`
-    parts: list[Shard]  # the part of `batch` that each rank got
-    calls: list[Future[TrainAnswer]]
-
-    def trained(self) -> Trained:
-        """Wait for the ranks."""
-        answers = gather(self.calls)
-        metrics, passed = [answer.metrics for answer in answers], None
-        if columns := [answer.logprobs for answer in answers if answer.logprobs is not None]:
-            passed = assemble(self.batch, self.parts, columns)
-        return Trained(self.role, self.tokens, metrics, self.rows, passed)
+def _trained(
+    role: str, tokens: float, rows: list[int], batch: Experience, parts: list[Shard], calls: list[Future[TrainAnswer]]
+) -> Trained:
+    """Wait for the ranks; `batch`: the rows of this step, of which each rank got a part."""
+    answers = gather(calls)
+    metrics, passed = [answer.metrics for answer in answers], None
+    if columns := [answer.logprobs for answer in answers if answer.logprobs is not None]:
+        passed = assemble(batch, parts, columns)
+    return Trained(role, tokens, metrics, rows, passed)
 
 
 def update_metrics(steps: list[Trained]) -> dict[str, float]:
@@ -99,13 +90,9 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
     usable = [step for step in steps if not _spoiled(step)]
     for step in steps:
         for name in step.answers[0]:
-            if name not in PER_STEP and step not in usable:
-                continue
             if name in PER_STEP:
                 found.setdefault(f"{step.role}_{name}", []).append(step.answers[0][name])
-            elif name in ADDED:
-                found.setdefault(name, []).append(sum(answer[name] for answer in step.answers))
-            else:
+            elif step in usable:
                 found.setdefault(name, []).append(_per_token(step, name))
     first = next((step for step in usable if step.role == "actor"), None)
     metrics = {
@@ -143,4 +130,4 @@ def skip_warning(metrics: dict[str, float]) -> str:
 
 
 def _per_token(step: Trained, name: str) -> float:
-    return sum(answer[name] for answer in step.answers) / max(step.tokens, 1.0)
+    return sum(answer[name] for answer in step.answers) / (1.0 if name in ADDED else max(step.tokens, 1.0))

@@ -234,6 +234,8 @@ class RoleHandle(Generic[C]):
         self._server = server
         self._timeout = timeout
         self._retired: Exception | None = None
+        self.ready: list[int] = list(range(world))
+        """Those that can be called; of engines, who starts them keeps it up to date."""
         self.watchers: list[Callable[[int, str], Callable[[], None]]] = []
         """Each gets the rank and the name of every call, and returns what to call when the answer is there."""
 
@@ -255,9 +257,9 @@ class RoleHandle(Generic[C]):
         Raises WireError for an argument that cannot travel.
         """
         spec = spec_of(method)
-        future = self._send(self._rank(rank), spec, argument)
+        future = self._send(self.rank_of(rank), spec, argument)
         for watch in self.watchers:
-            ended = watch(self._rank(rank), spec.name)
+            ended = watch(self.rank_of(rank), spec.name)
             future.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
         return future
 
@@ -302,7 +304,7 @@ class RoleHandle(Generic[C]):
             return refused
         return self._server.call(self.role, rank, spec.name, argument, spec.seconds(self._timeout), spec.read_result)
 
-    def _rank(self, number: int) -> int:
+    def rank_of(self, number: int) -> int:
         """Return the rank that takes the calls to `number`."""
         return number
 
@@ -310,20 +312,19 @@ class RoleHandle(Generic[C]):
 class EngineHandle(RoleHandle[EngineCalls]):
     """Calls the engines of a role, each by its number, through its first rank.
 
-    `world` is the number of engines. `ready` are those that can be called; who starts them keeps it up to date.
+    `world` is the number of engines.
     """
 
     def __init__(self, server: ControlServer, role: str, ranks: int, width: int, timeout: Timeout) -> None:
         """`ranks`: the role's; `width`: those of one engine."""
         super().__init__(server, role, ranks // width, timeout)
         self.width = width
-        self.ready: list[int] = list(range(self.world))
         self.goes_on_without: Callable[[int, BaseException], bool] = lambda engine, error: False
         """Tells whether the run goes on without an engine whose call has failed; `groups.engines` decides."""
         self.give_up: Callable[[int, str], bool] = lambda engine, why: False
         """Gives an engine up, and says why; False: the run cannot do without it."""
 
-    def _rank(self, number: int) -> int:
+    def rank_of(self, number: int) -> int:
         return number * self.width
 
 

@@ -39,7 +39,6 @@ from slurm_rlhf.nodes.report import WARNING, Check, Finding, Report
 from slurm_rlhf.parity import processes
 from slurm_rlhf.parity.processes import Options
 from slurm_rlhf.parity.verdicts import Line
-from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.stages.record import StageRecord
@@ -355,8 +354,7 @@ def test_text_of_others_is_escaped(
 def warned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate`, with a warning of what was seen of its node."""
     monkeypatch.setattr(generate, "_look", lambda *_: EXAMINED)
-    ranks: Any = SimpleNamespace(used_nodes=["n1"], topology=Topology.uniform(["n1"], 1))
-    with generate.engine_launcher(Config(), root, ranks, ()):
+    with generate.engine_launcher(Config(), root, ()):
         pass
 
 

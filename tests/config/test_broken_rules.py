@@ -80,9 +80,9 @@ BROKEN = [
     ("rollout.temperature=0", "rollout.temperature = 0 is below ... use 0.01 or more"),
     ("rollout.top_k=-2", "rollout.top_k must be at least -1, got -2"),
     ("rollout.top_k=0", "rollout.top_k = 0 would make the engine sample from a part of the vocabulary"),
-    ("rollout.top_k=40", "rollout.top_k = 40 ... leave rollout.top_k at -1, and lower rollout.temperature"),
+    ("rollout.top_k=40", "rollout.top_k = 40 ... leave the key out, and lower rollout.temperature"),
     ("rollout.top_p=0", "rollout.top_p must be above 0 and at most 1, got 0.0"),
-    ("rollout.top_p=0.9 rollout.temperature=0.7", "learn from wrong ratios: leave rollout.top_p at 1"),
+    ("rollout.top_p=0.9 rollout.temperature=0.7", "learn from wrong ratios ... leave the key out, and lower"),
     *(
         (f"rollout.top_p=0.9 with {corrected}", "wrong ratios (algo.correction.* does not mend that: its ratios would")
         for corrected in (
@@ -136,7 +136,7 @@ BROKEN = [
     ),
     (
         f"algo.advantage.gdpo_reward_weights=1 with algo.advantage.estimator=gdpo {GROUPS}",
-        "has 1 weights for 0 algo.advantage.gdpo_reward_keys",
+        "= [1.0] does not go with algo.advantage.gdpo_reward_keys = []",
     ),
     (
         f"""algo.advantage.gdpo_reward_keys='["a","a"]' with algo.advantage.estimator=gdpo {GROUPS}""",
@@ -211,7 +211,7 @@ BROKEN = [
     (
         "algo.correction.bypass=true algo.correction.level=token algo.correction.mode=clip "
         "algo.correction.thresholds=0.5,5",
-        "leaves none for algo.correction.level = token and algo.correction.mode = clip and algo.correction.t",
+        "leaves none for algo.correction.level, algo.correction.mode and algo.correction.thresholds to bound",
     ),
     ("algo.correction.bypass=true algo.correction.off_policy_delta=0.1", "leaves none for ... = 0.1 to compare"),
     ("algo.correction.off_policy_delta=-0.1", "off_policy_delta must be at least 0, got -0.1"),
@@ -225,8 +225,12 @@ BROKEN = [
             ("seq_mask", "0.2,0.9", "[0.2, 0.9] leave out 1"),
             ("icepop", "2", "[2.0] takes two numbers"),
             ("tis", "0.5,5", "algo.correction.preset = tis ... use [0, 5] ... mode = clip"),
-            ("auto", "0.5,5", "have no effect with ... = auto, which is none with vllm.sync_mode"),
-            ("none vllm.sync_mode=inflight", "0,2", "have no effect with ... = none: choose tis, icepop or seq_mask"),
+            ("auto", "0.5,5", "have no effect with ... = auto (auto is none with vllm.sync_mode"),
+            (
+                "none vllm.sync_mode=inflight",
+                "0,2",
+                "have no effect with ... = none ... choose tis, icepop or seq_mask",
+            ),
         )
     ),
     (
@@ -267,8 +271,8 @@ BROKEN = [
     ("train.staleness_threshold=0.2 vllm.sync_mode=drain", "= 0.2 has no effect with"),
     # precision
     ("vllm.dtype=bf16 ds.param_dtype=fp32", "would round the weights ... use auto or fp32"),
-    ("vllm.dtype=bf16 ds.param_dtype=fp16", "would round the weights ... use auto or fp16 or fp32"),
-    ("vllm.dtype=fp16 ds.param_dtype=bf16", "would round the weights ... use auto or bf16 or fp32"),
+    ("vllm.dtype=bf16 ds.param_dtype=fp16", "would round the weights ... use auto or fp32"),
+    ("vllm.dtype=fp16 ds.param_dtype=bf16", "would round the weights ... use auto or fp32"),
     ("ds.grad_comm_dtype=bf16 ds.param_dtype=fp16", "would round to 8 bits ... bf16 for both"),
     ("ds.hpz_size=2 ds.zero_stage=2", "it copies what ds.zero_stage = 3 cuts: leave it out"),
     ("ds.loss_scale_window=9 ds.param_dtype=bf16", "it is of the loss scale of fp16"),

@@ -80,6 +80,7 @@ def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> Non
         (["--model={model}", "--data.input_key=question"], "no column 'question' (columns: input, label)"),
         (["--model={model}", "--eval.source_key=part"], "has no column 'part' (columns: input, label)"),
         (["--model={model}", "--data.max_len=8192"], "of --model = "),
+        (["--model={model}", "--rollout.engine=hf"], "rollout.engine = hf: rows are answered by engines only"),
     ],
 )
 def test_what_is_wrong_is_said_before_an_engine_starts(

@@ -23,7 +23,8 @@ from tiny_models import make_tiny
 from torch.nn import functional
 
 from slurm_rlhf.cluster.stop import TERM, StopRequested
-from slurm_rlhf.config.algorithm_rules import COLDEST
+from slurm_rlhf.config.keys import changed
+from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine import vllm
 from slurm_rlhf.engine.device_memory import DeviceMemory
@@ -266,7 +267,9 @@ def test_the_stand_ins_are_as_the_installed_vllm(engine_process: EngineProcess) 
 
 def test_the_limits_of_temperatures_are_vllms(engine_process: EngineProcess) -> None:
     coldest, told = engine_process.run(child.sampling_limits)
-    assert coldest == COLDEST
+    for temperature, allowed in ((coldest, True), (0.99 * coldest, False)):
+        problems = list(rule_problems(changed(Config(), {"rollout.temperature": temperature})))
+        assert (problems == []) is allowed, problems
     assert "temperature must be in [0, 2], got 2.1" in told
 
 

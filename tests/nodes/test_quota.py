@@ -8,7 +8,7 @@ import pytest
 
 from slurm_rlhf.nodes import needs
 from slurm_rlhf.nodes.needs import Quota, quota_on, read_quota
-from slurm_rlhf.run_directory import device_of
+from slurm_rlhf.run_directory import mount_of
 from slurm_rlhf.wire import timeouts
 
 NFS = """Disk quotas for user alice (uid 1000):
@@ -41,7 +41,7 @@ def test_what_the_programs_print(text: str, place: str, left: tuple[int, int | N
 def test_the_programs_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the file system wants it; none of them, or one that does not answer, is no error."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(needs, "mount_of", lambda path: (Path("/scratch"), "lustre"))
+    monkeypatch.setattr(needs, "mount_of", lambda path: ("", Path("/scratch"), "lustre"))
     program = tmp_path / "lfs"
     program.write_text('#!/bin/sh\n[ "$1 $2 $3" = "quota -q -u" ] && echo "$5 100 0 400 - 1 0 0 -"\nexit 1\n')
     program.chmod(0o755)
@@ -56,5 +56,6 @@ def test_the_programs_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_device_of_a_mount(tmp_path: Path) -> None:
     table = tmp_path / "mounts"
     table.write_text("/dev/sda1 / ext4 rw 0 0\nnas:/export/my\\040home /my\\040home nfs4 rw 0 0\n")
-    assert device_of(Path("/my home"), table) == "nas:/export/my home"
-    assert device_of(Path("/other"), table) == ""
+    assert mount_of(Path("/my home/data"), table) == ("nas:/export/my home", Path("/my home"), "nfs4")
+    assert mount_of(Path("/other"), table) == ("/dev/sda1", Path("/"), "ext4")
+    assert mount_of(Path("/other"), tmp_path / "none") == ("", Path("/"), "")

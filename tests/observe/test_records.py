@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from slurm_rlhf.observe.run_log import (
     EventLog,
     WarningEvents,
     append_line,
-    append_sample,
     choose,
     engines_lost,
     kind_of_failure,
@@ -27,7 +27,7 @@ from slurm_rlhf.observe.run_log import (
     truncate_after,
 )
 from slurm_rlhf.observe.run_status import Summary
-from slurm_rlhf.observe.timing import KEPT, CallSpans, TimelineLog, joined, thinned
+from slurm_rlhf.observe.timing import KEPT, CallSpans, append_timeline, joined, thinned
 from slurm_rlhf.wire.messages import CallFailure, Peer
 
 
@@ -58,7 +58,7 @@ def test_samples_are_read_back(tmp_path: Path) -> None:
 
     path, made = tmp_path / "samples.jsonl", [sample(step, 0, random.Random(1)) for step in (1, 2)]
     for each in made:
-        append_sample(path, each)
+        append_line(path, asdict(each))
     append_line(path, {"step": 3, "prompt": "of another version"})
     assert read_samples(path) == made
 
@@ -183,11 +183,8 @@ def test_spans_are_joined_until_they_are_few() -> None:
 
 def test_the_timeline_keeps_the_last_steps_only(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
-    log = TimelineLog(path)
     for step in range(1, 6 * KEPT):
-        if step % 7 == 0:
-            log = TimelineLog(path)  # of a resumed run
-        log.append({"step": step})
+        append_timeline(path, {"step": step})
         assert len(path.read_text().splitlines()) <= 2 * KEPT
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == list(range(steps[0], 6 * KEPT))

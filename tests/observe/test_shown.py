@@ -31,7 +31,7 @@ METRICS = {
 
 def test_a_row_holds_the_numbers_under_their_names():
     shown = line(row(12, 120, METRICS, "3:20"))
-    names = header(METRICS)
+    names = header(row(1, 9, METRICS, ""))
     assert len(names) == len(shown) <= 100
     under = {name: shown[: names.index(f" {name}") + len(name) + 1].split()[-1] for name in names.split()}
     assert under == {
@@ -53,8 +53,8 @@ def test_a_row_holds_the_numbers_under_their_names():
 def test_a_row_fits_into_80_columns_of_a_terminal() -> None:
     shown = line(row(99999, 100000, METRICS | {"reward": -1e9, "time/rollout": 12345.678}, "99:59:59", 80))
     assert len(shown) <= 80
-    assert header(METRICS, 80).split()[4:] == ["tok/s", "sec", "rollout", "update", "other", "eta"]
-    assert len(header(METRICS, 80)) <= 80
+    assert header(row(1, 9, METRICS, "", 80)).split()[4:] == ["tok/s", "sec", "rollout", "update", "other", "eta"]
+    assert len(header(row(1, 9, METRICS, "", 80))) <= 80
     usual = line(row(1, 9, METRICS, "3:20", 80)).split()
     assert usual[5:] == ["3.00", "1.20", "1.50", "0.30", "3:20"]  # rollout, update, all other phases
 
@@ -104,7 +104,6 @@ def test_remaining_time(monkeypatch):
         clock.tick()
     assert clock.remaining(5) == pytest.approx(10)
     assert duration(3 * 3600 + 61) == "3:01:01"
-    assert clock.elapsed() == 100
 
 
 def test_plain_lines_are_a_table_with_a_header_now_and_then(capsys):
@@ -116,7 +115,7 @@ def test_plain_lines_are_a_table_with_a_header_now_and_then(capsys):
     progress.end()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run directory runs/x, 45 steps"
-    assert [number for number, text in enumerate(lines) if text == header(METRICS)] == [1, 22, 43]
+    assert [number for number, text in enumerate(lines) if text == header(row(1, 9, METRICS, ""))] == [1, 22, 43]
     assert lines[2].startswith("     1/45   0.512  0.0123 0.750   2210   3.00    1.20")
     assert lines[-1] == "          evaluation 0.8125"
     assert max(map(len, lines)) <= 100
@@ -164,13 +163,13 @@ def test_a_terminal_gets_rows_over_bars(width: int) -> None:
     assert process.wait() == 0, raw.decode()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
     assert "run directory runs/x [not/markup], 30 steps" in text
-    assert text.count(header(METRICS, width)) == 1
+    assert text.count(header(row(1, 9, METRICS, "", width))) == 1
     rows = [text.index(f"    {step}/30   0.512  0.0123 0.750   2210   3.00") for step in (1, 2, 3)]
     assert rows == sorted(rows)
     assert "━━━━━" in text
-    assert re.search(r"2/30 ━+.* 0:0\d elapsed, 0:\d\d left . rollout 0:00", text)
-    assert re.search(r"  100/256 ━[━╸╺]+ +responses, \d{4,5} tokens/s", text)
-    assert re.search(r"  128/256 ━[━╸╺]+ +responses, \d{4} tokens/s", text)
+    assert re.search(r"2/30 ━+.* 0:00:0\d elapsed, 0:\d\d left", text)
+    assert re.search(r"  100/256 ━[━╸╺]+ 0:00:0\d rollout, \d+k? tokens/s", text)
+    assert re.search(r"  128/256 ━[━╸╺]+ 0:00:0\d rollout, \d{4,5} tokens/s", text)
     assert "printed by somebody else" in text
     assert raw.decode().rindex("\x1b[?25h") > raw.decode().rindex("\x1b[?25l")  # the cursor is back
     assert max(len(part) for part in re.split(r"[\r\n]+", text)) <= width

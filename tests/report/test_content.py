@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_run import BEGAN, RANKS, write_run
+from recorded_run import RANKS, write_run
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.observe.run_log import RunEvent, Sample, append_sample
+from slurm_rlhf.observe.run_log import RunEvent, Sample, append_line
 from slurm_rlhf.report.curves import POINTS, curves, nodes, step_times, weight_sync
 from slurm_rlhf.report.page import CHARACTERS, content, distinct, embedded, groups, page, settings, short
 from slurm_rlhf.report.run_files import SAMPLES, RunFiles, shown_places
-from slurm_rlhf.report.timeline import MOST_EVENTS, role_times, sessions, shown, timeline, trace
+from slurm_rlhf.report.timeline import MOST_EVENTS, role_times, sessions, shown, timeline
 from slurm_rlhf.run_directory import RunDirectory
 
 STEPS = 30
@@ -96,49 +96,6 @@ def test_the_time_of_a_role_is_what_its_ranks_did_and_what_they_waited(run: RunF
         assert sum(calls.values()) == pytest.approx(seconds, rel=1e-3)
 
 
-def test_the_trace_has_every_span_on_its_node_and_rank(run: RunFiles) -> None:
-    events = trace(run.timeline, run.layout)["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    threads = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    spans = [event for event in events if event["ph"] == "X" and event["name"] == "generate"]
-    assert {(names[span["pid"]], threads[span["tid"]]) for span in spans} == {
-        ("gpu001", "rollout 0 generate"),
-        ("gpu002", "rollout 2 generate"),
-    }
-    assert len(spans) == 2 * len(run.timeline)
-    assert min(span["ts"] for span in spans) >= BEGAN * 1e6
-    assert all(span["dur"] >= 3e6 for span in spans)
-
-
-def test_the_trace_keeps_to_the_format(run: RunFiles) -> None:
-    """Its Chrome and Perfetto readings: complete events have numbers, and on a thread they nest or lie apart."""
-    lines = [*run.timeline]
-    first = lines[0]
-    # Weights come while an engine samples: neither span lies within the other.
-    lines[0] = {**first, "calls": [["rollout", 0, "generate", 0.0, 2.0], ["rollout", 0, "sync_receive", 1.5, 2.5]]}
-    events = json.loads(json.dumps(trace(lines, run.layout)))["traceEvents"]
-    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for event in events:
-        assert event["ph"] in ("X", "M")
-        assert isinstance(event["pid"], int)
-        if event["ph"] == "X":
-            assert isinstance(event["name"], str)
-            assert all(isinstance(event[name], int) for name in ("ts", "dur", "tid"))
-            assert event["dur"] >= 0
-            lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    for spans in lanes.values():
-        ends: list[int] = []
-        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-            while ends and ends[-1] <= start:
-                ends.pop()
-            assert not ends or end <= ends[-1]
-            ends.append(end)
-    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
-    assert {"rollout 0 generate", "rollout 0 sync_receive"} < set(names)
-    calls = sum(len(line["calls"]) + len(line["phases"]) + 1 for line in lines)
-    assert sum(map(len, lanes.values())) == calls
-
-
 def test_the_picture_of_the_nodes_has_every_rank(run: RunFiles) -> None:
     found = nodes(run.layout, run.rows)
     ranks = [rank for node in found["nodes"] for slot in node["slots"] for rank in slot]
@@ -190,7 +147,7 @@ def test_samples_are_thinned_and_cut(tmp_path: Path) -> None:
     assert short(made)["prompt"].endswith("(9999 characters)")
     assert len(short(made)["prompt"]) < CHARACTERS + 50
     for step in range(1000):
-        append_sample(tmp_path / "samples.jsonl", replace(made, step=step))
+        append_line(tmp_path / "samples.jsonl", asdict(replace(made, step=step)))
     run = RunFiles.read(RunDirectory(tmp_path))
     assert run.samples_of == 1000
     assert [sample.step for sample in run.samples] == shown_places(1000)

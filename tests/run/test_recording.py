@@ -130,11 +130,11 @@ def test_the_report_is_written_when_it_is_due_and_costs_little(tmp_path: Path, m
     clock = [1000.0]
     written: list[float] = []
 
-    def write(directory: RunDirectory) -> None:
+    def write(path: Path, runs: list[RunDirectory]) -> None:
         written.append(clock[0])
         clock[0] += 0.5
 
-    monkeypatch.setattr("slurm_rlhf.run.recording.write_report", write)
+    monkeypatch.setattr("slurm_rlhf.run.recording.write_page", write)
     monkeypatch.setattr("slurm_rlhf.run.recording.time.monotonic", lambda: clock[0])
     config = Config(run_dir=str(tmp_path))
     config.logger.report_steps = 5

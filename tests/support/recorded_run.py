@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.eval.report import ScoredResponse, report_of
 from slurm_rlhf.observe.metrics import append_metrics
-from slurm_rlhf.observe.run_log import EventLog, Sample, append_sample
+from slurm_rlhf.observe.run_log import EventLog, Sample, append_line
 from slurm_rlhf.observe.run_status import Summary
-from slurm_rlhf.observe.timing import CallSpans, TimelineLog
+from slurm_rlhf.observe.timing import CallSpans, append_timeline
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run_directory import RunDirectory
@@ -58,14 +59,14 @@ def write_run(root: Path, steps: int = 30, seed: int = 1, **keys: Any) -> RunDir
     layout["memory"] = {"actor": {str(rank): {"used": 50 << 30, "total": 80 << 30} for rank in range(8)}}
     directory.layout.write_text(json.dumps(layout))
     clock = Clock(BEGAN)
-    events, timeline, spans = EventLog(directory.events, clock), TimelineLog(directory.timeline), CallSpans(clock)
+    events, spans = EventLog(directory.events, clock), CallSpans(clock)
     events.append("start", 0, f"step 0 of {steps}")
     for step in range(1, steps + 1):
         _calls(spans, clock, draw)
-        timeline.append(spans.take().line(step))
+        append_timeline(directory.timeline, spans.take().line(step))
         append_metrics(directory.metrics, step, _metrics(step, steps, draw))
         for place in range(2):
-            append_sample(directory.samples, sample(step, place, draw))
+            append_line(directory.samples, asdict(sample(step, place, draw)))
         if step == steps // 2:
             _requeue(events, clock, step)
         if step == steps // 3:

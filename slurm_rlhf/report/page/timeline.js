@@ -17,10 +17,10 @@ function timelineCard(run) {
     },
   }, each === 1 ? "1 step" : `${each} steps`));
   queueMicrotask(draw);
-  const left = run.timeline.left_out > 0 ? `${run.timeline.left_out} more ranks are in trace.json. ` : "";
+  const left = run.timeline.left_out > 0 ? `${run.timeline.left_out} more ranks are in timeline.jsonl.` : "";
   return el("figure", { class: "card" }, el("figcaption", {}, el("h3", {}, title), el("div", { class: "row" }, buttons)),
     el("div", { class: "scroll" }, host), legend([...byColour(names), ["waits", "var(--track)"]]),
-    el("p", { class: "soft small" }, `${left}trace.json beside this page opens in ui.perfetto.dev.`));
+    el("p", { class: "soft small" }, left));
 }
 
 function gantt(rows, steps, names, width) {
