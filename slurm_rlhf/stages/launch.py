@@ -50,7 +50,7 @@ class StageJob:
         self._before = log.stat().st_size if log.exists() else 0
         self._shown = self._log.stat().st_size if self._log.exists() else 0
         environment = role_environment(self.config, self.ranks, len(os.sched_getaffinity(0)))[ACTOR]
-        program = "--program=slurm_rlhf.stages.stage:of_rank"
+        program = "--program=slurm_rlhf.stages.stage:train_stage"
         arguments = [f"--role={ACTOR}", f"--run_dir={self.directory.root}", program, f"--words={self.name}"]
         ended: list[Ended] = []
         try:

@@ -8,13 +8,13 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.cluster.stop import STOP_FILE
+from slurm_rlhf.cluster.stop import INTERRUPT, STOP_FILE, TERM, USR1, Reason
 from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
@@ -128,43 +128,30 @@ class StageRecord:
         self._together()
 
 
-WORDS = {
-    signal.SIGTERM: "SIGTERM",
-    signal.SIGINT: "Ctrl-C",
-    signal.SIGUSR1: "SIGUSR1: the end of the allocation is near",
-}
+REASONS = {signal.SIGTERM: TERM, signal.SIGINT: INTERRUPT, signal.SIGUSR1: USR1}
+ELSEWHERE = Reason("a signal to another rank", False, TERM.exit_code)
 
 
 class StopSignals:
     """Remembers the first signal, inside a `with` block; a second one has its usual effect."""
 
     def __init__(self) -> None:
-        self.number = 0
-        """Number of the signal that has come; 0: none."""
+        self.reason: Reason | None = None
+        """Which signal has come; None: none."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._came) for number in WORDS}
+            self._before = {number: signal.signal(number, self._came) for number in REASONS}
         return self
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
+        self.reason = REASONS[signal.Signals(number)]
         self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
-
-
-def words_of(number: int) -> str:
-    """Say which signal it was; another rank may have had it."""
-    return WORDS.get(signal.Signals(number), "a signal") if number else "a signal to another rank"
-
-
-def exit_code(number: int) -> int:
-    """Return the exit code of a training that was stopped: that of `slurm-rlhf train`, 0 where the allocation ends."""
-    return 0 if number == signal.SIGUSR1 else 128 + (number or signal.SIGTERM)

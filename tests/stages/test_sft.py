@@ -226,7 +226,6 @@ def test_examples_in_process(job: Path) -> None:
     from slurm_rlhf.data.tokenizer import Tokenizer
     from slurm_rlhf.errors import ConfigError, DataError
     from slurm_rlhf.stages.examples import load_examples
-    from slurm_rlhf.stages.sft import SftStage
     from slurm_rlhf.stages.stage import train_stage
 
     tokenizer = Tokenizer.load(job / "model")
@@ -244,4 +243,4 @@ def test_examples_in_process(job: Path) -> None:
     config = Config()
     config.sft.output_dir = str(job / "model")
     with pytest.raises(ConfigError, match="is there already"):
-        train_stage(config, SftStage())
+        train_stage(config, "sft")
