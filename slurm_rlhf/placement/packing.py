@@ -1,8 +1,9 @@
 """Put blocks of slots on nodes, and choose the slots of each block there: a small bin packing.
 
 Nodes that look alike (same free slots, same blocks on them) are handled as one bucket, so that an attempt costs little
-on 10,000 nodes. Attempts go from the most to the least symmetric layout; the first that fits is taken. On a node
-trainers get neighbouring low slots, and engines slots that are aligned to their width.
+on 10,000 nodes. Attempts go from the most to the least symmetric layout; the first that fits is taken. On nodes of
+three and more sizes a layout may exist that none of them finds. On a node trainers get neighbouring low slots, and
+engines slots that are aligned to their width.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ _POLICIES = [
     for mixed, loose in ((False, False), (True, False), (True, True))
     for share in (False, True)
 ]
-_MOST_TRIES = 2000
 _Bucket = tuple[tuple[int, ...], int]  # blocks on the node, free slots
 _Choice = list[tuple[_Bucket, int, list[int]]]  # (bucket, slots on each node, node indices)
 _Buckets = dict[_Bucket, list[int]]  # node indices in rising order; never changed in place
@@ -73,20 +73,6 @@ class _Space:
                 self.buckets[bucket] = left
             after = ((*bucket[0], number), bucket[1] - slots)
             self.buckets[after] = sorted(self.buckets.get(after, []) + nodes)
-
-    def choices(self, block: Block) -> Iterator[_Choice]:
-        """List all ways to place a block of trainers; of engines the one that leaves most to place."""
-        if not block.per_node:
-            choice = self.choose(block, _POLICIES[-1])
-            yield from [] if choice is None else [choice]
-            return
-        ranked = self._ranked(block.per_node, _POLICIES[-1])
-        for counts in _ways([len(nodes) for _, nodes in ranked], block.num_nodes):
-            yield [
-                (bucket, block.per_node, nodes[:count])
-                for (bucket, nodes), count in zip(ranked, counts, strict=True)
-                if count
-            ]
 
     def _ranked(self, least: int, policy: _Policy) -> list[tuple[_Bucket, list[int]]]:
         """List the buckets with at least `least` free slots, in the order of the policy."""
@@ -130,17 +116,6 @@ class _Space:
         if room < block.engines or not block.num_nodes <= count <= block.engines:
             return None
         return _spread(block, taken)
-
-
-def _ways(most: Sequence[int], total: int) -> Iterator[list[int]]:
-    """List the ways to write `total` as a sum of numbers of which each is at most what `most` has there."""
-    if not most:
-        if not total:
-            yield []
-        return
-    for first in range(min(most[0], total), -1, -1):
-        for others in _ways(most[1:], total - first):
-            yield [first, *others]
 
 
 def _spread(block: Block, taken: list[tuple[_Bucket, list[int]]]) -> _Choice:
@@ -191,26 +166,6 @@ def pack(capacities: Sequence[int], blocks: Sequence[Block], *, thorough: bool =
         for order in _orders(blocks, thorough):
             if (placed := _try(_Space(buckets), blocks, order, policy)) is not None:
                 return _assignments(placed)
-    if not thorough:
-        return None
-    order = tuple(sorted(range(len(blocks)), key=lambda number: not blocks[number].per_node))
-    placed = _search(_Space(buckets), blocks, order, iter(range(_MOST_TRIES)))
-    return _assignments(placed) if placed is not None else None
-
-
-def _search(
-    space: _Space, blocks: Sequence[Block], order: tuple[int, ...], tries: Iterator[int]
-) -> dict[int, _Choice] | None:
-    """Try every way, engines last, until `tries` are used up: uneven nodes may leave one that no policy finds."""
-    if not order:
-        return {}
-    for choice in space.choices(blocks[order[0]]):
-        if next(tries, None) is None:
-            return None
-        after = _Space(space.buckets)
-        after.take(order[0], choice)
-        if (found := _search(after, blocks, order[1:], tries)) is not None:
-            return {order[0]: choice, **found}
     return None
 
 

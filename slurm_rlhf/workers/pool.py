@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -300,7 +301,6 @@ class PoolWorker(threading.Thread):
         try:
             self._channel.socket.settimeout(timeout_s)
             self._channel.send(message)
-            self._channel.socket.settimeout(timeouts.POLL_S)
             answer = self._received(until)
         except TimeoutError:
             self._show_stack()
@@ -314,19 +314,18 @@ class PoolWorker(threading.Thread):
         return answer["value"]
 
     def _received(self, until: float) -> Any:
-        while True:
-            try:
-                return self._channel.receive()
-            except TimeoutError:
-                if self.pool.closed:
-                    raise WorkerError(ENDED, "the pool of workers was closed") from None
-                if self._process.poll() is not None:
-                    raise EOFError from None
-                if self._too_large():
-                    most = self.pool.memory_mb
-                    raise WorkerError(MEMORY, f"its process grew past {most} MiB of memory") from None
-                if time.monotonic() > until:
-                    raise
+        coming = select.poll()
+        coming.register(self._channel.socket, select.POLLIN)
+        while not coming.poll(timeouts.POLL_S * 1000):
+            if self.pool.closed:
+                raise WorkerError(ENDED, "the pool of workers was closed")
+            if self._process.poll() is not None:
+                raise EOFError
+            if self._too_large():
+                raise WorkerError(MEMORY, f"its process grew past {self.pool.memory_mb} MiB of memory")
+            if time.monotonic() > until:
+                raise TimeoutError
+        return self._channel.receive()
 
     @property
     def _process(self) -> subprocess.Popen[bytes]:
@@ -373,6 +372,6 @@ class PoolWorker(threading.Thread):
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self._channel.socket.close()
+        self._channel.close()
         self.process = None
         self.life += 1

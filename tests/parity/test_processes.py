@@ -15,7 +15,7 @@ from waiting import until
 
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.parity import processes
-from slurm_rlhf.parity.processes import Options, Task, compare
+from slurm_rlhf.parity.processes import Task, compare
 from slurm_rlhf.parity.verdicts import Line, Subject
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,6 @@ def follow(task: Task, precision: str) -> None:
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the libraries, whose processes are real."""
-    monkeypatch.setattr(processes, "import_libraries", lambda: None)
     monkeypatch.setattr(processes, "sample", sample)
     monkeypatch.setattr(processes, "follow", follow)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -55,7 +54,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines(tmp_path: Path, *names: str, timeout_s: float = 60.0) -> list[Line]:
     subjects = [Subject(name, str(tmp_path)) for name in names]
-    return list(compare(subjects, Options(timeout_s=timeout_s)))
+    return list(compare(subjects, ("fp32", "bf16"), 320, timeout_s))
 
 
 def test_what_goes_wrong_in_one_model_is_a_line_of_its_own(tmp_path: Path) -> None:
@@ -94,5 +93,5 @@ def test_what_is_refused_starts_nothing(tmp_path: Path) -> None:
         Subject("a", verdict="refused", reason="known to differ"),
         Subject("b", verdict="failed", reason="no network"),
     ]
-    found = list(compare(subjects, Options()))
+    found = list(compare(subjects, ("fp32", "bf16"), 320, 60.0))
     assert [(line.verdict, line.reason) for line in found] == [("refused", "known to differ"), ("failed", "no network")]

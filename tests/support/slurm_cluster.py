@@ -133,7 +133,9 @@ class Cluster:
         """Its nodes, its jobs that are not over, and the end of what each of these printed."""
         jobs = re.findall(r"StdOut=(\S+)", self.run("scontrol", "show", "jobs"))
         ends = [f"{name}:\n{_end(Path(name))}" for name in jobs[-3:]]
-        return "\n".join([self.run("sinfo", "-N", "-l"), self.run("squeue", "-l", "--steps"), self.run("squeue", "-l"), *ends])
+        return "\n".join(
+            [self.run("sinfo", "-N", "-l"), self.run("squeue", "-l", "--steps"), self.run("squeue", "-l"), *ends]
+        )
 
     def drain(self, *nodes: str) -> None:
         """Take nodes out of service: what runs there goes on, and nothing new starts."""
