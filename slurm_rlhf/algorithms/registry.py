@@ -133,16 +133,11 @@ def built_in() -> dict[str, Algorithm]:
     return {record.name: record for record in records}
 
 
-def algorithm_names() -> list[str]:
-    """List the valid names, sorted."""
-    return sorted({*built_in(), *_REGISTERED})
-
-
 def find_algorithm(name: str) -> Algorithm:
     """Look an algorithm up by its name. Raises ConfigError that names the nearest and all valid ones."""
     found = built_in().get(name) or _REGISTERED.get(name)
     if found is None:
-        names, same = algorithm_names(), OF_PEERS.get(name.lower())
+        names, same = sorted({*built_in(), *_REGISTERED}), OF_PEERS.get(name.lower())
         near = f": it is called {same} here" if same else meant(name, names)
         raise ConfigError(
             f"{KEY} = {name!r} is unknown{near} (valid: {', '.join(names)}; more come with files that "

@@ -65,8 +65,8 @@ class PromptSet:
             )
         if not kept:
             raise DataError(f"{path}: the file holds no prompts")
-        answered = sum(_is_answered(prompt.row[data.input_key]) for prompt in kept)
-        return cls(kept, dropped, answered, path)
+        chats = [value for prompt in kept if _is_chat(value := prompt.row[data.input_key])]
+        return cls(kept, dropped, sum(chat[-1]["role"] == "assistant" for chat in chats), path)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -176,10 +176,6 @@ def _no_token(text: str, tokenizer: Tokenizer, data: Data) -> str:
         f"the prompt {cut(text, 60)!r} gives no token: the tokenizer of {tokenizer.directory} knows none of its "
         "characters. Use a model that knows them, or leave the row out"
     )
-
-
-def _is_answered(value: Any) -> bool:
-    return _is_chat(value) and value[-1]["role"] == "assistant"
 
 
 def _is_chat(value: Any) -> bool:

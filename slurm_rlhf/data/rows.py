@@ -106,10 +106,8 @@ def _parsed(line: bytes, number: int, where: str) -> Row:
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")
         return DataError(f"{where}: not valid JSON: {what} at column {error.colno}{_hint(line)}")
-    except RecursionError:
-        return DataError(f"{where}: nested too deeply")
-    except ValueError as error:  # Python reads no integer of more than 4300 digits
-        return DataError(f"{where}: not a number that can be read: {error}")
+    except (RecursionError, ValueError) as error:  # Python reads no integer of more than 4300 digits
+        return DataError(f"{where}: not JSON that can be read: {error}")
     if isinstance(row, dict):
         return row
     return DataError(

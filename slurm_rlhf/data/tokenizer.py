@@ -130,10 +130,6 @@ class Tokenizer:
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self.backend, int(token)) or "" for token in ids]
 
-    def end_texts(self) -> list[str]:
-        """Return the texts of the tokens at which engines end a response, see `end_tokens`."""
-        return [self.decode([token], skip_special_tokens=False) for token in sorted(end_tokens(self))]
-
     def chat(
         self,
         messages: Sequence[dict[str, Any]],

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from slurm_rlhf.data.tokenizer import CONTEXT_TOKENS, Tokenizer, end_tokens
 from slurm_rlhf.engine._transformers import Texts, decoding_setup, go_on, prefilled, selects_rows
@@ -65,19 +66,15 @@ class SampledRow:
         """`request` None: nobody's, which takes its place in a batch where every rank needs one."""
         self.active = None if request is None else ActiveRequest(request)
         self.reason = "" if request is not None else STOP  # why it has ended
-        self._generator = torch.Generator(device=device)
+        self.generator = torch.Generator(device=device)
         if request is not None:
-            self._generator.manual_seed(request.seed)
+            self.generator.manual_seed(request.seed)
 
     def text(self, pad: int) -> I32:
         """Return prompt and response so far; nobody's is one `pad`."""
         if self.active is None:
             return np.array([pad], dtype=np.int32)
         return np.concatenate([self.active.request.prompt_ids, np.array(self.active.tokens, dtype=np.int32)])
-
-    def noise(self, out: Tensor) -> None:
-        """Fill `out` [V] with exponentially distributed numbers."""
-        out.exponential_(generator=self._generator)
 
     def take(self, token: int, logprob: float, version: int, ends: set[int], tokenizer: Tokenizer) -> None:
         """Append a token of policy `version`, and find out whether the response ends with it.
@@ -313,15 +310,10 @@ def different_prompts(prompts: Sequence[Any]) -> tuple[list[Any], list[int]]:
 
 def padded_left(prompts: Sequence[Any], pad: int, device: torch.device) -> dict[str, Tensor]:
     """Return `input_ids` and `attention_mask`, int64 [B, P]: every prompt ends in the last column."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = np.full((len(prompts), width), pad, dtype=np.int64)
-    mask = np.zeros((len(prompts), width), dtype=np.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = 1
-    return {
-        name: torch.from_numpy(values).to(device) for name, values in (("input_ids", ids), ("attention_mask", mask))
-    }
+    rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
 # --- choosing tokens --------------------------------------------------------------------------------------------------
@@ -361,7 +353,7 @@ def choose(logprobs: Tensor, rows: Sequence[SampledRow], greedy: bool) -> Tensor
     noise = torch.ones_like(logprobs)
     for row, out in zip(rows, noise, strict=True):
         if not row.reason:
-            row.noise(out)
+            out.exponential_(generator=row.generator)
     return (logprobs.exp() / noise).argmax(dim=-1)
 
 

@@ -58,7 +58,7 @@ def vllm_environment(has_gpu: bool) -> dict[str, str]:
 
 
 def prepare_environment() -> None:
-    """Set the variables of `vllm_environment` in this process; see `EngineModule`.
+    """Set the variables of `vllm_environment` in this process; see `engine.backend`.
 
     A VLLM_LOGGING_LEVEL that is already set is left alone; otherwise vLLM logs warnings and errors only.
     """
@@ -114,7 +114,9 @@ def engine_config(config: Config) -> Any:
         **adapter_arguments(config),
         # On CPUs vLLM refuses the option and takes the calls.
         enable_sleep_mode=config.train.colocate_all and not on_cpu,
-        async_scheduling=asynchronous(on_cpu),
+        # The next batch is scheduled while the device computes this one: on a GPU the 3 to 5 ms of Python of a step
+        # overlap its 9 ms of computing. None: vLLM's own rules decide. On CPUs it has no use for it.
+        async_scheduling=False if on_cpu else None,
         scheduling_policy="fcfs",
         # vLLM sets a seeded request's generator back after a part of a prompt; torch's for CPUs cannot do that.
         enable_chunked_prefill=False if on_cpu else None,
@@ -144,25 +146,9 @@ def adapter_arguments(config: Config) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": rank, "max_loras": at_once}
 
 
-def asynchronous(on_cpu: bool) -> bool | None:
-    """Return vLLM's async_scheduling: schedule the next batch while the device computes this one. None: if it can.
-
-    On a GPU the 3 to 5 ms of Python of a step then overlap its 9 ms of computing. On CPUs vLLM has no use for it.
-    """
-    return False if on_cpu else None
-
+import_library = import_vllm
 
 # --- engine ---------------------------------------------------------------------------------------------------------
-
-
-def import_library() -> None:
-    """See `EngineModule`."""
-    import_vllm()
-
-
-def make_engine(config: Config, number: int) -> Engine:
-    """See `EngineModule`."""
-    return VllmEngine(config, number)
 
 
 class VllmEngine(Engine):
@@ -177,10 +163,10 @@ class VllmEngine(Engine):
     an adapter, and requests in flight end under the one with which they began; with vllm.keep_kv_cache they go on from
     the keys and values that they have.
 
-    With vLLM's asynchronous scheduling (`asynchronous`) a batch is on its way to the device while the one
-    before it is read. So between two steps there is a batch in flight. `_flush` waits for it before the weights change,
-    before the engine sleeps, and as soon as the engine has no requests. What was sampled in it is of the old policy and
-    is returned by the next step.
+    With vLLM's asynchronous scheduling a batch is on its way to the device while the one before it is read. So between
+    two steps there is a batch in flight. `finish_batches` waits for it before the weights change, before the engine
+    sleeps, and as soon as the engine has no requests. What was sampled in it is of the old policy and is returned by
+    the next step.
 
     The engine has a default process group of its own: here of one rank, made through a file of its own, in `tp_engine`
     of its TP ranks. torchrun's RANK and WORLD_SIZE have no effect, and engines start, fail and restart alone.
@@ -190,7 +176,7 @@ class VllmEngine(Engine):
     """Class of executor; None: vLLM's choice."""
 
     def __init__(self, config: Config, number: int = 0) -> None:
-        """See `EngineModule.make_engine`."""
+        """See `engine.backend`."""
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
             raise RuntimeError("call slurm_rlhf.engine.vllm.prepare_environment before making an engine")
         self._version = 0
@@ -247,8 +233,10 @@ class VllmEngine(Engine):
         name = f"{request.key}#{self._added}"
         adapter = self._adapters.current if self._adapters else None
         used = adapter.request if adapter else None
+        # Marks keys and values of requests that begin now, where those of an older policy may still be cached.
+        salt = str(self._loads) if self._keeps_cache else None
         try:
-            stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed, used, self._salt)
+            stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed, used, salt)
         except refusals() as error:
             raise RunError(
                 f"engine {self._number} refuses request {request.key!r} (prompt {request.prompt}, {len(prompt_ids)} "
@@ -260,11 +248,6 @@ class VllmEngine(Engine):
             self._stops[name] = stops
         self._keys.add(request.key)
 
-    @property
-    def _salt(self) -> str | None:
-        """Mark the keys and values of requests that begin now, where those of an older policy may still be cached."""
-        return str(self._loads) if self._keeps_cache else None
-
     def step(self) -> list[Trajectory]:
         try:
             self._ready.check()
@@ -274,9 +257,6 @@ class VllmEngine(Engine):
             raise
 
     def drop(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
         names = list(self._active)
         # First, so that the keys are free even if vLLM is too broken to abort anything.
         self._active.clear()
@@ -289,7 +269,7 @@ class VllmEngine(Engine):
         if self._active:
             self._read(self._core.run_batch())
         if not self._active:
-            self._flush()
+            self._core.finish_batches(self._read)
         finished, self._finished = self._finished, []
         return finished
 
@@ -309,7 +289,7 @@ class VllmEngine(Engine):
                 version = active.adapter.version if active.adapter else self._version
                 active.extend(sampled.tokens, sampled.logprobs, version)
             stops = self._stops.get(sampled.name)
-            if stops is not None and stops.stops(sampled):
+            if stops is not None and stops(sampled):
                 if not reason:
                     cut.append(sampled.name)
                 reason = STOP
@@ -317,16 +297,15 @@ class VllmEngine(Engine):
                 del self._active[sampled.name]
                 self._stops.pop(sampled.name, None)
                 self._keys.discard(active.request.key)
-                self._finished.append(self._finish(active, reason))
+                if reason not in (STOP, LENGTH, REPETITION):
+                    key = active.request.key
+                    raise RunError(f"engine {self._number}: vLLM ended request {key!r} with {reason!r}")
+                self._finished.append(active.finish(reason, self._core.tokenizer, self._number))
         self._core.abort(cut)
-
-    def _flush(self) -> None:
-        """Read the batches in flight and start no other."""
-        self._core.finish_batches(self._read)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._ready.require(WEIGHTS)
-        self._flush()
+        self._core.finish_batches(self._read)
         self._ready.updates(version)
         complete = checked(weights, self._shapes, version)
         if self._adapters:
@@ -345,7 +324,7 @@ class VllmEngine(Engine):
         return [ParameterSpec(name, list(shape), dtype) for name, shape in self._shapes.items()]
 
     def sleep(self) -> int:
-        self._forget()
+        VllmEngine.drop(self)  # and not that of a leader: the other ranks sleep, too
         return self._ready.release()
 
     def wake(self, part: MemoryPart) -> None:
@@ -358,11 +337,8 @@ class VllmEngine(Engine):
     def _sampled(self, key: str, tokens: list[int]) -> None:
         """Note the next tokens of a request."""
 
-    def _finish(self, active: ActiveRequest, reason: str) -> Trajectory:
-        request = active.request
-        if reason not in (STOP, LENGTH, REPETITION):
-            raise RunError(f"engine {self._number}: vLLM ended request {request.key!r} with {reason!r}")
-        return active.finish(reason, self._core.tokenizer, self._number)
+
+make_engine = VllmEngine
 
 
 def check_loaded(model: Any, loaded: set[str] | None) -> None:

@@ -72,7 +72,9 @@ class ToolEnvironment(UserClass):
     def end(self) -> Answer:
         rewarded = hasattr(self.instance, "get_reward")
         reward = self.number("get_reward", self.call("get_reward")) if rewarded else 0.0
-        reward += sum(map(self._judged, judges_of(self.made)))
+        found = inspect.getmembers(sys.modules[self.made.__module__], inspect.isfunction)
+        own = [one for _, one in found if one.__module__ == self.made.__module__]
+        reward += sum(self._judged(one) for one in own if "environments" in inspect.signature(one).parameters)
         self.close()
         return Answer(reward=reward)
 
@@ -173,13 +175,6 @@ KINDS: dict[str, Callable[[type, Path], Played]] = {
     "gym": GymEnvironment,
     EXECUTOR: executor_of,
 }
-
-
-def judges_of(made: type) -> list[Callable[..., Any]]:
-    """List the reward functions in the file of a class that take its instances."""
-    found = inspect.getmembers(sys.modules[made.__module__], inspect.isfunction)
-    own = [one for _, one in found if one.__module__ == made.__module__]
-    return [one for one in own if "environments" in inspect.signature(one).parameters]
 
 
 def kind_of(made: type) -> str:

@@ -16,7 +16,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.data.tokenizer import Tokenizer, end_tokens
 from slurm_rlhf.environments import _transformers
 from slurm_rlhf.environments.records import Messages, ToolCall
 from slurm_rlhf.errors import ModelError
@@ -184,8 +184,8 @@ def _behind(asked: str, whole: str) -> str:
 
 def without_end(text: str, tokenizer: Tokenizer) -> str:
     """Cut a turn at the token that ends it."""
-    ends = [at for end in tokenizer.end_texts() if (at := text.rfind(end)) >= 0]
-    return text[: max(ends)] if ends else text
+    ends = (tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens(tokenizer))
+    return text[: max((at for end in ends if (at := text.rfind(end)) >= 0), default=len(text))]
 
 
 def _readers(tokenizer: Tokenizer, prompt: str) -> Iterator[tuple[str, Read]]:

@@ -213,9 +213,8 @@ class DataSetReport:
         return {f"eval/{self.name}/{name}": value for name, value in figures.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report for eval.json; NaN, which JSON lacks, becomes null."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        """Return the report for eval.json."""
+        return asdict(self)
 
 
 def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed: int) -> DataSetReport:
@@ -271,14 +270,6 @@ def spread(found: Sequence[Any], most: int) -> list[Any]:
 def _failure(one: ScoredResponse) -> dict[str, Any]:
     found = {name: getattr(one, name) for name in _FAILURE}
     return {name: cut(value, _SHOWN) if isinstance(value, str) else value for name, value in found.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 SHOWN = 3

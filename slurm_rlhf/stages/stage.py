@@ -197,10 +197,10 @@ def _train(
         metrics = trainer.train_step(batch, trainer.micro_batches(batch, examples), denominator)
         of_step = {name: metrics.pop(name) for name in ("lr", "grad_norm") if name in metrics}
         # Which rank has a signal first is chance: all of them stop behind the same step.
-        *sums, stopped = _sum_over_ranks(
-            [*metrics.values(), float(signals.reason is not None or (trainer.world.rank == 0 and record.asked))],
-            trainer,
-        )
+        asked = signals.reason is not None or (trainer.world.rank == 0 and record.asked)
+        total = torch.tensor([*metrics.values(), float(asked)], dtype=torch.float32, device=trainer.world.device)
+        dist.all_reduce(total)
+        *sums, stopped = total.tolist()
         means = {name: value / denominator for name, value in zip(metrics, sums, strict=True)}
         seconds, tokens = time.monotonic() - began, float(batch.response_lens.sum())
         row = means | {"lr": of_step["lr"], "grad_norm": of_step.get("grad_norm", math.nan), "tokens": tokens}
@@ -229,12 +229,6 @@ def _measured(trainer: StageTrainer, examples: Examples, record: StageRecord, wh
     shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in found.items())
     record.say(f"measured by {len(examples)} examples{which}: {shown}")
     return {**{f"eval/{name}": value for name, value in found.items()}, "time/eval": time.monotonic() - began}
-
-
-def _sum_over_ranks(values: list[float], trainer: StageTrainer) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float32, device=trainer.world.device)
-    dist.all_reduce(total)
-    return [float(value) for value in total]
 
 
 def stage_trainer(config: Config, name: str) -> type[StageTrainer]:

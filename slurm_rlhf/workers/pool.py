@@ -7,7 +7,6 @@ together. Other nodes have workers in such pools; here a thread stands for each 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import signal
@@ -185,12 +184,8 @@ class Lease:
     worker: PoolWorker
     life: int
 
-    async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Submit a call and wait for its answer. Calls of all leases of a worker come one after the other, in order."""
-        return await asyncio.wrap_future(self.submit(method, *arguments, timeout_s=timeout_s))
-
     def submit(self, method: str, *arguments: Any, timeout_s: float) -> Future[Any]:
-        """As `WorkerPool.submit`."""
+        """As `WorkerPool.submit`. Calls of all leases of a worker come one after the other, in order."""
         return self.pool.queue(self.worker.calls, PoolCall(method, arguments, timeout_s, self.life))
 
     def end(self) -> None:

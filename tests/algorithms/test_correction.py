@@ -23,7 +23,7 @@ from slurm_rlhf.algorithms.correction import (
 from slurm_rlhf.algorithms.losses import loss_weights
 from slurm_rlhf.algorithms.policy_distance import KLController, ages, approx_kl, staleness
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
-from slurm_rlhf.errors import CheckpointError, RunError
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan
 
 
@@ -321,8 +321,6 @@ def test_estimators_by_hand() -> None:
     assert_allclose(approx_kl(logprobs, ref, "k2"), [ln2**2 / 2] * 2, rtol=1e-6)
     assert_allclose(approx_kl(logprobs, ref, "k3"), [0.5 - 1 + ln2, 2 - 1 - ln2], rtol=1e-6)
     assert_allclose(approx_kl([0.0], [1e-6], "k3"), [0.5e-12], rtol=1e-3)  # small ones do not cancel
-    with pytest.raises(ValueError, match="ref_logprobs has"):
-        approx_kl([0.0, 1.0], [0.0], "k1")
 
 
 def test_estimators_estimate_the_kl_of_the_two_distributions() -> None:
@@ -369,9 +367,6 @@ def test_controller_state_goes_through_a_checkpoint() -> None:
     first.update(9.0, 77)
     second.load_state_dict(first.state_dict())
     assert second.update(1.0, 5) == first.update(1.0, 5)
-    for state in ({}, {"coef": math.nan}, {"coef": -1.0}, {"coef": "0.1"}, {"coef": True}):
-        with pytest.raises(CheckpointError, match="KL controller"):
-            second.load_state_dict(state)
 
 
 def test_staleness_of_a_batch() -> None:
