@@ -85,14 +85,11 @@ def engine_group(place: EnginePlace, store: dist.Store, timeout_s: float) -> Ite
         yield
 
 
-def unlink_segments(prefix: str) -> list[str]:
+def unlink_segments(prefix: str) -> None:
     """Remove this user's shared memory whose names begin with `prefix`; a process that has it mapped keeps it."""
-    removed = []
     for path in SHARED_MEMORY.glob(f"{prefix}*") if SHARED_MEMORY.is_dir() else ():
         with suppress(OSError):
             path.unlink()
-            removed.append(path.name)
-    return removed
 
 
 class TpDigest:

@@ -177,8 +177,6 @@ class VllmEngine(Engine):
 
     def __init__(self, config: Config, number: int = 0) -> None:
         """See `engine.backend`."""
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-            raise RuntimeError("call slurm_rlhf.engine.vllm.prepare_environment before making an engine")
         self._version = 0
         self._number = number
         self._path = config.actor.model_name_or_path

@@ -139,16 +139,12 @@ def process_slots(topology: Topology, roles: Sequence[RoleSize], colocate: Seque
 
 
 def _merged(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> list[list[RoleSize]]:
-    """Group sizes by colocation; sets that overlap are one group."""
-    groups: list[list[RoleSize]] = [[size] for size in sizes]
-    for names in colocate:
-        joined = [group for group in groups if any(size.role in names for size in group)]
-        if joined:
-            groups = [group for group in groups if group not in joined]
-            groups.append([size for group in joined for size in group])
-    for group in groups:
-        group.sort(key=lambda size: role_order(size.role))
-    return sorted(groups, key=lambda group: role_order(group[0].role))
+    """Group sizes by the first set that has the role."""
+    groups: dict[frozenset[str], list[RoleSize]] = {}
+    for size in sorted(sizes, key=lambda size: role_order(size.role)):
+        together = next((names for names in colocate if size.role in names), frozenset({size.role}))
+        groups.setdefault(together, []).append(size)
+    return list(groups.values())
 
 
 def _same_slots(first: RoleSize, other: RoleSize) -> bool:

@@ -63,7 +63,6 @@ class StageJob:
                 ended = self._wait(self.config.timeout.collective)
                 raise
             if not Path(get(self.config, f"{self.name}.output_dir")).is_dir():
-                log = self.directory.role_log(ACTOR, self.ranks.roles[ACTOR][0].node, 0)
                 raise RoleDied(
                     f"the process group of {self.name} on {ended[0].node} {ended[0].how}, and no model was written\n"
                     + quoted(log, 3, self._before)

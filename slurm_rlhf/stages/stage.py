@@ -135,10 +135,6 @@ def train_stage(config: Config, name: str) -> int:
     Raises ConfigError, DataError, ModelError, CheckpointError, RunError; output_dir exists only after success.
     """
     out = Path(get(config, f"{name}.output_dir"))
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(
-            f"{name}.output_dir: {out} is there already and is not empty. Remove it or name another directory."
-        )
     if config.train.threads_per_rank:
         torch.set_num_threads(config.train.threads_per_rank)
     examples, held_out, order, steps = read_inputs(config, name)

@@ -85,8 +85,8 @@ def test_colocated_roles_share_their_slots() -> None:
     assert where(rank_map, "actor") == where(rank_map, "reference")
     assert where(rank_map, "critic") == where(rank_map, "reward")
     assert not set(where(rank_map, "actor")["node1"]) & set(where(rank_map, "critic")["node1"])
-    overlapping = [*pairs, frozenset(("reference", "critic"))]
-    assert place(nodes(2, 4), roles, overlapping).worlds == dict.fromkeys(("actor", "critic", "reference", "reward"), 8)
+    every = [frozenset(("actor", "critic", "reference", "reward")), *pairs]
+    assert place(nodes(2, 4), roles, every).worlds == dict.fromkeys(("actor", "critic", "reference", "reward"), 8)
 
 
 def test_engines_colocated_with_trainers() -> None:
