@@ -71,9 +71,7 @@ class Tokenizer:
         template_file, source = _template_source(directory, config)
         template = ChatTemplate(source, words, str(template_file)) if source else None
         bos = words.get("bos_token", "")
-        known = _token_id(backend, bos)
-        read = config.get("response_template")
-        return cls(directory, eos, bos, known, template, backend, read)
+        return cls(directory, eos, bos, _token_id(backend, bos), template, backend, config.get("response_template"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of one text."""

@@ -275,16 +275,12 @@ class PendingRows:
             calls.handle.give_up(news.engine, f"{error} (timeout.generate)")
         return []  # the engine is gone: the news of that takes its rows back
 
-    def _scored(self, prompts: list[Prompt], found: list[Trajectory]) -> list[tuple[float | None, str]]:
-        """Return scores as `Scores` does; a lost episode has none."""
-        scores = self.scores(prompts, found)
-        lost = (None, "its environment failed: logs/reward.log")
-        return [lost if one.finish_reason == LOST else score for one, score in zip(found, scores, strict=True)]
-
     def _lines(self, found: list[Trajectory]) -> list[OutputLine]:
         found.sort(key=lambda trajectory: (trajectory.prompt, trajectory.sample))
         prompts = [self.prompts[trajectory.prompt] for trajectory in found]
-        logprobs = self.config.generate.logprobs
+        logprobs, lost = self.config.generate.logprobs, (None, "its environment failed: logs/reward.log")
+        scored = zip(found, self.scores(prompts, found), strict=True)
+        scores = [lost if one.finish_reason == LOST else score for one, score in scored]
         return [
             OutputLine(
                 row=prompt.index,
@@ -301,5 +297,5 @@ class PendingRows:
                 token_ids=trajectory.response_ids.tolist() if logprobs else None,
                 logprobs=trajectory.rollout_logprobs.tolist() if logprobs else None,
             )
-            for prompt, trajectory, (score, error) in zip(prompts, found, self._scored(prompts, found), strict=True)
+            for prompt, trajectory, (score, error) in zip(prompts, found, scores, strict=True)
         ]

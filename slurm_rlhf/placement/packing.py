@@ -120,21 +120,17 @@ class _Space:
 
 def _spread(block: Block, taken: list[tuple[_Bucket, list[int]]]) -> _Choice:
     """Spread the engines of `block` over the nodes `taken`, as evenly as possible, extras on the first nodes."""
-    choice: _Choice = []
-    left, count = block.engines, sum(len(nodes) for _, nodes in taken)
-    roomy = sorted(taken, key=lambda item: item[0][1] // block.tp)
-    while roomy and (room := roomy[0][0][1] // block.tp) * count <= left:
-        bucket, nodes = roomy.pop(0)
-        choice.append((bucket, room * block.tp, nodes))
-        left, count = left - room * len(nodes), count - len(nodes)
-    if roomy:
-        base, extra = divmod(left, count)
-        first = set(sorted(node for _, nodes in roomy for node in nodes)[:extra])
-        for bucket, nodes in roomy:
-            for engines, some in ((base + 1, first.intersection(nodes)), (base, set(nodes) - first)):
-                if some:
-                    choice.append((bucket, engines * block.tp, sorted(some)))
-    return choice
+    room = {node: bucket[1] // block.tp for bucket, nodes in taken for node in nodes}
+    levels = [[min(each, level) for each in room.values()] for level in range(max(room.values()) + 1)]
+    level = max(number for number, engines in enumerate(levels) if sum(engines) <= block.engines)
+    engines = dict(zip(room, levels[level], strict=True))
+    for node in sorted(node for node in room if room[node] > level)[: block.engines - sum(levels[level])]:
+        engines[node] += 1
+    return [
+        (bucket, count * block.tp, [node for node in nodes if engines[node] == count])
+        for bucket, nodes in taken
+        for count in sorted({engines[node] for node in nodes})
+    ]
 
 
 def _orders(blocks: Sequence[Block], thorough: bool) -> Iterator[tuple[int, ...]]:

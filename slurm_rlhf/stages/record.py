@@ -56,12 +56,13 @@ class StageRecord:
                 f"follows their number. Restore {self._name}.max_steps, {self._name}.max_epochs and the examples, or "
                 "add --resume=never"
             )
-        self._together()  # all have read before anything is written
+        dist.barrier()  # all have read before anything is written
         if self._world.rank == 0:
             self._paths.root.mkdir(parents=True, exist_ok=True)
             self._paths.config.write_text(dump_toml(self._config), encoding="utf-8")
-            if checkpoint is None:
-                self._put_aside()
+            paths, metrics = self._paths, self._paths.metrics
+            if checkpoint is None and metrics.exists():
+                metrics.rename(next(free for n in itertools.count(1) if not (free := paths.aside(metrics, n)).exists()))
             truncate_after(self._paths.metrics, state.get("step", 0))
         self._steps = steps
         self._summarize("running", state.get("step", 0))
@@ -74,15 +75,6 @@ class StageRecord:
                 self._paths.summary,
                 {"status": status, "steps": step, "total_steps": self._steps, "world": world, "seed": seed},
             )
-
-    def _together(self) -> None:
-        if self._world.size > 1:
-            dist.barrier()
-
-    def _put_aside(self) -> None:
-        paths, metrics = self._paths, self._paths.metrics
-        if metrics.exists():
-            metrics.rename(next(free for n in itertools.count(1) if not (free := paths.aside(metrics, n)).exists()))
 
     def say(self, text: str) -> None:
         """Print a line, and append it to the log. Rank 0 only; elsewhere nothing happens."""
@@ -102,7 +94,7 @@ class StageRecord:
         """Save a checkpoint, in place of the one before; `write` is called on each rank with the same directory."""
         if self._world.rank == 0:
             (self._checkpoints.begin(step) / self._name).mkdir()
-        self._together()
+        dist.barrier()
         write(self._checkpoints.of(step).with_suffix(".tmp") / self._name)
         if self._world.rank == 0:
             self._checkpoints.commit(step, {"step": step, "steps": steps, "order": order})
@@ -116,7 +108,7 @@ class StageRecord:
     def stopped(self, step: int) -> None:
         """Tell that the training stops behind `step`, which is saved. Collective."""
         self._summarize("stopped", step)
-        self._together()
+        dist.barrier()
         if self._world.rank == 0:
             (self.root / STOP_FILE).unlink(missing_ok=True)  # it would stop the next start, too
 
@@ -125,7 +117,7 @@ class StageRecord:
         if self._world.rank == 0:
             shutil.rmtree(self._paths.checkpoints, ignore_errors=True)
         self._summarize("finished", self._steps)
-        self._together()
+        dist.barrier()
 
 
 REASONS = {signal.SIGTERM: TERM, signal.SIGINT: INTERRUPT, signal.SIGUSR1: USR1}
