@@ -20,7 +20,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from slurm_rlhf.parity.verdicts import Line, Table
+    from slurm_rlhf.parity.verdicts import Line
 
 
 def measure_part(arguments: Arguments) -> int:
@@ -51,7 +51,7 @@ def _config(arguments: Arguments) -> Config:
 def check_parity(arguments: Arguments) -> int:
     """Compare, and print the table; 1 if models differ, fail or are refused. Raises UserError."""
     from slurm_rlhf.parity.processes import compare
-    from slurm_rlhf.parity.verdicts import AGREE, PRECISIONS, Table, model
+    from slurm_rlhf.parity.verdicts import AGREE, PRECISIONS, model, name_width
 
     if not arguments.words:
         raise arguments.error("check-parity: name a model")
@@ -62,7 +62,7 @@ def check_parity(arguments: Arguments) -> int:
             raise ConfigError(f"--precision: unknown {unknown(name, PRECISIONS)} (valid: {', '.join(PRECISIONS)})")
     subjects = [model(name, given["max_len"]) for name in dict.fromkeys(arguments.words)]
     found = compare(subjects, precisions, given["max_len"], given["timeout"])
-    lines = _printed_as_json(found) if "json" in given else _printed(found, Table(subjects, precisions))
+    lines = _printed_as_json(found) if "json" in given else _printed(found, name_width(subjects))
     return int(any(line.verdict != AGREE for line in lines))
 
 
@@ -73,14 +73,14 @@ def _printed_as_json(found: Iterator[Line]) -> list[Line]:
     return lines
 
 
-def _printed(found: Iterator[Line], table: Table) -> list[Line]:
+def _printed(found: Iterator[Line], width: int) -> list[Line]:
     """Print lines as soon as they are known."""
-    from slurm_rlhf.parity.verdicts import reasons, summary
+    from slurm_rlhf.parity.verdicts import head, reasons, row, summary
 
-    print(table.head(), flush=True)
+    print(head(width), flush=True)
     lines: list[Line] = []
     for line in found:
-        print(printable(table.row(line, first=not lines or lines[-1].model != line.model)), flush=True)
+        print(printable(row(line, width, first=not lines or lines[-1].model != line.model)), flush=True)
         lines.append(line)
     if why := reasons(lines, columns()):
         print(f"\n{printable(why)}")

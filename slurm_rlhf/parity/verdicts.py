@@ -95,7 +95,7 @@ def prompts(tokenizer: Tokenizer, max_len: int) -> list[I32]:
 
 ENGINE, TRAINER, PLAIN = "vllm", "trainer", "hf"
 SIDES = (ENGINE, TRAINER, PLAIN)
-PAIRS = tuple(combinations(SIDES, 2))
+PAIRS = {"-".join(pair): pair for pair in combinations(SIDES, 2)}
 
 FP32_BOUND = 1e-5
 """Nats by which rounding changes a log-prob in fp32 at most."""
@@ -164,17 +164,12 @@ class Line:
         return plain
 
 
-def name_of(pair: tuple[str, str]) -> str:
-    """Name a pair of SIDES."""
-    return "-".join(pair)
-
-
 def differences(logprobs: Mapping[str, F32]) -> dict[str, Apart]:
     """Compare each pair of sides; `logprobs`: side -> [A], for the same tokens, at least one."""
     found = {}
-    for one, other in PAIRS:
+    for name, (one, other) in PAIRS.items():
         gaps = np.abs(logprobs[one].astype(np.float64) - logprobs[other].astype(np.float64))
-        found[name_of((one, other))] = Apart(float(gaps.max()), float(gaps.mean()))
+        found[name] = Apart(float(gaps.max()), float(gaps.mean()))
     return found
 
 
@@ -201,41 +196,37 @@ HINTS = {
 def _odd_one(figures: Mapping[str, float], limit: float) -> str:
     """Say which side differs from the two others, if those agree."""
     for side in SIDES:
-        others = next(pair for pair in PAIRS if side not in pair)
-        if figures[name_of(others)] < limit:
+        others = next(name for name, pair in PAIRS.items() if side not in pair)
+        if figures[others] < limit:
             return f". {HINTS[side]}"
     return ". No two of them agree"
 
 
 _FIGURE = 7
 _PAIR = 2 * _FIGURE + 1
-_COLUMNS = tuple(name_of(pair) for pair in PAIRS)
+_PRECISION = max(map(len, PRECISIONS))
 
 
-class Table:
-    """Format lines one after the other, as they become known."""
+def name_width(subjects: Sequence[Subject]) -> int:
+    """Return the width of the column of names."""
+    return max([len(_label(subject.name, subject.architecture)) for subject in subjects] + [5])
 
-    def __init__(self, subjects: Sequence[Subject], precisions: Sequence[str]) -> None:
-        self._name = max([len(_label(subject.name, subject.architecture)) for subject in subjects] + [5])
-        self._precision = max([*map(len, precisions), 9])
 
-    def head(self) -> str:
-        """Return the two header lines: the pairs, and the columns of each."""
-        left = self._name + 2 + self._precision + 2 + 6
-        pairs = "  ".join(column.center(_PAIR) for column in _COLUMNS)
-        below = "  ".join(f"{'max':>{_FIGURE}} {'mean':>{_FIGURE}}" for _ in _COLUMNS)
-        titles = f"{'model':{self._name}}  {'precision':{self._precision}}  {'tokens':>6}"
-        return f"{'nats apart:':>{left}}  {pairs}\n{titles}  {below}  verdict"
+def head(width: int) -> str:
+    """Return the two header lines of the table: the pairs, and the columns of each."""
+    pairs = "  ".join(column.center(_PAIR) for column in PAIRS)
+    below = "  ".join(f"{'max':>{_FIGURE}} {'mean':>{_FIGURE}}" for _ in PAIRS)
+    titles = f"{'model':{width}}  {'precision':{_PRECISION}}  {'tokens':>6}"
+    return f"{'nats apart:':>{len(titles)}}  {pairs}\n{titles}  {below}  verdict"
 
-    def row(self, line: Line, first: bool) -> str:
-        """Format a line; only the `first` one of a model shows its name."""
-        name = _label(line.model, line.architecture) if first else ""
-        start = f"{name:{self._name}}  {line.precision:{self._precision}}  {line.tokens or '-':>6}"
-        pairs = [line.apart.get(column) for column in _COLUMNS]
-        cells = [
-            f"{_figure(p.largest)} {_figure(p.mean)}" if p else f"{'-':>{_FIGURE}} {'-':>{_FIGURE}}" for p in pairs
-        ]
-        return f"{start}  {'  '.join(cells)}  {line.verdict}"
+
+def row(line: Line, width: int, first: bool) -> str:
+    """Format a line of the table; only the `first` one of a model shows its name."""
+    name = _label(line.model, line.architecture) if first else ""
+    start = f"{name:{width}}  {line.precision:{_PRECISION}}  {line.tokens or '-':>6}"
+    pairs = [line.apart.get(column) for column in PAIRS]
+    cells = [f"{_figure(p.largest)} {_figure(p.mean)}" if p else f"{'-':>{_FIGURE}} {'-':>{_FIGURE}}" for p in pairs]
+    return f"{start}  {'  '.join(cells)}  {line.verdict}"
 
 
 def _label(name: str, architecture: str) -> str:

@@ -109,7 +109,11 @@ def size_by_keys(name: str, memory_gb: float) -> GpuSize | None:
         )
     if memory_gb:
         return GpuSize(int(memory_gb * _USABLE * GIB), f"{name or 'a GPU'} of {memory_gb:g} GB", gpu=gpu)
-    return _of_table(gpu, name) if gpu is not None else None
+    if gpu is None:
+        return None
+    other = other_size(name)
+    notes = (f"{name} is taken for {gpu.name}; where it has {other} GB, say --train.gpu_memory_gb={other}",)
+    return GpuSize(int(gpu.memory_gib * GIB), gpu.name, notes if other else (), gpu)
 
 
 def found_size(local: Sequence[tuple[str, float]]) -> GpuSize:
@@ -130,9 +134,3 @@ def _local(name: str, mib: float) -> GpuSize:
     if gpu is not None and abs(gpu.memory_gib * GIB - memory) < 0.05 * memory:
         return GpuSize(int(gpu.memory_gib * GIB), gpu.name, gpu=gpu)
     return GpuSize(int(memory * _USABLE), f"{name} of {mib / 1024:.0f} GB", gpu=gpu)
-
-
-def _of_table(gpu: Gpu, name: str) -> GpuSize:
-    other = other_size(name)
-    notes = (f"{name} is taken for {gpu.name}; where it has {other} GB, say --train.gpu_memory_gb={other}",)
-    return GpuSize(int(gpu.memory_gib * GIB), gpu.name, notes if other else (), gpu)

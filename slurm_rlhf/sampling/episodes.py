@@ -156,7 +156,7 @@ class Episodes:
                 episode.drop()
             group.trajectories.append(whole)
             self.scheduler.ended()
-            if group.complete:
+            if len(group.trajectories) == group.sampling.n:
                 group.ended = time.monotonic()
                 ended(group)
                 self._advance_soon()

@@ -56,7 +56,9 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
     with tempfile.TemporaryDirectory(prefix="sandbox-") as work, tempfile.TemporaryFile() as stdin:
         stdin.write(given)
         stdin.seek(0)
-        own_user = kind != "apptainer" and _is_root()
+        # This process is root and can become any user; root of a container may be one user alone.
+        mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
+        own_user = kind != "apptainer" and os.geteuid() == 0 and mapped == _ALL_USERS
         # A user id that nobody has: files and processes of others are closed to it, and its own processes are counted.
         user = random.randrange(1 << 20, 1 << 31) if own_user else 0
         home = HOME if kind in ("bubblewrap", "apptainer") else work
@@ -153,11 +155,6 @@ def _counted_too(kind: str, own_user: bool) -> int:
     if own_user or (kind == "bubblewrap" and version >= (5, 14)):
         return 0
     return sum(threads for user, _, threads, _ in _processes() if user == os.getuid())
-
-
-def _is_root() -> bool:
-    """Tell whether this process is root and can become any user; root of a container may be one user alone."""
-    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text(encoding="ascii").split() == _ALL_USERS
 
 
 def _tool(kind: str) -> str:

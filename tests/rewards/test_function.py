@@ -253,7 +253,6 @@ def test_only_what_the_signature_takes_is_passed(tmp_path: Path, signature: str)
         ("def reward_func(responses, level):", "rows[i]['level']"),
         ("def reward_func(queries, prompts, labels, level):", "a parameter 'level'"),
         ("def reward_func(responses, /):", "a parameter 'responses'"),
-        ("def reward_func(queries, prompts, labels):\n    yield 1", "returned <generator"),
     ],
 )
 def test_a_signature_that_cannot_be_served_is_an_error_when_the_file_is_loaded(
