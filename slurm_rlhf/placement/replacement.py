@@ -275,8 +275,8 @@ def with_engine_on(ranks: RankMap, role: str, engine: int, node: str) -> RankMap
     left = []
     for share in ranks.roles[role]:
         kept = [place for place, (other, _) in enumerate(share.engines) if other != engine]
-        parts = (tuple(part[place] for place in kept) for part in (share.gpus, share.ranks, share.engines))
-        left.append(NodeShare(share.node, *parts))
+        gpus, ranks_left = tuple(share.gpus[place] for place in kept), tuple(share.ranks[place] for place in kept)
+        left.append(NodeShare(share.node, gpus, ranks_left, tuple(share.engines[place] for place in kept)))
     old = next((share for share in left if share.node == node), NodeShare(node, (), ()))
     tp_ranks = tuple((engine, tp_rank) for tp_rank in range(width))
     new = NodeShare(node, (*old.gpus, *gpus), (*old.ranks, *group.ranks), (*old.engines, *tp_ranks))

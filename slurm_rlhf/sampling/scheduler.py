@@ -22,6 +22,10 @@ Answered = Callable[[int, int], None]
 """Gets how many responses have come, and how many tokens were sampled meanwhile."""
 
 
+def nobody(responses: int, tokens: int) -> None:
+    """Ignore the answer."""
+
+
 @dataclass(slots=True, eq=False)
 class TurnRequest:
     """Asks for the response of one turn of an episode, and holds the answer."""
@@ -60,12 +64,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        rollout: EngineHandle,
-        run_seed: int,
-        width: int,
-        answered: Answered = lambda responses, tokens: None,
-        urgent: bool = False,
+        self, rollout: EngineHandle, run_seed: int, width: int, answered: Answered = nobody, urgent: bool = False
     ) -> None:
         """`width`: sequences that an engine works on at once; `urgent`: each response is wanted as soon as it is there.
 

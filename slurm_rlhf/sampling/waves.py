@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from slurm_rlhf.engine.engine import behind
 from slurm_rlhf.errors import CallTimeout, RemoteError, RunError
 from slurm_rlhf.sampling.batches import PromptGroup
-from slurm_rlhf.sampling.scheduler import Answered, EngineWork, Scheduler, TurnRequest
+from slurm_rlhf.sampling.scheduler import Answered, EngineWork, Scheduler, TurnRequest, nobody
 from slurm_rlhf.wire.calls import ActorBatch, ActorCalls, GenerateAnswer, most_in_answer
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 
@@ -25,9 +25,7 @@ class Waves(Scheduler):
     part of a lost engine goes as a whole to one that has done its own, though some of it may be there.
     """
 
-    def __init__(
-        self, rollout: EngineHandle, run_seed: int, width: int, answered: Answered = lambda responses, tokens: None
-    ) -> None:
+    def __init__(self, rollout: EngineHandle, run_seed: int, width: int, answered: Answered = nobody) -> None:
         super().__init__(rollout, run_seed, width, answered)
         self._groups = 0  # groups since no episode was open
         self._open = 0  # episodes
