@@ -38,11 +38,6 @@ class EnginePlace:
     tp: int
     node: str
 
-    @classmethod
-    def of(cls, rank: int, tp: int, node: str) -> EnginePlace:
-        """Return the place of rollout rank `rank`."""
-        return cls(rank // tp, rank % tp, tp, node)
-
     @property
     def followers(self) -> set[int]:
         """Return the TP ranks of all but the leader."""

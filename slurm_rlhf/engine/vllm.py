@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from slurm_rlhf.algorithms.lora import adapter_shapes, target_layers
 from slurm_rlhf.config.model_directory import check_model_directory, check_tensor_parallel, read_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_models import Lora
 from slurm_rlhf.engine._transformers import as_saved, parameter_shapes, skeleton
 from slurm_rlhf.engine._vllm import (
     EngineCore,
@@ -192,7 +191,13 @@ class VllmEngine(Engine):
             self._core = EngineCore(self._config, self._executor)
         except refusals() as error:
             raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
-        self._adapters = self._make_adapters(lora, layers) if lora.rank else None
+        self._adapters: Adapters | None = None
+        if lora.rank:
+            self._adapters = Adapters(self._core.llm, lora.rank, lora.alpha, lora.target_modules)
+            if lost := self._adapters.without_place(layers):
+                raise ModelError(
+                    f"{self._path}: vLLM has no adapters for {shortened(lost)}: leave them out of lora.target_modules"
+                )
         self._active: dict[str, ActiveRequest] = {}  # vLLM's request id -> request
         self._stops: dict[str, StopWatcher] = {}  # likewise, where a request has stop strings
         self._keys: set[str] = set()  # keys of the active requests
@@ -205,14 +210,6 @@ class VllmEngine(Engine):
         self._tokens_sampled = 0
         self._prompt_tokens = self._cached_tokens = 0
         self._attention = self._core.attention()
-
-    def _make_adapters(self, lora: Lora, layers: Iterable[str]) -> Adapters:
-        made = Adapters(self._core.llm, lora.rank, lora.alpha, lora.target_modules)
-        if lost := made.without_place(layers):
-            raise ModelError(
-                f"{self._path}: vLLM has no adapters for {shortened(lost)}: leave them out of lora.target_modules"
-            )
-        return made
 
     @property
     def status(self) -> Status:

@@ -76,7 +76,8 @@ class ToolFormat:
 
     def _pairs(self, name: str, text: str, schemas: Schemas) -> dict[str, Any]:
         assert self.pair is not None
-        types = {key: value.get("type") for key, value in _properties(name, schemas).items()}
+        known = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
+        types = {key: value.get("type") for key, value in known.get(name, {}).get("properties", {}).items()}
         found = {match["key"].strip(): match["value"] for match in self.pair.finditer(text)}
         return {key: value if types.get(key, "string") == "string" else _typed(value) for key, value in found.items()}
 
@@ -98,11 +99,6 @@ def _typed(value: str) -> Any:
         return json.loads(value)
     except ValueError:
         return value  # the check of the arguments says what was expected
-
-
-def _properties(name: str, schemas: Schemas) -> dict[str, Any]:
-    functions = (schema["function"] for schema in schemas)
-    return next((f["parameters"].get("properties", {}) for f in functions if f["name"] == name), {})
 
 
 @cache

@@ -300,7 +300,9 @@ def report_text(reports: Sequence[DataSetReport]) -> str:
             ("tokens of the response", report.response_lengths),
         ):
             if len(parts) > 1 or (parts and title == "source"):
-                blocks.append(f"{report.name}, by {title}:\n{_parts(title, parts)}")
+                lines = [[title, "prompts", "responses", *_FIGURES]]
+                lines += [[p.name or "(none)", str(p.prompts), str(p.responses), *_figures(p)] for p in parts]
+                blocks.append(f"{report.name}, by {title}:\n{table(lines)}")
         blocks.append(_failures(report))
     return "\n\n".join(filter(None, blocks))
 
@@ -316,12 +318,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def _parts(title: str, parts: Sequence[Subset]) -> str:
-    rows = [[title, "prompts", "responses", *_FIGURES]]
-    rows += [[part.name or "(none)", str(part.prompts), str(part.responses), *_figures(part)] for part in parts]
-    return table(rows)
 
 
 def _figures(part: Subset) -> list[str]:

@@ -83,8 +83,10 @@ def compare(
     """
     bound = BOUNDS[param_dtype][check]
     apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
-    found = f"{_beyond(apart[mask], bound)}{_worst(apart, mask, engines, bound)}"
-    detail = f"{bound.statistic} of {int(mask.sum())} tokens{found}"
+    # A single token has other causes than all of them.
+    beyond = int((~(apart[mask] <= bound.limit)).sum()) if bound.statistic == "largest" else 0
+    found = f", {beyond} of them beyond; mean {apart[mask].mean():.2g}" if beyond else ""
+    detail = f"{bound.statistic} of {int(mask.sum())} tokens{found}{_worst(apart, mask, engines, bound)}"
     return CheckResult(check, _figure(apart[mask], bound), bound, detail)
 
 
@@ -92,12 +94,6 @@ def _figure(apart: np.ndarray, bound: Bound) -> float:
     if not apart.size:
         return 0.0
     return float(apart.max() if bound.statistic == "largest" else apart.mean())
-
-
-def _beyond(apart: np.ndarray, bound: Bound) -> str:
-    """Say how many tokens are beyond the bound: a single token has other causes than all of them."""
-    beyond = int((~(apart <= bound.limit)).sum())
-    return f", {beyond} of them beyond; mean {apart.mean():.2g}" if beyond and bound.statistic == "largest" else ""
 
 
 def _worst(apart: np.ndarray, mask: Bool, engines: I32 | None, bound: Bound) -> str:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 FUNCTION = "reward_func"
 KEY = "reward.remote_url"
-REGISTERED = "reward.function"
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

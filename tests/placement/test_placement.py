@@ -119,7 +119,7 @@ def test_uneven_nodes() -> None:
 def test_a_node_listed_twice_and_no_node() -> None:
     with pytest.raises(PlacementError, match="at least one node"):
         Topology(())
-    with pytest.raises(PlacementError, match="gpu1 is listed twice"):
+    with pytest.raises(PlacementError, match="each once: gpu1, gpu2, gpu1"):
         Topology.uniform(["gpu1", "gpu2", "gpu1"], 8)
 
 
