@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ KEY = "reward.sandbox"
 AUTO = "auto"
 _LAUNCHER = str(Path(launcher.__file__))
 _PROGRAMS = str(Path(launcher.__file__).parent)  # the programs of this room that run inside
+_CALLS = tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text(encoding="utf-8"))
 _LOOK_S = 0.2  # the pause between two looks at the memory of all processes
 _NEXT_S = 0.005  # the pause between two looks at a process that prints nothing more
 _ALL_USERS = ["0", "0", "4294967295"]
@@ -67,6 +69,8 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
         rules = asdict(limits) | {"user": user, "readable": job.readable, "writable": work}
         rules |= {"processes": limits.processes + _counted_too(kind, own_user)}
         rules |= {"landlock": kind == "landlock", "filter": kind != NONE}
+        refused = _CALLS["never"] | (_CALLS["never_beside_others"] if kind == "landlock" else {})
+        rules["refused"] = [*refused.values()]
         words = [sys.executable, "-IS", _LAUNCHER, repr(rules), *(word.format(work=work) for word in program)]
         process = subprocess.Popen(
             COMMANDS[kind](job, words),
