@@ -27,6 +27,7 @@ class PromptSet:
     prompts: list[Prompt]
     dropped: int  # prompts longer than the limit
     answered: int = 0  # prompts that end with a message of the assistant
+    path: Path = Path()
 
     @classmethod
     def load(
@@ -65,7 +66,7 @@ class PromptSet:
         if not kept:
             raise DataError(f"{path}: the file holds no prompts")
         chats = [value for prompt in kept if _is_chat(value := prompt.row[data.input_key])]
-        return cls(kept, dropped, sum(chat[-1]["role"] == "assistant" for chat in chats))
+        return cls(kept, dropped, sum(chat[-1]["role"] == "assistant" for chat in chats), path)
 
     def __len__(self) -> int:
         return len(self.prompts)
