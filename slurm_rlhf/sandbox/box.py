@@ -46,7 +46,6 @@ class ProgramEnd:
     how: Literal["exit", "time", "memory", "output"]  # by itself or a signal, or at the limit of this name
     code: int  # exit status; a signal n is 128 + n, also where a limit ended it
     output: bytes  # stdout and stderr, at most the limit
-    seconds: float
 
 
 def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: bytes, limits: Limits) -> ProgramEnd:
@@ -128,7 +127,7 @@ def _follow(process: subprocess.Popen[bytes], limits: Limits) -> ProgramEnd:
     finally:
         _end(process)
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return ProgramEnd(how, code, bytes(found[: limits.output]), time.monotonic() - began)
+    return ProgramEnd(how, code, bytes(found[: limits.output]))
 
 
 def _is_over(process: subprocess.Popen[bytes]) -> bool:
