@@ -29,7 +29,7 @@ from slurm_rlhf.config.correction import before_update, correction_of
 from slurm_rlhf.config.reward_sources import ENVIRONMENT
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, actor_is_reference, has_teacher
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.records import F32, I32, REPETITION, STOP, Bool, Experience
+from slurm_rlhf.records import F32, I32, STOP, Bool, Experience
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.wire.calls import ActorCalls, CriticCalls, ForwardBatch, LogprobCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
@@ -194,15 +194,9 @@ def shaped_rewards(
     `rewards` are the normalised ones of `judged`, whose own scores, or rewards without scores, say by being above 0
     whether a response is correct.
     """
-    reasons = np.array(experience.finish_reasons or [STOP] * len(experience))
-    responses = reward_shaping.Responses(
-        lengths=find_actions(experience.action_mask, experience.action_offsets).counts,
-        ended=reasons == STOP,
-        repeated=reasons == REPETITION,
-        correct=(judged.rewards if judged.scores is None else judged.scores) > 0,
-        groups=groups_of(config, experience),
-    )
-    shaped, metrics = reward_shaping.shape(rewards, responses, config.rollout.max_new_tokens, config.reward)
+    correct = (judged.rewards if judged.scores is None else judged.scores) > 0
+    groups, longest = groups_of(config, experience), config.rollout.max_new_tokens
+    shaped, metrics = reward_shaping.shape(rewards, experience, correct, groups, longest, config.reward)
     return shaped.astype(np.float32), metrics
 
 
