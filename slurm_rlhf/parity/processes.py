@@ -33,7 +33,6 @@ from slurm_rlhf.parity.verdicts import (
     TRAINER,
     Apart,
     Line,
-    Subject,
     differences,
     judge,
 )
@@ -49,7 +48,7 @@ LOG_LINES = 8
 class Task:
     """Say what is compared, and where the stages leave their files."""
 
-    subject: Subject
+    subject: Line
     max_len: int
     scratch: Path  # a directory for this task alone
 
@@ -74,14 +73,14 @@ class LateError(StageError):
     """End the comparison of a model whose time is over."""
 
 
-def compare(subjects: Sequence[Subject], precisions: Sequence[str], max_len: int, timeout_s: float) -> Iterator[Line]:
+def compare(subjects: Sequence[Line], precisions: Sequence[str], max_len: int, timeout_s: float) -> Iterator[Line]:
     """Yield a line for each subject and precision as soon as it is known. An error becomes a line, too.
 
     `precisions`: keys of verdicts.PRECISIONS; `timeout_s`: limit for one model, in all of them.
     """
     for subject in subjects:
         if subject.verdict:
-            yield Line(subject.name, "", subject.verdict, subject.reason, architecture=subject.architecture)
+            yield subject
             continue
         with tempfile.TemporaryDirectory(prefix="slurm-rlhf-parity-") as scratch:
             yield from _lines(Task(subject, max_len, Path(scratch)), precisions, timeout_s)
@@ -91,7 +90,7 @@ def _lines(task: Task, precisions: Sequence[str], timeout_s: float) -> Iterator[
     """Compare one model in all precisions until its time is over; an error in one does not stop the others."""
     deadline = time.monotonic() + timeout_s
     for name in precisions:
-        line = Line(task.subject.name, name, FAILED, architecture=task.subject.architecture)
+        line = replace(task.subject, precision=name, verdict=FAILED)
         try:
             for stage in (sample, follow):
                 _run(task, deadline, stage, name)
@@ -100,7 +99,7 @@ def _lines(task: Task, precisions: Sequence[str], timeout_s: float) -> Iterator[
             verdict, reason = judge(apart, PRECISIONS[name])
             yield replace(line, verdict=verdict, reason=reason, tokens=found["tokens"], apart=apart)
         except LateError:
-            yield replace(line, reason=f"{task.subject.name} was not done after {timeout_s:g} s (--timeout)")
+            yield replace(line, reason=f"{task.subject.model} was not done after {timeout_s:g} s (--timeout)")
         except StageError as error:
             yield replace(line, reason=str(error), log=tuple(tail(task.log, LOG_LINES)))
 

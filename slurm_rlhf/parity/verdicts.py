@@ -23,17 +23,35 @@ from slurm_rlhf.records import F32, I32
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """Name a model to compare."""
+class Apart:
+    """Say how far apart two sides are: |difference of log-probs| in nats over the tokens."""
 
-    name: str  # as the user wrote it
-    directory: str = ""
+    largest: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Name a model to compare, and hold the result in one precision."""
+
+    model: str  # as the user named it
+    precision: str = ""  # a key of PRECISIONS; empty if nothing was computed
+    verdict: str = ""  # one of VERDICTS; empty: it is to be compared
+    reason: str = ""  # why the verdict is not AGREE
+    tokens: int = 0
+    apart: Mapping[str, Apart] = field(default_factory=dict)  # "vllm-trainer" -> ...
     architecture: str = ""  # class in config.json
-    verdict: str = ""  # REFUSED or FAILED: it is not compared
-    reason: str = ""  # why it is not compared
+    log: tuple[str, ...] = ()  # last lines of its log if it failed
+    directory: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data without NaN or infinity, which JSON lacks."""
+        plain = asdict(self)
+        plain["apart"] = {name: {k: finite(v) for k, v in asdict(pair).items()} for name, pair in self.apart.items()}
+        return plain
 
 
-def model(name: str, max_len: int) -> Subject:
+def model(name: str, max_len: int) -> Line:
     """Find the model `name`: a directory, or OWNER/NAME on the hub, which is downloaded if necessary.
 
     A model that cannot be trained is REFUSED, a model that cannot be downloaded FAILED. Raises ConfigError for a name
@@ -45,7 +63,7 @@ def model(name: str, max_len: int) -> Subject:
         try:
             directory = download(name)
         except ModelError as error:
-            return Subject(name, verdict=FAILED, reason=str(error).removeprefix(f"{name}: "))
+            return Line(name, verdict=FAILED, reason=str(error).removeprefix(f"{name}: "))
     else:
         raise ConfigError(
             f"{name}: no such directory, and no name of a model on the Hugging Face hub (OWNER/NAME): give one of them"
@@ -55,9 +73,10 @@ def model(name: str, max_len: int) -> Subject:
         check_length(name, directory, max_len)
         check_architecture(name, directory, sampled_len=max_len)
     except ModelError as error:
-        return Subject(name, directory, verdict=REFUSED, reason=str(error).removeprefix(f"{name}: "))
+        reason = str(error).removeprefix(f"{name}: ")
+        return Line(name, verdict=REFUSED, reason=reason, directory=directory)
     names = read_config(name, Path(directory)).get("architectures") or [""]
-    return Subject(name, directory, architecture=str(names[0]))
+    return Line(name, architecture=str(names[0]), directory=directory)
 
 
 TEMPERATURE = 0.9
@@ -136,34 +155,6 @@ PRECISIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """Say how far apart two sides are: |difference of log-probs| in nats over the tokens."""
-
-    largest: float
-    mean: float
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Hold the result for one model in one precision."""
-
-    model: str  # as the user named it
-    precision: str  # a key of PRECISIONS; empty if nothing was computed
-    verdict: str  # one of VERDICTS
-    reason: str = ""  # why the verdict is not AGREE
-    tokens: int = 0
-    apart: Mapping[str, Apart] = field(default_factory=dict)  # "vllm-trainer" -> ...
-    architecture: str = ""  # class in config.json
-    log: tuple[str, ...] = ()  # last lines of its log if it failed
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data without NaN or infinity, which JSON lacks."""
-        plain = asdict(self)
-        plain["apart"] = {name: {k: finite(v) for k, v in asdict(pair).items()} for name, pair in self.apart.items()}
-        return plain
-
-
 def differences(logprobs: Mapping[str, F32]) -> dict[str, Apart]:
     """Compare each pair of sides; `logprobs`: side -> [A], for the same tokens, at least one."""
     found = {}
@@ -207,9 +198,9 @@ _PAIR = 2 * _FIGURE + 1
 _PRECISION = max(map(len, PRECISIONS))
 
 
-def name_width(subjects: Sequence[Subject]) -> int:
+def name_width(subjects: Sequence[Line]) -> int:
     """Return the width of the column of names."""
-    return max([len(_label(subject.name, subject.architecture)) for subject in subjects] + [5])
+    return max([len(_label(subject.model, subject.architecture)) for subject in subjects] + [5])
 
 
 def head(width: int) -> str:

@@ -16,7 +16,6 @@ from slurm_rlhf.parity.verdicts import (
     PRECISIONS,
     Apart,
     Line,
-    Subject,
     differences,
     head,
     judge,
@@ -76,7 +75,7 @@ LINES = [
 
 
 def test_lines_stand_below_their_columns_and_reasons_below_the_table() -> None:
-    width = name_width([Subject(line.model) for line in LINES])
+    width = name_width(LINES)
     shown = [*head(width).splitlines(), *(row(line, width, first=line.precision != "bf16") for line in LINES)]
     assert shown[1].split() == ["model", "precision", "tokens", *("max", "mean") * 3, "verdict"]
     assert shown[2].split() == ["Gemma2ForCausalLM", "fp32", "190", *("1.0e-07", "1.0e-08") * 3, "agree"]
