@@ -77,8 +77,6 @@ def token_rewards(
     """
     actions = find_actions(action_mask, offsets, **({} if kl is None else {"kl": kl}))
     clipped = np.clip(np.asarray(rewards, dtype=np.float64), clip_range[0], clip_range[1])
-    if clipped.shape != actions.counts.shape:
-        raise ValueError(f"rewards has shape {clipped.shape} for {len(actions.counts)} responses")
     result = np.zeros(len(action_mask), dtype=np.float64)
     # At coefficient 0 an infinite KL must not become 0 * inf = NaN.
     if kl is not None and kl_coef != 0.0:
@@ -147,8 +145,6 @@ def whiten(x: ArrayLike, action_mask: Bool, no_std_norm: bool = False) -> F32:
     With no_std_norm only the mean is subtracted. Without actions, or where all of them are equal, the result is zero.
     Source: OpenRLHF, `experience_maker`.
     """
-    if np.shape(x) != action_mask.shape:
-        raise ValueError(f"x has shape {np.shape(x)}, action_mask has {action_mask.shape}")
     result = np.zeros(len(action_mask), dtype=np.float32)
     chosen = np.asarray(x, dtype=np.float64)[action_mask]
     if chosen.size:

@@ -54,7 +54,7 @@ def micro_batches(
     A micro-batch has at most max_tokens tokens, padding included, unless it is a single sequence. All ranks have the
     same number of micro-batches, none of them empty, because every backward is a collective: about the fewest that the
     fullest rank can do with. Packed, those of a rank cost about the same.
-    lengths [N] in tokens, per_rank as `split_ranks` returns it. Raises ValueError when a rank has too few sequences.
+    lengths [N] in tokens, per_rank as `split_ranks` returns it.
     """
 
     def size(micro: Sequence[int]) -> float:
@@ -65,12 +65,7 @@ def micro_batches(
     result: list[list[list[int]]] = []
     wanted = max((len(cut(indices, lengths, max_tokens, layout, 1)) for indices in per_rank if indices), default=0)
     while len(result) < len(per_rank):
-        indices = per_rank[len(result)]
-        if len(indices) < wanted:
-            raise ValueError(
-                f"rank {len(result)} has {len(indices)} sequences for {wanted} micro-batches; give every rank as many"
-            )
-        micros = cut(indices, lengths, max_tokens, layout, wanted)
+        micros = cut(per_rank[len(result)], lengths, max_tokens, layout, wanted)
         if len(micros) > wanted:  # this rank needs more bins than it did with fewer to choose from: all begin again
             result, wanted = [], len(micros)
             continue
@@ -105,7 +100,7 @@ def cut_batch(
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
     """Choose the sequences of each group of `layout.ranks` ranks, and its micro-batches of them.
 
-    `max_tokens`: that a rank computes of a micro-batch. Raises ValueError as `split_ranks` and `micro_batches` do.
+    `max_tokens`: that a rank computes of a micro-batch. Raises ValueError as `split_ranks` does.
     """
     groups = split_ranks(list(map(layout.cost, lengths)), ranks // layout.ranks)
     return groups, micro_batches(groups, lengths, max_tokens * layout.ranks, layout)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from slurm_rlhf.algorithms.packed import F64, I64, find_actions
 from slurm_rlhf.algorithms.policy_distance import MAX_LOG_RATIO
@@ -31,18 +31,6 @@ Metrics = dict[str, float]
 
 COLUMN = "correction"
 """The column of an Experience that holds the weights; absent: every weight is 1."""
-
-
-@dataclass(slots=True)
-class CorrectionInputs:
-    """Hold what a correction is computed from."""
-
-    logprobs: ArrayLike  # [A], the actor's at the begin of the step
-    rollout_logprobs: ArrayLike  # [A], finite at actions (`mask_not_finite`)
-    advantages: ArrayLike  # [A]
-    age: I32  # [A], updates between the version that sampled a token and the actor's
-    action_mask: Bool  # [A]
-    offsets: NDArray[Any]  # [N + 1]
 
 
 @dataclass(slots=True)
@@ -74,30 +62,31 @@ def mask_not_finite(experience: Experience) -> int:
 
 
 def correct(
-    rule: CorrectionRule | None, off_policy_delta: float, inputs: CorrectionInputs
+    rule: CorrectionRule | None, off_policy_delta: float, experience: Experience, age: I32
 ) -> tuple[F32 | None, Metrics]:
     """Compute the weight of each token's loss, [A], and measure how far engine and actor are apart.
 
+    Of the columns: logprobs, the actor's at the begin of the step; rollout_logprobs, finite at actions
+    (`mask_not_finite`); advantages. age [A]: updates between the version that sampled a token and the actor's.
     The weights are None without a rule and without `off_policy_delta`, and 0 at masked positions. Ratios are bounded by
     exp(+-20), and what is dropped is chosen and not multiplied by 0, which would make NaN of an overflow.
     Metrics: see `_describe`; also for each age, as `correction/age_<updates>/...`, where a token is stale.
     Raises ValueError where lengths disagree.
     """
-    mask, columns = inputs.action_mask, {"logprobs": inputs.logprobs, "rollout_logprobs": inputs.rollout_logprobs}
-    actions = find_actions(mask, inputs.offsets, **columns, advantages=inputs.advantages, age=inputs.age)
+    columns = {name: experience.columns[name] for name in ("logprobs", "rollout_logprobs", "advantages")}
+    actions = find_actions(experience.action_mask, experience.action_offsets, **columns, age=age)
     at, counts = actions.positions, actions.counts
-    new, old = (np.asarray(column, dtype=np.float64)[at] for column in columns.values())
-    log_rho = new - old
+    log_rho = np.subtract(columns["logprobs"][at], columns["rollout_logprobs"][at], dtype=np.float64)
     ratios = _Ratios(log_rho, _bounded_exp(log_rho), np.repeat(np.arange(len(counts)), counts), counts)
     weights, truncated, dropped = np.ones_like(log_rho), np.zeros(len(at), np.bool_), np.zeros(len(at), np.bool_)
     if rule is not None:
         weights, truncated, dropped = _weigh(rule, ratios)
     if off_policy_delta:
-        dropped = dropped | _off_policy(ratios, np.asarray(inputs.advantages)[at], off_policy_delta)
-    metrics = _measure(ratios, truncated & ~dropped, dropped, inputs.age[at])
+        dropped = dropped | _off_policy(ratios, columns["advantages"][at], off_policy_delta)
+    metrics = _measure(ratios, truncated & ~dropped, dropped, age[at])
     if rule is None and not off_policy_delta:
         return None, metrics
-    column = np.zeros(len(mask), dtype=np.float32)
+    column = np.zeros(len(age), dtype=np.float32)
     column[at] = np.where(dropped, 0.0, weights)
     return column, metrics
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from slurm_rlhf.errors import CheckpointError, RunError
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import F32, I32, Bool, Trajectory
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is still a number in every precision and as a square
@@ -22,11 +22,9 @@ def approx_kl(logprobs: ArrayLike, ref_logprobs: ArrayLike, estimator: str) -> F
     With r = ref_logprobs - logprobs:  k1 = -r,  k2 = r^2 / 2,  k3 = exp(r) - 1 - r  (r at most 20 in k3, so that one
     token that the reference finds e^100 times likelier does not make the reward infinite). "k3+" is k3: the two have
     different gradients, as a term of the loss (`losses.kl_loss`), and one value.
-    logprobs [A], ref_logprobs [A]. Raises ValueError where lengths disagree.
+    logprobs [A], ref_logprobs [A].
     Source: Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html
     """
-    if np.shape(logprobs) != np.shape(ref_logprobs):
-        raise ValueError(f"logprobs has shape {np.shape(logprobs)}, ref_logprobs has {np.shape(ref_logprobs)}")
     log_ratio = np.asarray(ref_logprobs, dtype=np.float64) - np.asarray(logprobs, dtype=np.float64)
     if estimator == "k1":
         kl = -log_ratio
@@ -74,15 +72,9 @@ class KLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved coefficient. Raises CheckpointError when there is none that can be used.
-
-        A fixed coefficient stays that of the configuration, so that it can be changed over a resume.
-        """
-        coef = state.get("coef")
-        if isinstance(coef, bool) or not isinstance(coef, int | float) or not math.isfinite(coef) or coef < 0:
-            raise CheckpointError(f"the KL controller's saved coefficient is {coef!r}; resume from another checkpoint")
+        """Restore a saved coefficient; a fixed one stays that of the configuration, to be changed over a resume."""
         if self.target > 0.0:
-            self.coef = float(coef)
+            self.coef = float(state["coef"])
 
 
 def ages(trajectories: list[Trajectory], version: int) -> I32:

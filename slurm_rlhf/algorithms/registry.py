@@ -133,16 +133,11 @@ def built_in() -> dict[str, Algorithm]:
     return {record.name: record for record in records}
 
 
-def algorithm_names() -> list[str]:
-    """List the valid names, sorted."""
-    return sorted({*built_in(), *_REGISTERED})
-
-
 def find_algorithm(name: str) -> Algorithm:
     """Look an algorithm up by its name. Raises ConfigError that names the nearest and all valid ones."""
     found = built_in().get(name) or _REGISTERED.get(name)
     if found is None:
-        names, same = algorithm_names(), OF_PEERS.get(name.lower())
+        names, same = sorted({*built_in(), *_REGISTERED}), OF_PEERS.get(name.lower())
         near = f": it is called {same} here" if same else meant(name, names)
         raise ConfigError(
             f"{KEY} = {name!r} is unknown{near} (valid: {', '.join(names)}; more come with files that "
@@ -193,15 +188,12 @@ def _load(file: Path) -> str:
 def changed_plugins(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Say which plugins differ from those that a checkpoint was written with; nothing if none does.
 
-    A plugin that was only moved is the same one: contents are compared.
+    A plugin that was only moved is the same one.
     """
-    lost, new = set(before.values()) - set(now.values()), set(now.values()) - set(before.values())
-    old_names = [Path(name).name for name, digest in before.items() if digest in lost]
-    new_names = [Path(name).name for name, digest in now.items() if digest in new]
-    changed = [name for name in old_names if name in new_names]
-    changes = [f"{name} has changed" for name in changed]
-    changes += [f"{name} is gone" for name in old_names if name not in changed]
-    return changes + [f"{name} is new" for name in new_names if name not in changed]
+    old, new = ({Path(name).name: digest for name, digest in each.items()} for each in (before, now))
+    changes = [f"{name} has changed" for name in old if new.get(name, old[name]) != old[name]]
+    changes += [f"{name} is gone" for name in old if name not in new]
+    return changes + [f"{name} is new" for name in new if name not in old]
 
 
 Level = Literal["token", "sequence", "geometric"]

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from slurm_rlhf.algorithms.advantages import MIN_VARIANCE
-from slurm_rlhf.algorithms.packed import F64
-from slurm_rlhf.records import F32, Bool
+from slurm_rlhf.algorithms.packed import F64, find_actions
+from slurm_rlhf.records import F32, REPETITION, STOP, Bool, Experience
 
 EPSILON = 1e-6
 """Added to the standard deviation of a group, as in verl."""
@@ -172,51 +172,35 @@ def clip_warning(share: float, warned: float, clip_range: Sequence[float]) -> st
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Shaping:
-    """Hold the settings; the defaults change nothing."""
-
-    longest: int  # tokens that a response may have: rollout.max_new_tokens
-    overlong_buffer_len: int = 0
-    overlong_penalty_factor: float = 1.0
-    stop_properly_penalty_coef: float = 1.0
-    length_penalty_coef: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Responses:
-    """Hold what shaping looks at besides the reward, [N] each."""
-
-    lengths: ArrayLike  # tokens
-    ended: Bool  # False: the engine cut it off, at the length limit or for repetition
-    repeated: Bool  # cut off for repetition
-    correct: Bool
-    groups: Groups
-
-
-def shape(rewards: ArrayLike, responses: Responses, how: Shaping) -> tuple[F64, dict[str, float]]:
+def shape(
+    rewards: ArrayLike, experience: Experience, correct: Bool, groups: Groups, longest: int, how: Any
+) -> tuple[F64, dict[str, float]]:
     """Return the shaped rewards [N], and metrics of each setting that is on.
+
+    correct, groups [N]. longest: tokens that a response may have. how: the group `reward` of the configuration.
 
     First `stop_properly` of the reward, then the overlong and the length penalty are added: they are not scaled with
     it. (OpenRLHF scales last, so that with coefficient 0 a response that was cut off does better than one that almost
     was.) A response that was cut off for repetition would have run to the limit, so it counts as one that did: as cut
-    off, and with `how.longest` tokens. The detection saves the tokens and is no way around a penalty.
+    off, and with `longest` tokens. The detection saves the tokens and is no way around a penalty.
 
     Metrics: `shaping/cut_off`, `shaping/overlong`, `shaping/length`: the share of responses whose reward the setting
     lowers; `shaping/reward`: the mean of the result.
     """
     shaped = np.asarray(rewards, dtype=np.float64)
-    lengths = np.where(responses.repeated, how.longest, responses.lengths)
+    reasons = np.array(experience.finish_reasons or [STOP] * len(experience))
+    counts = find_actions(experience.action_mask, experience.action_offsets).counts
+    lengths = np.where(reasons == REPETITION, longest, counts)
     metrics: dict[str, float] = {}
     if how.stop_properly_penalty_coef < 1:
-        before, shaped = shaped, stop_properly(shaped, responses.ended, how.stop_properly_penalty_coef)
+        before, shaped = shaped, stop_properly(shaped, reasons == STOP, how.stop_properly_penalty_coef)
         metrics["shaping/cut_off"] = _share(shaped < before)
     if how.overlong_buffer_len:
-        penalty = overlong_penalty(lengths, how.longest, how.overlong_buffer_len, how.overlong_penalty_factor)
+        penalty = overlong_penalty(lengths, longest, how.overlong_buffer_len, how.overlong_penalty_factor)
         shaped = shaped + penalty
         metrics["shaping/overlong"] = _share(penalty < 0)
     if how.length_penalty_coef:
-        penalty = how.length_penalty_coef * length_reward(lengths, responses.correct, responses.groups)
+        penalty = how.length_penalty_coef * length_reward(lengths, correct, groups)
         shaped = shaped + penalty
         metrics["shaping/length"] = _share(penalty < 0)
     if metrics:

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.cli.commands import Arguments, columns, unknown
@@ -19,8 +20,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from slurm_rlhf.parity.processes import Options
-    from slurm_rlhf.parity.verdicts import Line, Subject
+    from slurm_rlhf.parity.verdicts import Line
 
 
 def measure_part(arguments: Arguments) -> int:
@@ -50,40 +50,37 @@ def _config(arguments: Arguments) -> Config:
 
 def check_parity(arguments: Arguments) -> int:
     """Compare, and print the table; 1 if models differ, fail or are refused. Raises UserError."""
-    from slurm_rlhf.parity.verdicts import AGREE, model
+    from slurm_rlhf.parity.processes import compare
+    from slurm_rlhf.parity.verdicts import AGREE, PRECISIONS, model, name_width
 
     if not arguments.words:
         raise arguments.error("check-parity: name a model")
-    options = _options(arguments.options)
-    subjects = [model(name, options.max_len) for name in dict.fromkeys(arguments.words)]
-    return int(any(line.verdict != AGREE for line in _compared(subjects, options, "json" in arguments.options)))
-
-
-def _options(given: dict[str, Any]) -> Options:
-    from slurm_rlhf.parity.processes import Options
-    from slurm_rlhf.parity.verdicts import PRECISIONS
-
-    precisions = tuple(dict.fromkeys(filter(None, given["precision"].split(","))))
+    given = arguments.options
+    precisions = [*dict.fromkeys(filter(None, given["precision"].split(",")))]
     for name in precisions:
         if name not in PRECISIONS:
             raise ConfigError(f"--precision: unknown {unknown(name, PRECISIONS)} (valid: {', '.join(PRECISIONS)})")
-    return Options(precisions, given["max_len"], given["timeout"])
+    subjects = [model(name, given["max_len"]) for name in dict.fromkeys(arguments.words)]
+    found = compare(subjects, precisions, given["max_len"], given["timeout"])
+    lines = _printed_as_json(found) if "json" in given else _printed(found, name_width(subjects))
+    return int(any(line.verdict != AGREE for line in lines))
 
 
-def _compared(subjects: list[Subject], options: Options, as_json: bool) -> list[Line]:
-    """Compare, and print lines as soon as they are known, or one JSON object at the end."""
-    from slurm_rlhf.parity.processes import compare
-    from slurm_rlhf.parity.verdicts import Table, reasons, summary
+def _printed_as_json(found: Iterator[Line]) -> list[Line]:
+    """Print one JSON object at the end."""
+    lines = list(found)
+    print(json.dumps({"lines": [line.to_json() for line in lines]}, allow_nan=False))
+    return lines
 
-    if as_json:
-        lines = list(compare(subjects, options))
-        print(json.dumps({"lines": [line.to_json() for line in lines]}, allow_nan=False))
-        return lines
-    table = Table(subjects, options.precisions)
-    print(table.head(), flush=True)
-    lines = []
-    for line in compare(subjects, options):
-        print(printable(table.row(line, first=not lines or lines[-1].model != line.model)), flush=True)
+
+def _printed(found: Iterator[Line], width: int) -> list[Line]:
+    """Print lines as soon as they are known."""
+    from slurm_rlhf.parity.verdicts import head, reasons, row, summary
+
+    print(head(width), flush=True)
+    lines: list[Line] = []
+    for line in found:
+        print(printable(row(line, width, first=not lines or lines[-1].model != line.model)), flush=True)
         lines.append(line)
     if why := reasons(lines, columns()):
         print(f"\n{printable(why)}")

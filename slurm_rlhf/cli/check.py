@@ -98,9 +98,9 @@ def _stage(config: Config, name: str) -> Iterator[str]:
     """Check a stage that trains on a data set, and read its examples."""
     check_stage(config, name)
     yield f"keys, files and model directory are right; reading {get(config, f'{name}.dataset')}"
-    from slurm_rlhf.stages.stage import StageInputs, named_stage
+    from slurm_rlhf.stages.stage import read_inputs
 
-    inputs, batch = StageInputs.read(config, named_stage(name)), get(config, f"{name}.batch_size")
+    inputs, batch = read_inputs(config, name), get(config, f"{name}.batch_size")
     for key, found in (("dataset", inputs.examples), ("eval_dataset", inputs.held_out)):
         if found:
             dropped = f", {len(found.dropped)} dropped (longer than {config.data.max_len} tokens)" * bool(found.dropped)

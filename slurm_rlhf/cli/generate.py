@@ -91,8 +91,8 @@ def merge_parts(arguments: Arguments) -> int:
     directory, given = Path(arguments.one_word("run directory")), arguments.options
     from slurm_rlhf.generate.merge import merge
 
-    merged = merge(directory, Path(given["output"]) if "output" in given else None, "partial" in given)
-    print(f"{merged.lines} lines of {merged.shards} {'shard' if merged.shards == 1 else 'shards'} in {merged.path}")
+    path, lines, shards = merge(directory, Path(given["output"]) if "output" in given else None, "partial" in given)
+    print(f"{lines} lines of {shards} {'shard' if shards == 1 else 'shards'} in {path}")
     return 0
 
 

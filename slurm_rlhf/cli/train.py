@@ -142,11 +142,11 @@ def stage(arguments: Arguments) -> int:
 
     for variable, value in WAITING_THREADS.items():
         os.environ.setdefault(variable, value)  # before torch is imported, which starts the threads
-    from slurm_rlhf.stages.stage import named_stage, train_stage
+    from slurm_rlhf.stages.stage import train_stage
 
     directory = RunDirectory(Path(of_command(config, name).run_dir))
     with nullcontext() if by_torchrun else occupied(directory, node_name(), None, 0.0):
-        return train_stage(config, named_stage(name))
+        return train_stage(config, name)
 
 
 def stage_config(arguments: Arguments) -> Config:

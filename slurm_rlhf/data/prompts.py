@@ -13,7 +13,7 @@ import numpy as np
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.rows import Row, cell, read_rows
-from slurm_rlhf.data.tokenizer import Tokenizer, UnknownText, encode_prompts
+from slurm_rlhf.data.tokenizer import Tokenizer, encode_prompts
 from slurm_rlhf.errors import DataError, ModelError, cut
 from slurm_rlhf.records import Prompt
 
@@ -65,8 +65,8 @@ class PromptSet:
             )
         if not kept:
             raise DataError(f"{path}: the file holds no prompts")
-        answered = sum(_is_answered(prompt.row[data.input_key]) for prompt in kept)
-        return cls(kept, dropped, answered, path)
+        chats = [value for prompt in kept if _is_chat(value := prompt.row[data.input_key])]
+        return cls(kept, dropped, sum(chat[-1]["role"] == "assistant" for chat in chats), path)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -119,10 +119,10 @@ def prompts_of(
 def _encoded(
     texts: list[tuple[int, str, Row, str]], tokenizer: Tokenizer, data: Data, max_tokens: int
 ) -> Iterator[Prompt | BadRow]:
-    encoded = encode_known([text for *_, text in texts], tokenizer, data)
+    encoded = encode_prompts([text for *_, text in texts], tokenizer, data.apply_chat_template)
     for (index, where, row, text), ids in zip(texts, encoded, strict=True):
-        if isinstance(ids, str):
-            yield BadRow(index, DataError(f"{where}: {ids}"), text)
+        if not ids:
+            yield BadRow(index, DataError(f"{where}: {_no_token(text, tokenizer, data)}"), text)
         elif len(ids) > max_tokens:
             long = (
                 f"{where}: the prompt is longer than {max_tokens} tokens, and with rollout.max_new_tokens it does not "
@@ -133,17 +133,6 @@ def _encoded(
             assert isinstance(row, dict)
             label = row.get(data.label_key)
             yield Prompt(index, text, np.asarray(ids, dtype=np.int32), label, row, data.input_key)
-
-
-def encode_known(texts: list[str], tokenizer: Tokenizer, data: Data) -> list[list[int] | str]:
-    """Tokenize prompts, as `encode_prompts`, or say why one has no tokens."""
-    try:
-        encoded = encode_prompts(texts, tokenizer, data.apply_chat_template)
-    except UnknownText as error:
-        if len(texts) == 1:
-            return [str(error)]
-        return [each for text in texts for each in encode_known([text], tokenizer, data)]
-    return [ids or _no_token(text, tokenizer, data) for text, ids in zip(texts, encoded, strict=True)]
 
 
 def prompt_text(row: Row, where: str, tokenizer: Tokenizer, data: Data) -> str:
@@ -176,10 +165,6 @@ def _no_token(text: str, tokenizer: Tokenizer, data: Data) -> str:
         f"the prompt {cut(text, 60)!r} gives no token: the tokenizer of {tokenizer.directory} knows none of its "
         "characters. Use a model that knows them, or leave the row out"
     )
-
-
-def _is_answered(value: Any) -> bool:
-    return _is_chat(value) and value[-1]["role"] == "assistant"
 
 
 def _is_chat(value: Any) -> bool:

@@ -41,7 +41,8 @@ def _chosen(part: str, columns: Columns) -> Iterator[tuple[str, Row]]:
     """Yield the rows of one data set that `columns` takes, with its names."""
     for file in data_files(part):
         first = True
-        for where, row in _reader(file):
+        read = _columnar if file.suffix in COLUMNAR else _csv if file.suffix == ".csv" else _jsonl
+        for where, row in read(file):
             if isinstance(row, DataError):
                 yield where, row
                 continue
@@ -64,12 +65,6 @@ def _mixed(sets: list[list[tuple[str, Row]]], weights: list[float]) -> Iterator[
         ((number + 0.5) / count, place, number) for place, count in enumerate(counts) for number in range(count)
     )
     return (sets[place][number * len(sets[place]) // counts[place]] for _, place, number in order)
-
-
-def _reader(file: Path) -> Iterator[tuple[str, Row]]:
-    if file.suffix in COLUMNAR:
-        return _columnar(file)
-    return _csv(file) if file.suffix == ".csv" else _jsonl(file)
 
 
 def cell(row: Row, column: str, key: str, where: str) -> Any:
@@ -106,10 +101,8 @@ def _parsed(line: bytes, number: int, where: str) -> Row:
     except json.JSONDecodeError as error:
         what = error.msg.removesuffix(" at")
         return DataError(f"{where}: not valid JSON: {what} at column {error.colno}{_hint(line)}")
-    except RecursionError:
-        return DataError(f"{where}: nested too deeply")
-    except ValueError as error:  # Python reads no integer of more than 4300 digits
-        return DataError(f"{where}: not a number that can be read: {error}")
+    except (RecursionError, ValueError) as error:  # Python reads no integer of more than 4300 digits
+        return DataError(f"{where}: not JSON that can be read: {error}")
     if isinstance(row, dict):
         return row
     return DataError(

@@ -22,7 +22,7 @@ import tokenizers
 
 from slurm_rlhf.config.model_directory import require_tokenizer
 from slurm_rlhf.data.chat_template import ChatTemplate
-from slurm_rlhf.errors import ModelError, cut
+from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Prompt
 
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -30,16 +30,6 @@ SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", 
 
 # Enough to show the decoder that it is not at the start of a text, in every tokenizer of an engine's own detokenizer.
 CONTEXT_TOKENS = 5
-
-
-class UnknownText(ModelError):
-    """Report a text that a tokenizer cannot encode, as one without a token for what it does not know."""
-
-    def __init__(self, text: str, directory: Path, error: Exception) -> None:
-        super().__init__(
-            f"the tokenizer of {directory} cannot encode {cut(text, 60)!r} ({error}): it has no token for characters "
-            "that it does not know (unk_token). Take them out of the text, or use a model that knows them"
-        )
 
 
 @dataclass(slots=True)
@@ -81,9 +71,7 @@ class Tokenizer:
         template_file, source = _template_source(directory, config)
         template = ChatTemplate(source, words, str(template_file)) if source else None
         bos = words.get("bos_token", "")
-        known = _token_id(backend, bos)
-        read = config.get("response_template")
-        return cls(directory, eos, bos, known, template, backend, read)
+        return cls(directory, eos, bos, _token_id(backend, bos), template, backend, config.get("response_template"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of one text."""
@@ -94,17 +82,8 @@ class Tokenizer:
         try:
             found = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises nothing narrower
-            raise UnknownText(self._unknown(texts), self.directory, error) from None
+            raise ModelError(f"the tokenizer of {self.directory} cannot encode a text: {error}") from None
         return [list(encoding.ids) for encoding in found]
-
-    def _unknown(self, texts: Sequence[str]) -> str:
-        """Return the first text that cannot be encoded."""
-        for text in texts:
-            try:
-                self.backend.encode(text)
-            except Exception:
-                return text
-        return ""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
@@ -129,10 +108,6 @@ class Tokenizer:
 
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self.backend, int(token)) or "" for token in ids]
-
-    def end_texts(self) -> list[str]:
-        """Return the texts of the tokens at which engines end a response, see `end_tokens`."""
-        return [self.decode([token], skip_special_tokens=False) for token in sorted(end_tokens(self))]
 
     def chat(
         self,

@@ -60,17 +60,13 @@ distributed/device_communicators/shm_broadcast.py ShmRingBuffer.shared_memory
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Sampling
-
-if TYPE_CHECKING:
-    pass
 
 
 def import_vllm() -> None:
@@ -79,7 +75,7 @@ def import_vllm() -> None:
     import vllm.v1.engine.llm_engine
 
     if platform().is_cuda():
-        with contextlib.suppress(ImportError):  # not built for this GPU: vLLM takes another kernel and logs it
+        with suppress(ImportError):  # not built for this GPU: vLLM takes another kernel and logs it
             import vllm.vllm_flash_attn  # noqa: F401
 
 
@@ -166,17 +162,15 @@ class SampledTokens:
     cached: int = 0  # those of them whose keys and values were there
 
 
-class StopWatcher:
-    """Finds the stop strings of one request in its tokens."""
+StopWatcher = Callable[[SampledTokens], bool]
+"""Takes the next tokens of a request; returns whether a stop string has appeared."""
 
-    def __init__(self, tokenizer: Any, core_request: Any) -> None:
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-        self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, core_request)
+def _stop_watcher(tokenizer: Any, core_request: Any) -> StopWatcher:
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-    def stops(self, sampled: SampledTokens) -> bool:
-        """Take the next tokens; return whether a stop string has appeared."""
-        return bool(self._detokenizer.update(sampled.tokens, sampled.finish_reason == "stop"))
+    found = IncrementalDetokenizer.from_new_request(tokenizer, core_request)
+    return lambda sampled: bool(found.update(sampled.tokens, sampled.finish_reason == "stop"))
 
 
 class EngineCore:
@@ -221,7 +215,7 @@ class EngineCore:
             name, tokens_input(prompt_ids, cache_salt=salt), params, self._tasks, lora_request=adapter
         )
         request.external_req_id = key
-        watcher = StopWatcher(self._of_stops, request) if sampling.stop else None
+        watcher = _stop_watcher(self._of_stops, request) if sampling.stop else None
         self.client.add_request(request)
         return watcher
 

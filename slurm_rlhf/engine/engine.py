@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -205,29 +205,16 @@ class Engine(ABC):
         """Free the device and the process groups, at the end of the rank; further calls are errors."""
 
 
-class EngineModule(Protocol):
-    """Declares what the module of an engine has that runs in processes of its own."""
+def backend(config: Config) -> Any:
+    """Return the module that rollout.engine names. One that runs in processes of its own has three functions.
 
-    def prepare_environment(self) -> None:
-        """Set the variables that the library reads while it is imported; to be called before that.
-
-        Raises RuntimeError if it is imported already, without them.
-        """
-
-    def import_library(self) -> None:
-        """Import what an engine starts with. No GPU is touched."""
-
-    def make_engine(self, config: Config, number: int) -> Engine:
-        """Start an engine on one rank, with the weights of the actor's model directory as policy 0.
-
-        Its trajectories are marked with `number`. Raises ConfigError or ModelError if the library cannot run this model
-        with this configuration.
-        """
-
-
-def backend(config: Config) -> EngineModule:
-    """Return the module that rollout.engine names."""
-    return cast(EngineModule, importlib.import_module(f"slurm_rlhf.engine.{config.rollout.engine}"))
+    `prepare_environment()` sets the variables that the library reads while it is imported; to be called before that.
+    Raises RuntimeError if it is imported already, without them. `import_library()` imports what an engine starts with;
+    no GPU is touched. `make_engine(config, number)` starts an engine on one rank, with the weights of the actor's model
+    directory as policy 0; its trajectories are marked with `number`. Raises ConfigError or ModelError if the library
+    cannot run this model with this configuration.
+    """
+    return importlib.import_module(f"slurm_rlhf.engine.{config.rollout.engine}")
 
 
 class Readiness:

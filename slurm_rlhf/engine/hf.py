@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from slurm_rlhf.data.tokenizer import CONTEXT_TOKENS, Tokenizer
+from slurm_rlhf.data.tokenizer import CONTEXT_TOKENS, Tokenizer, end_tokens
 from slurm_rlhf.engine._transformers import Texts, decoding_setup, go_on, prefilled, selects_rows
 from slurm_rlhf.engine.engine import (
     SAMPLING,
@@ -37,28 +37,6 @@ from slurm_rlhf.records import I32, LENGTH, REPETITION, STOP, WEIGHTS, MemoryPar
 
 Note = Callable[[int, int | str], None]
 """Gets the number of the token that is being made, and what is done: a layer's number, or a word of a phase."""
-
-
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """Keeps what a model's directory says of its tokens."""
-
-    tokenizer: Tokenizer
-    ends: frozenset[int]  # tokens that end a response, as other engines read them
-    pad: int
-
-    @classmethod
-    def read(cls, path: str) -> Vocabulary:
-        """Read the directory of a model."""
-        from transformers import AutoConfig, GenerationConfig
-
-        tokenizer = Tokenizer.load(path)
-        if (Path(path) / "generation_config.json").is_file():
-            named = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-        else:
-            named = getattr(AutoConfig.from_pretrained(path, local_files_only=True), "eos_token_id", None)
-        ends = {*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id} - {None}
-        return cls(tokenizer, frozenset(ends), next(iter(sorted(ends)), 0))
 
 
 class Policy(Protocol):
@@ -88,9 +66,9 @@ class SampledRow:
         """`request` None: nobody's, which takes its place in a batch where every rank needs one."""
         self.active = None if request is None else ActiveRequest(request)
         self.reason = "" if request is not None else STOP  # why it has ended
-        self._generator = torch.Generator(device=device)
+        self.generator = torch.Generator(device=device)
         if request is not None:
-            self._generator.manual_seed(request.seed)
+            self.generator.manual_seed(request.seed)
 
     def text(self, pad: int) -> I32:
         """Return prompt and response so far; nobody's is one `pad`."""
@@ -98,11 +76,7 @@ class SampledRow:
             return np.array([pad], dtype=np.int32)
         return np.concatenate([self.active.request.prompt_ids, np.array(self.active.tokens, dtype=np.int32)])
 
-    def noise(self, out: Tensor) -> None:
-        """Fill `out` [V] with exponentially distributed numbers."""
-        out.exponential_(generator=self._generator)
-
-    def take(self, token: int, logprob: float, version: int, ends: frozenset[int], tokenizer: Tokenizer) -> None:
+    def take(self, token: int, logprob: float, version: int, ends: set[int], tokenizer: Tokenizer) -> None:
         """Append a token of policy `version`, and find out whether the response ends with it.
 
         The order is vLLM's: an end token, the limit of length, a repetition, and a stop string before the latter two.
@@ -159,11 +133,11 @@ class HfEngine(Engine):
     """
 
     def __init__(
-        self, policy: Policy, vocabulary: Vocabulary, device: torch.device, number: int, note: Note = lambda *_: None
+        self, policy: Policy, tokenizer: Tokenizer, device: torch.device, number: int, note: Note = lambda *_: None
     ) -> None:
         """Start asleep, without weights. `number` marks trajectories; `note` gets how far a step has come."""
         self._policy = policy
-        self._vocabulary = vocabulary
+        self._tokenizer, self._ends = tokenizer, end_tokens(tokenizer)
         self._device = device
         self._number = number
         self._note = note
@@ -271,7 +245,7 @@ class HfEngine(Engine):
 
         Each of several equal texts is computed once, if rows can be taken of what is kept.
         """
-        model, pad = self._policy.model, self._vocabulary.pad
+        model, pad = self._policy.model, min(self._ends)
         texts, place = [row.text(pad) for row in batch.rows], None
         if batch.drops:
             texts, each = different_prompts(texts)
@@ -291,10 +265,10 @@ class HfEngine(Engine):
         for row, token, logprob in zip(batch.rows, chosen.tolist(), of_chosen[:, 0].tolist(), strict=True):
             if row.active is not None and not row.reason:
                 self._sampled += 1
-                row.take(token, logprob, self._version, self._vocabulary.ends, self._vocabulary.tokenizer)
+                row.take(token, logprob, self._version, self._ends, self._tokenizer)
                 if row.reason:
                     self._keys.discard(row.active.request.key)
-                    finished.append(row.active.finish(row.reason, self._vocabulary.tokenizer, self._number))
+                    finished.append(row.active.finish(row.reason, self._tokenizer, self._number))
         kept = going_on([bool(row.reason) for row in batch.rows], batch.drops)
         assert batch.texts is not None
         batch.texts.append(chosen, kept)
@@ -336,15 +310,10 @@ def different_prompts(prompts: Sequence[Any]) -> tuple[list[Any], list[int]]:
 
 def padded_left(prompts: Sequence[Any], pad: int, device: torch.device) -> dict[str, Tensor]:
     """Return `input_ids` and `attention_mask`, int64 [B, P]: every prompt ends in the last column."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = np.full((len(prompts), width), pad, dtype=np.int64)
-    mask = np.zeros((len(prompts), width), dtype=np.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = prompt
-        mask[row, width - len(prompt) :] = 1
-    return {
-        name: torch.from_numpy(values).to(device) for name, values in (("input_ids", ids), ("attention_mask", mask))
-    }
+    rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
 # --- choosing tokens --------------------------------------------------------------------------------------------------
@@ -384,7 +353,7 @@ def choose(logprobs: Tensor, rows: Sequence[SampledRow], greedy: bool) -> Tensor
     noise = torch.ones_like(logprobs)
     for row, out in zip(rows, noise, strict=True):
         if not row.reason:
-            row.noise(out)
+            out.exponential_(generator=row.generator)
     return (logprobs.exp() / noise).argmax(dim=-1)
 
 

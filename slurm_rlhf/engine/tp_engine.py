@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import struct
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
@@ -38,11 +37,6 @@ class EnginePlace:
     tp_rank: int  # 0: the leader, the only one that the conductor calls
     tp: int
     node: str
-
-    @classmethod
-    def of(cls, rank: int, tp: int, node: str) -> EnginePlace:
-        """Return the place of rollout rank `rank`."""
-        return cls(rank // tp, rank % tp, tp, node)
 
     @property
     def followers(self) -> set[int]:
@@ -86,14 +80,11 @@ def engine_group(place: EnginePlace, store: dist.Store, timeout_s: float) -> Ite
         yield
 
 
-def unlink_segments(prefix: str) -> list[str]:
+def unlink_segments(prefix: str) -> None:
     """Remove this user's shared memory whose names begin with `prefix`; a process that has it mapped keeps it."""
-    removed = []
     for path in SHARED_MEMORY.glob(f"{prefix}*") if SHARED_MEMORY.is_dir() else ():
         with suppress(OSError):
             path.unlink()
-            removed.append(path.name)
-    return removed
 
 
 class TpDigest:
@@ -109,19 +100,17 @@ class TpDigest:
 
     def added(self, request: GenerateRequest) -> None:
         """Note that a request was queued."""
-        tokens = array("i", map(int, request.prompt_ids)).tobytes()
-        self._note(b"a", request.key, struct.pack("<q", request.seed) + tokens)
+        self._note("added", request.key, request.seed, *map(int, request.prompt_ids))
 
     def planned(self, scheduled: Mapping[str, int]) -> tuple[int, bytes]:
         """Note a batch that is about to run, `scheduled` tokens of each request; return (its number, digest so far)."""
         self.batches += 1
-        for key, count in scheduled.items():
-            self._note(b"b", key, struct.pack("<qq", self._version, count))
+        self._note("planned", self._version, *scheduled.items())
         return self.batches, self.digest()
 
     def sampled(self, key: str, tokens: list[int]) -> None:
         """Note the next tokens of a request."""
-        self._note(b"s", key, struct.pack("<q", self._version) + array("i", tokens).tobytes())
+        self._note("sampled", self._version, key, *tokens)
 
     def loaded(self, version: int) -> None:
         """Note that the weights are now those of policy `version`.
@@ -133,12 +122,11 @@ class TpDigest:
     def digest(self) -> bytes:
         """Return the hash, 16 bytes."""
         whole = self._hash.copy()
-        whole.update(struct.pack("<q", self._version))
+        whole.update(b"%d" % self._version)
         return whole.digest()
 
-    def _note(self, kind: bytes, key: str, content: bytes) -> None:
-        name = key.encode()
-        self._hash.update(kind + struct.pack("<II", len(name), len(content)) + name + content)
+    def _note(self, *what: Any) -> None:
+        self._hash.update(repr(what).encode())
 
 
 class TpEngine(VllmEngine):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from slurm_rlhf.algorithms.lora import adapter_shapes, target_layers
 from slurm_rlhf.config.model_directory import check_model_directory, check_tensor_parallel, read_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_models import Lora
 from slurm_rlhf.engine._transformers import as_saved, parameter_shapes, skeleton
 from slurm_rlhf.engine._vllm import (
     EngineCore,
@@ -58,7 +57,7 @@ def vllm_environment(has_gpu: bool) -> dict[str, str]:
 
 
 def prepare_environment() -> None:
-    """Set the variables of `vllm_environment` in this process; see `EngineModule`.
+    """Set the variables of `vllm_environment` in this process; see `engine.backend`.
 
     A VLLM_LOGGING_LEVEL that is already set is left alone; otherwise vLLM logs warnings and errors only.
     """
@@ -114,7 +113,9 @@ def engine_config(config: Config) -> Any:
         **adapter_arguments(config),
         # On CPUs vLLM refuses the option and takes the calls.
         enable_sleep_mode=config.train.colocate_all and not on_cpu,
-        async_scheduling=asynchronous(on_cpu),
+        # The next batch is scheduled while the device computes this one: on a GPU the 3 to 5 ms of Python of a step
+        # overlap its 9 ms of computing. None: vLLM's own rules decide. On CPUs it has no use for it.
+        async_scheduling=False if on_cpu else None,
         scheduling_policy="fcfs",
         # vLLM sets a seeded request's generator back after a part of a prompt; torch's for CPUs cannot do that.
         enable_chunked_prefill=False if on_cpu else None,
@@ -144,25 +145,9 @@ def adapter_arguments(config: Config) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": rank, "max_loras": at_once}
 
 
-def asynchronous(on_cpu: bool) -> bool | None:
-    """Return vLLM's async_scheduling: schedule the next batch while the device computes this one. None: if it can.
-
-    On a GPU the 3 to 5 ms of Python of a step then overlap its 9 ms of computing. On CPUs vLLM has no use for it.
-    """
-    return False if on_cpu else None
-
+import_library = import_vllm
 
 # --- engine ---------------------------------------------------------------------------------------------------------
-
-
-def import_library() -> None:
-    """See `EngineModule`."""
-    import_vllm()
-
-
-def make_engine(config: Config, number: int) -> Engine:
-    """See `EngineModule`."""
-    return VllmEngine(config, number)
 
 
 class VllmEngine(Engine):
@@ -177,10 +162,10 @@ class VllmEngine(Engine):
     an adapter, and requests in flight end under the one with which they began; with vllm.keep_kv_cache they go on from
     the keys and values that they have.
 
-    With vLLM's asynchronous scheduling (`asynchronous`) a batch is on its way to the device while the one
-    before it is read. So between two steps there is a batch in flight. `_flush` waits for it before the weights change,
-    before the engine sleeps, and as soon as the engine has no requests. What was sampled in it is of the old policy and
-    is returned by the next step.
+    With vLLM's asynchronous scheduling a batch is on its way to the device while the one before it is read. So between
+    two steps there is a batch in flight. `finish_batches` waits for it before the weights change, before the engine
+    sleeps, and as soon as the engine has no requests. What was sampled in it is of the old policy and is returned by
+    the next step.
 
     The engine has a default process group of its own: here of one rank, made through a file of its own, in `tp_engine`
     of its TP ranks. torchrun's RANK and WORLD_SIZE have no effect, and engines start, fail and restart alone.
@@ -190,9 +175,7 @@ class VllmEngine(Engine):
     """Class of executor; None: vLLM's choice."""
 
     def __init__(self, config: Config, number: int = 0) -> None:
-        """See `EngineModule.make_engine`."""
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-            raise RuntimeError("call slurm_rlhf.engine.vllm.prepare_environment before making an engine")
+        """See `engine.backend`."""
         self._version = 0
         self._number = number
         self._path = config.actor.model_name_or_path
@@ -208,7 +191,13 @@ class VllmEngine(Engine):
             self._core = EngineCore(self._config, self._executor)
         except refusals() as error:
             raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
-        self._adapters = self._make_adapters(lora, layers) if lora.rank else None
+        self._adapters: Adapters | None = None
+        if lora.rank:
+            self._adapters = Adapters(self._core.llm, lora.rank, lora.alpha, lora.target_modules)
+            if lost := self._adapters.without_place(layers):
+                raise ModelError(
+                    f"{self._path}: vLLM has no adapters for {shortened(lost)}: leave them out of lora.target_modules"
+                )
         self._active: dict[str, ActiveRequest] = {}  # vLLM's request id -> request
         self._stops: dict[str, StopWatcher] = {}  # likewise, where a request has stop strings
         self._keys: set[str] = set()  # keys of the active requests
@@ -221,14 +210,6 @@ class VllmEngine(Engine):
         self._tokens_sampled = 0
         self._prompt_tokens = self._cached_tokens = 0
         self._attention = self._core.attention()
-
-    def _make_adapters(self, lora: Lora, layers: Iterable[str]) -> Adapters:
-        made = Adapters(self._core.llm, lora.rank, lora.alpha, lora.target_modules)
-        if lost := made.without_place(layers):
-            raise ModelError(
-                f"{self._path}: vLLM has no adapters for {shortened(lost)}: leave them out of lora.target_modules"
-            )
-        return made
 
     @property
     def status(self) -> Status:
@@ -247,8 +228,10 @@ class VllmEngine(Engine):
         name = f"{request.key}#{self._added}"
         adapter = self._adapters.current if self._adapters else None
         used = adapter.request if adapter else None
+        # Marks keys and values of requests that begin now, where those of an older policy may still be cached.
+        salt = str(self._loads) if self._keeps_cache else None
         try:
-            stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed, used, self._salt)
+            stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed, used, salt)
         except refusals() as error:
             raise RunError(
                 f"engine {self._number} refuses request {request.key!r} (prompt {request.prompt}, {len(prompt_ids)} "
@@ -260,11 +243,6 @@ class VllmEngine(Engine):
             self._stops[name] = stops
         self._keys.add(request.key)
 
-    @property
-    def _salt(self) -> str | None:
-        """Mark the keys and values of requests that begin now, where those of an older policy may still be cached."""
-        return str(self._loads) if self._keeps_cache else None
-
     def step(self) -> list[Trajectory]:
         try:
             self._ready.check()
@@ -274,9 +252,6 @@ class VllmEngine(Engine):
             raise
 
     def drop(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
         names = list(self._active)
         # First, so that the keys are free even if vLLM is too broken to abort anything.
         self._active.clear()
@@ -289,7 +264,7 @@ class VllmEngine(Engine):
         if self._active:
             self._read(self._core.run_batch())
         if not self._active:
-            self._flush()
+            self._core.finish_batches(self._read)
         finished, self._finished = self._finished, []
         return finished
 
@@ -309,7 +284,7 @@ class VllmEngine(Engine):
                 version = active.adapter.version if active.adapter else self._version
                 active.extend(sampled.tokens, sampled.logprobs, version)
             stops = self._stops.get(sampled.name)
-            if stops is not None and stops.stops(sampled):
+            if stops is not None and stops(sampled):
                 if not reason:
                     cut.append(sampled.name)
                 reason = STOP
@@ -317,16 +292,15 @@ class VllmEngine(Engine):
                 del self._active[sampled.name]
                 self._stops.pop(sampled.name, None)
                 self._keys.discard(active.request.key)
-                self._finished.append(self._finish(active, reason))
+                if reason not in (STOP, LENGTH, REPETITION):
+                    key = active.request.key
+                    raise RunError(f"engine {self._number}: vLLM ended request {key!r} with {reason!r}")
+                self._finished.append(active.finish(reason, self._core.tokenizer, self._number))
         self._core.abort(cut)
-
-    def _flush(self) -> None:
-        """Read the batches in flight and start no other."""
-        self._core.finish_batches(self._read)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._ready.require(WEIGHTS)
-        self._flush()
+        self._core.finish_batches(self._read)
         self._ready.updates(version)
         complete = checked(weights, self._shapes, version)
         if self._adapters:
@@ -345,7 +319,7 @@ class VllmEngine(Engine):
         return [ParameterSpec(name, list(shape), dtype) for name, shape in self._shapes.items()]
 
     def sleep(self) -> int:
-        self._forget()
+        VllmEngine.drop(self)  # and not that of a leader: the other ranks sleep, too
         return self._ready.release()
 
     def wake(self, part: MemoryPart) -> None:
@@ -358,11 +332,8 @@ class VllmEngine(Engine):
     def _sampled(self, key: str, tokens: list[int]) -> None:
         """Note the next tokens of a request."""
 
-    def _finish(self, active: ActiveRequest, reason: str) -> Trajectory:
-        request = active.request
-        if reason not in (STOP, LENGTH, REPETITION):
-            raise RunError(f"engine {self._number}: vLLM ended request {request.key!r} with {reason!r}")
-        return active.finish(reason, self._core.tokenizer, self._number)
+
+make_engine = VllmEngine
 
 
 def check_loaded(model: Any, loaded: set[str] | None) -> None:

@@ -56,7 +56,7 @@ class ExecutorEnvironment(UserClass):
 
     def __init__(self, made: type, file: Path) -> None:
         super().__init__(made, file)
-        self.create()
+        self.call("__init__")
         self._name = f"{made.__name__}.execute"
         self._engine = LlmEngine(self.loop)
         self._task: asyncio.Task[Any] | None = None

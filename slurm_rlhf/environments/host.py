@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import msgspec
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.environments.kinds import Instances
 from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
-from slurm_rlhf.environments.remote import RemoteLease, RemotePool
+from slurm_rlhf.environments.remote import RemoteLease
 from slurm_rlhf.errors import EpisodeError, WorkerError
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.http_client import Servers, servers_of, token_of
@@ -65,7 +66,8 @@ class Home:
 
     async def _call(self, made: type[T], method: str, *arguments: Any) -> T:
         try:
-            answer = await self.lease.call(method, self.number, *arguments, timeout_s=self.host.timeout_s)
+            asked = self.lease.submit(method, self.number, *arguments, timeout_s=self.host.timeout_s)
+            answer = await asyncio.wrap_future(asked)
         except WorkerError as error:
             if error.kind == GONE:
                 raise Homeless from None
@@ -89,27 +91,31 @@ class Host:
         env, self.timeout_s, self.start_s = config.env, config.timeout.environment, config.timeout.connect
         self.file = env.path
         self.servers: Servers | None = None
-        self._pool: WorkerPool | RemotePool
         if servers_of(env.path):
             token = token_of(env.token, "env.token")
             self.servers = Servers(env.path, token, note, at_once=AT_ONCE, silence_s=timeouts.SERVER_SILENT_S)
-            self._pool = RemotePool(self.servers)
         else:
             self._pool = WorkerPool(code_of(env.path), env.workers, env.memory_mb, self.start_s, printed, nodes)
 
     def describe(self) -> dict[str, Tools]:
         """Describe each environment, once all processes have loaded the file. Raises EpisodeError."""
         try:
-            self._pool.ready()
-            found = self._pool.submit("describe", timeout_s=self.start_s).result()
+            if self.servers is None:
+                self._pool.ready()
+            lease = self._lease()
+            found = lease.submit("describe", timeout_s=self.start_s).result()
+            lease.end()
         except WorkerError as error:
             raise EpisodeError(str(error)) from error
         return msgspec.convert(found, dict[str, Tools])
 
     def home(self, number: int) -> Home:
         """Choose a process for the environment of episode `number`."""
-        return Home(self, self._pool.lease(), number)
+        return Home(self, self._lease(), number)
+
+    def _lease(self) -> Lease | RemoteLease:
+        return self._pool.lease() if self.servers is None else RemoteLease(self.servers)
 
     def close(self) -> None:
         """End the processes, and wait for them."""
-        self._pool.close()
+        (self.servers or self._pool).close()

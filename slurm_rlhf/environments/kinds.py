@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -31,22 +31,6 @@ from slurm_rlhf.user_files import run_file
 KEY = "env.path"
 CLASS, SEVERAL, COLUMN = "Environment", "ENVIRONMENTS", "environment"
 PAGE = "`slurm-rlhf docs environments` has an example"
-
-
-class Played(Protocol):
-    """Declares what an environment of any convention does in an episode. Each method may raise EpisodeError."""
-
-    def begin(self, start: Start) -> Begun:
-        """Begin an episode with a row of the data."""
-
-    def turn(self, turn: Turn) -> Answer:
-        """Answer what the policy has sampled."""
-
-    def end(self) -> Answer:
-        """End an episode, over or not; return what it adds to the reward."""
-
-    def leave(self) -> None:
-        """Free what an episode holds, over or not."""
 
 
 class ToolEnvironment(UserClass):
@@ -72,7 +56,9 @@ class ToolEnvironment(UserClass):
     def end(self) -> Answer:
         rewarded = hasattr(self.instance, "get_reward")
         reward = self.number("get_reward", self.call("get_reward")) if rewarded else 0.0
-        reward += sum(map(self._judged, judges_of(self.made)))
+        found = inspect.getmembers(sys.modules[self.made.__module__], inspect.isfunction)
+        own = [one for _, one in found if one.__module__ == self.made.__module__]
+        reward += sum(self._judged(one) for one in own if "environments" in inspect.signature(one).parameters)
         self.close()
         return Answer(reward=reward)
 
@@ -115,7 +101,7 @@ class AgentInstance(UserClass):
     """Plays the class of OpenRLHF's agent file, whose texts get no chat template."""
 
     def begin(self, start: Start) -> Begun:
-        self.create()
+        self.call("__init__")
         self.start = start
         states = {"observation": start.text, "prompt": start.text, "label": start.label}
         self.so_far = str(self._read("reset", self.call("reset", states), "observation"))
@@ -148,7 +134,7 @@ class GymEnvironment(UserClass):
     def begin(self, start: Start) -> Begun:
         taken = inspect.signature(self.made).parameters
         given = {"env_config": {}, "extras": {**start.row, "reward_spec": {"ground_truth": start.label}} | start.row}
-        self.create(**{name: value for name, value in given.items() if name in taken})
+        self.call("__init__", **{name: value for name, value in given.items() if name in taken})
         answer = self.call("init", copy.deepcopy(start.messages))
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise self.wrong("init", answer, "(messages, info)")
@@ -166,20 +152,18 @@ class GymEnvironment(UserClass):
         return Answer()
 
 
-KINDS: dict[str, Callable[[type, Path], Played]] = {
+KINDS: dict[str, Callable[[type, Path], Any]] = {
     "tools": ToolEnvironment,
     "text": TextEnvironment,
     "agent": AgentInstance,
     "gym": GymEnvironment,
     EXECUTOR: executor_of,
 }
+"""Convention -> what makes an environment of a class and its file. Its methods may each raise EpisodeError.
 
-
-def judges_of(made: type) -> list[Callable[..., Any]]:
-    """List the reward functions in the file of a class that take its instances."""
-    found = inspect.getmembers(sys.modules[made.__module__], inspect.isfunction)
-    own = [one for _, one in found if one.__module__ == made.__module__]
-    return [one for one in own if "environments" in inspect.signature(one).parameters]
+`begin(start)` begins an episode with a row of the data, `turn(turn)` answers what the policy has sampled, `end()` ends
+the episode, over or not, and returns what it adds to the reward, `leave()` frees what it holds, over or not.
+"""
 
 
 def kind_of(made: type) -> str:
@@ -254,7 +238,7 @@ class Instances:
         self.classes = load(self.file)
         if EXECUTOR in map(kind_of, self.classes.values()):
             tokenizer_class()  # now, so that no call of an episode waits for it
-        self.played: dict[int, Played] = {}
+        self.played: dict[int, Any] = {}
 
     def describe(self) -> dict[str, Any]:
         """Describe each environment, as `Tools`. Raises EpisodeError for a tool without type hints, or a class with

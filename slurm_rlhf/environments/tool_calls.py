@@ -16,7 +16,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.data.tokenizer import Tokenizer, end_tokens
 from slurm_rlhf.environments import _transformers
 from slurm_rlhf.environments.records import Messages, ToolCall
 from slurm_rlhf.errors import ModelError
@@ -76,7 +76,8 @@ class ToolFormat:
 
     def _pairs(self, name: str, text: str, schemas: Schemas) -> dict[str, Any]:
         assert self.pair is not None
-        types = {key: value.get("type") for key, value in _properties(name, schemas).items()}
+        known = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
+        types = {key: value.get("type") for key, value in known.get(name, {}).get("properties", {}).items()}
         found = {match["key"].strip(): match["value"] for match in self.pair.finditer(text)}
         return {key: value if types.get(key, "string") == "string" else _typed(value) for key, value in found.items()}
 
@@ -98,11 +99,6 @@ def _typed(value: str) -> Any:
         return json.loads(value)
     except ValueError:
         return value  # the check of the arguments says what was expected
-
-
-def _properties(name: str, schemas: Schemas) -> dict[str, Any]:
-    functions = (schema["function"] for schema in schemas)
-    return next((f["parameters"].get("properties", {}) for f in functions if f["name"] == name), {})
 
 
 @cache
@@ -184,8 +180,8 @@ def _behind(asked: str, whole: str) -> str:
 
 def without_end(text: str, tokenizer: Tokenizer) -> str:
     """Cut a turn at the token that ends it."""
-    ends = [at for end in tokenizer.end_texts() if (at := text.rfind(end)) >= 0]
-    return text[: max(ends)] if ends else text
+    ends = (tokenizer.decode([token], skip_special_tokens=False) for token in end_tokens(tokenizer))
+    return text[: max((at for end in ends if (at := text.rfind(end)) >= 0), default=len(text))]
 
 
 def _readers(tokenizer: Tokenizer, prompt: str) -> Iterator[tuple[str, Read]]:

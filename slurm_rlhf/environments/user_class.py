@@ -22,10 +22,6 @@ class UserClass:
         self.made, self.file, self.loop = made, file, asyncio.new_event_loop()
         self.instance: Any = made.__new__(made)
 
-    def create(self, *arguments: Any, **named: Any) -> None:
-        """Call `__init__`, which OpenRLHF allows to be a coroutine."""
-        self.call("__init__", *arguments, **named)
-
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Call a method. Raises EpisodeError."""
         return self.run(f"{self.made.__name__}.{name}", lambda: getattr(self.instance, name)(*arguments, **named))
@@ -65,7 +61,7 @@ class UserClass:
 
     def reset(self, start: Start) -> Any:
         """Call `reset` with the row as `row`, or with those of its columns that it names."""
-        self.create()
+        self.call("__init__")  # which OpenRLHF allows to be a coroutine
         if "row" in inspect.signature(self.instance.reset).parameters:
             return self.call("reset", copy.deepcopy(start.row))
         return self.call("reset", **columns_of(self.instance.reset, start.row))

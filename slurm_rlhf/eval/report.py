@@ -213,9 +213,8 @@ class DataSetReport:
         return {f"eval/{self.name}/{name}": value for name, value in figures.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report for eval.json; NaN, which JSON lacks, becomes null."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        """Return the report for eval.json."""
+        return asdict(self)
 
 
 def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed: int) -> DataSetReport:
@@ -273,14 +272,6 @@ def _failure(one: ScoredResponse) -> dict[str, Any]:
     return {name: cut(value, _SHOWN) if isinstance(value, str) else value for name, value in found.items()}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 SHOWN = 3
 """Number of failures of each data set on the terminal; eval.json has more."""
 _FIGURES = ("mean score (95 %)", "cut off", "tokens")
@@ -309,7 +300,9 @@ def report_text(reports: Sequence[DataSetReport]) -> str:
             ("tokens of the response", report.response_lengths),
         ):
             if len(parts) > 1 or (parts and title == "source"):
-                blocks.append(f"{report.name}, by {title}:\n{_parts(title, parts)}")
+                lines = [[title, "prompts", "responses", *_FIGURES]]
+                lines += [[p.name or "(none)", str(p.prompts), str(p.responses), *_figures(p)] for p in parts]
+                blocks.append(f"{report.name}, by {title}:\n{table(lines)}")
         blocks.append(_failures(report))
     return "\n\n".join(filter(None, blocks))
 
@@ -325,12 +318,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def _parts(title: str, parts: Sequence[Subset]) -> str:
-    rows = [[title, "prompts", "responses", *_FIGURES]]
-    rows += [[part.name or "(none)", str(part.prompts), str(part.responses), *_figures(part)] for part in parts]
-    return table(rows)
 
 
 def _figures(part: Subset) -> list[str]:

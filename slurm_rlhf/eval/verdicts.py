@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -42,17 +42,8 @@ BOUNDS: dict[str, dict[str, Bound]] = {
 """ds.param_dtype -> check -> bound. All comparisons at that precision take it from here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Words:
-    """Holds the texts for a check that failed."""
-
-    what: str  # the two sides that are compared
-    usually: str  # usual causes of a failure
-    change: str  # keys and files to change
-
-
-WORDS = {check: Words(**row) for check, row in _TABLES["words"].items()}
-"""Check -> its texts, a row of `verdicts.toml`."""
+WORDS: dict[str, dict[str, str]] = _TABLES["words"]
+"""Check -> its texts: the two sides that are compared, usual causes of a failure, keys and files to change."""
 
 ALL_THE_SAME = "train.self_check = false leaves the self-check out"
 
@@ -78,8 +69,8 @@ class CheckResult:
         """Say which figures were compared, how far they are apart, the usual causes, and keys to change."""
         words = WORDS[self.check]
         return (
-            f"{words.what} are {self.figure:.3g} nats apart ({self.detail}); at most {self.bound.limit:g} can be "
-            f"rounding. Usually: {words.usually}. What to change: {words.change}"
+            f"{words['what']} are {self.figure:.3g} nats apart ({self.detail}); at most {self.bound.limit:g} can be "
+            f"rounding. Usually: {words['usually']}. What to change: {words['change']}"
         )
 
 
@@ -92,8 +83,10 @@ def compare(
     """
     bound = BOUNDS[param_dtype][check]
     apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
-    found = f"{_beyond(apart[mask], bound)}{_worst(apart, mask, engines, bound)}"
-    detail = f"{bound.statistic} of {int(mask.sum())} tokens{found}"
+    # A single token has other causes than all of them.
+    beyond = int((~(apart[mask] <= bound.limit)).sum()) if bound.statistic == "largest" else 0
+    found = f", {beyond} of them beyond; mean {apart[mask].mean():.2g}" if beyond else ""
+    detail = f"{bound.statistic} of {int(mask.sum())} tokens{found}{_worst(apart, mask, engines, bound)}"
     return CheckResult(check, _figure(apart[mask], bound), bound, detail)
 
 
@@ -101,12 +94,6 @@ def _figure(apart: np.ndarray, bound: Bound) -> float:
     if not apart.size:
         return 0.0
     return float(apart.max() if bound.statistic == "largest" else apart.mean())
-
-
-def _beyond(apart: np.ndarray, bound: Bound) -> str:
-    """Say how many tokens are beyond the bound: a single token has other causes than all of them."""
-    beyond = int((~(apart <= bound.limit)).sum())
-    return f", {beyond} of them beyond; mean {apart.mean():.2g}" if beyond and bound.statistic == "largest" else ""
 
 
 def _worst(apart: np.ndarray, mask: Bool, engines: I32 | None, bound: Bound) -> str:
@@ -158,17 +145,8 @@ def engine_not_finite(lost: float, tokens: int) -> str:
 # --- shares of prompts and of a batch of rewards ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Describes a share of a batch that is worth a warning above `limit`."""
-
-    limit: float
-    words: str  # text after the share in percent
-    warning: str
-
-
-SHARES = {name: Share(**row) for name, row in _TABLES["shares"].items()}
-"""Name -> its limit and texts, a row of `verdicts.toml`."""
+SHARES: dict[str, dict[str, Any]] = _TABLES["shares"]
+"""Share of a batch -> the limit above which there is a warning, the text after it in percent, and the warning."""
 REWARD_SHARES = ("reward_clipped", "reward_constant", "truncated")
 PROMPT_SHARES = ("prompts_dropped", "prompts_double_bos", "prompts_answered", "prompts_repeated")
 
@@ -188,9 +166,9 @@ def constant_share(rewards: F32, group: int) -> float:
 def warnings(shares: dict[str, float], names: Sequence[str]) -> list[str]:
     """Write a sentence for each share above its limit."""
     return [
-        f"warning: {_percent(shares[name])} {SHARES[name].warning}"
+        f"warning: {_percent(shares[name])} {SHARES[name]['warning']}"
         for name in names
-        if name in shares and not shares[name] <= SHARES[name].limit
+        if name in shares and not shares[name] <= SHARES[name]["limit"]
     ]
 
 
@@ -223,7 +201,7 @@ def ratio_line(verdict: CheckResult) -> str:
 
 def shares_line(title: str, shares: dict[str, float], names: Sequence[str]) -> str:
     """Write `self-check, rewards: 0 % clipped, 12 % of the groups constant, 3 % truncated`."""
-    words = ", ".join(f"{_percent(shares[name])} {SHARES[name].words}" for name in names if name in shares)
+    words = ", ".join(f"{_percent(shares[name])} {SHARES[name]['words']}" for name in names if name in shares)
     return f"self-check, {title}: {words}"
 
 

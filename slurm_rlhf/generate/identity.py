@@ -162,11 +162,9 @@ def claim(directory: Path, identity: Identity, option: str = "run_dir") -> bool:
 def read_identity(directory: Path) -> Identity:
     """Read what an output was made with. Raises ConfigError."""
     try:
-        found = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        found: Identity = json.loads((directory / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{directory / FILE} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{directory / FILE} does not describe an output")
     return found
 
 

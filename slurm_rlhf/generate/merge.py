@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rlhf.errors import ConfigError, DataError, shortened
@@ -16,20 +15,12 @@ from slurm_rlhf.run_directory import write_atomically
 SAMPLES = "rollout.n_samples_per_prompt"
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
-    """Describes the merged file."""
-
-    path: Path
-    lines: int
-    shards: int
-
-
-def merge(root: Path, out: Path | None, partial: bool = False) -> Merged:
+def merge(root: Path, out: Path | None, partial: bool = False) -> tuple[Path, int, int]:
     """Write the lines of all shards of a job by (row, sample) to `out`; None: to merged.jsonl in `root`.
 
-    Nothing is overwritten. Raises ConfigError for a job whose shards do not belong together or that is not complete,
-    unless `partial` is set; DataError for a row that is there twice.
+    Returns where they are, and the numbers of lines and shards. Nothing is overwritten. Raises ConfigError for a job
+    whose shards do not belong together or that is not complete, unless `partial` is set; DataError for a row that is
+    there twice.
     """
     out = out or root / MERGED
     if out.exists():
@@ -50,7 +41,7 @@ def merge(root: Path, out: Path | None, partial: bool = False) -> Merged:
             "job (or the tasks of its array that have failed) again, or merge what there is with --partial"
         )
     _write(out, files, [places[key] for key in sorted(places)])
-    return Merged(out, len(places), len(begun))
+    return out, len(places), len(begun)
 
 
 def _sizes(directories: Sequence[Path]) -> tuple[int, int]:

@@ -60,19 +60,14 @@ def find_source(config: Config, root: Path) -> Source:
         if newest is None:
             raise ModelError(f"{GENERATED_BY}: the run in {path} has neither a final model nor a whole checkpoint yet")
         return _of_checkpoint(newest, root)
-    cached = None if path.exists() else _in_cache(path)
-    if cached is not None:
+    # OWNER/NAME, or NAME, in the Hugging Face cache; the path was made absolute when it was read.
+    if not path.exists() and (cached := hub.cached(f"{path.parent.name}--{path.name}") or hub.cached(path.name)):
         return Source(cached)
     raise ModelError(
         f"{GENERATED_BY}: {path} is no Hugging Face directory (config.json), no run directory (config.toml, final/) "
         f"and no checkpoint ({MANIFEST}), and no model of that name is in the Hugging Face cache here: download it "
         "first, where there is a network: `hf download <name>`"
     )
-
-
-def _in_cache(path: Path) -> Path | None:
-    """Find the model OWNER/NAME, or NAME, in the Hugging Face cache; `path` was made absolute when it was read."""
-    return hub.cached(f"{path.parent.name}--{path.name}") or hub.cached(path.name)
 
 
 def _of_checkpoint(checkpoint: Path, root: Path) -> Source:

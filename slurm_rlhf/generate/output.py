@@ -174,10 +174,6 @@ class JobProgress:
     since: float | None = None  # time when the first engine was ready
     _last: float = 0.0
 
-    def took(self, engine: int, load: EngineLoad) -> None:
-        """Add the work of an engine since its last answer."""
-        self.loads.setdefault(engine, EngineLoad()).add(load)
-
     def due(self, now: float) -> bool:
         """Tell whether a line is due; then the next one is due `LINE_S` later."""
         if now - self._last < LINE_S:

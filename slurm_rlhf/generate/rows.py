@@ -27,8 +27,7 @@ from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
 from slurm_rlhf.generate.output import JobProgress, OutputLine
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.records import LOST, EngineLoad, Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.model import RewardSource, Scoring
-from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.sources import close_source, reward_source
 from slurm_rlhf.sampling.batches import PromptGroup
 from slurm_rlhf.sampling.environment import Environments
@@ -64,7 +63,6 @@ class Scores:
     """Scores the responses that have come at the same time; without a reward function there are no scores."""
 
     scoring: Scoring | None
-    source: RewardSource | None = None
     proven: bool = False  # True: the function has scored a response
 
     @classmethod
@@ -76,11 +74,11 @@ class Scores:
             return cls(None)
         source = reward_source(config, printed, print)
         assert source is not None  # `check_generate` refuses a reward model
-        return cls(Scoring(source, config.timeout.reward, printed, print), source)
+        return cls(Scoring(source, config.timeout.reward, printed, print))
 
     def close(self) -> None:
         """End the processes of the reward function."""
-        close_source(self.source)
+        close_source(self.scoring and self.scoring.source)
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
         """Return the score of each response, or None and the error; `prompts[i]` is the prompt of `trajectories[i]`.
@@ -93,7 +91,7 @@ class Scores:
         if self.scoring is None or not trajectories:
             return [(None, "")] * len(trajectories)
         try:
-            return self._score(prompts, trajectories)
+            answer = self.scoring(prompts, trajectories, 0)
         except RewardError as error:
             pairs = zip(prompts, trajectories, strict=True)
             rows = [list(row) for _, row in itertools.groupby(pairs, key=lambda pair: pair[0].index)]
@@ -102,10 +100,6 @@ class Scores:
             if not self.proven:
                 raise
             return [(None, str(error))] * len(trajectories)
-
-    def _score(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> list[tuple[float | None, str]]:
-        assert self.scoring is not None
-        answer: Rewards = self.scoring(prompts, trajectories, 0)
         self.proven = True
         # The score is the quality by the task's own measure, if the function returns it.
         values = answer.rewards if answer.scores is None else answer.scores
@@ -257,7 +251,7 @@ class PendingRows:
         lines: list[OutputLine] = []
         found: list[Trajectory] = []
         for news in answered:
-            progress.took(news.engine, news.load)
+            progress.loads.setdefault(news.engine, EngineLoad()).add(news.load)
             if news.error is not None:
                 lines += self._failed(calls, news, news.error)
             elif self.queue.finish(news.engine, news.row, now):
@@ -275,16 +269,12 @@ class PendingRows:
             calls.handle.give_up(news.engine, f"{error} (timeout.generate)")
         return []  # the engine is gone: the news of that takes its rows back
 
-    def _scored(self, prompts: list[Prompt], found: list[Trajectory]) -> list[tuple[float | None, str]]:
-        """Return scores as `Scores` does; a lost episode has none."""
-        scores = self.scores(prompts, found)
-        lost = (None, "its environment failed: logs/reward.log")
-        return [lost if one.finish_reason == LOST else score for one, score in zip(found, scores, strict=True)]
-
     def _lines(self, found: list[Trajectory]) -> list[OutputLine]:
         found.sort(key=lambda trajectory: (trajectory.prompt, trajectory.sample))
         prompts = [self.prompts[trajectory.prompt] for trajectory in found]
-        logprobs = self.config.generate.logprobs
+        logprobs, lost = self.config.generate.logprobs, (None, "its environment failed: logs/reward.log")
+        scored = zip(found, self.scores(prompts, found), strict=True)
+        scores = [lost if one.finish_reason == LOST else score for one, score in scored]
         return [
             OutputLine(
                 row=prompt.index,
@@ -301,5 +291,5 @@ class PendingRows:
                 token_ids=trajectory.response_ids.tolist() if logprobs else None,
                 logprobs=trajectory.rollout_logprobs.tolist() if logprobs else None,
             )
-            for prompt, trajectory, (score, error) in zip(prompts, found, self._scored(prompts, found), strict=True)
+            for prompt, trajectory, (score, error) in zip(prompts, found, scores, strict=True)
         ]

@@ -16,13 +16,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from slurm_rlhf.cluster.gpu_query import local_gpus
 from slurm_rlhf.cluster.processes import die_with_parent, exit_text, print_to
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SlurmRlhfError
@@ -35,7 +33,6 @@ from slurm_rlhf.parity.verdicts import (
     TRAINER,
     Apart,
     Line,
-    Subject,
     differences,
     judge,
 )
@@ -48,19 +45,10 @@ LOG_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Say how to compare."""
-
-    precisions: tuple[str, ...] = ("fp32", "bf16")  # keys of verdicts.PRECISIONS
-    max_len: int = 320
-    timeout_s: float = 600.0  # limit for one model, in all precisions
-
-
-@dataclass(frozen=True, slots=True)
 class Task:
     """Say what is compared, and where the stages leave their files."""
 
-    subject: Subject
+    subject: Line
     max_len: int
     scratch: Path  # a directory for this task alone
 
@@ -85,31 +73,24 @@ class LateError(StageError):
     """End the comparison of a model whose time is over."""
 
 
-def compare(subjects: Sequence[Subject], options: Options) -> Iterator[Line]:
+def compare(subjects: Sequence[Line], precisions: Sequence[str], max_len: int, timeout_s: float) -> Iterator[Line]:
     """Yield a line for each subject and precision as soon as it is known. An error becomes a line, too.
 
-    Children are forked from this process. Without GPUs it imports the heavy libraries first, once for all children:
-    vLLM takes 7 s or more. With GPUs each child imports them, because the import asks the driver how many GPUs there
-    are, and a process that has asked must not fork.
+    `precisions`: keys of verdicts.PRECISIONS; `timeout_s`: limit for one model, in all of them.
     """
-    warm = not local_gpus(os.environ)
     for subject in subjects:
         if subject.verdict:
-            yield Line(subject.name, "", subject.verdict, subject.reason, architecture=subject.architecture)
+            yield subject
             continue
         with tempfile.TemporaryDirectory(prefix="slurm-rlhf-parity-") as scratch:
-            if warm:
-                with printing_to(Path(scratch) / "imports"):
-                    import_libraries()
-                warm = False
-            yield from _lines(Task(subject, options.max_len, Path(scratch)), options)
+            yield from _lines(Task(subject, max_len, Path(scratch)), precisions, timeout_s)
 
 
-def _lines(task: Task, options: Options) -> Iterator[Line]:
+def _lines(task: Task, precisions: Sequence[str], timeout_s: float) -> Iterator[Line]:
     """Compare one model in all precisions until its time is over; an error in one does not stop the others."""
-    deadline = time.monotonic() + options.timeout_s
-    for name in options.precisions:
-        line = Line(task.subject.name, name, FAILED, architecture=task.subject.architecture)
+    deadline = time.monotonic() + timeout_s
+    for name in precisions:
+        line = replace(task.subject, precision=name, verdict=FAILED)
         try:
             for stage in (sample, follow):
                 _run(task, deadline, stage, name)
@@ -118,7 +99,7 @@ def _lines(task: Task, options: Options) -> Iterator[Line]:
             verdict, reason = judge(apart, PRECISIONS[name])
             yield replace(line, verdict=verdict, reason=reason, tokens=found["tokens"], apart=apart)
         except LateError:
-            yield replace(line, reason=f"{task.subject.name} was not done after {options.timeout_s:g} s (--timeout)")
+            yield replace(line, reason=f"{task.subject.model} was not done after {timeout_s:g} s (--timeout)")
         except StageError as error:
             yield replace(line, reason=str(error), log=tuple(tail(task.log, LOG_LINES)))
 
@@ -204,29 +185,3 @@ def _prepare() -> None:
     from slurm_rlhf.engine.engine import backend
 
     backend(Config()).prepare_environment()
-
-
-def import_libraries() -> None:
-    """Import what the stages need, for all processes that are forked from this one."""
-    _prepare()
-    from slurm_rlhf.engine.engine import backend
-    from slurm_rlhf.trainer._transformers import import_modeling
-
-    backend(Config()).import_library()
-    import_modeling()
-    import slurm_rlhf.parity.sides  # noqa: F401
-
-
-@contextmanager
-def printing_to(path: Path) -> Iterator[None]:
-    """Send all that this process prints inside the block to a file, also from libraries written in C."""
-    streams = (sys.stdout, sys.stderr)
-    kept = [os.dup(stream.fileno()) for stream in streams]
-    print_to(path)
-    try:
-        yield
-    finally:
-        for stream, descriptor in zip(streams, kept, strict=True):
-            stream.flush()
-            os.dup2(descriptor, stream.fileno())
-            os.close(descriptor)

@@ -23,17 +23,35 @@ from slurm_rlhf.records import F32, I32
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """Name a model to compare."""
+class Apart:
+    """Say how far apart two sides are: |difference of log-probs| in nats over the tokens."""
 
-    name: str  # as the user wrote it
-    directory: str = ""
+    largest: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Name a model to compare, and hold the result in one precision."""
+
+    model: str  # as the user named it
+    precision: str = ""  # a key of PRECISIONS; empty if nothing was computed
+    verdict: str = ""  # one of VERDICTS; empty: it is to be compared
+    reason: str = ""  # why the verdict is not AGREE
+    tokens: int = 0
+    apart: Mapping[str, Apart] = field(default_factory=dict)  # "vllm-trainer" -> ...
     architecture: str = ""  # class in config.json
-    verdict: str = ""  # REFUSED or FAILED: it is not compared
-    reason: str = ""  # why it is not compared
+    log: tuple[str, ...] = ()  # last lines of its log if it failed
+    directory: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data without NaN or infinity, which JSON lacks."""
+        plain = asdict(self)
+        plain["apart"] = {name: {k: finite(v) for k, v in asdict(pair).items()} for name, pair in self.apart.items()}
+        return plain
 
 
-def model(name: str, max_len: int) -> Subject:
+def model(name: str, max_len: int) -> Line:
     """Find the model `name`: a directory, or OWNER/NAME on the hub, which is downloaded if necessary.
 
     A model that cannot be trained is REFUSED, a model that cannot be downloaded FAILED. Raises ConfigError for a name
@@ -45,7 +63,7 @@ def model(name: str, max_len: int) -> Subject:
         try:
             directory = download(name)
         except ModelError as error:
-            return Subject(name, verdict=FAILED, reason=str(error).removeprefix(f"{name}: "))
+            return Line(name, verdict=FAILED, reason=str(error).removeprefix(f"{name}: "))
     else:
         raise ConfigError(
             f"{name}: no such directory, and no name of a model on the Hugging Face hub (OWNER/NAME): give one of them"
@@ -55,9 +73,10 @@ def model(name: str, max_len: int) -> Subject:
         check_length(name, directory, max_len)
         check_architecture(name, directory, sampled_len=max_len)
     except ModelError as error:
-        return Subject(name, directory, verdict=REFUSED, reason=str(error).removeprefix(f"{name}: "))
+        reason = str(error).removeprefix(f"{name}: ")
+        return Line(name, verdict=REFUSED, reason=reason, directory=directory)
     names = read_config(name, Path(directory)).get("architectures") or [""]
-    return Subject(name, directory, architecture=str(names[0]))
+    return Line(name, architecture=str(names[0]), directory=directory)
 
 
 TEMPERATURE = 0.9
@@ -95,7 +114,7 @@ def prompts(tokenizer: Tokenizer, max_len: int) -> list[I32]:
 
 ENGINE, TRAINER, PLAIN = "vllm", "trainer", "hf"
 SIDES = (ENGINE, TRAINER, PLAIN)
-PAIRS = tuple(combinations(SIDES, 2))
+PAIRS = {"-".join(pair): pair for pair in combinations(SIDES, 2)}
 
 FP32_BOUND = 1e-5
 """Nats by which rounding changes a log-prob in fp32 at most."""
@@ -136,45 +155,12 @@ PRECISIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """Say how far apart two sides are: |difference of log-probs| in nats over the tokens."""
-
-    largest: float
-    mean: float
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Hold the result for one model in one precision."""
-
-    model: str  # as the user named it
-    precision: str  # a key of PRECISIONS; empty if nothing was computed
-    verdict: str  # one of VERDICTS
-    reason: str = ""  # why the verdict is not AGREE
-    tokens: int = 0
-    apart: Mapping[str, Apart] = field(default_factory=dict)  # "vllm-trainer" -> ...
-    architecture: str = ""  # class in config.json
-    log: tuple[str, ...] = ()  # last lines of its log if it failed
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data without NaN or infinity, which JSON lacks."""
-        plain = asdict(self)
-        plain["apart"] = {name: {k: finite(v) for k, v in asdict(pair).items()} for name, pair in self.apart.items()}
-        return plain
-
-
-def name_of(pair: tuple[str, str]) -> str:
-    """Name a pair of SIDES."""
-    return "-".join(pair)
-
-
 def differences(logprobs: Mapping[str, F32]) -> dict[str, Apart]:
     """Compare each pair of sides; `logprobs`: side -> [A], for the same tokens, at least one."""
     found = {}
-    for one, other in PAIRS:
+    for name, (one, other) in PAIRS.items():
         gaps = np.abs(logprobs[one].astype(np.float64) - logprobs[other].astype(np.float64))
-        found[name_of((one, other))] = Apart(float(gaps.max()), float(gaps.mean()))
+        found[name] = Apart(float(gaps.max()), float(gaps.mean()))
     return found
 
 
@@ -201,41 +187,37 @@ HINTS = {
 def _odd_one(figures: Mapping[str, float], limit: float) -> str:
     """Say which side differs from the two others, if those agree."""
     for side in SIDES:
-        others = next(pair for pair in PAIRS if side not in pair)
-        if figures[name_of(others)] < limit:
+        others = next(name for name, pair in PAIRS.items() if side not in pair)
+        if figures[others] < limit:
             return f". {HINTS[side]}"
     return ". No two of them agree"
 
 
 _FIGURE = 7
 _PAIR = 2 * _FIGURE + 1
-_COLUMNS = tuple(name_of(pair) for pair in PAIRS)
+_PRECISION = max(map(len, PRECISIONS))
 
 
-class Table:
-    """Format lines one after the other, as they become known."""
+def name_width(subjects: Sequence[Line]) -> int:
+    """Return the width of the column of names."""
+    return max([len(_label(subject.model, subject.architecture)) for subject in subjects] + [5])
 
-    def __init__(self, subjects: Sequence[Subject], precisions: Sequence[str]) -> None:
-        self._name = max([len(_label(subject.name, subject.architecture)) for subject in subjects] + [5])
-        self._precision = max([*map(len, precisions), 9])
 
-    def head(self) -> str:
-        """Return the two header lines: the pairs, and the columns of each."""
-        left = self._name + 2 + self._precision + 2 + 6
-        pairs = "  ".join(column.center(_PAIR) for column in _COLUMNS)
-        below = "  ".join(f"{'max':>{_FIGURE}} {'mean':>{_FIGURE}}" for _ in _COLUMNS)
-        titles = f"{'model':{self._name}}  {'precision':{self._precision}}  {'tokens':>6}"
-        return f"{'nats apart:':>{left}}  {pairs}\n{titles}  {below}  verdict"
+def head(width: int) -> str:
+    """Return the two header lines of the table: the pairs, and the columns of each."""
+    pairs = "  ".join(column.center(_PAIR) for column in PAIRS)
+    below = "  ".join(f"{'max':>{_FIGURE}} {'mean':>{_FIGURE}}" for _ in PAIRS)
+    titles = f"{'model':{width}}  {'precision':{_PRECISION}}  {'tokens':>6}"
+    return f"{'nats apart:':>{len(titles)}}  {pairs}\n{titles}  {below}  verdict"
 
-    def row(self, line: Line, first: bool) -> str:
-        """Format a line; only the `first` one of a model shows its name."""
-        name = _label(line.model, line.architecture) if first else ""
-        start = f"{name:{self._name}}  {line.precision:{self._precision}}  {line.tokens or '-':>6}"
-        pairs = [line.apart.get(column) for column in _COLUMNS]
-        cells = [
-            f"{_figure(p.largest)} {_figure(p.mean)}" if p else f"{'-':>{_FIGURE}} {'-':>{_FIGURE}}" for p in pairs
-        ]
-        return f"{start}  {'  '.join(cells)}  {line.verdict}"
+
+def row(line: Line, width: int, first: bool) -> str:
+    """Format a line of the table; only the `first` one of a model shows its name."""
+    name = _label(line.model, line.architecture) if first else ""
+    start = f"{name:{width}}  {line.precision:{_PRECISION}}  {line.tokens or '-':>6}"
+    pairs = [line.apart.get(column) for column in PAIRS]
+    cells = [f"{_figure(p.largest)} {_figure(p.mean)}" if p else f"{'-':>{_FIGURE}} {'-':>{_FIGURE}}" for p in pairs]
+    return f"{start}  {'  '.join(cells)}  {line.verdict}"
 
 
 def _label(name: str, architecture: str) -> str:

@@ -67,11 +67,6 @@ def other_size(name: str) -> int:
     return SEVERAL_SIZES.get(gpu.name, 0)
 
 
-def known_names() -> str:
-    """List all names of the table, for a message."""
-    return ", ".join(gpu.name for gpu in GPUS)
-
-
 def _spaced(name: str) -> str:
     """Separate the words of a name: `NVIDIA_A100-SXM4-80GB` -> `nvidia a100 sxm4 80gb`."""
     return re.sub(r"[^a-z0-9]+", " ", name.lower()).strip()
@@ -110,11 +105,15 @@ def size_by_keys(name: str, memory_gb: float) -> GpuSize | None:
     if name and gpu is None and not memory_gb:
         raise ConfigError(
             f"train.gpu: {name!r} is no GPU that is known here: say its memory by train.gpu_memory_gb, or name one of: "
-            f"{known_names()}"
+            f"{', '.join(known.name for known in GPUS)}"
         )
     if memory_gb:
         return GpuSize(int(memory_gb * _USABLE * GIB), f"{name or 'a GPU'} of {memory_gb:g} GB", gpu=gpu)
-    return _of_table(gpu, name) if gpu is not None else None
+    if gpu is None:
+        return None
+    other = other_size(name)
+    notes = (f"{name} is taken for {gpu.name}; where it has {other} GB, say --train.gpu_memory_gb={other}",)
+    return GpuSize(int(gpu.memory_gib * GIB), gpu.name, notes if other else (), gpu)
 
 
 def found_size(local: Sequence[tuple[str, float]]) -> GpuSize:
@@ -135,9 +134,3 @@ def _local(name: str, mib: float) -> GpuSize:
     if gpu is not None and abs(gpu.memory_gib * GIB - memory) < 0.05 * memory:
         return GpuSize(int(gpu.memory_gib * GIB), gpu.name, gpu=gpu)
     return GpuSize(int(memory * _USABLE), f"{name} of {mib / 1024:.0f} GB", gpu=gpu)
-
-
-def _of_table(gpu: Gpu, name: str) -> GpuSize:
-    other = other_size(name)
-    notes = (f"{name} is taken for {gpu.name}; where it has {other} GB, say --train.gpu_memory_gb={other}",)
-    return GpuSize(int(gpu.memory_gib * GIB), gpu.name, notes if other else (), gpu)

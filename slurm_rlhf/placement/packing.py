@@ -1,8 +1,9 @@
 """Put blocks of slots on nodes, and choose the slots of each block there: a small bin packing.
 
 Nodes that look alike (same free slots, same blocks on them) are handled as one bucket, so that an attempt costs little
-on 10,000 nodes. Attempts go from the most to the least symmetric layout; the first that fits is taken. On a node
-trainers get neighbouring low slots, and engines slots that are aligned to their width.
+on 10,000 nodes. Attempts go from the most to the least symmetric layout; the first that fits is taken. On nodes of
+three and more sizes a layout may exist that none of them finds. On a node trainers get neighbouring low slots, and
+engines slots that are aligned to their width.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ _POLICIES = [
     for mixed, loose in ((False, False), (True, False), (True, True))
     for share in (False, True)
 ]
-_MOST_TRIES = 2000
 _Bucket = tuple[tuple[int, ...], int]  # blocks on the node, free slots
 _Choice = list[tuple[_Bucket, int, list[int]]]  # (bucket, slots on each node, node indices)
 _Buckets = dict[_Bucket, list[int]]  # node indices in rising order; never changed in place
@@ -73,20 +73,6 @@ class _Space:
                 self.buckets[bucket] = left
             after = ((*bucket[0], number), bucket[1] - slots)
             self.buckets[after] = sorted(self.buckets.get(after, []) + nodes)
-
-    def choices(self, block: Block) -> Iterator[_Choice]:
-        """List all ways to place a block of trainers; of engines the one that leaves most to place."""
-        if not block.per_node:
-            choice = self.choose(block, _POLICIES[-1])
-            yield from [] if choice is None else [choice]
-            return
-        ranked = self._ranked(block.per_node, _POLICIES[-1])
-        for counts in _ways([len(nodes) for _, nodes in ranked], block.num_nodes):
-            yield [
-                (bucket, block.per_node, nodes[:count])
-                for (bucket, nodes), count in zip(ranked, counts, strict=True)
-                if count
-            ]
 
     def _ranked(self, least: int, policy: _Policy) -> list[tuple[_Bucket, list[int]]]:
         """List the buckets with at least `least` free slots, in the order of the policy."""
@@ -132,34 +118,19 @@ class _Space:
         return _spread(block, taken)
 
 
-def _ways(most: Sequence[int], total: int) -> Iterator[list[int]]:
-    """List the ways to write `total` as a sum of numbers of which each is at most what `most` has there."""
-    if not most:
-        if not total:
-            yield []
-        return
-    for first in range(min(most[0], total), -1, -1):
-        for others in _ways(most[1:], total - first):
-            yield [first, *others]
-
-
 def _spread(block: Block, taken: list[tuple[_Bucket, list[int]]]) -> _Choice:
     """Spread the engines of `block` over the nodes `taken`, as evenly as possible, extras on the first nodes."""
-    choice: _Choice = []
-    left, count = block.engines, sum(len(nodes) for _, nodes in taken)
-    roomy = sorted(taken, key=lambda item: item[0][1] // block.tp)
-    while roomy and (room := roomy[0][0][1] // block.tp) * count <= left:
-        bucket, nodes = roomy.pop(0)
-        choice.append((bucket, room * block.tp, nodes))
-        left, count = left - room * len(nodes), count - len(nodes)
-    if roomy:
-        base, extra = divmod(left, count)
-        first = set(sorted(node for _, nodes in roomy for node in nodes)[:extra])
-        for bucket, nodes in roomy:
-            for engines, some in ((base + 1, first.intersection(nodes)), (base, set(nodes) - first)):
-                if some:
-                    choice.append((bucket, engines * block.tp, sorted(some)))
-    return choice
+    room = {node: bucket[1] // block.tp for bucket, nodes in taken for node in nodes}
+    levels = [[min(each, level) for each in room.values()] for level in range(max(room.values()) + 1)]
+    level = max(number for number, engines in enumerate(levels) if sum(engines) <= block.engines)
+    engines = dict(zip(room, levels[level], strict=True))
+    for node in sorted(node for node in room if room[node] > level)[: block.engines - sum(levels[level])]:
+        engines[node] += 1
+    return [
+        (bucket, count * block.tp, [node for node in nodes if engines[node] == count])
+        for bucket, nodes in taken
+        for count in sorted({engines[node] for node in nodes})
+    ]
 
 
 def _orders(blocks: Sequence[Block], thorough: bool) -> Iterator[tuple[int, ...]]:
@@ -191,26 +162,6 @@ def pack(capacities: Sequence[int], blocks: Sequence[Block], *, thorough: bool =
         for order in _orders(blocks, thorough):
             if (placed := _try(_Space(buckets), blocks, order, policy)) is not None:
                 return _assignments(placed)
-    if not thorough:
-        return None
-    order = tuple(sorted(range(len(blocks)), key=lambda number: not blocks[number].per_node))
-    placed = _search(_Space(buckets), blocks, order, iter(range(_MOST_TRIES)))
-    return _assignments(placed) if placed is not None else None
-
-
-def _search(
-    space: _Space, blocks: Sequence[Block], order: tuple[int, ...], tries: Iterator[int]
-) -> dict[int, _Choice] | None:
-    """Try every way, engines last, until `tries` are used up: uneven nodes may leave one that no policy finds."""
-    if not order:
-        return {}
-    for choice in space.choices(blocks[order[0]]):
-        if next(tries, None) is None:
-            return None
-        after = _Space(space.buckets)
-        after.take(order[0], choice)
-        if (found := _search(after, blocks, order[1:], tries)) is not None:
-            return {order[0]: choice, **found}
     return None
 
 
@@ -234,53 +185,18 @@ def _assignments(placed: dict[int, _Choice]) -> list[Assignment]:
 def assign_slots(capacity: int, wants: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...] | None:
     """Choose slots of a node for each (count, width) of `wants`.
 
-    Width 0: `count` slots, neighbouring where possible. Width w > 0: `count` groups of w neighbouring slots, each
-    starting at a multiple of w, so that a group stays within one NVLink pair, quad or NUMA half. None if the groups
-    cannot be aligned that way.
+    Width 0: `count` slots, the lowest. Width w > 0: `count` groups of w neighbouring slots, each starting at a multiple
+    of w, so that a group stays within one NVLink pair, quad or NUMA half: the highest. None if they do not fit so.
     """
-    return _groups_above(capacity, wants) or _groups_at_the_top(capacity, wants)
-
-
-def _by_width(wants: Sequence[tuple[int, int]]) -> list[int]:
-    """List the indices of the grouped wants, the widest first."""
-    return sorted((i for i, (_, width) in enumerate(wants) if width), key=lambda i: (-wants[i][1], i))
-
-
-def _groups_above(capacity: int, wants: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Put ungrouped slots from 0 up, and groups right above them."""
-    slots: dict[int, tuple[int, ...]] = {}
-    cursor = 0
-    for index, (count, width) in enumerate(wants):
-        if not width:
-            slots[index] = tuple(range(cursor, cursor + count))
-            cursor += count
-    for index in _by_width(wants):
-        count, width = wants[index]
-        start = -(-cursor // width) * width
-        cursor = start + count * width
-        slots[index] = tuple(range(start, cursor))
-    return tuple(slots[i] for i in range(len(wants))) if cursor <= capacity else None
-
-
-def _groups_at_the_top(capacity: int, wants: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Put groups as high as alignment allows, and ungrouped slots in what is left, from 0 up."""
     slots: dict[int, tuple[int, ...]] = {}
     free = set(range(capacity))
-    for index in _by_width(wants):
+    for index in sorted(range(len(wants)), key=lambda index: -wants[index][1]):  # groups, the widest first
         count, width = wants[index]
-        taken: list[range] = []
-        for start in range((capacity // width - 1) * width, -1, -width):
-            group = range(start, start + width)
-            if len(taken) < count and free.issuperset(group):
-                taken.append(group)
-                free.difference_update(group)
-        if len(taken) < count:
+        starts = range((capacity // width - 1) * width, -1, -width) if width else ()
+        groups = [group for start in starts if free.issuperset(group := range(start, start + width))][:count]
+        taken = sorted(slot for group in groups for slot in group) if width else sorted(free)[:count]
+        if len(taken) < count * max(width, 1):
             return None
-        slots[index] = tuple(slot for group in reversed(taken) for slot in group)
-    rest = sorted(free)
-    for index, (count, width) in enumerate(wants):
-        if not width:
-            if len(rest) < count:
-                return None
-            slots[index], rest = tuple(rest[:count]), rest[count:]
-    return tuple(slots[i] for i in range(len(wants)))
+        slots[index] = tuple(taken)
+        free.difference_update(taken)
+    return tuple(slots[index] for index in range(len(wants)))

@@ -82,31 +82,17 @@ class RankMap:
 
     def to_json(self) -> dict[str, Any]:
         """Return the map ready for JSON; `roles` has a list of {node, gpus, ranks, engines} for each role."""
-        return {
-            "accelerator": self.topology.accelerator,
-            "nodes": [_plain(node) for node in self.topology.nodes],
-            "workers": list(self.topology.workers),
-            "roles": {role: [_plain(share) for share in shares] for role, shares in self.roles.items()},
-            "tp_groups": [_plain(group) for group in self.tp_groups],
-            "world": self.worlds,
-        }
+        from msgspec import to_builtins
+
+        more = {"roles": self.roles, "tp_groups": self.tp_groups, "world": self.worlds}
+        return {**to_builtins(self.topology), **to_builtins(more)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankMap:
         """Read what `to_json` wrote."""
         from msgspec import convert
 
-        nodes = convert(data["nodes"], tuple[Node, ...])
-        topology = Topology(nodes, data.get("accelerator", GPU), workers=tuple(data.get("workers", ())))
-        return cls(topology, convert(data["roles"], dict[str, list[NodeShare]]))
-
-
-def _plain(record: Node | NodeShare | TpGroup) -> dict[str, Any]:
-    """Return a record ready for JSON, without the fields that may be absent and say nothing."""
-    from msgspec import to_builtins
-
-    optional = ("cpus", "devices", "engines")
-    return {key: value for key, value in to_builtins(record).items() if value or key not in optional}
+        return cls(convert(data, Topology), convert(data["roles"], dict[str, list[NodeShare]]))
 
 
 def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[frozenset[str]] = ()) -> RankMap:
@@ -153,16 +139,12 @@ def process_slots(topology: Topology, roles: Sequence[RoleSize], colocate: Seque
 
 
 def _merged(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> list[list[RoleSize]]:
-    """Group sizes by colocation; sets that overlap are one group."""
-    groups: list[list[RoleSize]] = [[size] for size in sizes]
-    for names in colocate:
-        joined = [group for group in groups if any(size.role in names for size in group)]
-        if joined:
-            groups = [group for group in groups if group not in joined]
-            groups.append([size for group in joined for size in group])
-    for group in groups:
-        group.sort(key=lambda size: role_order(size.role))
-    return sorted(groups, key=lambda group: role_order(group[0].role))
+    """Group sizes by the first set that has the role."""
+    groups: dict[frozenset[str], list[RoleSize]] = {}
+    for size in sorted(sizes, key=lambda size: role_order(size.role)):
+        together = next((names for names in colocate if size.role in names), frozenset({size.role}))
+        groups.setdefault(together, []).append(size)
+    return list(groups.values())
 
 
 def _same_slots(first: RoleSize, other: RoleSize) -> bool:

@@ -116,7 +116,8 @@ class EngineMemory:
 
 def engine(config: Config, shape: ModelShape, gpu: int) -> EngineMemory:
     """Estimate one rank of an engine that may use its share of a GPU of `gpu` bytes."""
-    vllm, tp, tokens = config.vllm, config.vllm.tensor_parallel_size, step_tokens(gpu)
+    vllm, tp = config.vllm, config.vllm.tensor_parallel_size
+    tokens = 16384 if gpu >= 70 * GIB else 8192  # of one step; source: vLLM, `EngineArgs.get_batch_defaults`
     dtype = 4 if (config.ds.param_dtype if vllm.dtype == "auto" else vllm.dtype) == "fp32" else 2
     held = weights(shape, tp, dtype) + adapters(config, shape, tp, dtype)
     work = profiled(shape, tp, dtype, tokens, vllm.max_num_seqs) + (TP_GROUP if tp > 1 else 0)
@@ -128,11 +129,6 @@ def engine(config: Config, shape: ModelShape, gpu: int) -> EngineMemory:
         shape, config.data.max_len, 2 * tokens
     )  # a step may be prepared while another runs
     return EngineMemory(held, work, graphs, kv, block, blocks, blocks / per_sequence)
-
-
-def step_tokens(gpu: int) -> int:
-    """Return the tokens of one step of an offline engine. Source: vLLM, `EngineArgs.get_batch_defaults`."""
-    return 16384 if gpu >= 70 * GIB else 8192
 
 
 SCORES = 6

@@ -41,13 +41,9 @@ class Topology:
     workers: tuple[str, ...] = ()  # names of further nodes, on which workers run and no ranks
 
     def __post_init__(self) -> None:
-        if not self.nodes:
-            raise PlacementError("a topology needs at least one node")
-        seen: set[str] = set()
-        for node in self.nodes:
-            if node.name in seen:
-                raise PlacementError(f"node {node.name} is listed twice: name every node of the topology once")
-            seen.add(node.name)
+        names = [node.name for node in self.nodes]
+        if not names or len({*names}) < len(names):
+            raise PlacementError(f"a topology needs at least one node, and each once: {', '.join(names) or 'none'}")
 
     @classmethod
     def uniform(cls, names: Sequence[str], gpus_per_node: int) -> Topology:

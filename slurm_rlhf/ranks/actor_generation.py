@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import GATHERING, Engine, GenerateRequest, phase_of, requests_of
-from slurm_rlhf.engine.hf import HfEngine, Vocabulary
+from slurm_rlhf.engine.hf import HfEngine
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.placement.memory import gathers_once
 from slurm_rlhf.ranks.worker import RankInfo
@@ -35,8 +36,8 @@ class ActorGeneration:
         self._client, self._info = client, info
         self._timeout_s = config.timeout.collective
         self._generation = Generation(trainer.backend, whole)
-        vocabulary = Vocabulary.read(config.actor.model_name_or_path)
-        self._engine: Engine = HfEngine(self._generation, vocabulary, world.device, info.rank, self._note)
+        tokenizer = Tokenizer.load(config.actor.model_name_or_path)
+        self._engine: Engine = HfEngine(self._generation, tokenizer, world.device, info.rank, self._note)
         self._awake = False
         self._batch = 0  # calls so far
 

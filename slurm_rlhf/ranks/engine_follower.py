@@ -42,7 +42,8 @@ class EngineWorker(Worker):
 
     def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
         super().__init__(config, info, client)
-        self.place = EnginePlace.of(info.rank, config.vllm.tensor_parallel_size, info.node)
+        tp = config.vllm.tensor_parallel_size
+        self.place = EnginePlace(*divmod(info.rank, tp), tp, info.node)
         self.sync = EngineEnd(config, f"{info.role} {info.rank}")
 
     def join_group(self, request: SyncGroupRequest) -> SyncConnection:

@@ -6,10 +6,11 @@ This file loads neither numpy nor the schema, so that a worker starts quickly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slurm_rlhf.errors import ConfigError, RewardError, cut, meant
+from slurm_rlhf.errors import ConfigError, RewardError, meant
 from slurm_rlhf.rewards.items import Item, items_of
 from slurm_rlhf.rewards.signature import Taken, taken
 from slurm_rlhf.user_files import file_of, line_of, note_origin, run_file, same_place, text_of
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 FUNCTION = "reward_func"
 KEY = "reward.remote_url"
-REGISTERED = "reward.function"
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -46,22 +46,15 @@ def register_reward(function: Function, name: str = "", *, replace: bool = False
     return function
 
 
+@dataclass(frozen=True, slots=True)
 class RewardFunction:
     """Call the user's function and accept only one finite number per response."""
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        file: Path | str,
-        arguments: Taken,
-        name: str = FUNCTION,
-        input_key: str = "",
-    ) -> None:
-        self._function = function
-        self._file = file
-        self._arguments = arguments
-        self._name = name
-        self._input_key = input_key
+    function: Callable[..., Any]
+    file: Path | str
+    arguments: Taken
+    name: str = FUNCTION
+    input_key: str = ""
 
     @classmethod
     def of(cls, config: Reward, input_key: str = "input") -> RewardFunction:
@@ -99,20 +92,20 @@ class RewardFunction:
     @property
     def where(self) -> str:
         """Name file and function, as messages begin."""
-        return f"{self._file}: {self._name}"
+        return f"{self.file}: {self.name}"
 
     def answer(self, items: Sequence[Item], step: int) -> Any:
         """Call the function for `items` and return what it returns. Raises RewardError with file and line."""
         try:
-            return self._arguments.call(self._function, items, step)
+            return self.arguments.call(self.function, items, step)
         except RewardError as error:
             raise RewardError(f"{self.where}: {error}") from error
         except (Exception, SystemExit) as error:
-            raise RewardError(f"{line_of(self._file, error)}: {self._name} raised {text_of(error)}") from error
+            raise RewardError(f"{line_of(self.file, error)}: {self.name} raised {text_of(error)}") from error
 
     def about(self) -> list[Any]:
         """Return `where`, and whether a reward may be None."""
-        return [self.where, self._arguments.trl]
+        return [self.where, self.arguments.trl]
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
         """Compute the rewards of `trajectories`, [N], in this process; `prompts[i]` is the prompt of `trajectories[i]`.
@@ -122,13 +115,8 @@ class RewardFunction:
         """
         from slurm_rlhf.rewards.scored import parse_answer
 
-        items = items_of(prompts, trajectories, self._input_key)
-        return parse_answer(self.answer(items, step), len(trajectories), self.where, self._arguments.trl)
-
-
-def of_item(item: Item) -> str:
-    """Name the response that a failure is about."""
-    return f", for the prompt {cut(item['prompt'], 200)!r} and the response {cut(item['response'], 200)!r}"
+        items = items_of(prompts, trajectories, self.input_key)
+        return parse_answer(self.answer(items, step), len(trajectories), self.where, self.arguments.trl)
 
 
 def served(source: str, function: str, plugins: Sequence[str]) -> RewardFunction:

@@ -80,30 +80,22 @@ def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
     return FixedScale(mean, std), f"rewards are normalised by {model}/config.json: mean {mean:g}, std {std:g}"
 
 
+@dataclass(frozen=True, slots=True)
 class Scoring:
     """Compute rewards for training and evaluation in the background, and wait for them until a deadline.
 
     So a signal interrupts the main thread while it waits, whatever the user's function does.
     """
 
-    def __init__(
-        self,
-        source: RewardSource,
-        timeout_s: float,
-        printed: Path | None = None,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """Take the source of rewards. `note` tells the user of rewards that failed.
+    source: RewardSource
+    timeout_s: float  # how long a reward function may take; calls to a reward model have deadlines of their own
+    printed: Path | None = None  # the file for the traceback of what a reward function raises; None: there is none
+    note: Callable[[str], None] = lambda text: None  # tells the user of rewards that failed
 
-        `timeout_s`: how long a reward function may take; calls to a reward model have deadlines of their own.
-        `printed`: the file for the traceback of what a reward function raises; None: there is none.
-        """
-        self._source = source
-        self._note = note
-        self.streams = getattr(source, "streams", False)
-        """The responses to a prompt may be scored while others are sampled."""
-        self._log = printed
-        self._timeout_s = timeout_s if isinstance(source, RewardFunction) else None
+    @property
+    def streams(self) -> bool:
+        """Tell whether the responses to a prompt may be scored while others are sampled."""
+        return getattr(self.source, "streams", False)
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
         """Compute the rewards of `trajectories`, [N]; `step` as in `RewardFunction`. Blocks; raises as `wait`."""
@@ -115,25 +107,26 @@ class Scoring:
 
     def _call(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
         try:
-            return self._source(prompts, trajectories, step)
+            return self.source(prompts, trajectories, step)
         except RewardError as error:
-            if self._log is None or not isinstance(self._source, RewardFunction):
+            if self.printed is None or not isinstance(self.source, RewardFunction):
                 raise
-            with self._log.open("a", encoding="utf-8", errors="replace") as log:
+            with self.printed.open("a", encoding="utf-8", errors="replace") as log:
                 traceback.print_exception(error, file=log)
-            raise RewardError(f"{error} (traceback: {self._log})") from error
+            raise RewardError(f"{error} (traceback: {self.printed})") from error
 
     def wait(self, asked: Sequence[Future[Rewards]], count: int, step: int) -> Rewards:
         """Wait for the rewards of `count` responses. Raises RewardError after the deadline, or what it raised."""
+        timeout_s = self.timeout_s if isinstance(self.source, RewardFunction) else None
         try:
-            found = joined([scored.result(self._timeout_s) for scored in asked])
+            found = joined([scored.result(timeout_s) for scored in asked])
             self._tell_failures(found, step)
             return found
         except TimeoutError:
-            if self._timeout_s is None or all(scored.done() for scored in asked):  # raised by the source itself
+            if timeout_s is None or all(scored.done() for scored in asked):  # raised by the source itself
                 raise
             raise RewardError(
-                f"the reward function did not return within {self._timeout_s:g} s for {count} responses; make it "
+                f"the reward function did not return within {timeout_s:g} s for {count} responses; make it "
                 "faster or raise timeout.reward"
             ) from None
 
@@ -144,7 +137,7 @@ class Scoring:
         kinds = Counter(why.partition(":")[0] for why in found.failed.tolist() if why)
         listed = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
         said = f"the rewards of {kinds.total()} of {len(found.rewards)} responses failed ({listed})"
-        said += f"; {self._log} shows them" if self._log else ""
+        said += f"; {self.printed} shows them" if self.printed else ""
         if kinds.total() == len(found.rewards) > 1:
             raise RewardError(said)
-        self._note(f"warning: step {step}: {said}")
+        self.note(f"warning: step {step}: {said}")

@@ -16,7 +16,6 @@ import numpy as np
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError, WorkerError, cut
 from slurm_rlhf.records import Prompt, Trajectory
-from slurm_rlhf.rewards.function import of_item
 from slurm_rlhf.rewards.items import Item, by_prompt, items_of
 from slurm_rlhf.rewards.scored import Rewards, joined, parse_answer
 from slurm_rlhf.workers.pool import GONE, RAISED, Code, WorkerNodes, WorkerPool
@@ -94,7 +93,8 @@ class PooledRewards:
         if self._on_error == FAIL:
             where = f" (traceback and what it printed: {self._printed})" if self._printed else ""
             hint = "" if error.kind == RAISED else "; reward.on_error says what such a response gets"
-            raise RewardError(f"{said}{of_item(item)}{hint}{where}")
+            shown = f"the prompt {cut(item['prompt'], 200)!r} and the response {cut(item['response'], 200)!r}"
+            raise RewardError(f"{said}, for {shown}{hint}{where}")
         value = 0.0 if isinstance(self._on_error, str) else self._on_error
         return Rewards(
             np.array([value], dtype=np.float32),

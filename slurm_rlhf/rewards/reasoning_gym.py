@@ -65,25 +65,21 @@ def task_rows(data: Data) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def task_score(item: Item) -> float:
-    """Score a response by the scorer of its row's task. Raises RewardError for a row of no task."""
+    """Score a response by the scorer of its row's task, 0 to 1; what stands in <answer> tags counts, else all of it.
+
+    Raises RewardError for a row of no task, and what the library raises.
+    """
     row = item["row"]
     if missing := [column for column in (TASK, ENTRY) if column not in row]:
         raise RewardError(
             f"reward.preset = reasoning_gym: the row has no column {missing[0]!r}, which {KEY} gives it (columns: "
             f"{', '.join(row)}): set {KEY}, or choose another reward"
         )
-    return score(row[TASK], row[ENTRY], item["response"])
-
-
-def score(name: str, entry: str, response: str) -> float:
-    """Score a response by the scorer of the task `name`, 0 to 1; what stands in <answer> tags counts, else all of it.
-
-    `entry`: the column ENTRY of the row. Raises what the library raises.
-    """
     from reasoning_gym.utils import extract_answer
 
-    found = extract_answer(response)
-    return float(_scorer(name)(response.strip() if found is None else found, ast.literal_eval(entry)))
+    answer = extract_answer(item["response"])
+    answer = item["response"].strip() if answer is None else answer
+    return float(_scorer(row[TASK])(answer, ast.literal_eval(row[ENTRY])))
 
 
 @cache

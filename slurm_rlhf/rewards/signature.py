@@ -38,16 +38,12 @@ BY_PLACE = ("queries", "prompts", "labels")
 """The order of OpenRLHF, for functions that call their first three parameters otherwise."""
 
 
-def _messages(item: Item) -> Any:
-    return item["prompt"] if item["messages"] is None else copy.deepcopy(item["messages"])
-
-
 def _completion(item: Item) -> Any:
     return item["response"] if item["messages"] is None else [{"role": "assistant", "content": item["response"]}]
 
 
 OF_TRL: dict[str, Argument] = {
-    "prompts": lambda items, step: [_messages(item) for item in items],
+    "prompts": lambda items, step: [copy.deepcopy(item["messages"] or item["prompt"]) for item in items],
     "completions": lambda items, step: [_completion(item) for item in items],
     "completion_ids": lambda items, step: [[*item["response_ids"]] for item in items],
     "trainer_state": lambda items, step: SimpleNamespace(global_step=step),
@@ -110,10 +106,8 @@ def _awaited(answer: Any) -> Any:
 def taken(function: Callable[..., Any], where: str) -> Taken:
     """Find the arguments that `function` takes; `**kwargs` takes all that have no parameter of their own.
 
-    Raises RewardError, its message starting with `where`, for a generator, and for a parameter without a default that
-    nothing is passed for.
+    Raises RewardError, its message starting with `where`, for a parameter without a default that nothing is passed for.
     """
-    _refuse_generators(function, where)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin or an extension has none
@@ -159,9 +153,3 @@ def _places(placed: list[inspect.Parameter], open_places: bool) -> tuple[str, ..
         if other or setting:
             return ()
     return BY_PLACE
-
-
-def _refuse_generators(function: Callable[..., Any], where: str) -> None:
-    for target in (function, getattr(function, "__call__", None)):  # noqa: B004 an object with a __call__
-        if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
-            raise RewardError(f"{where} is a generator (it has a `yield`): return a list with one number per response")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -11,18 +11,17 @@ from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import F32, LOST, Bool, Prompt, Trajectory
 from slurm_rlhf.rewards.items import by_prompt
+from slurm_rlhf.rewards.model import RewardSource
 from slurm_rlhf.rewards.scored import Rewards
-
-Source = Callable[[list[Prompt], list[Trajectory], int], Rewards]
 
 
 class WeightedRewards:
     """Asks all sources at once; each is a component of the reward by its name, and a metric."""
 
-    def __init__(self, parts: Sequence[RewardPart], sources: Sequence[Source | None]) -> None:
+    def __init__(self, parts: Sequence[RewardPart], sources: Sequence[RewardSource | None]) -> None:
         """`sources[i]` computes `parts[i]`; None: the reward model, which comes later as `model`."""
         self._parts, self.sources = parts, sources
-        self.model: Source | None = None
+        self.model: RewardSource | None = None
         self.streams = None not in sources
         """The responses to a prompt may be scored while others are sampled."""
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from slurm_rlhf.algorithms import reward_shaping
 from slurm_rlhf.algorithms.advantages import estimate, teacher_advantages
 from slurm_rlhf.algorithms.batching import Shard, assemble
-from slurm_rlhf.algorithms.correction import COLUMN, CorrectionInputs, correct
+from slurm_rlhf.algorithms.correction import COLUMN, correct
 from slurm_rlhf.algorithms.losses import loss_weights, positive_weights
 from slurm_rlhf.algorithms.packed import find_actions, response_sums
 from slurm_rlhf.algorithms.policy_distance import approx_kl
@@ -29,7 +29,7 @@ from slurm_rlhf.config.correction import before_update, correction_of
 from slurm_rlhf.config.reward_sources import ENVIRONMENT
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, actor_is_reference, has_teacher
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.records import F32, I32, REPETITION, STOP, Bool, Experience
+from slurm_rlhf.records import F32, I32, STOP, Bool, Experience
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.wire.calls import ActorCalls, CriticCalls, ForwardBatch, LogprobCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
@@ -175,18 +175,9 @@ def fill_correction(config: Config, experience: Experience, age: I32) -> dict[st
     alone, as in OpenRLHF and verl: the critic learns the value of states that were visited, whichever policy came
     there, and dropping them would leave it without the values that later advantages need.
     """
-    settings, columns = config.algo.correction, experience.columns
-    inputs = CorrectionInputs(
-        logprobs=columns["logprobs"],
-        rollout_logprobs=columns["rollout_logprobs"],
-        advantages=columns["advantages"],
-        age=age,
-        action_mask=experience.action_mask,
-        offsets=experience.action_offsets,
-    )
-    weights, metrics = correct(correction_of(config), settings.off_policy_delta, inputs)
+    weights, metrics = correct(correction_of(config), config.algo.correction.off_policy_delta, experience, age)
     if weights is not None:
-        columns[COLUMN] = weights
+        experience.columns[COLUMN] = weights
     return metrics
 
 
@@ -203,23 +194,9 @@ def shaped_rewards(
     `rewards` are the normalised ones of `judged`, whose own scores, or rewards without scores, say by being above 0
     whether a response is correct.
     """
-    group = config.reward
-    how = reward_shaping.Shaping(
-        longest=config.rollout.max_new_tokens,
-        overlong_buffer_len=group.overlong_buffer_len,
-        overlong_penalty_factor=group.overlong_penalty_factor,
-        stop_properly_penalty_coef=group.stop_properly_penalty_coef,
-        length_penalty_coef=group.length_penalty_coef,
-    )
-    reasons = np.array(experience.finish_reasons or [STOP] * len(experience))
-    responses = reward_shaping.Responses(
-        lengths=find_actions(experience.action_mask, experience.action_offsets).counts,
-        ended=reasons == STOP,
-        repeated=reasons == REPETITION,
-        correct=(judged.rewards if judged.scores is None else judged.scores) > 0,
-        groups=groups_of(config, experience),
-    )
-    shaped, metrics = reward_shaping.shape(rewards, responses, how)
+    correct = (judged.rewards if judged.scores is None else judged.scores) > 0
+    groups, longest = groups_of(config, experience), config.rollout.max_new_tokens
+    shaped, metrics = reward_shaping.shape(rewards, experience, correct, groups, longest, config.reward)
     return shaped.astype(np.float32), metrics
 
 

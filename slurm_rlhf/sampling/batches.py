@@ -68,10 +68,6 @@ class PromptGroup:
     scoring: Future[Rewards] | None = None  # rewards that come while others are sampled
     verdict: bool | None = None  # True: it may be trained on; None: not known yet
 
-    @property
-    def complete(self) -> bool:
-        return len(self.trajectories) == self.sampling.n
-
     def ordered(self) -> list[Trajectory]:
         """Return the responses in the order of their samples."""
         return sorted(self.trajectories, key=lambda trajectory: trajectory.sample)

@@ -61,9 +61,10 @@ class Episodes:
         self._sources: list[GroupSource] = []
         self._failure: BaseException | None = None
         self._advancing = False  # `_advance` is going to be called
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._work, name="episodes", daemon=True)
+        self._loop = asyncio.new_event_loop()
         scheduler.post = self.post
+        self._thread = threading.Thread(target=self._work, name="episodes", daemon=True)
+        self._thread.start()
 
     # From the main thread, or one that evaluates.
 
@@ -109,17 +110,13 @@ class Episodes:
 
     def close(self) -> None:
         """Begin nothing more; episodes in flight are dropped with the engines."""
-        if self._loop is not None:
-            with suppress(RuntimeError):  # it is closed
-                self._loop.call_soon_threadsafe(self._loop.stop)
+        with suppress(RuntimeError):  # it is closed
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
     # From any thread.
 
     def post(self, task: Callable[..., object], *arguments: Any) -> None:
         """Have the loop do a task, and then whatever it makes possible."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread.start()
         here = threading.get_ident() == self._thread.ident
         with suppress(RuntimeError):  # it is closed
             (self._loop.call_soon if here else self._loop.call_soon_threadsafe)(self._do, task, *arguments)
@@ -138,7 +135,6 @@ class Episodes:
     def begin(self, group: PromptGroup, ended: Callable[[PromptGroup], None]) -> list[asyncio.Task[None]]:
         """Begin the episodes of a group that the scheduler has placed; `ended` gets it when it is complete."""
         group.begun = time.monotonic()
-        assert self._loop is not None
         return [self._loop.create_task(self._episode(group, sample, ended)) for sample in range(group.sampling.n)]
 
     def fail(self, error: BaseException) -> None:
@@ -160,7 +156,7 @@ class Episodes:
                 episode.drop()
             group.trajectories.append(whole)
             self.scheduler.ended()
-            if group.complete:
+            if len(group.trajectories) == group.sampling.n:
                 group.ended = time.monotonic()
                 ended(group)
                 self._advance_soon()
@@ -175,7 +171,7 @@ class Episodes:
         self._advance_soon()
 
     def _advance_soon(self) -> None:
-        if not self._advancing and self._loop is not None:
+        if not self._advancing:
             self._advancing = True
             self._loop.call_soon(self._advance)
 
@@ -192,7 +188,6 @@ class Episodes:
                 source.failed(self._failure)
 
     def _work(self) -> None:
-        assert self._loop is not None
         self._loop.set_exception_handler(lambda loop, context: None)  # episodes that are dropped with the loop
         self._loop.run_forever()
         self._loop.close()

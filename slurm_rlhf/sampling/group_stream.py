@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
@@ -20,7 +19,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.polling import in_thread
-from slurm_rlhf.records import Sampling
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.sampling.batches import (
@@ -37,7 +35,6 @@ from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_rules import GroupState, choose, first_passing, on_policy_room, room
 
 
-@dataclass(slots=True, eq=False)
 class GroupStream:
     """Gives each step its batch: of groups of any age within the bound, or of fresh ones, if `size` is None.
 
@@ -51,50 +48,49 @@ class GroupStream:
     price: engines wait for the last response of a round.
     """
 
-    config: Config
-    prompts: PromptSet
-    order: PromptOrder
-    last: int  # last step of the run
-    episodes: Episodes
-    reward: Scoring
-    awake: Callable[[int], AbstractContextManager[None]]
-    """Lets engines sample with a policy version: colocated ones are awake meanwhile."""
-    size: int | None = field(init=False)  # train.async_queue_size; None: a step samples its batch, under one policy
-    rounds: bool = field(init=False)  # groups begin together when all of before are judged
-    counts: FilterCounts | None = field(init=False)  # counts of dynamic sampling; None: every group is trained on
-    _batch: int = field(init=False)  # groups of a step
-    _at_once: int = field(init=False)  # groups in flight for a batch under one policy
-    _most: int = field(init=False)  # groups that may be sampled for a batch that is filtered
-    _ahead: int = field(init=False)  # groups of a batch that may be begun by older policies
-    _sampling: Sampling = field(init=False)
-    _groups: list[PromptGroup] = field(default_factory=list, init=False)  # groups begun since the last batch, in order
-    _coming: deque[PromptGroup] = field(default_factory=deque, init=False)  # groups that begin next
-    _open: dict[PromptGroup, list[asyncio.Task[None]]] = field(default_factory=dict, init=False)  # episodes in flight
-    _finished: list[PromptGroup] = field(default_factory=list, init=False)  # finished, but not judged
-    _judging: list[PromptGroup] = field(default_factory=list, init=False)
-    _next: list[PromptGroup] | None = field(default=None, init=False)  # the batch that could be taken now
-    _changed: bool = field(default=True, init=False)  # groups have changed since `_next` was chosen
-    _version: int = field(default=0, init=False)  # oldest policy version in the engines
-    _step: int = field(default=0, init=False)  # next step to be trained; 0: none has asked yet
-    _wanted: bool = field(default=False, init=False)  # True: the step waits for its batch
-    _paused: bool = field(default=False, init=False)
-    _quiet_noted: bool = field(default=False, init=False)  # True: the main thread knows that none is in flight
-    _failure: BaseException | None = field(default=None, init=False)  # why there is no further batch
-    _ready: SimpleQueue[Batch | BaseException] = field(default_factory=SimpleQueue, init=False)
-    _quiet: SimpleQueue[BaseException | None] = field(default_factory=SimpleQueue, init=False)
-
-    def __post_init__(self) -> None:
-        config, train, algo = self.config, self.config.train, self.config.algo
+    def __init__(
+        self,
+        config: Config,
+        prompts: PromptSet,
+        order: PromptOrder,
+        last: int,
+        episodes: Episodes,
+        reward: Scoring,
+        awake: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
+        """`last`: last step of the run; `awake` lets engines sample with a policy version: colocated ones are awake
+        meanwhile."""
+        self.config, self.prompts, self.order, self.last = config, prompts, order, last
+        self.episodes, self.reward, self.awake = episodes, reward, awake
+        train, algo = config.train, config.algo
         filtered, inflight = algo.dynamic_filtering_enable, config.vllm.sync_mode == "inflight"
+        # train.async_queue_size; None: a step samples its batch, under one policy
         self.size = train.async_queue_size if inflight else None
+        # groups begin together when all of before are judged
         self.rounds = not inflight and not (filtered and has_engines(config) and not train.full_determinism)
+        # counts of dynamic sampling; None: every group is trained on
         self.counts = FilterCounts(algo.dynamic_filtering_range) if filtered else None
-        self._batch = self._at_once = config.rollout.batch_size
+        self._batch = self._at_once = config.rollout.batch_size  # groups of a step; in flight for one under one policy
         if filtered:
             self._at_once = config.rollout.vllm_generate_batch_size or self._batch
-        self._most = algo.dynamic_filtering_max_tries * self._at_once
-        self._ahead = int(train.staleness_threshold * self._batch)
+        self._most = algo.dynamic_filtering_max_tries * self._at_once  # groups sampled for a batch that is filtered
+        self._ahead = int(train.staleness_threshold * self._batch)  # groups of a batch that older policies may begin
         self._sampling = sampling_of(config)
+        self._groups: list[PromptGroup] = []  # groups begun since the last batch, in order
+        self._coming: deque[PromptGroup] = deque()  # groups that begin next
+        self._open: dict[PromptGroup, list[asyncio.Task[None]]] = {}  # episodes in flight
+        self._finished: list[PromptGroup] = []  # finished, but not judged
+        self._judging: list[PromptGroup] = []
+        self._next: list[PromptGroup] | None = None  # the batch that could be taken now
+        self._changed = True  # groups have changed since `_next` was chosen
+        self._version = 0  # oldest policy version in the engines
+        self._step = 0  # next step to be trained; 0: none has asked yet
+        self._wanted = False  # True: the step waits for its batch
+        self._paused = False
+        self._quiet_noted = False  # True: the main thread knows that none is in flight
+        self._failure: BaseException | None = None  # why there is no further batch
+        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        self._quiet: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def take(self, step: int) -> Batch:
         """Wait for the batch of `step`; the engines' calls have the time-outs.

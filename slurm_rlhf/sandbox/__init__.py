@@ -2,8 +2,8 @@
 
 What lives here: `box` (run a program in a sandbox, and find the best kind of sandbox that a node has), `commands` (the
 command line of each kind: pure), `launcher` (a program that takes rights away from itself and then becomes the one that
-is not trusted), `unit_tests` (the program that runs a row's tests inside), `code_tests` (the program in a response, the
-tests of its row, and the share that passes).
+is not trusted; `system_calls.toml` lists the calls that it refuses), `unit_tests` (the program that runs a row's tests
+inside), `code_tests` (the program in a response, the tests of its row, and the share that passes).
 
 May import: base modules, wire's time-outs. No torch.
 

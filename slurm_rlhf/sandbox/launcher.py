@@ -18,81 +18,8 @@ TYPE_CHECKING = False  # typing, json and signal would take more than half of th
 if TYPE_CHECKING:
     from typing import Any
 
-NEVER = {
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "setsid": (112, 157),
-    "setpgid": (109, 154),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "open_by_handle_at": (304, 265),
-    "io_uring_setup": (425, 425),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-}
-"""System call -> its numbers on x86_64 and aarch64. Shared memory and queues of System V outlive their process."""
-
-NEVER_BESIDE_OTHERS = {
-    "socketpair": (53, 199),  # a datagram socket reaches any Unix socket of the node
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "kcmp": (312, 272),
-    "chmod": (90, 53),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, 54),
-    "lchown": (94, 54),
-    "fchown": (93, 55),
-    "fchownat": (260, 54),
-    "utime": (132, 88),
-    "utimes": (235, 88),
-    "futimesat": (261, 88),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "setxattrat": (463, 463),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "removexattrat": (466, 466),
-    "file_setattr": (469, 469),
-}
-"""Calls on processes and files that Landlock leaves open; namespaces hide these."""
-
 MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
-"""Machine -> its place in the tables, its number for seccomp, its number of `clone`."""
+"""Machine -> its place in the numbers of a call, its number for seccomp, its number of `clone`."""
 CLONE3, PRLIMIT = 435, (302, 261)
 NEW_NAMESPACES = 0x7E020000
 KEEP_CAPABILITIES, AMBIENT, AMBIENT_RAISE, READ_ALL = 8, 47, 2, 2
@@ -118,7 +45,7 @@ def main(rules: dict[str, Any], program: list[str]) -> None:
     if rules["landlock"]:
         close_files(libc, rules["readable"], rules["writable"])
     if rules["filter"]:
-        filter_calls(libc, rules["landlock"])
+        filter_calls(libc, rules["refused"])
     os.execv(program[0], program)
 
 
@@ -174,15 +101,14 @@ def close_files(libc: Any, readable: list[str], writable: str) -> None:
     os.close(ruleset)
 
 
-def filter_calls(libc: Any, beside_others: bool) -> None:
-    """Refuse the calls of the tables from here on (seccomp); `beside_others`: no namespaces hide others."""
+def filter_calls(libc: Any, refused: list[list[int]]) -> None:
+    """Refuse calls from here on (seccomp): numbers of each on every machine."""
     column, machine, clone = MACHINES[os.uname().machine]
-    refused = NEVER | (NEVER_BESIDE_OTHERS if beside_others else {})
     load, equal, above, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
     no, missing, kill, yes = 0x50000 | EPERM, 0x50000 | ENOSYS, 0x80000000, 0x7FFF0000
     code = [(load, 0, 0, 4), (equal, 1, 0, machine), (leave, 0, 0, kill), (load, 0, 0, 0)]
     code += [(above, 0, 1, 0x40000000), (leave, 0, 0, kill)]  # x32 numbers the same calls otherwise
-    for numbers in refused.values():
+    for numbers in refused:
         code += [(equal, 0, 1, numbers[column]), (leave, 0, 0, no)]
     code += [(equal, 0, 1, CLONE3), (leave, 0, 0, missing)]  # its flags cannot be read here: libc then calls clone
     # Of these two the first argument decides: new namespaces among the flags, and another process than this one.

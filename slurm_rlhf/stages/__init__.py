@@ -4,6 +4,6 @@ What lives here: `stage` (the loop that all stages share, and what one has of it
 packed experience), `view` (what `slurm-rlhf data` shows), `record` (metrics, log, checkpoint and signals), `launch`
 (ranks of a stage in a Slurm job or on this machine), and a file for each stage.
 
-May import: the trainer, groups, and what is below them. To add a stage: a file with a subclass of `Stage`, its row in
-`stage.named_stage`, its group of keys in `config/schema_stages.py`, and its row in `cli/commands.toml`.
+May import: the trainer, groups, and what is below them. To add a stage: a file with a subclass of `StageTrainer`, its
+row in `stage.stage_trainer`, its group of keys in `config/schema_stages.py`, and its row in `cli/commands.toml`.
 """

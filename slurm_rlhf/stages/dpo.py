@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,21 +11,24 @@ from torch import Tensor
 
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.algorithms.packed import response_sums
-from slurm_rlhf.algorithms.preferences import KTO, LOSSES, WITHOUT_REFERENCE, Pairs, kto, kto_kl
+from slurm_rlhf.algorithms.preferences import LOSSES, WITHOUT_REFERENCE, Pairs, kto, kto_kl
 from slurm_rlhf.config.contents import model_contents
-from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import Examples, load_judged, load_pairs
 from slurm_rlhf.stages.record import StageRecord
-from slurm_rlhf.stages.stage import AnswerTrainer, Stage, fingerprint
+from slurm_rlhf.stages.stage import AnswerTrainer, fingerprint
 
 
 class DpoTrainer(AnswerTrainer):
     """Trains on pairs of answers on one rank; with a reference, `train_step` needs the column `ref_logprobs`."""
 
-    def __init__(self, config: Config, total_steps: int) -> None:
-        super().__init__(config, config.dpo.learning_rate, total_steps)
+    name = "dpo"
+
+    @staticmethod
+    def read(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
+        return load_pairs(path, tokenizer, data)
 
     def _sums(self, part: Experience, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the log-probs of whole answers by the policy, with gradient, and by the reference, fp32 [N] each.
@@ -73,10 +75,33 @@ class DpoTrainer(AnswerTrainer):
         }
         return loss, metrics
 
+    def prepare(self, examples: Examples, record: StageRecord) -> None:
+        """Compute the log-probs of the reference, which is the model as it starts, or read those of an earlier start.
+
+        They are kept beside the checkpoint, under a hash of the model and the examples.
+        """
+        config, columns = self.config, examples.experience.columns
+        if config.dpo.loss_type in WITHOUT_REFERENCE:
+            return
+        model = model_contents(Path(config.actor.model_name_or_path))
+        file = record.root / f"reference-{model[:16]}-{fingerprint(examples)[:16]}-{config.ds.param_dtype}.npy"
+        there = torch.tensor([float(file.is_file())], device=self.world.device)
+        dist.all_reduce(there)  # a file system may show it to some ranks later
+        if there == self.world.size:
+            columns["ref_logprobs"] = np.load(file)
+            return
+        record.say(f"computing the reference's log-probs of {len(examples)} examples, once")
+        columns["ref_logprobs"] = self.of_all(examples, self.logprobs, of_rows=False)
+        if self.world.rank == 0:
+            unfinished = file.with_suffix(".tmp.npy")
+            np.save(unfinished, columns["ref_logprobs"])
+            unfinished.replace(file)
+
 
 class KtoTrainer(DpoTrainer):
     """Trains on answers that are called good or bad: `examples.load_judged`."""
 
+    read = staticmethod(load_judged)
     _kl = 0.0  # the divergence from the reference, over the whole step
 
     def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
@@ -108,41 +133,3 @@ class KtoTrainer(DpoTrainer):
         preferred = (margin > 0).float().sum()
         metrics = {"loss": loss.detach(), "kto_kl": kl * len(part), "preferred": preferred, "margin": margin.sum()}
         return loss, metrics
-
-
-class DpoStage(Stage):
-    """Trains on `dpo.dataset`."""
-
-    name: ClassVar[str] = "dpo"
-
-    def load(self, path: Path, tokenizer: Tokenizer, config: Config) -> Examples:
-        load = load_judged if config.dpo.loss_type == KTO else load_pairs
-        return load(path, tokenizer, config.data)
-
-    def trainer(self, config: Config, total_steps: int) -> DpoTrainer:
-        return (KtoTrainer if config.dpo.loss_type == KTO else DpoTrainer)(config, total_steps)
-
-    def denominator(self, batch: Experience) -> float:
-        return len(batch) / 2
-
-    def prepare(self, trainer: DpoTrainer, examples: Examples, record: StageRecord) -> None:
-        """Compute the log-probs of the reference, which is the model as it starts, or read those of an earlier start.
-
-        They are kept beside the checkpoint, under a hash of the model and the examples.
-        """
-        config, columns = trainer.config, examples.experience.columns
-        if config.dpo.loss_type in WITHOUT_REFERENCE:
-            return
-        model = model_contents(Path(config.actor.model_name_or_path))
-        file = record.root / f"reference-{model[:16]}-{fingerprint(examples)[:16]}-{config.ds.param_dtype}.npy"
-        there = torch.tensor([float(file.is_file())], device=trainer.world.device)
-        dist.all_reduce(there)  # a file system may show it to some ranks later
-        if there == trainer.world.size:
-            columns["ref_logprobs"] = np.load(file)
-            return
-        record.say(f"computing the reference's log-probs of {len(examples)} examples, once")
-        columns["ref_logprobs"] = trainer.of_all(examples, trainer.logprobs, of_rows=False)
-        if trainer.world.rank == 0:
-            unfinished = file.with_suffix(".tmp.npy")
-            np.save(unfinished, columns["ref_logprobs"])
-            unfinished.replace(file)

@@ -50,7 +50,7 @@ class StageJob:
         self._before = log.stat().st_size if log.exists() else 0
         self._shown = self._log.stat().st_size if self._log.exists() else 0
         environment = role_environment(self.config, self.ranks, len(os.sched_getaffinity(0)))[ACTOR]
-        program = "--program=slurm_rlhf.stages.stage:of_rank"
+        program = "--program=slurm_rlhf.stages.stage:train_stage"
         arguments = [f"--role={ACTOR}", f"--run_dir={self.directory.root}", program, f"--words={self.name}"]
         ended: list[Ended] = []
         try:
@@ -63,7 +63,6 @@ class StageJob:
                 ended = self._wait(self.config.timeout.collective)
                 raise
             if not Path(get(self.config, f"{self.name}.output_dir")).is_dir():
-                log = self.directory.role_log(ACTOR, self.ranks.roles[ACTOR][0].node, 0)
                 raise RoleDied(
                     f"the process group of {self.name} on {ended[0].node} {ended[0].how}, and no model was written\n"
                     + quoted(log, 3, self._before)

@@ -8,13 +8,13 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.cluster.stop import STOP_FILE
+from slurm_rlhf.cluster.stop import INTERRUPT, STOP_FILE, TERM, USR1, Reason
 from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
@@ -56,12 +56,13 @@ class StageRecord:
                 f"follows their number. Restore {self._name}.max_steps, {self._name}.max_epochs and the examples, or "
                 "add --resume=never"
             )
-        self._together()  # all have read before anything is written
+        dist.barrier()  # all have read before anything is written
         if self._world.rank == 0:
             self._paths.root.mkdir(parents=True, exist_ok=True)
             self._paths.config.write_text(dump_toml(self._config), encoding="utf-8")
-            if checkpoint is None:
-                self._put_aside()
+            paths, metrics = self._paths, self._paths.metrics
+            if checkpoint is None and metrics.exists():
+                metrics.rename(next(free for n in itertools.count(1) if not (free := paths.aside(metrics, n)).exists()))
             truncate_after(self._paths.metrics, state.get("step", 0))
         self._steps = steps
         self._summarize("running", state.get("step", 0))
@@ -74,15 +75,6 @@ class StageRecord:
                 self._paths.summary,
                 {"status": status, "steps": step, "total_steps": self._steps, "world": world, "seed": seed},
             )
-
-    def _together(self) -> None:
-        if self._world.size > 1:
-            dist.barrier()
-
-    def _put_aside(self) -> None:
-        paths, metrics = self._paths, self._paths.metrics
-        if metrics.exists():
-            metrics.rename(next(free for n in itertools.count(1) if not (free := paths.aside(metrics, n)).exists()))
 
     def say(self, text: str) -> None:
         """Print a line, and append it to the log. Rank 0 only; elsewhere nothing happens."""
@@ -102,7 +94,7 @@ class StageRecord:
         """Save a checkpoint, in place of the one before; `write` is called on each rank with the same directory."""
         if self._world.rank == 0:
             (self._checkpoints.begin(step) / self._name).mkdir()
-        self._together()
+        dist.barrier()
         write(self._checkpoints.of(step).with_suffix(".tmp") / self._name)
         if self._world.rank == 0:
             self._checkpoints.commit(step, {"step": step, "steps": steps, "order": order})
@@ -116,7 +108,7 @@ class StageRecord:
     def stopped(self, step: int) -> None:
         """Tell that the training stops behind `step`, which is saved. Collective."""
         self._summarize("stopped", step)
-        self._together()
+        dist.barrier()
         if self._world.rank == 0:
             (self.root / STOP_FILE).unlink(missing_ok=True)  # it would stop the next start, too
 
@@ -125,46 +117,33 @@ class StageRecord:
         if self._world.rank == 0:
             shutil.rmtree(self._paths.checkpoints, ignore_errors=True)
         self._summarize("finished", self._steps)
-        self._together()
+        dist.barrier()
 
 
-WORDS = {
-    signal.SIGTERM: "SIGTERM",
-    signal.SIGINT: "Ctrl-C",
-    signal.SIGUSR1: "SIGUSR1: the end of the allocation is near",
-}
+REASONS = {signal.SIGTERM: TERM, signal.SIGINT: INTERRUPT, signal.SIGUSR1: USR1}
+ELSEWHERE = Reason("a signal to another rank", False, TERM.exit_code)
 
 
 class StopSignals:
     """Remembers the first signal, inside a `with` block; a second one has its usual effect."""
 
     def __init__(self) -> None:
-        self.number = 0
-        """Number of the signal that has come; 0: none."""
+        self.reason: Reason | None = None
+        """Which signal has come; None: none."""
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._came) for number in WORDS}
+            self._before = {number: signal.signal(number, self._came) for number in REASONS}
         return self
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
+        self.reason = REASONS[signal.Signals(number)]
         self._restore()
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
-
-
-def words_of(number: int) -> str:
-    """Say which signal it was; another rank may have had it."""
-    return WORDS.get(signal.Signals(number), "a signal") if number else "a signal to another rank"
-
-
-def exit_code(number: int) -> int:
-    """Return the exit code of a training that was stopped: that of `slurm-rlhf train`, 0 where the allocation ends."""
-    return 0 if number == signal.SIGUSR1 else 128 + (number or signal.SIGTERM)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.algorithms.preferences import bradley_terry, judged
-from slurm_rlhf.config.schema import Config, Ds
+from slurm_rlhf.config.schema import Config, Data, Ds
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import Examples, load_pairs
-from slurm_rlhf.stages.stage import Stage, StageTrainer
+from slurm_rlhf.stages.stage import StageTrainer
 from slurm_rlhf.trainer.export import classifier, save_reward
 from slurm_rlhf.trainer.frozen import last_token
 from slurm_rlhf.trainer.trainers import HeadTrainer
@@ -23,8 +23,15 @@ from slurm_rlhf.trainer.trainers import HeadTrainer
 class RmTrainer(StageTrainer, HeadTrainer):
     """Trains scores on one rank, at the token where transformers' sequence classification has them."""
 
+    name = "rm"
+    measures_always = True  # the scores are normalised
+
+    @staticmethod
+    def read(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
+        return load_pairs(path, tokenizer, data, margins=True)
+
     def __init__(self, config: Config, total_steps: int) -> None:
-        super().__init__(config, config.rm.learning_rate, total_steps)
+        super().__init__(config, total_steps)
         config_of_body = self.backend.module.model.config
         classifier(config_of_body, {})  # whether transformers has one is to be known now, not at the end
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
@@ -68,19 +75,3 @@ class RmTrainer(StageTrainer, HeadTrainer):
         settings = {"pad_token_id": self.pad, **self.statistics}
         source = Path(self.config.actor.model_name_or_path)
         save_reward(module.model, backend.gathered(module.model), head, settings, source, directory, rank)
-
-
-class RmStage(Stage):
-    """Trains on `rm.dataset`."""
-
-    name: ClassVar[str] = "rm"
-    measures_always: ClassVar[bool] = True  # the scores are normalised
-
-    def load(self, path: Path, tokenizer: Tokenizer, config: Config) -> Examples:
-        return load_pairs(path, tokenizer, config.data, margins=True)
-
-    def trainer(self, config: Config, total_steps: int) -> RmTrainer:
-        return RmTrainer(config, total_steps)
-
-    def denominator(self, batch: Experience) -> float:
-        return len(batch) / 2

@@ -5,28 +5,28 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import cut_batch
-from slurm_rlhf.cluster.stop import STOP_FILE
+from slurm_rlhf.algorithms.preferences import KTO
+from slurm_rlhf.cluster.stop import FILE
 from slurm_rlhf.config.check import stage_shares_problem
 from slurm_rlhf.config.keys import get
-from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_stages import StageKeys
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.stages.examples import Examples
-from slurm_rlhf.stages.record import StageRecord, StopSignals, exit_code, words_of
+from slurm_rlhf.stages.record import ELSEWHERE, StageRecord, StopSignals
 from slurm_rlhf.trainer.distributed import join_world, undisturbed
 from slurm_rlhf.trainer.train_settings import Schedule
 from slurm_rlhf.trainer.trainers import LanguageModelTrainer, TrainedModel
@@ -37,8 +37,26 @@ PROGRESS_LINES = 40  # about so many
 class StageTrainer(TrainedModel):
     """Trains the model of a stage on one rank; a base class beside the one of the kind of model."""
 
-    def __init__(self, config: Config, learning_rate: float, total_steps: int) -> None:
+    name: ClassVar[str]
+    """Name of its command, of its group of keys, and of the model's state in a checkpoint."""
+    measures_always: ClassVar[bool] = False
+    """Whether the model is measured by the examples that it was trained on if there are no others."""
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        learning_rate = get(config, f"{self.name}.learning_rate")
         super().__init__(config, Schedule.of(config, learning_rate, total_steps, kind="cosine"))
+
+    @staticmethod
+    @abstractmethod
+    def read(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
+        """Read the examples. Raises DataError."""
+
+    def denominator(self, batch: Experience) -> float:
+        """Return what the sums of an optimizer step are divided by, for its loss and its metrics: the pairs in it."""
+        return len(batch) / 2
+
+    def prepare(self, examples: Examples, record: StageRecord) -> None:
+        """Compute what the loss needs of the model before it is trained. Collective."""
 
     @abstractmethod
     def export_hf(self, directory: Path) -> None:
@@ -85,32 +103,7 @@ class AnswerTrainer(LanguageModelTrainer, StageTrainer):
         return batch.whole(logprobs)
 
 
-class Stage(ABC):
-    """Declares what one kind of training on a data set has of its own."""
-
-    name: ClassVar[str]
-    """Name of its command, of its group of keys, and of the model's state in a checkpoint."""
-    measures_always: ClassVar[bool] = False
-    """Whether the model is measured by the examples that it was trained on if there are no others."""
-
-    @abstractmethod
-    def load(self, path: Path, tokenizer: Tokenizer, config: Config) -> Examples:
-        """Read the examples. Raises DataError."""
-
-    @abstractmethod
-    def trainer(self, config: Config, total_steps: int) -> StageTrainer:
-        """Load the model. Raises ModelError, ConfigError."""
-
-    @abstractmethod
-    def denominator(self, batch: Experience) -> float:
-        """Return what the sums of an optimizer step are divided by, for its loss and its metrics."""
-
-    def prepare(self, trainer: Any, examples: Examples, record: StageRecord) -> None:
-        """Compute what the loss needs of the model before it is trained. Collective."""
-
-
-@dataclass(frozen=True, slots=True)
-class StageInputs:
+class StageInputs(NamedTuple):
     """Holds what a stage reads of the user's files."""
 
     examples: Examples
@@ -118,73 +111,59 @@ class StageInputs:
     order: PromptOrder
     steps: int
 
-    @classmethod
-    def read(cls, config: Config, stage: Stage) -> StageInputs:
-        """Read the examples. Raises ModelError, DataError, also where they do not fill a batch."""
-        keys: StageKeys = get(config, stage.name)
-        tokenizer = Tokenizer.load(config.actor.model_name_or_path)
-        examples = stage.load(Path(keys.dataset), tokenizer, config)
-        held_out = stage.load(Path(keys.eval_dataset), tokenizer, config) if keys.eval_dataset else None
-        count, batch = len(examples), keys.batch_size
-        if count < batch:
-            raise DataError(
-                f"{keys.dataset}: {count} usable examples, fewer than {stage.name}.batch_size = {batch}: lower it"
-            )
-        shuffle, seed = config.data.shuffle, config.train.seed
-        order = PromptOrder(count, batch, keys.max_epochs, seed, shuffle, fingerprint(examples))
-        return cls(examples, held_out, order, min(order.total, keys.max_steps or order.total))
+
+def read_inputs(config: Config, name: str) -> StageInputs:
+    """Read the examples of a stage. Raises ModelError, DataError, also where they do not fill a batch."""
+    keys: StageKeys = get(config, name)
+    tokenizer, read = Tokenizer.load(config.actor.model_name_or_path), stage_trainer(config, name).read
+    examples = read(Path(keys.dataset), tokenizer, config.data)
+    held_out = read(Path(keys.eval_dataset), tokenizer, config.data) if keys.eval_dataset else None
+    count, batch = len(examples), keys.batch_size
+    if count < batch:
+        raise DataError(f"{keys.dataset}: {count} usable examples, fewer than {name}.batch_size = {batch}: lower it")
+    shuffle, seed = config.data.shuffle, config.train.seed
+    order = PromptOrder(count, batch, keys.max_epochs, seed, shuffle, fingerprint(examples))
+    return StageInputs(examples, held_out, order, min(order.total, keys.max_steps or order.total))
 
 
-def train_stage(config: Config, stage: Stage) -> int:
-    """Train actor.model_name_or_path on the stage's data set and write the result to its output_dir.
+def train_stage(config: Config, name: str) -> int:
+    """Train actor.model_name_or_path on the data set of the stage `name`, and write the result to its output_dir.
 
     One process, or as many ranks as torchrun started. Betas, clipping, weight decay and warm-up are the actor's.
     Metrics, a log, and while it trains the checkpoint to go on from are in <output_dir>.run. SIGTERM, SIGUSR1 or Ctrl-C
     end it after the step in progress, with a checkpoint. Returns the exit code.
     Raises ConfigError, DataError, ModelError, CheckpointError, RunError; output_dir exists only after success.
     """
-    keys: StageKeys = get(config, stage.name)
-    out = Path(keys.output_dir)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(
-            f"{stage.name}.output_dir: {out} is there already and is not empty. Remove it or name another directory."
-        )
+    out = Path(get(config, f"{name}.output_dir"))
     if config.train.threads_per_rank:
         torch.set_num_threads(config.train.threads_per_rank)
-    inputs = StageInputs.read(config, stage)
-    examples, held_out, order, steps = inputs.examples, inputs.held_out, inputs.order, inputs.steps
+    examples, held_out, order, steps = read_inputs(config, name)
     world = join_world(config.timeout.collective, config.timeout.connect)
-    for problem in stage_shares_problem(config, stage.name, world.size):
+    for problem in stage_shares_problem(config, name, world.size):
         raise ConfigError(problem)
-    record = StageRecord(stage.name, config, world)
+    record = StageRecord(name, config, world)
     checkpoint, state = record.begin(steps)
     if checkpoint:
         order.load_state_dict(state["order"])
     record.say(f"{len(examples)} examples, {len(examples.dropped)} dropped as too long, {steps} steps")
-    trainer = stage.trainer(config, steps)
+    trainer = stage_trainer(config, name)(config, steps)
     for each in filter(None, (examples, held_out)):
-        stage.prepare(trainer, each, record)
+        trainer.prepare(each, record)
     if checkpoint:
-        trainer.load(checkpoint / stage.name)
+        trainer.load(checkpoint / name)
         record.say(f"resuming from {checkpoint} at step {state['step']}/{steps}")
     with StopSignals() as signals:
-        measured_by = held_out or (examples if stage.measures_always else None)
-        done = _train(stage, trainer, examples, measured_by, order, record, signals, state.get("step", 0), steps)
+        measured_by = held_out or (examples if trainer.measures_always else None)
+        done = _train(trainer, examples, measured_by, order, record, signals, state.get("step", 0), steps)
     if done < steps:
-        asked = record.asked
-        by = f"the file {STOP_FILE}" if asked else words_of(signals.number)
-        record.say(f"stopped by {by}; saved at step {done}/{steps}; the same command goes on from here")
+        reason = FILE if record.asked else signals.reason or ELSEWHERE
+        record.say(f"stopped by {reason.what}; saved at step {done}/{steps}; the same command goes on from here")
         record.stopped(done)
-        return 0 if asked else exit_code(signals.number)
+        return reason.exit_code
     trainer.export_hf(out)
     record.finished()
     record.say(f"wrote {out}")
     return 0
-
-
-def of_rank(config: Config, name: str) -> int:
-    """Train the stage `name` in a rank that `stages.launch` has started; return and raise as `train_stage`."""
-    return train_stage(config, named_stage(name))
 
 
 def fingerprint(examples: Examples) -> str:
@@ -195,7 +174,6 @@ def fingerprint(examples: Examples) -> str:
 
 
 def _train(
-    stage: Stage,
     trainer: StageTrainer,
     examples: Examples,
     measured_by: Examples | None,
@@ -207,17 +185,18 @@ def _train(
 ) -> int:
     """Train the steps behind `done`; return the last one, which is saved if it is not the end."""
     start = time.monotonic()
-    keys: StageKeys = get(trainer.config, stage.name)
+    keys: StageKeys = get(trainer.config, trainer.name)
     for step in range(done + 1, steps + 1):
         began = time.monotonic()
         batch = examples.experience.select(examples.rows(order.next() or []))
-        denominator = stage.denominator(batch)
+        denominator = trainer.denominator(batch)
         metrics = trainer.train_step(batch, trainer.micro_batches(batch, examples), denominator)
         of_step = {name: metrics.pop(name) for name in ("lr", "grad_norm") if name in metrics}
         # Which rank has a signal first is chance: all of them stop behind the same step.
-        *sums, stopped = _sum_over_ranks(
-            [*metrics.values(), float(signals.number > 0 or (trainer.world.rank == 0 and record.asked))], trainer
-        )
+        asked = signals.reason is not None or (trainer.world.rank == 0 and record.asked)
+        total = torch.tensor([*metrics.values(), float(asked)], dtype=torch.float32, device=trainer.world.device)
+        dist.all_reduce(total)
+        *sums, stopped = total.tolist()
         means = {name: value / denominator for name, value in zip(metrics, sums, strict=True)}
         seconds, tokens = time.monotonic() - began, float(batch.response_lens.sum())
         row = means | {"lr": of_step["lr"], "grad_norm": of_step.get("grad_norm", math.nan), "tokens": tokens}
@@ -248,16 +227,11 @@ def _measured(trainer: StageTrainer, examples: Examples, record: StageRecord, wh
     return {**{f"eval/{name}": value for name, value in found.items()}, "time/eval": time.monotonic() - began}
 
 
-def _sum_over_ranks(values: list[float], trainer: StageTrainer) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float32, device=trainer.world.device)
-    dist.all_reduce(total)
-    return [float(value) for value in total]
+def stage_trainer(config: Config, name: str) -> type[StageTrainer]:
+    """Return the trainer of the stage `name`."""
+    from slurm_rlhf.stages.dpo import DpoTrainer, KtoTrainer
+    from slurm_rlhf.stages.rm import RmTrainer
+    from slurm_rlhf.stages.sft import SftTrainer
 
-
-def named_stage(name: str) -> Stage:
-    """Return the stage of a command."""
-    from slurm_rlhf.stages.dpo import DpoStage
-    from slurm_rlhf.stages.rm import RmStage
-    from slurm_rlhf.stages.sft import SftStage
-
-    return {stage.name: stage for stage in (SftStage, RmStage, DpoStage)}[name]()
+    dpo = KtoTrainer if config.dpo.loss_type == KTO else DpoTrainer
+    return {"sft": SftTrainer, "rm": RmTrainer, "dpo": dpo}[name]

@@ -80,9 +80,9 @@ def _prompts(
 
 def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: int) -> DataView:
     """Look at the examples of a stage: prompts with the answers that are trained on."""
-    from slurm_rlhf.stages.stage import named_stage
+    from slurm_rlhf.stages.stage import stage_trainer
 
-    examples = named_stage(key.partition(".")[0]).load(path, tokenizer, config)
+    examples = stage_trainer(config, key.partition(".")[0]).read(path, tokenizer, config.data)
     found, width, long = examples.experience, examples.width, examples.dropped
     view = DataView(key, str(path), found.lengths.tolist())
     ids = np.split(found.token_ids, found.token_offsets[1:-1])

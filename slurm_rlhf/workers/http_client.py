@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -174,19 +174,16 @@ class Health(NamedTuple):
     away: str  # why it is of no use; empty: it is there
 
 
-def servers_named(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Yield key, URL and place of the token for each server of a run."""
+def health_of(config: Config) -> list[Health]:
+    """Ask each server of a run whether it is there, all at once; blocks for a few seconds. Raises ConfigError."""
     reward = config.reward
     values = [("reward.remote_url", reward.remote_url, reward.token), ("env.path", config.env.path, config.env.token)]
     values += [(f"reward.sources, {part.name}", part.remote_url, reward.token) for part in reward.sources]
-    for key, value, token in values:
-        for url in servers_of(value):
-            yield key, url, token
-
-
-def health_of(config: Config) -> list[Health]:
-    """Ask each server of a run whether it is there, all at once; blocks for a few seconds. Raises ConfigError."""
-    asked = [(key, url, token_of(token, f"{key.partition('.')[0]}.token")) for key, url, token in servers_named(config)]
+    asked = [
+        (key, url, token_of(token, f"{key.partition('.')[0]}.token"))
+        for key, value, token in values
+        for url in servers_of(value)
+    ]
     if not asked:
         return []
     with ThreadPoolExecutor(len(asked)) as threads:

@@ -7,8 +7,8 @@ together. Other nodes have workers in such pools; here a thread stands for each 
 
 from __future__ import annotations
 
-import asyncio
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -184,12 +184,8 @@ class Lease:
     worker: PoolWorker
     life: int
 
-    async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Submit a call and wait for its answer. Calls of all leases of a worker come one after the other, in order."""
-        return await asyncio.wrap_future(self.submit(method, *arguments, timeout_s=timeout_s))
-
     def submit(self, method: str, *arguments: Any, timeout_s: float) -> Future[Any]:
-        """As `WorkerPool.submit`."""
+        """As `WorkerPool.submit`. Calls of all leases of a worker come one after the other, in order."""
         return self.pool.queue(self.worker.calls, PoolCall(method, arguments, timeout_s, self.life))
 
     def end(self) -> None:
@@ -300,7 +296,6 @@ class PoolWorker(threading.Thread):
         try:
             self._channel.socket.settimeout(timeout_s)
             self._channel.send(message)
-            self._channel.socket.settimeout(timeouts.POLL_S)
             answer = self._received(until)
         except TimeoutError:
             self._show_stack()
@@ -314,19 +309,18 @@ class PoolWorker(threading.Thread):
         return answer["value"]
 
     def _received(self, until: float) -> Any:
-        while True:
-            try:
-                return self._channel.receive()
-            except TimeoutError:
-                if self.pool.closed:
-                    raise WorkerError(ENDED, "the pool of workers was closed") from None
-                if self._process.poll() is not None:
-                    raise EOFError from None
-                if self._too_large():
-                    most = self.pool.memory_mb
-                    raise WorkerError(MEMORY, f"its process grew past {most} MiB of memory") from None
-                if time.monotonic() > until:
-                    raise
+        coming = select.poll()
+        coming.register(self._channel.socket, select.POLLIN)
+        while not coming.poll(timeouts.POLL_S * 1000):
+            if self.pool.closed:
+                raise WorkerError(ENDED, "the pool of workers was closed")
+            if self._process.poll() is not None:
+                raise EOFError
+            if self._too_large():
+                raise WorkerError(MEMORY, f"its process grew past {self.pool.memory_mb} MiB of memory")
+            if time.monotonic() > until:
+                raise TimeoutError
+        return self._channel.receive()
 
     @property
     def _process(self) -> subprocess.Popen[bytes]:
@@ -373,6 +367,6 @@ class PoolWorker(threading.Thread):
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self._channel.socket.close()
+        self._channel.close()
         self.process = None
         self.life += 1

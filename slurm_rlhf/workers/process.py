@@ -37,7 +37,7 @@ def main() -> None:
         while served:
             method, given = channel.receive()
             _answer(channel, lambda: getattr(served[0], method)(*given))  # noqa: B023 called at once
-    except EOFError:
+    except (EOFError, ConnectionError):
         pass
 
 

@@ -15,35 +15,33 @@ from numpy.testing import assert_allclose
 from policy_loss import policy_loss
 
 from slurm_rlhf.algorithms.batching import shards
-from slurm_rlhf.algorithms.correction import (
-    CorrectionInputs,
-    correct,
-    mask_not_finite,
-)
+from slurm_rlhf.algorithms.correction import correct, mask_not_finite
 from slurm_rlhf.algorithms.losses import loss_weights
 from slurm_rlhf.algorithms.policy_distance import KLController, ages, approx_kl, staleness
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
-from slurm_rlhf.errors import CheckpointError, RunError
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan
 
+Inputs = tuple[Experience, np.ndarray]
+"""A batch, and the age of each of its tokens."""
 
-def inputs_of(
-    log_rho: Any, lens: list[int], mask: Any = None, advantages: Any = None, age: Any = None
-) -> CorrectionInputs:
+
+def inputs_of(log_rho: Any, lens: list[int], mask: Any = None, advantages: Any = None, age: Any = None) -> Inputs:
     """Inputs in which the engine gave every token the log-prob -1."""
     count = len(log_rho)
-    return CorrectionInputs(
-        logprobs=np.asarray(log_rho, dtype=np.float32) - 1,
-        rollout_logprobs=np.full(count, -1, dtype=np.float32),
-        advantages=np.ones(count, dtype=np.float32) if advantages is None else np.asarray(advantages, dtype=np.float32),
-        age=np.zeros(count, dtype=np.int32) if age is None else np.asarray(age, dtype=np.int32),
-        action_mask=np.ones(count, dtype=np.bool_) if mask is None else np.asarray(mask, dtype=np.bool_),
-        offsets=np.concatenate([[0], np.cumsum(lens)]),
-    )
+    columns = {
+        "logprobs": np.asarray(log_rho, dtype=np.float32) - 1,
+        "rollout_logprobs": np.full(count, -1, dtype=np.float32),
+        "advantages": np.ones(count, np.float32) if advantages is None else np.asarray(advantages, dtype=np.float32),
+    }
+    mask = np.ones(count, dtype=np.bool_) if mask is None else np.asarray(mask, dtype=np.bool_)
+    sizes, none = np.array(lens, dtype=np.int32), np.zeros(len(lens), dtype=np.int32)
+    exp = Experience(none, sizes, np.zeros(count, dtype=np.int32), mask, none.astype(np.float32), columns)
+    return exp, np.zeros(count, dtype=np.int32) if age is None else np.asarray(age, dtype=np.int32)
 
 
-def weights_of(rule: CorrectionRule | None, inputs: CorrectionInputs, delta: float = 0.0) -> list[float]:
-    found, _ = correct(rule, delta, inputs)
+def weights_of(rule: CorrectionRule | None, inputs: Inputs, delta: float = 0.0) -> list[float]:
+    found, _ = correct(rule, delta, *inputs)
     assert found is not None
     assert found.dtype == np.float32
     return [float(weight) for weight in found]
@@ -98,15 +96,15 @@ def test_off_policy_mask_by_hand() -> None:
     both = weights_of(PRESETS["tis"], inputs, delta=0.1)
     assert both == pytest.approx([0, 0, math.exp(0.3), math.exp(0.1), math.exp(-0.3), 0], rel=1e-6)
     # What is dropped does not count as truncated, too.
-    _, metrics = correct(CorrectionRule("token", "clip", 0.95, 1.05), 0.1, inputs)
+    _, metrics = correct(CorrectionRule("token", "clip", 0.95, 1.05), 0.1, *inputs)
     assert metrics["correction/dropped"] == metrics["correction/truncated"] == 0.5
 
 
 def test_metrics_by_hand() -> None:
-    weights, metrics = correct(None, 0.0, inputs_of(BY_HAND, [3, 2]))
+    weights, metrics = correct(None, 0.0, *inputs_of(BY_HAND, [3, 2]))
     assert weights is None
     assert metrics["correction/dropped"] == metrics["correction/truncated"] == 0.0
-    _, metrics = correct(PRESETS["tis"], 0.0, inputs_of(np.log([4, 1, 1, 0.5]), [4]))
+    _, metrics = correct(PRESETS["tis"], 0.0, *inputs_of(np.log([4, 1, 1, 0.5]), [4]))
     logs = [math.log(4), 0, 0, -math.log(2)]
     assert metrics == pytest.approx(
         {
@@ -126,29 +124,29 @@ def test_metrics_by_hand() -> None:
 def test_metrics_of_each_age() -> None:
     log_rho = np.array([0.1, -0.2, 0.4, 0.0])
     inputs = inputs_of(log_rho, [4], mask=[True, True, True, False], age=[2, 0, 2, 1])
-    _, metrics = correct(PRESETS["icepop"], 0.0, inputs)
+    _, metrics = correct(PRESETS["icepop"], 0.0, *inputs)
     assert {name.split("/")[1] for name in metrics if "age_" in name} == {"age_0", "age_2"}  # age 1: no action
     for age, chosen in ((0, [1]), (2, [0, 2])):
-        _, alone = correct(PRESETS["icepop"], 0.0, inputs_of(log_rho[chosen], [len(chosen)]))
+        _, alone = correct(PRESETS["icepop"], 0.0, *inputs_of(log_rho[chosen], [len(chosen)]))
         found = {name: metrics[name.replace("correction", f"correction/age_{age}")] for name in alone}
         assert found == pytest.approx(alone, rel=1e-6, abs=1e-12)
-    assert not any("age_" in name for name in correct(None, 0.0, inputs_of(log_rho, [4]))[1])
+    assert not any("age_" in name for name in correct(None, 0.0, *inputs_of(log_rho, [4]))[1])
 
 
 @pytest.mark.parametrize("preset", [None, "tis", "icepop", "seq_mask"])
 def test_a_batch_without_actions(preset: str | None) -> None:
     rule = PRESETS.get(preset or "")
     for inputs in (inputs_of([], []), inputs_of([], [0, 0]), inputs_of([1.0], [1], mask=[False])):
-        weights, metrics = correct(rule, 0.0, inputs)
+        weights, metrics = correct(rule, 0.0, *inputs)
         assert weights is None or not weights.any()
         assert set(metrics.values()) == {0.0}
 
 
 def test_columns_of_other_lengths_are_refused() -> None:
     inputs = inputs_of(BY_HAND, [3, 2])
-    inputs.logprobs = np.zeros(1)
+    inputs[0].columns["logprobs"] = np.zeros(1, dtype=np.float32)
     with pytest.raises(ValueError, match="logprobs has shape"):
-        correct(None, 0.0, inputs)
+        correct(None, 0.0, *inputs)
 
 
 def test_a_nan_of_the_actor_is_not_hidden() -> None:
@@ -204,15 +202,8 @@ def test_weights_in_float64(responses: list[list[Any]], rule: CorrectionRule, de
     mask = [acted and math.isfinite(bad) for acted, _, _, bad, _ in tokens]
     assert lost == sum(acted for acted, *_ in tokens) - sum(mask)
     assert exp.action_mask.tolist() == mask
-    inputs = CorrectionInputs(
-        exp.columns["logprobs"],
-        exp.columns["rollout_logprobs"],
-        exp.columns["advantages"],
-        np.array([item[4] for item in tokens], dtype=np.int32),
-        exp.action_mask,
-        exp.action_offsets,
-    )
-    weights, metrics = correct(rule, delta, inputs)
+    inputs = exp, np.array([item[4] for item in tokens], dtype=np.int32)
+    weights, metrics = correct(rule, delta, *inputs)
     assert weights is not None
     exact = exp.columns["logprobs"].astype(np.float64) - np.array([-3.0] * len(tokens))
     expected: list[float] = []
@@ -263,8 +254,7 @@ def batch(seed: int, responses: int = 12) -> tuple[Experience, np.ndarray]:
 
 def weighed(exp: Experience, rule: CorrectionRule) -> tuple[float, np.ndarray]:
     age = np.zeros(len(exp.action_mask), dtype=np.int32)
-    columns = (exp.columns[name] for name in ("logprobs", "rollout_logprobs", "advantages"))
-    weights, _ = correct(rule, 0.2, CorrectionInputs(*columns, age, exp.action_mask, exp.action_offsets))
+    weights, _ = correct(rule, 0.2, exp, age)
     denominator, none = loss_weights("token-mean", exp.action_mask, exp.action_offsets, 7)
     assert none is None
     assert weights is not None
@@ -321,8 +311,6 @@ def test_estimators_by_hand() -> None:
     assert_allclose(approx_kl(logprobs, ref, "k2"), [ln2**2 / 2] * 2, rtol=1e-6)
     assert_allclose(approx_kl(logprobs, ref, "k3"), [0.5 - 1 + ln2, 2 - 1 - ln2], rtol=1e-6)
     assert_allclose(approx_kl([0.0], [1e-6], "k3"), [0.5e-12], rtol=1e-3)  # small ones do not cancel
-    with pytest.raises(ValueError, match="ref_logprobs has"):
-        approx_kl([0.0, 1.0], [0.0], "k1")
 
 
 def test_estimators_estimate_the_kl_of_the_two_distributions() -> None:
@@ -369,9 +357,6 @@ def test_controller_state_goes_through_a_checkpoint() -> None:
     first.update(9.0, 77)
     second.load_state_dict(first.state_dict())
     assert second.update(1.0, 5) == first.update(1.0, 5)
-    for state in ({}, {"coef": math.nan}, {"coef": -1.0}, {"coef": "0.1"}, {"coef": True}):
-        with pytest.raises(CheckpointError, match="KL controller"):
-            second.load_state_dict(state)
 
 
 def test_staleness_of_a_batch() -> None:

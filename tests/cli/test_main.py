@@ -36,8 +36,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RemoteError, RewardError, RoleDied, RunError
 from slurm_rlhf.generate.job import GenerateJob
 from slurm_rlhf.nodes.report import WARNING, Check, Finding, Report
-from slurm_rlhf.parity import processes
-from slurm_rlhf.parity.processes import Options
 from slurm_rlhf.parity.verdicts import Line
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run_directory import RunDirectory
@@ -359,9 +357,7 @@ def warned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failed_comparison(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = Line(WILD, "fp32", "failed", WILD, log=(WILD,))
-    monkeypatch.setattr(processes, "compare", lambda subjects, options: iter([line]))
-    bench._compared([], Options(), as_json=False)
+    bench._printed(iter([Line(WILD, "fp32", "failed", WILD, log=(WILD,))]), 5)
 
 
 @pytest.mark.parametrize(("printed", "times"), [(warned, 1), (failed_comparison, 3)])

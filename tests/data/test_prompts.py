@@ -114,7 +114,7 @@ def test_fingerprint_sees_rows_tokens_and_labels(tmp_path: Path, tokenizer: Toke
         ('["a"]', 'a JSON object is needed, got ["a"] (this looks like plain JSON'),
         ("{", "this looks like plain JSON; JSONL has one whole object on each line"),
         ("3", "a JSON object is needed, got 3"),
-        ("[" * 100_000, "nested too deeply"),
+        ("[" * 100_000, "not JSON that can be read"),
         (
             '{"prompt": "a", "label": 1}',
             "no column 'input' (columns: prompt, label): fix the row or set data.input_key",

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tokenizers
 from lookalikes import llama_like, sentencepiece_like
 from random_models import CHARACTERS, EOS, PAD, tiny_tokenizer
 
@@ -177,20 +176,6 @@ def test_renders_as_transformers_does(tmp_path: Path, shape: str) -> None:
     assert ours.chat_template is not None
     answered = ours.chat_template.render(MESSAGES[:2], "", add_generation_prompt=False)
     assert answered == theirs.apply_chat_template(MESSAGES[:2], tokenize=False, add_generation_prompt=False)
-
-
-def test_a_text_that_cannot_be_encoded_is_named_with_its_line(tmp_path: Path) -> None:
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"1+1": 0, EOS: 1}, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    words.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
-    tokenizer = Tokenizer.load(tmp_path)
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"input": "1+1"}\n{"input": "${x}"}\n')
-    with pytest.raises(
-        DataError, match=r"prompts.jsonl:2: the tokenizer of .* cannot encode '\$\{x\}'.* \(unk_token\)"
-    ):
-        PromptSet.load(file, tokenizer, Data(), 100)
 
 
 def test_a_prompt_of_unknown_letters_is_not_called_empty(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from rollout_engine import EngineProcess
 from tiny_models import make_tiny
 
-from slurm_rlhf.engine.vllm import asynchronous
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
 
@@ -51,11 +50,6 @@ def engine(process: EngineProcess) -> EngineProcess:
     """With the directory's weights and an empty prefix cache, as policy 0."""
     process.run(child.update, 0)
     return process
-
-
-def test_where_it_is_on() -> None:
-    assert asynchronous(on_cpu=False) is None  # vLLM's own rules decide: on, unless something excludes it
-    assert asynchronous(on_cpu=True) is False
 
 
 def test_the_same_bits_as_with_one_batch_at_a_time(

@@ -17,7 +17,7 @@ from lookalikes import llama_like
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine._vllm import EngineCore, tp_executor
 from slurm_rlhf.engine.engine import ActiveRequest, GenerateRequest, checked, request_seed
-from slurm_rlhf.engine.vllm import VllmEngine, check_loaded, prepare_environment, vllm_environment
+from slurm_rlhf.engine.vllm import check_loaded, prepare_environment, vllm_environment
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.records import STOP, Sampling, VersionSpan
 
@@ -68,8 +68,7 @@ def test_a_text_is_that_of_the_tokens_up_to_the_first_stop_string(tmp_path: Path
     for tokens, stop, end in (([170, 124, *word], ["ef", "cd", "c"], "ab c"), (word, ["zz"], "ab cd ef")):
         active = ActiveRequest(request([252], *stop), tokens)
         active.logprobs = [0.0] * len(tokens)
-        engine = SimpleNamespace(_number=0, _core=SimpleNamespace(tokenizer=tokenizer))
-        text = VllmEngine._finish(engine, active, STOP).text  # type: ignore[arg-type]
+        text = active.finish(STOP, tokenizer, 0).text
         assert text.endswith(end)
         assert tokenizer.response_text([252], tokens).startswith(text)
 

@@ -63,11 +63,11 @@ def test_a_request_travels_whole() -> None:
 
 
 def test_places() -> None:
-    places = [EnginePlace.of(rank, 4, "n1") for rank in range(12)]
+    places = [EnginePlace(*divmod(rank, 4), 4, "n1") for rank in range(12)]
     assert [(place.engine, place.tp_rank) for place in places] == [divmod(rank, 4) for rank in range(12)]
     assert [places[5].rank(tp_rank) for tp_rank in range(4)] == [4, 5, 6, 7]
     assert str(places[5]) == "engine 1 (rollout ranks 4 to 7 on n1)"
-    assert str(EnginePlace.of(3, 1, "n2")) == "engine 3 (rollout rank 3 on n2)"
+    assert str(EnginePlace(3, 0, 1, "n2")) == "engine 3 (rollout rank 3 on n2)"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def reward(tmp_path: Path) -> Iterator[RewardFunction]:
     file.write_text(HANGS)
     function = RewardFunction.load(str(file))
     yield function
-    function._function.__globals__["hang"].clear()
+    function.function.__globals__["hang"].clear()
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_reward_that_raises_in_an_evaluation_costs_no_step(
     tmp_path: Path, stop: Stop, reward: RewardFunction, error: Exception, saved: bool, overlap: bool
 ) -> None:
     """Of a function or a model. The evaluation is done by the run that goes on, but for one beside the next step."""
-    reward._function.__globals__["hang"].clear()
+    reward.function.__globals__["hang"].clear()
     errors = [error]
 
     def raises_once(prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
@@ -104,7 +104,7 @@ def test_a_reward_that_raises_in_an_evaluation_costs_no_step(
 def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
     tmp_path: Path, stop: Stop, reward: RewardFunction, by: str
 ) -> None:
-    seen = reward._function.__globals__
+    seen = reward.function.__globals__
     run = make(tmp_path, stop, reward)
     assert run.evaluation is not None
     run.step.reward = run.evaluation.reward = Scoring(reward, 50.0)
@@ -142,7 +142,7 @@ def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
 def test_a_checkpoint_of_an_earlier_version_has_nothing_to_say_of_either(
     tmp_path: Path, stop: Stop, reward: RewardFunction
 ) -> None:
-    reward._function.__globals__["hang"].clear()
+    reward.function.__globals__["hang"].clear()
     run = make(tmp_path, stop, reward)
     run.step.scale = None
     run.run()
@@ -163,7 +163,7 @@ def test_a_function_s_own_time_out_is_told_as_its_own(tmp_path: Path) -> None:
 def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
     tmp_path: Path, stop: Stop, reward: RewardFunction, every: int
 ) -> None:
-    reward._function.__globals__["hang"].clear()
+    reward.function.__globals__["hang"].clear()
     run = make(tmp_path, stop, reward)
     run.step.config.eval.steps = every
     sample = run.step.batches.take
@@ -187,7 +187,7 @@ def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
 def test_a_run_of_which_nothing_passes_saves_what_it_has_learnt(
     tmp_path: Path, stop: Stop, reward: RewardFunction
 ) -> None:
-    reward._function.__globals__["hang"].clear()
+    reward.function.__globals__["hang"].clear()
     run = make(tmp_path, stop, reward)
     sample = run.step.batches.take
 

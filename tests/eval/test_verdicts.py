@@ -50,7 +50,7 @@ def test_the_table_has_the_issues_figures_and_words_for_every_check() -> None:
 
 def test_keys_that_the_words_name_are_keys() -> None:
     keys, files = set(all_keys()), {"config.json", "tokenizer_config.json", "generation_config.json"}
-    texts = [word.change for word in WORDS.values()] + [share.warning for share in SHARES.values()]
+    texts = [word["change"] for word in WORDS.values()] + [share["warning"] for share in SHARES.values()]
     named = [word.strip(".,;:()") for text in texts for word in text.split() if "." in word.strip(".,;:()")]
     assert len(named) > 15
     assert [name for name in named if name not in keys | files] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-import tokenizers
 from pyarrow import parquet
-from random_models import EOS
 from tiny_models import make_tiny
 
 from slurm_rlhf.cli.generate import refuse_many_processes
@@ -60,22 +57,6 @@ def test_each_bad_row_says_what_is_wrong_and_good_ones_are_tokenized(tmp_path: P
     assert "data.max_len = 32" in why[4]
     assert "rows.jsonl:6: 'input' must be a string, got int" in why[5]
     assert [each.label for each in found if isinstance(each, Prompt)] == ["2", "2"]
-
-
-def test_a_text_that_the_tokenizer_cannot_encode_is_one_bad_row(tmp_path: Path, model: Path) -> None:
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"1+1": 0, EOS: 1}, unk_token="[UNK]"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    other = Path(shutil.copytree(model, tmp_path / "words"))
-    words.save(str(other / "tokenizer.json"))
-    texts = ("1+1", "${x}", "1+1 " * 200, " ", "1+1")
-    config = config_of(tmp_path, other, [json.dumps({"input": text}) for text in texts])
-    found = list(read_dataset(config, other)[1](range(5)))
-    why = {each.index: str(each.error) for each in found if isinstance(each, BadRow)}
-    assert (len(found), sorted(why)) == (5, [1, 2, 3])
-    assert "rows.jsonl:2: the tokenizer of" in why[1]
-    assert "cannot encode '${x}'" in why[1]
-    assert "rows.jsonl:3: the prompt is longer than 24 tokens" in why[2]
-    assert why[3].endswith("rows.jsonl:4: the prompt is empty: give 'input' some text")
 
 
 def test_a_job_of_several_mpi_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

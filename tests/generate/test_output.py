@@ -154,9 +154,9 @@ def test_shards_become_one_file_in_order_and_nothing_is_overwritten(tmp_path: Pa
     write_shard(tmp_path, 1, [(3, 0), (1, 1), (3, 1)])
     with pytest.raises(ConfigError, match="1 of 8 responses are not there yet, of the rows 1: run the job"):
         merge(tmp_path, None)
-    assert merge(tmp_path, tmp_path / "partial.jsonl", partial=True).lines == 7
+    assert merge(tmp_path, tmp_path / "partial.jsonl", partial=True)[1] == 7
     write_shard(tmp_path, 1, [(1, 0)])
-    assert merge(tmp_path, None).lines == 8
+    assert merge(tmp_path, None)[1] == 8
     assert rows(tmp_path / MERGED) == [(row, sample) for row in range(4) for sample in range(2)]
     with pytest.raises(ConfigError, match=r"merged.jsonl is there already, and is not overwritten"):
         merge(tmp_path, None)

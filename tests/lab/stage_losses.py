@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 from tiny_models import make_reward, make_tiny
 
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.stages.stage import named_stage
+from slurm_rlhf.stages.stage import stage_trainer
 
 COUNT = 12
 """Examples of the batch."""
@@ -125,15 +125,15 @@ def _ours(case: Case, directory: Path, model: Path, reference: Path, examples: l
     """Take the loss of a step from the stage, which has no optimizer step."""
     file = write(directory / "rows.jsonl", examples)
     config = config_of(case.stage, model, file, directory / "out", {**case.keys, "batch_size": len(examples)})
-    stage = named_stage(case.stage)
-    found = stage.load(file, Tokenizer.load(model), config)
+    kind = stage_trainer(config, case.stage)
+    found = kind.read(file, Tokenizer.load(model), config.data)
     assert len(found) == len(examples)
     if case.stage == "dpo":
         config.actor.model_name_or_path = str(reference)
-        other: Any = stage.trainer(config, 1)
+        other: Any = kind(config, 1)
         found.experience.columns["ref_logprobs"] = other.of_all(found, other.logprobs, of_rows=False)
         config.actor.model_name_or_path = str(model)
-    trainer: Any = stage.trainer(config, 1)
+    trainer: Any = kind(config, 1)
     batch = found.experience.select(found.rows(range(len(found))))
     gradient: dict[str, Any] = {}
 
@@ -145,7 +145,7 @@ def _ours(case: Case, directory: Path, model: Path, reference: Path, examples: l
         return {}
 
     trainer.backend.step = kept
-    denominator = stage.denominator(batch)
+    denominator = trainer.denominator(batch)
 
     def loss() -> float:
         return float(trainer.train_step(batch, trainer.micro_batches(batch, found), denominator)["loss"] / denominator)

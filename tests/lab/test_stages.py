@@ -22,7 +22,7 @@ from stage_task import MAX_LEN, Lengths, config_of, rows, tokens, write
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.stages.stage import named_stage
+from slurm_rlhf.stages.stage import stage_trainer
 
 LENGTHS = Lengths(48, 1.0, 448)
 PAIRS = [
@@ -37,7 +37,7 @@ def test_our_stage_reads_as_many_tokens_as_are_counted(kind: str, tmp_path: Path
     examples = rows(kind, 40, LENGTHS, seed=3)
     stage, keys = ("dpo", {"loss_type": "kto"}) if kind == "kto" else (kind, {})
     config = config_of(stage, tmp_path / "model", write(tmp_path / "rows.jsonl", examples), tmp_path / "out", keys)
-    found = named_stage(stage).load(tmp_path / "rows.jsonl", Tokenizer.load(tmp_path / "model"), config)
+    found = stage_trainer(config, stage).read(tmp_path / "rows.jsonl", Tokenizer.load(tmp_path / "model"), config.data)
     assert (len(found), config.data.max_len) == (40, MAX_LEN)
     lengths = found.experience.lengths.reshape(40, -1)
     counted = lengths[:, 0] if kind == "kto" else lengths.sum(axis=1)  # its other row is for the divergence

@@ -15,15 +15,15 @@ from waiting import until
 
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.parity import processes
-from slurm_rlhf.parity.processes import Options, Task, compare
-from slurm_rlhf.parity.verdicts import Line, Subject
+from slurm_rlhf.parity.processes import Task, compare
+from slurm_rlhf.parity.verdicts import Line
 
 pytestmark = pytest.mark.slow
 
 
 def sample(task: Task, precision: str) -> None:
     """Do to the process what the name of the subject says."""
-    what = task.subject.name
+    what = task.subject.model
     print(f"about to {what}", flush=True)
     if what == "refuse" and precision == "fp32":
         raise ModelError("no head")
@@ -47,15 +47,14 @@ def follow(task: Task, precision: str) -> None:
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the libraries, whose processes are real."""
-    monkeypatch.setattr(processes, "import_libraries", lambda: None)
     monkeypatch.setattr(processes, "sample", sample)
     monkeypatch.setattr(processes, "follow", follow)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def lines(tmp_path: Path, *names: str, timeout_s: float = 60.0) -> list[Line]:
-    subjects = [Subject(name, str(tmp_path)) for name in names]
-    return list(compare(subjects, Options(timeout_s=timeout_s)))
+    subjects = [Line(name, directory=str(tmp_path)) for name in names]
+    return list(compare(subjects, ("fp32", "bf16"), 320, timeout_s))
 
 
 def test_what_goes_wrong_in_one_model_is_a_line_of_its_own(tmp_path: Path) -> None:
@@ -91,8 +90,8 @@ def test_a_model_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path
 
 def test_what_is_refused_starts_nothing(tmp_path: Path) -> None:
     subjects = [
-        Subject("a", verdict="refused", reason="known to differ"),
-        Subject("b", verdict="failed", reason="no network"),
+        Line("a", verdict="refused", reason="known to differ"),
+        Line("b", verdict="failed", reason="no network"),
     ]
-    found = list(compare(subjects, Options()))
+    found = list(compare(subjects, ("fp32", "bf16"), 320, 60.0))
     assert [(line.verdict, line.reason) for line in found] == [("refused", "known to differ"), ("failed", "no network")]

@@ -16,11 +16,12 @@ from slurm_rlhf.parity.verdicts import (
     PRECISIONS,
     Apart,
     Line,
-    Subject,
-    Table,
     differences,
+    head,
     judge,
+    name_width,
     reasons,
+    row,
     summary,
 )
 
@@ -74,8 +75,8 @@ LINES = [
 
 
 def test_lines_stand_below_their_columns_and_reasons_below_the_table() -> None:
-    table = Table([Subject(line.model) for line in LINES], ["fp32", "bf16"])
-    shown = [*table.head().splitlines(), *(table.row(line, first=line.precision != "bf16") for line in LINES)]
+    width = name_width(LINES)
+    shown = [*head(width).splitlines(), *(row(line, width, first=line.precision != "bf16") for line in LINES)]
     assert shown[1].split() == ["model", "precision", "tokens", *("max", "mean") * 3, "verdict"]
     assert shown[2].split() == ["Gemma2ForCausalLM", "fp32", "190", *("1.0e-07", "1.0e-08") * 3, "agree"]
     assert shown[3].split() == ["bf16", "190", *SAME_FIGURES, "NaN", "NaN", *SAME_FIGURES, "differ"]

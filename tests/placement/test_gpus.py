@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rlhf.placement.gpus import GPUS, find_gpu, known_names, other_size
+from slurm_rlhf.placement.gpus import GPUS, find_gpu, other_size
 
 NAMES = {
     "NVIDIA H100 80GB HBM3": "H100",
@@ -105,7 +105,6 @@ def test_a_name_without_a_size_may_mean_another() -> None:
 
 def test_every_kind_is_found_by_its_own_name() -> None:
     assert [gpu.name for gpu in GPUS if find_gpu(gpu.name) is not gpu] == []
-    assert all(name in known_names() for name in ("H100 PCIe", "A100 40GB"))
 
 
 @pytest.mark.parametrize(

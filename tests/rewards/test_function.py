@@ -216,7 +216,7 @@ def test_everything_is_there_for_a_function_that_takes_everything(tmp_path: Path
     )
     reward = load(tmp_path, body)
     reward(*sampled(), 7)
-    seen = reward._function.__globals__["seen"]
+    seen = reward.function.__globals__["seen"]
     assert list(seen) == list(ARGUMENTS)
     assert seen["step"] == 7
     assert seen["rows"] == [ROWS[0], ROWS[0], ROWS[1], ROWS[1]]  # all columns, the prompt's and the label's included
@@ -253,7 +253,6 @@ def test_only_what_the_signature_takes_is_passed(tmp_path: Path, signature: str)
         ("def reward_func(responses, level):", "rows[i]['level']"),
         ("def reward_func(queries, prompts, labels, level):", "a parameter 'level'"),
         ("def reward_func(responses, /):", "a parameter 'responses'"),
-        ("def reward_func(queries, prompts, labels):\n    yield 1", "is a generator"),
     ],
 )
 def test_a_signature_that_cannot_be_served_is_an_error_when_the_file_is_loaded(

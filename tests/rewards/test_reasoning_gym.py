@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any, cast
 
 import pytest
 from waiting import HANG_S
@@ -13,7 +14,7 @@ from waiting import HANG_S
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.rewards import reasoning_gym
-from slurm_rlhf.rewards.reasoning_gym import ENTRY, TASK, score, task_rows
+from slurm_rlhf.rewards.reasoning_gym import TASK, task_rows, task_score
 
 pytestmark = pytest.mark.slow
 NAMES = "basic_arithmetic,word_ladder,arc_agi"
@@ -25,12 +26,16 @@ def rows() -> list[dict[str, str]]:
     return [row for _, row in task_rows(data)]
 
 
+def score(row: dict[str, str], response: str) -> float:
+    return task_score(cast("Any", {"row": row, "response": response}))
+
+
 def test_tasks_take_turns_and_their_own_answers_score(rows: list[dict[str, str]]) -> None:
     assert [row[TASK] for row in rows] == (NAMES.split(",") * 3)[:7]
     assert len({row["question"] for row in rows}) == 7
-    assert [score(row[TASK], row[ENTRY], row["answer"]) for row in rows] == [1.0] * 7
-    assert score(rows[0][TASK], rows[0][ENTRY], f"Well. <answer> {rows[0]['answer']} </answer> or 7") == 1.0
-    assert score(rows[0][TASK], rows[0][ENTRY], "no number") < 0.1
+    assert [score(row, row["answer"]) for row in rows] == [1.0] * 7
+    assert score(rows[0], f"Well. <answer> {rows[0]['answer']} </answer> or 7") == 1.0
+    assert score(rows[0], "no number") < 0.1
 
 
 def test_the_same_keys_give_the_same_rows_in_every_process(rows: list[dict[str, str]]) -> None:

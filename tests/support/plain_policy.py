@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine._transformers import parameter_shapes
 from slurm_rlhf.engine.engine import GenerateRequest
-from slurm_rlhf.engine.hf import HfEngine, Vocabulary
+from slurm_rlhf.engine.hf import HfEngine
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Trajectory
 
 
@@ -43,7 +44,7 @@ class PlainPolicy:
 
 def plain_engine(path: Path, model: Any, version: int = 0, number: int = 0) -> HfEngine:
     """An engine that samples with `model`, whose tokens are those of directory `path`."""
-    engine = HfEngine(PlainPolicy(model), Vocabulary.read(str(path)), torch.device("cpu"), number)
+    engine = HfEngine(PlainPolicy(model), Tokenizer.load(path), torch.device("cpu"), number)
     for part in (WEIGHTS, KV_CACHE):
         engine.wake(part)
     engine.load(model.named_parameters(), version)

@@ -265,7 +265,8 @@ def wake(engine: Any, generation: Any, version: int) -> None:
 
 def run_case(case: tuple[int, str, bool], model: Path) -> dict[str, Any]:
     """Sample, train a step, sample again: how far its log-probs are from the trainer's, and what has changed."""
-    from slurm_rlhf.engine.hf import HfEngine, Vocabulary
+    from slurm_rlhf.data.tokenizer import Tokenizer
+    from slurm_rlhf.engine.hf import HfEngine
     from slurm_rlhf.trainer.generation import Generation
     from slurm_rlhf.trainer.trainers import PolicyTrainer
 
@@ -275,8 +276,7 @@ def run_case(case: tuple[int, str, bool], model: Path) -> dict[str, Any]:
     world = trainer.world
     generation = Generation(trainer.backend, case[2])
     seen: set[int | str] = set()
-    vocabulary = Vocabulary.read(str(model))
-    engine = HfEngine(generation, vocabulary, world.device, world.rank, lambda token, doing: seen.add(doing))
+    engine = HfEngine(generation, Tokenizer.load(model), world.device, world.rank, lambda token, doing: seen.add(doing))
     random, modes = torch.get_rng_state(), [part.training for part in trainer.backend.module.modules()]
     found: dict[str, Any] = {"apart": [], "texts": [], "trained": []}
     for step in range(2):
