@@ -186,17 +186,20 @@ def assign_slots(capacity: int, wants: tuple[tuple[int, int], ...]) -> tuple[tup
     """Choose slots of a node for each (count, width) of `wants`.
 
     Width 0: `count` slots, the lowest. Width w > 0: `count` groups of w neighbouring slots, each starting at a multiple
-    of w, so that a group stays within one NVLink pair, quad or NUMA half: the highest. None if they do not fit so.
+    of w, so that a group stays within one NVLink pair, quad or NUMA half: right above the others, else as high as
+    possible. None if they do not fit so.
     """
-    slots: dict[int, tuple[int, ...]] = {}
-    free = set(range(capacity))
-    for index in sorted(range(len(wants)), key=lambda index: -wants[index][1]):  # groups, the widest first
-        count, width = wants[index]
-        starts = range((capacity // width - 1) * width, -1, -width) if width else ()
-        groups = [group for start in starts if free.issuperset(group := range(start, start + width))][:count]
-        taken = sorted(slot for group in groups for slot in group) if width else sorted(free)[:count]
-        if len(taken) < count * max(width, 1):
-            return None
-        slots[index] = tuple(taken)
-        free.difference_update(taken)
-    return tuple(slots[index] for index in range(len(wants)))
+    for above in (True, False):
+        slots: dict[int, tuple[int, ...]] = {}
+        free = set(range(capacity))
+        for index in sorted(range(len(wants)), key=lambda index: (above and wants[index][1] > 0, -wants[index][1])):
+            count, width = wants[index]
+            starts = range(0, capacity - width + 1, width) if width else range(0)
+            ranges = (range(start, start + width) for start in (starts if above else reversed(starts)))
+            groups = [group for group in ranges if free.issuperset(group)][:count]
+            taken = sorted(slot for group in groups for slot in group) if width else sorted(free)[:count]
+            slots[index] = tuple(taken)
+            free.difference_update(taken)
+        if all(len(slots[index]) == count * max(width, 1) for index, (count, width) in enumerate(wants)):
+            return tuple(slots[index] for index in range(len(wants)))
+    return None

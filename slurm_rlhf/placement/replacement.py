@@ -272,13 +272,16 @@ def with_engine_on(ranks: RankMap, role: str, engine: int, node: str) -> RankMap
     gpus = next(free, None)
     if gpus is None:
         raise PlacementError(f"node {node} has no {width} free slots for engine {engine}")
-    left = []
-    for share in ranks.roles[role]:
-        kept = [place for place, (other, _) in enumerate(share.engines) if other != engine]
-        gpus, ranks_left = tuple(share.gpus[place] for place in kept), tuple(share.ranks[place] for place in kept)
-        left.append(NodeShare(share.node, gpus, ranks_left, tuple(share.engines[place] for place in kept)))
+    left = [_without(share, engine) for share in ranks.roles[role]]
     old = next((share for share in left if share.node == node), NodeShare(node, (), ()))
     tp_ranks = tuple((engine, tp_rank) for tp_rank in range(width))
     new = NodeShare(node, (*old.gpus, *gpus), (*old.ranks, *group.ranks), (*old.engines, *tp_ranks))
     shares = [share for share in left if share.ranks and share.node != node]
     return RankMap(topology, {**ranks.roles, role: [*shares, new]})
+
+
+def _without(share: NodeShare, engine: int) -> NodeShare:
+    """Take an engine out of a share."""
+    kept = [place for place, (other, _) in enumerate(share.engines) if other != engine]
+    gpus, ranks = tuple(share.gpus[place] for place in kept), tuple(share.ranks[place] for place in kept)
+    return NodeShare(share.node, gpus, ranks, tuple(share.engines[place] for place in kept))
