@@ -62,7 +62,7 @@ class Trainer:
         else:
             written.set_exception(self.error)
 
-    def written(self, rank: int) -> Future[None]:
+    def ask(self, rank: int, method: Any) -> Future[None]:
         return self._written
 
     def call_all(self, method: Any) -> list[None]:
