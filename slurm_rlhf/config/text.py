@@ -8,7 +8,6 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 from slurm_rlhf.config.keys import (
@@ -252,10 +251,15 @@ def key_names(only: Collection[str] = (), width: int = 100) -> str:
     for key in all_keys().values():
         if listed(key, only):
             names.setdefault(key.group or "run", []).append(key.name.removeprefix(f"{key.group}."))
-    column = max(map(len, names)) + 4
-    heads = {f"  {group}".ljust(column): ", ".join(of) for group, of in names.items()}
-    fill = partial(textwrap.fill, width=width, subsequent_indent=" " * column)
-    return "".join(f"{fill(of, initial_indent=head)}\n" for head, of in heads.items())
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for group, of in names.items():
+        groups.setdefault(tuple(of), []).append(group)
+    heads = {", ".join(alike): ", ".join(of) for of, alike in groups.items()}
+    column = max(map(len, heads)) + 4
+    return "".join(
+        textwrap.fill(of, width, initial_indent=f"  {head}".ljust(column), subsequent_indent=" " * column) + "\n"
+        for head, of in heads.items()
+    )
 
 
 def listed(key: Key, only: Collection[str]) -> bool:
