@@ -310,6 +310,8 @@ def _known(backend: str) -> str:
     known = all_keys()["sync.backend"].choices
     if backend not in known:
         raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(known)}")
+    if backend == "nccl" and not nccl_available():
+        raise ConfigError("sync.backend: nccl needs a GPU and a torch that has NCCL; auto and gloo run here")
     return backend
 
 
