@@ -23,7 +23,7 @@ from slurm_rlhf.algorithms.lora import is_adapter
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import Lora
-from slurm_rlhf.engine.engine import GenerateRequest, request_seed
+from slurm_rlhf.engine.engine import ActiveRequest, GenerateRequest, request_seed
 from slurm_rlhf.engine.vllm import prepare_environment
 from slurm_rlhf.records import Sampling, Trajectory
 from slurm_rlhf.trainer.lora import attach
@@ -354,7 +354,8 @@ def fail_once(where: str) -> str:
 
     "model": the model does not run. "text": the text cannot be made. "abort": neither can vLLM end a request then.
     """
-    target, name = (engine._core.llm.model_executor, "execute_model") if where == "model" else (engine, "_finish")
+    in_model = where == "model"
+    target, name = (engine._core.llm.model_executor, "execute_model") if in_model else (ActiveRequest, "finish")
 
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"no {where}")
