@@ -138,18 +138,18 @@ def test_a_lease_keeps_its_worker_until_that_ends(pools: Pools) -> None:
     first, second = pool.lease(), pool.lease()
 
     async def play() -> None:
-        one = [await first.call("keep", number, timeout_s=HANG_S) for number in range(3)]
-        other = await second.call("keep", 9, timeout_s=HANG_S)
+        one = [await asyncio.wrap_future(first.submit("keep", number, timeout_s=HANG_S)) for number in range(3)]
+        other = await asyncio.wrap_future(second.submit("keep", 9, timeout_s=HANG_S))
         assert one[-1][1:] == [0, 1, 2]
         assert other[1:] == [9]
         assert other[0] != one[0][0]
         with pytest.raises(WorkerError, match="SIGSEGV"):
-            await first.call("crash", timeout_s=HANG_S)
+            await asyncio.wrap_future(first.submit("crash", timeout_s=HANG_S))
         with pytest.raises(WorkerError, match="the process in which it lived has ended"):
-            await first.call("keep", 4, timeout_s=HANG_S)
-        assert (await second.call("keep", 8, timeout_s=HANG_S))[1:] == [9, 8]
+            await asyncio.wrap_future(first.submit("keep", 4, timeout_s=HANG_S))
+        assert (await asyncio.wrap_future(second.submit("keep", 8, timeout_s=HANG_S)))[1:] == [9, 8]
         first.end()
-        assert (await pool.lease().call("keep", 5, timeout_s=HANG_S))[1:] == [5]
+        assert (await asyncio.wrap_future(pool.lease().submit("keep", 5, timeout_s=HANG_S)))[1:] == [5]
 
     asyncio.run(play())
 

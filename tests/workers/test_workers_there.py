@@ -175,13 +175,13 @@ def test_episodes_of_a_lost_node_begin_anew(pools: Pools) -> None:
 
     async def play() -> None:
         first = pool.lease()
-        (_, *kept) = await first.call("keep", 1, timeout_s=HANG_S)
+        (_, *kept) = await asyncio.wrap_future(first.submit("keep", 1, timeout_s=HANG_S))
         next(node for node in nodes if node is first.worker._node).gone = "cut"  # type: ignore[attr-defined]
         for _ in range(2):
             with pytest.raises(WorkerError) as failed:
-                await first.call("keep", 2, timeout_s=HANG_S)
+                await asyncio.wrap_future(first.submit("keep", 2, timeout_s=HANG_S))
             assert failed.value.kind == "gone"
         assert kept == [1]
-        assert (await pool.lease().call("keep", 3, timeout_s=HANG_S))[1:] == [3]
+        assert (await asyncio.wrap_future(pool.lease().submit("keep", 3, timeout_s=HANG_S)))[1:] == [3]
 
     asyncio.run(play())
