@@ -98,9 +98,10 @@ def _gpus(slurm: SlurmEnvironment) -> tuple[int, ...]:
     try:
         return ask_scontrol(slurm.job_id, slurm.job_nodes)
     except PlacementError:  # for example, a container without scontrol
-        if slurm.gpus_on_node is None:
+        count, here = len(slurm.job_nodes), slurm.gpus_on_node
+        if here is None or slurm.gpus_total not in (None, here * count):
             raise
-        return (slurm.gpus_on_node,) * len(slurm.job_nodes)
+        return (here,) * count
 
 
 @dataclass(frozen=True, slots=True)

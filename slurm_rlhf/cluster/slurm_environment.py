@@ -46,6 +46,7 @@ class SlurmEnvironment:
     gpus_on_node: int | None = _variable("SLURM_GPUS_ON_NODE", parse=parse_gpus)
     # The request; None: there is none, or it was made in another way.
     gpus_per_node: int | None = _variable("SLURM_GPUS_PER_NODE", parse=parse_gpus)
+    gpus_total: int | None = _variable("SLURM_GPUS", parse=parse_gpus)  # the request for all nodes together
     node_name: str = _variable("SLURMD_NODENAME", parse=str, default="")
     restart_count: int = _variable("SLURM_RESTART_COUNT", parse=int, default=0)  # how often this job was requeued
     array_job_id: int | None = _variable("SLURM_ARRAY_JOB_ID", parse=int)

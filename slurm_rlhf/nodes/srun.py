@@ -119,7 +119,7 @@ class RunningStep:
         self.variables: Mapping[str, str] = {}
         """Variables of its tasks, from the next start on."""
         self._command = command
-        self._size = 0  # of the log before the start
+        self._size = 0  # bytes of the log before the start
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -28,7 +28,7 @@ class LiveProgress(PlainProgress):
         self._bars = Bars(*columns, console=self._console, refresh_per_second=2, transient=True)
         self._run, self._phase = (self._bars.add_task("", visible=False, done="") for _ in range(2))
         self._lock = Lock()
-        self._name, self._of = "", ""  # of the phase: its name, and how many responses it will have
+        self._name, self._of = "", ""  # the phase's name, and the count of responses that it will have
         self._began = 0.0
         self._answered = self._tokens = 0
 

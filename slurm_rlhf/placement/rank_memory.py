@@ -117,7 +117,7 @@ class EngineMemory:
 def engine(config: Config, shape: ModelShape, gpu: int) -> EngineMemory:
     """Estimate one rank of an engine that may use its share of a GPU of `gpu` bytes."""
     vllm, tp = config.vllm, config.vllm.tensor_parallel_size
-    tokens = 16384 if gpu >= 70 * GIB else 8192  # of one step; source: vLLM, `EngineArgs.get_batch_defaults`
+    tokens = 16384 if gpu >= 70 * GIB else 8192  # tokens of a step; source: vLLM, `EngineArgs.get_batch_defaults`
     dtype = 4 if (config.ds.param_dtype if vllm.dtype == "auto" else vllm.dtype) == "fp32" else 2
     held = weights(shape, tp, dtype) + adapters(config, shape, tp, dtype)
     work = profiled(shape, tp, dtype, tokens, vllm.max_num_seqs) + (TP_GROUP if tp > 1 else 0)

@@ -103,7 +103,6 @@ UNREAD = [
     "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_CPUS_PER_TASK",
     "SLURM_TASKS_PER_NODE",
-    "SLURM_GPUS",
     "SLURM_JOB_GPUS",
     "SLURM_NODEID",
     "SLURM_PROCID",
@@ -238,6 +237,8 @@ def test_scontrol_is_asked_where_the_environment_does_not_tell(tmp_path, monkeyp
     assert [node.gpus for node in current_topology(Config(), environ=login).nodes] == [8, 8, 4]
     (tmp_path / "details").write_text("")
     assert [node.gpus for node in current_topology(Config(), environ=seen_here).nodes] == [8, 8, 8]
+    with pytest.raises(PlacementError, match="--gpus-per-node"):  # 20 GPUs are not 8 on each of three nodes
+        current_topology(Config(), environ={**seen_here, "SLURM_GPUS": "20"})
     (tmp_path / "details").write_text(DETAILS)
     with pytest.raises(PlacementError, match="--gpus-per-node"):
         ask_scontrol(4712, ["gpu001"])

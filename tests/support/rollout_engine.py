@@ -354,8 +354,8 @@ def fail_once(where: str) -> str:
 
     "model": the model does not run. "text": the text cannot be made. "abort": neither can vLLM end a request then.
     """
-    in_model = where == "model"
-    target, name = (engine._core.llm.model_executor, "execute_model") if in_model else (ActiveRequest, "finish")
+    model = engine._core.llm.model_executor
+    target, name = (model, "execute_model") if where == "model" else (ActiveRequest, "finish")
 
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"no {where}")
@@ -377,9 +377,7 @@ def refused(path: Path, changes: dict[str, Any]) -> str:
     from slurm_rlhf.engine.vllm import VllmEngine
     from slurm_rlhf.errors import UserError
 
-    bad = config(path)
-    for name, value in changes.items():
-        setattr(bad.vllm, name, value)
+    bad = config(path, keys={f"vllm.{name}": value for name, value in changes.items()})
     try:
         VllmEngine(bad)
     except UserError as error:
