@@ -19,7 +19,7 @@ from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.load import load_config, read_toml
 from slurm_rlhf.config.pipeline import GENERATE, TRAIN
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_stages import STAGES
+from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.errors import ConfigError, RewardError, UserError, cut
 from slurm_rlhf.workers.http_client import health_of
 
@@ -188,7 +188,7 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
     from slurm_rlhf.rewards.model import Scoring
-    from slurm_rlhf.rewards.weighted import WeightedRewards
+    from slurm_rlhf.rewards.sources import WeightedRewards
 
     if inputs.environments is not None:
         beside = ", and other rewards are added" if isinstance(inputs.reward, WeightedRewards) else ""

@@ -13,10 +13,10 @@ from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.preflight import OFF, question, steps_of, tell
 from slurm_rlhf.cli.train import launcher_on
 from slurm_rlhf.cluster.resources import nodes_here
-from slurm_rlhf.config.data_files import data_files
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.user_data import data_files
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.examination import examine_nodes
@@ -89,7 +89,7 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps
 def merge_parts(arguments: Arguments) -> int:
     """Put the parts of a job array together. Raises SlurmRlhfError."""
     directory, given = Path(arguments.one_word("run directory")), arguments.options
-    from slurm_rlhf.generate.merge import merge
+    from slurm_rlhf.generate.output import merge
 
     path, lines, shards = merge(directory, Path(given["output"]) if "output" in given else None, "partial" in given)
     print(f"{lines} lines of {shards} {'shard' if shards == 1 else 'shards'} in {path}")

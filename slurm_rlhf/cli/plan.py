@@ -12,8 +12,7 @@ from typing import Any
 
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cluster.resources import Memory, current_topology, memory_of, memory_on
-from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.cluster.slurm_notation import expand, expand_counts, per_node, slurm_order
+from slurm_rlhf.cluster.slurm_environment import expand, expand_counts, per_node, read_slurm, slurm_order
 from slurm_rlhf.config.check import check_colocation
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import sent_parameters

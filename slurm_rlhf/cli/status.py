@@ -26,7 +26,7 @@ from slurm_rlhf.observe.log_tail import ends_in_error, tail
 from slurm_rlhf.observe.progress import duration
 from slurm_rlhf.observe.run_log import engines_lost, read_events, server_awaited, workers_lost
 from slurm_rlhf.observe.run_status import RunStatus, read_run_status
-from slurm_rlhf.report.curves import PHASES
+from slurm_rlhf.report.pictures import PHASES
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 

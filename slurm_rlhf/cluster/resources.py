@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from slurm_rlhf.cluster.gpu_query import local_gpus, local_kinds
-from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, parse_gpus, read_slurm
 from slurm_rlhf.cluster.slurm_job import ask_scontrol, command
-from slurm_rlhf.cluster.slurm_notation import parse_gpus
 from slurm_rlhf.config.model_directory import check_tensor_parallel
 from slurm_rlhf.config.roles import colocations, has_engines
 from slurm_rlhf.config.schema import Config

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.cluster.slurm_notation import expand, parse_gpus
+from slurm_rlhf.cluster.slurm_environment import expand, parse_gpus
 from slurm_rlhf.errors import PlacementError, RunError
 from slurm_rlhf.wire import timeouts
 

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config import hub
-from slurm_rlhf.config.data_files import parts
+from slurm_rlhf.config import user_data
 from slurm_rlhf.config.keys import (
     ENTRIES,
     Key,
@@ -32,6 +31,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.config.text import BadValue, flat, from_text, from_toml, split_overrides
+from slurm_rlhf.config.user_data import parts
 from slurm_rlhf.errors import ConfigError
 
 COMMAND_LINE = "the command line"
@@ -189,7 +189,7 @@ def _resolved(key: Key, value: Any, base: Path) -> Any:
         return [_resolved_entry(key, entry, base) for entry in value]
     if key.kind != "path" or not value or value.startswith(NOT_PATHS.get(key.name, ())):
         return value
-    if key.name in hub.KEYS and (model := hub.named(value, base)):
+    if key.name in user_data.KEYS and (model := user_data.named(value, base)):
         return model
     whole = base / Path(value).expanduser()
     several = parts(value) if key.name.endswith("dataset") and not os.path.exists(whole) else [value]

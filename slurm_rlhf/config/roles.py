@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.algorithms.registry import Algorithm, find_algorithm, load_plugins
-from slurm_rlhf.config.data_files import data_files
+from slurm_rlhf.config.key_decisions import layout_of
 from slurm_rlhf.config.keys import changed, get
-from slurm_rlhf.config.layout import layout_of
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_jobs import STAGES, StageKeys
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
-from slurm_rlhf.config.schema_stages import STAGES, StageKeys
+from slurm_rlhf.config.user_data import data_files
 
 
 def algorithm_of(config: Config) -> Algorithm:

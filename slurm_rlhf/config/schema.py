@@ -2,7 +2,7 @@
 
 `load.py` reads TOML and dotted overrides into these classes, `rules.toml` and `rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
-files: actor, critic, ref, reward, ds, lora and algo in `schema_models.py`, sft, rm and dpo in `schema_stages.py`, eval,
+files: actor, critic, ref, reward, ds, lora and algo in `schema_models.py`, sft, rm, dpo, eval,
 generate, slurm, cluster and timeout in `schema_jobs.py`.
 """
 
@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, FilePath, Range
-from slurm_rlhf.config.schema_jobs import Cluster, Eval, Generate, Slurm, Timeout
+from slurm_rlhf.config.schema_jobs import Cluster, Dpo, Eval, Generate, Rm, Sft, Slurm, Timeout
 from slurm_rlhf.config.schema_models import Actor, Algo, Critic, Ds, Lora, Ref, Reward
-from slurm_rlhf.config.schema_stages import Dpo, Rm, Sft
 
 FORWARD_SHARE = 4
 """Tokens of a pass without gradients for one of a pass with them, unless the user says so: it keeps the states of one

@@ -1,7 +1,7 @@
 """Read what users bring: prompts, examples and a model's tokenizer.
 
-What lives here: `rows` and `columns` (rows of files), `prompts` (a data set, tokenized once), `order` (which prompts
-come next), `tokenizer` (encoding, decoding, special tokens around a text, answers behind a prompt), `chat_template`.
+What lives here: `rows` (rows of files), `prompts` (a data set, tokenized once), `order` (which prompts
+come next), `tokenizer` (encoding, decoding, special tokens around a text, answers behind a prompt, chat templates).
 
 May import: the base modules and `config`. No torch and no transformers: the conductor and login nodes import this.
 

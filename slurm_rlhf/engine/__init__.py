@@ -4,6 +4,6 @@
 `vllm`, and `hf` for a model of transformers, with which the actor's ranks sample. `tp_engine` makes one engine of
 several ranks. Imported by `ranks`, `bench`, `parity` and, without torch, by the conductor; may import torch and, of the
 package, `config`, `records`, `errors`, `run_directory`, `observe` and `placement`. Private names and submodules of vLLM
-and transformers are used in `_vllm` and `_transformers` only, whose docstrings list them.
+and transformers are used in `_vllm`, `_vllm_updates` and `_transformers` only, whose docstrings list them.
 To add an engine: CONTRIBUTING.
 """

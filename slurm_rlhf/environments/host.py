@@ -14,7 +14,7 @@ import msgspec
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.environments.kinds import Instances
 from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
-from slurm_rlhf.environments.remote import RemoteLease
+from slurm_rlhf.environments.server import RemoteLease
 from slurm_rlhf.errors import EpisodeError, WorkerError
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.http_client import Servers, servers_of, token_of

@@ -23,8 +23,7 @@ import msgspec
 from slurm_rlhf.environments._transformers import tokenizer_class
 from slurm_rlhf.environments.executor import EXECUTOR, executor_of
 from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
-from slurm_rlhf.environments.tools import answer_calls, schemas_of, tools_of
-from slurm_rlhf.environments.user_class import UserClass, columns_of
+from slurm_rlhf.environments.user_class import UserClass, answer_calls, columns_of, schemas_of, tools_of
 from slurm_rlhf.errors import EpisodeError, meant
 from slurm_rlhf.user_files import run_file
 

@@ -1,4 +1,4 @@
-"""Serves environments over HTTP, in the workers of this machine: what `slurm-rlhf serve-env` runs.
+"""Serves environments over HTTP, in the workers of this machine: what `slurm-rlhf serve-env` runs. And its client.
 
 POST {"method", "episode", "arguments", "timeout_s"} -> {"value"}: a call of `kinds.Instances`, whose records are plain
 values. `episode` is a name that the client makes up: `begin` gives it a process, in which it lives until `end`, until a
@@ -8,6 +8,7 @@ call fails, or until `drop`, which gives it up.
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,8 +19,9 @@ from typing import Any
 
 from slurm_rlhf.errors import WorkerError
 from slurm_rlhf.wire import timeouts
+from slurm_rlhf.workers.http_client import Servers
 from slurm_rlhf.workers.http_server import WorkServer
-from slurm_rlhf.workers.pool import GONE, Lease, WorkerPool
+from slurm_rlhf.workers.pool import ENDED, GONE, Lease, WorkerPool
 
 
 @dataclass(slots=True)
@@ -86,3 +88,35 @@ class EnvironmentServer(WorkServer):
         with suppress(WorkerError):  # the pool is closed
             call = played.lease.submit("drop", played.number, timeout_s=self.timeout_s)
             call.add_done_callback(lambda call: played.lease.end())
+
+
+class RemoteLease:
+    """Calls the server that has answered `begin`; then every call raises WorkerError of kind `gone` if it is away.
+
+    Before, a call waits while no server answers.
+    """
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers, self._server, self._episode = servers, "", secrets.token_hex(16)
+
+    def submit(self, method: str, *arguments: Any, timeout_s: float) -> Future[Any]:
+        """As `Lease.submit`; the server has numbers of its own."""
+        if method == "drop" and not self._server:  # it is over, or never began
+            over: Future[Any] = Future()
+            over.set_result(None)
+            return over
+        body = {"method": method, "episode": self._episode, "arguments": arguments[1:], "timeout_s": timeout_s}
+        try:
+            return self._servers.requests.submit(self._ask, body)
+        except RuntimeError as error:  # its threads have ended
+            raise WorkerError(ENDED, "the connections to the servers were closed") from error
+
+    def end(self) -> None:
+        """Return: the server has forgotten the episode by itself."""
+
+    def _ask(self, body: dict[str, Any]) -> Any:
+        server, self._server = self._server, ""
+        server, answer = self._servers.ask(body, server)
+        if body["method"] in ("begin", "turn"):
+            self._server = server
+        return answer["value"]

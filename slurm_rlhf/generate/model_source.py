@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slurm_rlhf.checkpoint import resume
 from slurm_rlhf.checkpoint.resume import MANIFEST
-from slurm_rlhf.config import hub
+from slurm_rlhf.config import user_data
 from slurm_rlhf.config.check import GENERATED_BY
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import check_length, check_model_directory, check_tensor_parallel
@@ -61,7 +61,9 @@ def find_source(config: Config, root: Path) -> Source:
             raise ModelError(f"{GENERATED_BY}: the run in {path} has neither a final model nor a whole checkpoint yet")
         return _of_checkpoint(newest, root)
     # OWNER/NAME, or NAME, in the Hugging Face cache; the path was made absolute when it was read.
-    if not path.exists() and (cached := hub.cached(f"{path.parent.name}--{path.name}") or hub.cached(path.name)):
+    if not path.exists() and (
+        cached := user_data.cached(f"{path.parent.name}--{path.name}") or user_data.cached(path.name)
+    ):
         return Source(cached)
     raise ModelError(
         f"{GENERATED_BY}: {path} is no Hugging Face directory (config.json), no run directory (config.toml, final/) "

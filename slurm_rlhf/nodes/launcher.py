@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from slurm_rlhf.cluster.processes import KILLED
-from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.cluster.slurm_environment import expand
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.wire import timeouts

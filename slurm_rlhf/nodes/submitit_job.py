@@ -29,8 +29,7 @@ from slurm_rlhf.config.check import check, check_stage
 from slurm_rlhf.config.pipeline import TRAINING
 from slurm_rlhf.config.roles import colocations, of_command
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_jobs import minutes
-from slurm_rlhf.config.schema_stages import STAGES
+from slurm_rlhf.config.schema_jobs import STAGES, minutes
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.nodes.child_process import bound_to_parent

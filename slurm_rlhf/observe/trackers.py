@@ -29,8 +29,8 @@ from typing import Any
 from slurm_rlhf.config.check import TENSORBOARD
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.observe.metrics import TensorBoardEvents, finite
 from slurm_rlhf.observe.run_log import Sample
+from slurm_rlhf.observe.run_status import TensorBoardEvents, finite
 from slurm_rlhf.observe.sinks import Sink, TrackedRun
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 

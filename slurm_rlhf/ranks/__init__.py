@@ -1,7 +1,7 @@
 """The ranks of the roles: one process per rank, under torchrun, which answers the calls of the conductor.
 
-`rank_process` starts a rank, `worker` has the base class; `model_workers` has actor, critic, reference and reward,
-`actor_generation` the actor that samples itself; the other files are the ranks of an engine: a leader that takes calls,
+`rank_process` starts a rank, `worker` has the base class; `model_workers` has actor, critic, reference and reward;
+the other files are the ranks of an engine: a leader that takes calls,
 and followers that do what the leader says.
 
 It may import everything but what is above it.

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.observe.metrics import finite
 from slurm_rlhf.observe.run_log import START, EventLog, Sample, WarningEvents, append_line, choose, truncate_after
+from slurm_rlhf.observe.run_status import finite
 from slurm_rlhf.observe.timing import CallSpans, StepSpans, append_timeline
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience, SyncConnection

@@ -13,9 +13,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import printable
 from slurm_rlhf.observe import run_log
 from slurm_rlhf.observe.live import make_progress
-from slurm_rlhf.observe.metrics import append_metrics
 from slurm_rlhf.observe.run_log import truncate_after
-from slurm_rlhf.observe.run_status import Summary
+from slurm_rlhf.observe.run_status import Summary, append_metrics
 from slurm_rlhf.observe.trackers import Trackers
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience

@@ -15,11 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from slurm_rlhf.algorithms.registry import changed_plugins, load_plugins
 from slurm_rlhf.algorithms.reward_shaping import RunningScale
-from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.checkpoint.interval import Failures, best_interval, in_steps, span
+from slurm_rlhf.checkpoint.directory import CheckpointDir, Failures, best_interval, in_steps, span
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.errors import CheckpointError, RunError
-from slurm_rlhf.observe.metrics import finite
+from slurm_rlhf.observe.run_status import finite
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.step import TrainingStep

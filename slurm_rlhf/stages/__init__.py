@@ -5,5 +5,5 @@ packed experience), `view` (what `slurm-rlhf data` shows), `record` (metrics, lo
 (ranks of a stage in a Slurm job or on this machine), and a file for each stage.
 
 May import: the trainer, groups, and what is below them. To add a stage: a file with a subclass of `StageTrainer`, its
-row in `stage.stage_trainer`, its group of keys in `config/schema_stages.py`, and its row in `cli/commands.toml`.
+row in `stage.stage_trainer`, its group of keys in `config/schema_jobs.py`, and its row in `cli/commands.toml`.
 """

@@ -12,8 +12,8 @@ from torch import Tensor
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.algorithms.packed import response_sums
 from slurm_rlhf.algorithms.preferences import LOSSES, WITHOUT_REFERENCE, Pairs, kto, kto_kl
-from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Data
+from slurm_rlhf.config.user_data import model_contents
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import Examples, load_judged, load_pairs

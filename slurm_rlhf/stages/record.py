@@ -19,9 +19,8 @@ from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import CheckpointError, printable
-from slurm_rlhf.observe.metrics import append_metrics
 from slurm_rlhf.observe.run_log import truncate_after
-from slurm_rlhf.observe.run_status import write_summary
+from slurm_rlhf.observe.run_status import append_metrics, write_summary
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.trainer.distributed import World
 

@@ -20,7 +20,7 @@ from slurm_rlhf.cluster.stop import FILE
 from slurm_rlhf.config.check import stage_shares_problem
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config, Data
-from slurm_rlhf.config.schema_stages import StageKeys
+from slurm_rlhf.config.schema_jobs import StageKeys
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError

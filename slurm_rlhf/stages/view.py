@@ -9,17 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from slurm_rlhf.config.evaluation import data_sets
+from slurm_rlhf.config.entries import data_sets
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config, Data
-from slurm_rlhf.config.schema_stages import STAGES
+from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.data.prompts import BadRow, prompts_of
 from slurm_rlhf.data.rows import Row, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, cut, shortened
 from slurm_rlhf.records import Prompt
-from slurm_rlhf.report.data_page import DataView, ShownRow
-from slurm_rlhf.report.page import CHARACTERS, tokens_within
+from slurm_rlhf.report.page import CHARACTERS, DataView, ShownRow, tokens_within
 from slurm_rlhf.rewards.reasoning_gym import KEY as TASKS
 from slurm_rlhf.rewards.reasoning_gym import task_rows
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from slurm_rlhf.config.layout import layout_of
+from slurm_rlhf.config.key_decisions import layout_of
 from slurm_rlhf.config.model_directory import read_config
 from slurm_rlhf.config.roles import REFERENCE, ROLES
 from slurm_rlhf.config.schema import Config, Ref, Reward

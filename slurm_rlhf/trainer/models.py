@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_rlhf.config.layout import layout_of
+from slurm_rlhf.config.key_decisions import layout_of
 from slurm_rlhf.config.model_directory import (
     REWARD_HEADS,
     check_head_shape,
@@ -24,12 +24,17 @@ from slurm_rlhf.config.model_directory import (
 )
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.trainer import packing
+from slurm_rlhf.trainer import batch
 from slurm_rlhf.trainer._transformers import packed_rows_are_known, restore_buffers
 from slurm_rlhf.trainer.backends import gathering, is_sharded
 from slurm_rlhf.trainer.batch import PackedRow
-from slurm_rlhf.trainer.forward_fixes import fix_frequencies, switch_off
-from slurm_rlhf.trainer.layers import checkpoint_layers, compile_layers, take_liger_kernels
+from slurm_rlhf.trainer.forward_fixes import (
+    checkpoint_layers,
+    compile_layers,
+    fix_frequencies,
+    switch_off,
+    take_liger_kernels,
+)
 from slurm_rlhf.trainer.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
 from slurm_rlhf.trainer.optimizer_state import Fragment
 from slurm_rlhf.trainer.train_settings import DTYPES
@@ -211,7 +216,7 @@ def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor, row
     if row is not None:  # all that is known of the lengths: a layer that has to ask the device waits for it
         ends = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
         longest = {"max_length_q": max(row.lengths), "max_length_k": max(row.lengths)}
-        where = {"position_ids": row.position_ids, packing.ROW: row, **ends, **longest}
+        where = {"position_ids": row.position_ids, batch.ROW: row, **ends, **longest}
     with packed_rows_are_known():
         states = body(input_ids=input_ids, use_cache=False, **where).last_hidden_state
     return states.flatten(0, 1).index_select(0, action_index)
@@ -262,8 +267,8 @@ def _from_pretrained(kind: Any, path: Path, ds: Ds) -> Any:
         )
 
     if ds.attn_implementation == "sdpa" and layout_of(ds, str(path)).packed:
-        packing.register(ds.compile)
-        return load(packing.NAME)
+        batch.register(ds.compile)
+        return load(batch.NAME)
     cap = getattr(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(), SCORE_CAP, None)
     if ds.attn_implementation != "sdpa":
         return load(ds.attn_implementation)

@@ -1,7 +1,7 @@
 """Code of users in processes of its own, beside the conductor or on nodes of their own.
 
-What lives here: `channel` (messages between the two, over a socket that the worker inherits), `process` (the program of
-a worker: it makes one object and calls its methods), `pool` (starts workers, gives each call a deadline, and replaces a
+What lives here: `process` (the program of a worker, which makes one object and calls its methods, and
+the messages to it), `pool` (starts workers, gives each call a deadline, and replaces a
 worker that hangs, ends or grows too large), `distant` (the two ends of workers on other nodes),
 `http_server` (their calls over HTTP) and `http_client` (asks such servers, and others, again while they are away).
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from slurm_rlhf.errors import RunError, WireError, WorkerError
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.workers.channel import packed
 from slurm_rlhf.workers.pool import ENDED, GONE, RAISED, Code, PoolCall, PoolWorker, WorkerPool
+from slurm_rlhf.workers.process import packed
 
 
 class DistantNode(ABC):

@@ -1,14 +1,16 @@
 """The program of a worker: makes one object, and calls its methods as the pool asks, one call after the other.
 
 `python -m slurm_rlhf.workers.process SOCKET STACK PARENT_PID` gets two descriptors: of the connection, and of the file
-to which it writes its stack when it is asked by `stacks.SIGNAL`. The first message names the object's class and its
-arguments. A call of it is `[method, arguments]`, its answer `{"value": ...}` or `{"raised": text}`.
+to which it writes its stack when it is asked by `stacks.SIGNAL`. Messages are lines of JSON,
+because rows of data have integers of any size, and texts that are no valid Unicode. The first names the object's class
+and its arguments. A call of it is `[method, arguments]`, its answer `{"value": ...}` or `{"raised": text}`.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
+import json
 import resource
 import socket
 import sys
@@ -20,7 +22,49 @@ from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.observe.stacks import SIGNAL
 from slurm_rlhf.user_files import text_of
-from slurm_rlhf.workers.channel import Channel
+
+LARGEST = 1 << 28
+"""Bytes of a message at most."""
+
+
+class Channel:
+    """Sends and receives plain values; arrays and tensors arrive as lists."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket, self._lines = connected, connected.makefile("rb")
+
+    def send(self, value: Any) -> None:
+        """Send a value. Raises TypeError or ValueError for one that has no JSON or is too large, and OSError."""
+        text = packed(value).encode() + b"\n"
+        if len(text) > LARGEST:
+            raise ValueError(f"a message of {len(text) / 2**20:.0f} MiB; {LARGEST / 2**20:.0f} MiB are the most")
+        self.socket.sendall(text)
+
+    def receive(self) -> Any:
+        """Wait for a value; a part of one that came by the socket's time-out is lost.
+
+        Raises TimeoutError, EOFError or ConnectionError when the other side has ended, ValueError for what is no value.
+        """
+        line = self._lines.readline(LARGEST)
+        if not line.endswith(b"\n"):
+            raise ValueError(f"a message of {len(line)} bytes") if line else EOFError
+        return json.loads(line)
+
+    def close(self) -> None:
+        """Close this end."""
+        self._lines.close()
+        self.socket.close()
+
+
+def packed(value: Any) -> str:
+    """Write a value as JSON. Raises TypeError or ValueError for one that has none."""
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__} cannot go to another process: use plain values")
 
 
 def main() -> None:

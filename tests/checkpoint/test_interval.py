@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from slurm_rlhf.checkpoint.interval import Failures, best_interval, failures, in_steps, span
+from slurm_rlhf.checkpoint.directory import Failures, best_interval, failures, in_steps, span
 from slurm_rlhf.observe.run_log import CHECKPOINT, ERROR, FINISH, REQUEUE, RESTART, RESUME, START, STOP, RunEvent
 from slurm_rlhf.run.run_state import SaveCadence
 

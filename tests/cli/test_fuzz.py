@@ -18,8 +18,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.cluster.slurm_notation import expand, expand_counts, per_node, slurm_order
+from slurm_rlhf.cluster.slurm_environment import expand, expand_counts, per_node, read_slurm, slurm_order
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import rule_problems

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from slurm_rlhf.cluster.resources import current_topology
-from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, expand_counts, parse_gpus, read_slurm
 from slurm_rlhf.cluster.slurm_job import ask_scontrol, parse_job_details
-from slurm_rlhf.cluster.slurm_notation import expand_counts, parse_gpus
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import RankMap, place

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.processes import exit_text, raise_descriptors, usual_cause
+from slurm_rlhf.cluster.slurm_environment import MAX_RANGE, expand, slurm_order
 from slurm_rlhf.cluster.slurm_job import OVER, REASONS, STATES, Job, parse_jobs, reason_words, state_words
-from slurm_rlhf.cluster.slurm_notation import MAX_RANGE, expand, slurm_order
 from slurm_rlhf.errors import ConfigError, PlacementError
 
 VECTORS = json.loads((Path(__file__).parents[1] / "support" / "nodelist_vectors.json").read_text())

@@ -11,9 +11,8 @@ from lookalikes import llama_like
 from random_models import ARCHITECTURES, REFUSED
 
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.config import architectures, hub
+from slurm_rlhf.config import architectures, user_data
 from slurm_rlhf.config.architectures import CAUSAL
-from slurm_rlhf.config.hub import fetch_models
 from slurm_rlhf.config.load import load_config, settled
 from slurm_rlhf.config.model_directory import (
     check_architecture,
@@ -23,6 +22,7 @@ from slurm_rlhf.config.model_directory import (
     uncompared,
 )
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.user_data import fetch_models
 from slurm_rlhf.errors import ModelError
 
 
@@ -176,7 +176,7 @@ def test_a_name_is_the_cached_model_and_a_directory_comes_first(cache: Path, tmp
 def test_half_a_download_is_none(cache: Path) -> None:
     snapshot = put_into(cache, NAME)
     (snapshot / "config.json").unlink()
-    assert hub.cached("Qwen--Qwen2.5-0.5B") is None
+    assert user_data.cached("Qwen--Qwen2.5-0.5B") is None
 
 
 def test_without_a_network_one_sentence_says_how_to_get_the_model(
@@ -210,7 +210,7 @@ def test_what_the_hub_gives_takes_the_place_of_the_name(cache: Path, monkeypatch
     config = Config()
     config.actor.model_name_or_path, config.critic.model_name_or_path = NAME, "/a/directory"
     fetch_models(config, lambda text: None)
-    assert asked == [(NAME, hub.WANTED_FILES)]
+    assert asked == [(NAME, user_data.WANTED_FILES)]
     assert config.critic.model_name_or_path == "/a/directory"
     check_model_directory("actor.model_name_or_path", config.actor.model_name_or_path, tokenizer=True)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
-from slurm_rlhf.config.correction import correction_of
+from slurm_rlhf.config.key_decisions import correction_of
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import check_architecture
 from slurm_rlhf.config.roles import ROLLOUT, running_roles

@@ -10,7 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
-from slurm_rlhf.config.data_files import data_files
+from slurm_rlhf.config.user_data import data_files
 from slurm_rlhf.data.rows import read_rows
 from slurm_rlhf.errors import DataError
 

@@ -27,8 +27,7 @@ from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine import vllm
-from slurm_rlhf.engine.device_memory import DeviceMemory
-from slurm_rlhf.engine.vllm import prepare_environment
+from slurm_rlhf.engine.vllm import DeviceMemory, prepare_environment
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.ranks.rank_process import import_libraries

@@ -34,7 +34,7 @@ from tiny_models import make_reward, make_tiny
 
 from slurm_rlhf.config.check import check_stage
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_stages import STAGES
+from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.nodes.environment import WAITING_THREADS

@@ -12,7 +12,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.gpu_query import ask_health, parse_health
-from slurm_rlhf.nodes.collect import collect, left_locks, no_compiler
+from slurm_rlhf.nodes.examiner import collect, left_locks, no_compiler
 from slurm_rlhf.nodes.facts import UNKNOWN, Orders
 from slurm_rlhf.nodes.node_look import MISSING, versions
 

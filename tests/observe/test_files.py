@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from waiting import HANG_S
 
 from slurm_rlhf.observe.log_tail import FailedProcess, first_failure
-from slurm_rlhf.observe.metrics import TensorBoardEvents, append_metrics
 from slurm_rlhf.observe.run_log import truncate_after, whole_lines
-from slurm_rlhf.observe.run_status import Summary
+from slurm_rlhf.observe.run_status import Summary, TensorBoardEvents, append_metrics
 from slurm_rlhf.observe.timing import Phases
 
 
@@ -103,9 +102,9 @@ def test_the_conductor_gets_by_without_torch_and_tensorflow(tmp_path):
 import sys
 from pathlib import Path
 from slurm_rlhf.config.schema import Logger
-from slurm_rlhf.observe import live, metrics, run_status, timing
+from slurm_rlhf.observe import live, run_status, timing
 from slurm_rlhf.observe import log_tail as tail
-writer = metrics.TensorBoardEvents(Path(sys.argv[1]))
+writer = run_status.TensorBoardEvents(Path(sys.argv[1]))
 writer.metrics(1, {"reward": 1.0})
 for kind in ("rich", "plain", "none"):
     shown = live.make_progress(Logger(progress=kind))

@@ -21,7 +21,7 @@ from waiting import HANG_S
 
 from slurm_rlhf.config.check import tracker_problems, without_secrets
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.observe.metrics import TensorBoardEvents
+from slurm_rlhf.observe.run_status import TensorBoardEvents
 from slurm_rlhf.observe.sinks import TrackedRun
 from slurm_rlhf.observe.trackers import ProcessSink, TrackerFailed, Trackers, kept_id
 from slurm_rlhf.polling import wait_until

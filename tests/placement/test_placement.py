@@ -14,7 +14,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from waiting import HANG_S
 
-from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.cluster.slurm_environment import expand
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.packing import Block
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap, draw, make_blocks, place

@@ -14,10 +14,20 @@ from recorded_run import RANKS, write_run
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.run_log import RunEvent, Sample, append_line
-from slurm_rlhf.report.curves import POINTS, curves, nodes, step_times, weight_sync
 from slurm_rlhf.report.page import CHARACTERS, content, distinct, embedded, groups, page, settings, short
+from slurm_rlhf.report.pictures import (
+    MOST_EVENTS,
+    POINTS,
+    curves,
+    nodes,
+    role_times,
+    sessions,
+    shown,
+    step_times,
+    timeline,
+    weight_sync,
+)
 from slurm_rlhf.report.run_files import SAMPLES, RunFiles, shown_places
-from slurm_rlhf.report.timeline import MOST_EVENTS, role_times, sessions, shown, timeline
 from slurm_rlhf.run_directory import RunDirectory
 
 STEPS = 30

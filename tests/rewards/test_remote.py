@@ -19,8 +19,7 @@ from waiting import HANG_S, scaled, until
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
-from slurm_rlhf.rewards.remote import RemoteRewards
-from slurm_rlhf.rewards.server import RewardServer
+from slurm_rlhf.rewards.server import RemoteRewards, RewardServer
 from slurm_rlhf.workers.http_client import Health, health_of, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 

@@ -1,7 +1,7 @@
 """Check that the private names of other libraries which the package uses are in the installed versions.
 
-A fence is a module `slurm_rlhf/<room>/_<library>.py`. Only fences may use private names and submodules of LIBRARIES.
-The docstring of a fence names the version that it was written for and lists what it uses, one name a line:
+A fence is a module of a room whose name begins with `_<library>`. Only fences may use private names and submodules of
+LIBRARIES. The docstring of a fence names the version that it was written for and lists what it uses, one name a line:
 
   v1/engine/core_client.py InprocClient.add_request(self, request)     a method, with the arguments that are passed
   v1/engine/core.py EngineCore.batch_queue                             an attribute that the class defines
@@ -41,7 +41,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def fences() -> list[Path]:
     """All fences of the package."""
-    return sorted(path for library in LIBRARIES for path in ROOT.rglob(f"_{library}.py"))
+    return sorted(path for library in LIBRARIES for path in ROOT.rglob(f"_{library}*.py"))
 
 
 def private_uses(source: str) -> Iterator[tuple[int, str]]:

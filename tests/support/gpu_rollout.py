@@ -152,13 +152,13 @@ def unpacked_on_a_gpu() -> int:
     # While vLLM imports, its platform is the real one.
     import vllm.model_executor.layers.vocab_parallel_embedding  # noqa: F401
 
-    from slurm_rlhf.engine.updates import _vllm
+    from slurm_rlhf.engine import _vllm_updates
 
     looked = []
     model = SimpleNamespace(modules=lambda: looked.append(1) or [])
     with mock.patch("vllm.platforms.current_platform", Platform()):
-        _vllm._repack_tied_heads(model)
-        _vllm._unpack_experts(model)
+        _vllm_updates._repack_tied_heads(model)
+        _vllm_updates._unpack_experts(model)
     return len(looked)
 
 

@@ -9,13 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.evaluation import EvalSettings
+from slurm_rlhf.config.entries import EvalSettings
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.eval.report import ScoredResponse, report_of
-from slurm_rlhf.observe.metrics import append_metrics
 from slurm_rlhf.observe.run_log import EventLog, Sample, append_line
-from slurm_rlhf.observe.run_status import Summary
+from slurm_rlhf.observe.run_status import Summary, append_metrics
 from slurm_rlhf.observe.timing import CallSpans, append_timeline
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology

@@ -196,7 +196,7 @@ def usable() -> None:
 
 def rooms(ranks: list[int]) -> list[int]:
     """The rank for which vLLM has room, for each of `ranks`."""
-    from slurm_rlhf.engine.updates._vllm import adapter_rank
+    from slurm_rlhf.engine._vllm_updates import adapter_rank
 
     return [adapter_rank(rank) for rank in ranks]
 

@@ -19,7 +19,7 @@ from steps import make_step
 from training_ranks import make_config
 
 from slurm_rlhf.algorithms.correction import mask_not_finite
-from slurm_rlhf.config.correction import before_update
+from slurm_rlhf.config.key_decisions import before_update
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 from slurm_rlhf.run.experience import fill_passes
@@ -59,7 +59,7 @@ class Bench:
     """An actor, a critic and a frozen policy in the engine's place, which samples nothing: its tokens are given."""
 
     def __init__(self, model: Path, **train: Any) -> None:
-        from slurm_rlhf.algorithms.policy_distance import KLController
+        from slurm_rlhf.algorithms.policy_losses import KLController
         from slurm_rlhf.trainer.frozen import FrozenPolicy
         from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 

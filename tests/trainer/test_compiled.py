@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.trainer.batch import collate
-from slurm_rlhf.trainer.layers import take_liger_kernels
+from slurm_rlhf.trainer.forward_fixes import take_liger_kernels
 from slurm_rlhf.trainer.models import PolicyModule, load_policy
 
 BATCHES = ([(3, 9), (12, 1), (1, 30)], [(5, 44), (7, 2)], [(9, 9)], [(4, 20), (2, 2), (3, 3), (8, 1)])

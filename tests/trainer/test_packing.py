@@ -11,10 +11,10 @@ from random_models import make_model
 from tiny_models import make_reward, make_tiny
 
 from slurm_rlhf.config.architectures import PACKED
-from slurm_rlhf.config.layout import layout_of
+from slurm_rlhf.config.key_decisions import layout_of
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.trainer import packing
+from slurm_rlhf.trainer import batch
 from slurm_rlhf.trainer.batch import PackedRow, collate
 from slurm_rlhf.trainer.models import load_critic, load_policy, load_reward
 
@@ -107,7 +107,7 @@ def test_flash_attention_gets_the_lengths_and_the_window(monkeypatch: pytest.Mon
         assert longest == int(bounds.diff().max())
         left = None if window_size[0] < 0 else window_size[0] + 1
         parts = [
-            packing._causal(*(t[a:b].transpose(0, 1)[None] for t in (q, k, v)), scale, left, None)
+            batch._causal(*(t[a:b].transpose(0, 1)[None] for t in (q, k, v)), scale, left, None)
             for a, b in zip(bounds.tolist(), bounds.tolist()[1:], strict=False)
         ]
         return torch.cat(parts, dim=2)[0].transpose(0, 1)
@@ -117,7 +117,7 @@ def test_flash_attention_gets_the_lengths_and_the_window(monkeypatch: pytest.Mon
     q, k, v = (torch.randn(1, heads, 12, 8, dtype=torch.bfloat16) for heads in (4, 2, 2))
     bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
     for window in (None, 3, 100):
-        flash = packing._flash(q, k, v, bounds, 7, 0.3, window)
+        flash = batch._flash(q, k, v, bounds, 7, 0.3, window)
         how = {"scaling": 0.3, "sliding_window": window, "packed_row": PackedRow(bounds[None], bounds, (5, 7))}
-        plain, _ = packing.attention(torch.nn.Identity(), q, k, v, None, **how)
+        plain, _ = batch.attention(torch.nn.Identity(), q, k, v, None, **how)
         torch.testing.assert_close(flash, plain)

@@ -1,1 +1,0 @@
-"""How an engine takes over the weights of another policy version."""
