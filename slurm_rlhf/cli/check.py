@@ -21,7 +21,7 @@ from slurm_rlhf.config.pipeline import GENERATE, TRAIN
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.errors import ConfigError, RewardError, UserError, cut
-from slurm_rlhf.workers.http_client import health_of
+from slurm_rlhf.workers.http import health_of
 
 if TYPE_CHECKING:
     from slurm_rlhf.data.prompts import PromptSet

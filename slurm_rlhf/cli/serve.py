@@ -7,8 +7,7 @@ from pathlib import Path
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import ConfigError, RewardError, WorkerError
-from slurm_rlhf.workers.http_client import token_of
-from slurm_rlhf.workers.http_server import WorkServer
+from slurm_rlhf.workers.http import WorkServer, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 
 
@@ -18,7 +17,7 @@ def serve_reward(arguments: Arguments) -> int:
 
     path = _named(arguments, "Python file, or directory of a reward model", "with reward_func, or a model's directory")
     if path.is_dir():
-        code = Code("slurm_rlhf.ranks.served_model", "ServedModel", {"path": str(path)})
+        code = Code("slurm_rlhf.ranks.model_workers", "ServedModel", {"path": str(path)})
         return _serve(arguments, path, code, ModelServer, 1)
     given = {"source": str(path), "function": "", "plugins": []}
     return _serve(arguments, path, Code("slurm_rlhf.rewards.function", "served", given), RewardServer, 4)

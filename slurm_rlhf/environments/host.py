@@ -17,7 +17,7 @@ from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
 from slurm_rlhf.environments.server import RemoteLease
 from slurm_rlhf.errors import EpisodeError, WorkerError
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.workers.http_client import Servers, servers_of, token_of
+from slurm_rlhf.workers.http import Servers, servers_of, token_of
 from slurm_rlhf.workers.pool import GONE, LATE, RAISED, Code, Lease, WorkerNodes, WorkerPool
 
 T = TypeVar("T")

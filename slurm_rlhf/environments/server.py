@@ -19,8 +19,7 @@ from typing import Any
 
 from slurm_rlhf.errors import WorkerError
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.workers.http_client import Servers
-from slurm_rlhf.workers.http_server import WorkServer
+from slurm_rlhf.workers.http import Servers, WorkServer
 from slurm_rlhf.workers.pool import ENDED, GONE, Lease, WorkerPool
 
 

@@ -29,10 +29,9 @@ from slurm_rlhf.nodes.child_process import start_child
 from slurm_rlhf.nodes.children import EngineRanks
 from slurm_rlhf.nodes.environment import IGNORED, INTERFACES, interface_to_others, node_environment, visible_gpus
 from slurm_rlhf.nodes.examiner import Examiner
-from slurm_rlhf.nodes.facts import NODES, VARIABLE, Orders
+from slurm_rlhf.nodes.facts import NODES, VARIABLE, Orders, StepSpec, share_on, torchrun_command
 from slurm_rlhf.nodes.node_look import look
 from slurm_rlhf.nodes.orphan import await_end
-from slurm_rlhf.nodes.step_spec import StepSpec, share_on, torchrun_command
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory

@@ -12,8 +12,8 @@ from dataclasses import replace
 from slurm_rlhf.cluster.network import LOOPBACK, address_among
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps
+from slurm_rlhf.nodes.facts import StepSpec
 from slurm_rlhf.nodes.launcher import Ended, Environment, names_in
-from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.replacement import with_engine_on
 

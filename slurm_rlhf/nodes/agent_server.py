@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.schema_jobs import Timeout
-from slurm_rlhf.nodes.facts import Orders
+from slurm_rlhf.nodes.facts import Orders, StepSpec
 from slurm_rlhf.nodes.node_look import NodeView
-from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys

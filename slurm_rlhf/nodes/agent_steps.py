@@ -19,7 +19,7 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.nodes.agent_server import AgentServer
-from slurm_rlhf.nodes.facts import NODES, WORKERS, Orders
+from slurm_rlhf.nodes.facts import NODES, RANK_MAP, WORKERS, Orders, StepSpec
 from slurm_rlhf.nodes.launcher import names_in
 from slurm_rlhf.nodes.srun import (
     AGENT,
@@ -35,7 +35,6 @@ from slurm_rlhf.nodes.srun import (
     wait_over,
     workers_step,
 )
-from slurm_rlhf.nodes.step_spec import RANK_MAP, StepSpec
 from slurm_rlhf.observe.run_log import WORKERS_LOST
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import Topology

@@ -14,7 +14,7 @@ from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS, STORE_FD, exit_text
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.nodes.child_process import start_child
-from slurm_rlhf.nodes.step_spec import WORKER_MODULE, share_on
+from slurm_rlhf.nodes.facts import WORKER_MODULE, share_on
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
 
 

@@ -19,7 +19,7 @@ from slurm_rlhf.placement.memory import read_models
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory, mount_of, size_of
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.workers.http_client import Health, health_of
+from slurm_rlhf.workers.http import Health, health_of
 
 _FILES_OF_A_RANK = 4
 _FILES_BESIDE = 32

@@ -10,7 +10,7 @@ from slurm_rlhf.errors import shortened
 from slurm_rlhf.nodes.facts import NodeFacts
 from slurm_rlhf.nodes.groups import LINK, Figures, Outcome
 from slurm_rlhf.nodes.report import Check, Finding, exclude, failed, warned
-from slurm_rlhf.workers.http_client import Health
+from slurm_rlhf.workers.http import Health
 
 Facts = Mapping[str, NodeFacts]
 

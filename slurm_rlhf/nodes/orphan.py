@@ -21,8 +21,8 @@ from slurm_rlhf.cluster.slurm_job import Job, ask_jobs, command
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.errors import RunError
+from slurm_rlhf.nodes.facts import StepSpec
 from slurm_rlhf.nodes.requeue import is_away
-from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory, write_atomically

@@ -1,4 +1,7 @@
-"""Ranks of the roles with a model of transformers: critic, reference, reward, and the actor, which may sample, too."""
+"""Ranks of the roles with a model of transformers: critic, reference, reward, and the actor, which may sample, too.
+
+And a reward model in a worker of `slurm-rlhf serve-reward DIRECTORY`, without a process group.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,31 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 
+from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.data.tokenizer import Tokenizer, encode_prompts
 from slurm_rlhf.engine.engine import GATHERING, Engine, GenerateRequest, phase_of, requests_of
 from slurm_rlhf.engine.hf import HfEngine
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.placement.memory import gathers_once
 from slurm_rlhf.ranks.worker import RankInfo, Worker
-from slurm_rlhf.records import F32, KV_CACHE, WEIGHTS, EngineLoad, SyncConnection, SyncReport, Trajectory
+from slurm_rlhf.records import (
+    F32,
+    KV_CACHE,
+    STOP,
+    WEIGHTS,
+    EngineLoad,
+    Experience,
+    SyncConnection,
+    SyncReport,
+    Trajectory,
+)
+from slurm_rlhf.rewards.items import Item
 from slurm_rlhf.trainer._torch import attention_kernel
 from slurm_rlhf.trainer.distributed import all_agree, device_bytes, release_cache
 from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel
@@ -273,3 +289,45 @@ class ActorGeneration:
 
     def _note(self, token: int, doing: int | str) -> None:
         self._client.phase = phase_of(self._batch, token, doing)
+
+
+class ServedModel:
+    """Holds a reward model on the GPU, or in fp32 on the CPU."""
+
+    def __init__(self, path: str) -> None:
+        """Load the model in the directory. Raises ModelError."""
+        self.config = Config()
+        self.config.reward.model_name_or_path = path
+        if not torch.cuda.is_available():
+            self.config.ds.param_dtype = "fp32"
+        self.tokenizer = Tokenizer.load(Path(path))
+        self.model = RewardModel(self.config)
+        print(self.model.description, flush=True)
+
+    def answer(self, items: list[Item], step: int) -> list[float]:
+        """Score each item, [N]."""
+        if not items:
+            return []
+        tokens = [self._tokens(item) for item in items]
+        lengths = np.array([len(ids) - 1 for ids in tokens], dtype=np.int32)
+        ones = np.ones(len(items))
+        whole = Experience(
+            lengths,
+            ones.astype(np.int32),
+            np.concatenate(tokens).astype(np.int32),
+            ones.astype(np.bool_),
+            ones.astype(np.float32),
+        )
+        (part,) = shards(whole, 1, self.config.train.forward_tokens, self.model.layout)
+        scores = np.zeros(len(items), dtype=np.float32)
+        scores[part.indices] = self.model.score(part.experience, part.micro)
+        found: list[Any] = scores.tolist()
+        return found
+
+    def _tokens(self, item: Item) -> list[int]:
+        """Return the tokens of prompt and response: those of the item, if they are of this model's tokenizer."""
+        prompt, response = item["prompt_ids"], item["response_ids"]
+        if response and self.tokenizer.response_text(prompt, response) == item["response"]:
+            return [*prompt, *response]
+        text = encode_prompts([item["prompt"] + item["response"]], self.tokenizer, False)[0]
+        return [*text, self.tokenizer.eos_token_id] if item["finish_reason"] == STOP else text

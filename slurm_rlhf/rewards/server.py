@@ -18,8 +18,7 @@ from slurm_rlhf.errors import RewardError, WorkerError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.items import Item, by_prompt, items_of
 from slurm_rlhf.rewards.scored import KEYS, Rewards, joined, parse_answer
-from slurm_rlhf.workers.http_client import Servers, token_of
-from slurm_rlhf.workers.http_server import WorkServer
+from slurm_rlhf.workers.http import Servers, WorkServer, token_of
 
 
 class RewardServer(WorkServer):

@@ -24,7 +24,7 @@ from slurm_rlhf.rewards.pooled import PooledRewards
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.rewards.server import RemoteRewards
 from slurm_rlhf.user_files import is_of_script
-from slurm_rlhf.workers.http_client import Servers, servers_of
+from slurm_rlhf.workers.http import Servers, servers_of
 from slurm_rlhf.workers.pool import Code, WorkerNodes
 
 

@@ -21,7 +21,7 @@ from slurm_rlhf.rewards.reasoning_gym import task_rows
 from slurm_rlhf.rewards.sources import close_source, reward_source, servers_in
 from slurm_rlhf.run.self_check import PromptFindings
 from slurm_rlhf.sampling.environment import Environments
-from slurm_rlhf.workers.http_client import Servers
+from slurm_rlhf.workers.http import Servers
 from slurm_rlhf.workers.pool import WorkerNodes
 
 _MODEL = "actor.model_name_or_path"

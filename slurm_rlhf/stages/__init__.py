@@ -2,8 +2,9 @@
 
 What lives here: `stage` (the loop that all stages share, and what one has of its own), `examples` (answers and pairs as
 packed experience), `view` (what `slurm-rlhf data` shows), `record` (metrics, log, checkpoint and signals), `launch`
-(ranks of a stage in a Slurm job or on this machine), and a file for each stage.
+(ranks of a stage in a Slurm job or on this machine), `kinds` (SFT, reward models, DPO and kin: a loss and a data set
+each).
 
-May import: the trainer, groups, and what is below them. To add a stage: a file with a subclass of `StageTrainer`, its
+May import: the trainer, groups, and what is below them. To add a stage: a subclass of `StageTrainer` in `kinds`, its
 row in `stage.stage_trainer`, its group of keys in `config/schema_jobs.py`, and its row in `cli/commands.toml`.
 """

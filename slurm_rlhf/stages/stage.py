@@ -229,9 +229,7 @@ def _measured(trainer: StageTrainer, examples: Examples, record: StageRecord, wh
 
 def stage_trainer(config: Config, name: str) -> type[StageTrainer]:
     """Return the trainer of the stage `name`."""
-    from slurm_rlhf.stages.dpo import DpoTrainer, KtoTrainer
-    from slurm_rlhf.stages.rm import RmTrainer
-    from slurm_rlhf.stages.sft import SftTrainer
+    from slurm_rlhf.stages.kinds import DpoTrainer, KtoTrainer, RmTrainer, SftTrainer
 
     dpo = KtoTrainer if config.dpo.loss_type == KTO else DpoTrainer
     return {"sft": SftTrainer, "rm": RmTrainer, "dpo": dpo}[name]

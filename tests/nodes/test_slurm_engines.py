@@ -15,7 +15,7 @@ from waiting import until
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.nodes.agent_launcher import AgentEngines
 from slurm_rlhf.nodes.agent_steps import AgentSteps
-from slurm_rlhf.nodes.step_spec import StepSpec
+from slurm_rlhf.nodes.facts import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 

@@ -11,8 +11,8 @@ from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.nodes.environment import node_environment, role_environment
+from slurm_rlhf.nodes.facts import StepSpec, share_on, torchrun_command
 from slurm_rlhf.nodes.srun import Step, role_step, step_command, step_environment
-from slurm_rlhf.nodes.step_spec import StepSpec, share_on, torchrun_command
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 

@@ -17,7 +17,7 @@ from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.wire.codec import read
-from slurm_rlhf.workers.http_client import Health
+from slurm_rlhf.workers.http import Health
 
 NODES = ("n1", "n2", "n3", "n4")
 HERE = {"python": "3.11.7", "torch": "2.13.0", "nccl": "2.29.7"}

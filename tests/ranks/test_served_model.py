@@ -36,7 +36,7 @@ def test_the_scores_are_those_of_transformers(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(path)
     ids = [(tokenizer.encode(p), tokenizer.encode(r) + [tokenizer.eos_token_id] * (len(r) < 6)) for p, r in TEXTS]
     wanted = expected(path, [prompt + response for prompt, response in ids])
-    pool = WorkerPool(Code("slurm_rlhf.ranks.served_model", "ServedModel", {"path": str(path)}), 1, 0, HANG_S)
+    pool = WorkerPool(Code("slurm_rlhf.ranks.model_workers", "ServedModel", {"path": str(path)}), 1, 0, HANG_S)
     server = ModelServer(("127.0.0.1", 0), pool, HANG_S, str(path), "")
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

@@ -20,7 +20,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.server import RemoteRewards, RewardServer
-from slurm_rlhf.workers.http_client import Health, health_of, token_of
+from slurm_rlhf.workers.http import Health, health_of, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 
 pytestmark = pytest.mark.slow
@@ -171,7 +171,7 @@ def test_what_is_wrong_is_one_line_with_the_server(fault: str) -> None:
 
 
 def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurm_rlhf.workers.http_client.LARGEST", 1000)
+    monkeypatch.setattr("slurm_rlhf.workers.http.LARGEST", 1000)
     with served(lambda request, body: say(request, 200, b" " * 5000)) as server, client(url(server)) as (source, _):
         with pytest.raises(RewardError, match="answered more than"):
             source(*sampled("a"))

@@ -28,7 +28,7 @@ from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError, ModelError
 from slurm_rlhf.stages.examples import Examples, load_judged, load_pairs
-from slurm_rlhf.stages.rm import RmTrainer
+from slurm_rlhf.stages.kinds import RmTrainer
 from slurm_rlhf.trainer.frozen import RewardModel
 
 PAIR = {"input": "1+1=", "chosen": "2", "rejected": "13"}

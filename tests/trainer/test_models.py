@@ -28,7 +28,7 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.engine._transformers import as_saved, skeleton
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
-from slurm_rlhf.stages.sft import SftTrainer
+from slurm_rlhf.stages.kinds import SftTrainer
 from slurm_rlhf.trainer.batch import collate, per_action
 from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.forward_fixes import RANDOM
@@ -87,7 +87,7 @@ import sys
 from pathlib import Path
 from training_ranks import make_config
 from waiting import HANG_S
-from slurm_rlhf.stages.sft import SftTrainer
+from slurm_rlhf.stages.kinds import SftTrainer
 
 SftTrainer(make_config(Path(sys.argv[1]), zero_stage=3), 10)
 """

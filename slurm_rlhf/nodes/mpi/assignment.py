@@ -14,7 +14,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
-from slurm_rlhf.nodes.step_spec import share_on
+from slurm_rlhf.nodes.facts import share_on
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, role_sizes
 

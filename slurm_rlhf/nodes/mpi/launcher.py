@@ -15,9 +15,8 @@ from slurm_rlhf.cluster.processes import KEYS
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.nodes.agent_server import AgentServer
-from slurm_rlhf.nodes.facts import Orders
+from slurm_rlhf.nodes.facts import Orders, StepSpec
 from slurm_rlhf.nodes.launcher import Ended
-from slurm_rlhf.nodes.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory

@@ -29,9 +29,8 @@ from slurm_rlhf.errors import CallTimeout, ConfigError
 from slurm_rlhf.nodes.agent import Agent, client_of
 from slurm_rlhf.nodes.child_process import bound_to_parent, start_child
 from slurm_rlhf.nodes.environment import IGNORED, visible_gpus, without_injected
-from slurm_rlhf.nodes.facts import Orders
+from slurm_rlhf.nodes.facts import WORKER_MODULE, Orders, StepSpec, share_on, worker_arguments
 from slurm_rlhf.nodes.mpi.assignment import Assignment, Launched, check_world
-from slurm_rlhf.nodes.step_spec import WORKER_MODULE, StepSpec, share_on, worker_arguments
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
