@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slurm_rlhf.algorithms.packed import I64, actions_only, find_actions, masked_sum, step_mean, weighed_sum
-from slurm_rlhf.algorithms.policy_losses import MAX_LOG_RATIO
+from slurm_rlhf.algorithms.policy_distance import MAX_LOG_RATIO
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import F32, Bool
 from slurm_rlhf.user_files import file_of, line_of, text_of
@@ -105,7 +105,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     """Estimate KL(p || q) per element as exp(r) - 1 - r, which is never negative, for r = log(q / p) at samples of p.
 
     r is clamped at 20 before exp and not after: clamping the result leaves 0 * inf = NaN as its gradient.
-    Source: as `policy_losses.approx_kl`.
+    Source: as `policy_distance.approx_kl`.
     """
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio

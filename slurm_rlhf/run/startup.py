@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_rlhf.algorithms.policy_losses import KLController
+from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir, failures
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config

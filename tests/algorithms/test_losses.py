@@ -27,7 +27,7 @@ from slurm_rlhf.algorithms.losses import (
     positive_weights,
     value_loss,
 )
-from slurm_rlhf.algorithms.policy_losses import approx_kl
+from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.errors import ConfigError
 
