@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurm_rlhf.cli.commands import Arguments
-from slurm_rlhf.config.entries import data_sets
-from slurm_rlhf.config.hub import WANTED_FILES, download, remote_name
+from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.load import joined, load_config
 from slurm_rlhf.config.rules import key_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import toml_value
-from slurm_rlhf.config.user_data import FORMATS, WHAT, data_files, parts
+from slurm_rlhf.config.user_data import FORMATS, WANTED_FILES, WHAT, data_files, download, parts, remote_name
 from slurm_rlhf.errors import ConfigError, DataError, printable
 from slurm_rlhf.report.page import DataView, histogram, tokens_within, write_data_page
 

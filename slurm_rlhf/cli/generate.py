@@ -89,7 +89,7 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps
 def merge_parts(arguments: Arguments) -> int:
     """Put the parts of a job array together. Raises SlurmRlhfError."""
     directory, given = Path(arguments.one_word("run directory")), arguments.options
-    from slurm_rlhf.generate.output import merge
+    from slurm_rlhf.generate.merge import merge
 
     path, lines, shards = merge(directory, Path(given["output"]) if "output" in given else None, "partial" in given)
     print(f"{lines} lines of {shards} {'shard' if shards == 1 else 'shards'} in {path}")

@@ -21,7 +21,7 @@ from typing import Any
 from slurm_rlhf.cli.commands import Arguments, commands, find_command
 from slurm_rlhf.cli.train import refuse_unread_keys
 from slurm_rlhf.cluster.slurm_job import OVER, ask_jobs, command
-from slurm_rlhf.config.entries import MEAN
+from slurm_rlhf.config.evaluation import MEAN
 from slurm_rlhf.config.pipeline import EVALUATED, Pipeline, PipelineStage, read_pipeline
 from slurm_rlhf.errors import ConfigError, RunError, meant
 from slurm_rlhf.nodes.child_process import bound_to_parent

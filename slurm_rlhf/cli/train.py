@@ -23,7 +23,6 @@ from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_of, memory_on, node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_stage
-from slurm_rlhf.config.hub import fetch_models
 from slurm_rlhf.config.keys import all_keys, changed_keys, key_of
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.pipeline import COMMANDS, TRAIN, TRAINING
@@ -31,6 +30,7 @@ from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.config.text import listed, split_overrides
+from slurm_rlhf.config.user_data import fetch_models
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched

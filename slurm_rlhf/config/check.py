@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.architectures import problem as attention_problem
-from slurm_rlhf.config.entries import data_sets, eval_problems, part_problems, preset, settings_of
-from slurm_rlhf.config.key_decisions import layout_of
+from slurm_rlhf.config.contents import check_same_tokenizer
+from slurm_rlhf.config.evaluation import data_sets, eval_problems
 from slurm_rlhf.config.keys import changed, get
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
@@ -25,13 +25,14 @@ from slurm_rlhf.config.model_directory import (
     uncompared,
 )
 from slurm_rlhf.config.ranges import URLS
-from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, has_reward, has_teacher, running_roles
+from slurm_rlhf.config.reward_sources import part_problems, preset, settings_of
+from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, has_reward, has_teacher, layout_of, running_roles
+from slurm_rlhf.config.rule import row_problems
 from slurm_rlhf.config.rules import (
     colocated,
     hpz_problem,
     key_problems,
     out_of_range,
-    row_problems,
     rule_problems,
     shares_problem,
     unused_note,
@@ -39,7 +40,7 @@ from slurm_rlhf.config.rules import (
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import StageKeys, minutes
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
-from slurm_rlhf.config.user_data import WHAT, check_same_tokenizer, data_files
+from slurm_rlhf.config.user_data import WHAT, data_files
 from slurm_rlhf.errors import ConfigError, ModelError, UserError
 
 MODEL = "reward.model_name_or_path"

@@ -14,7 +14,8 @@ from typing import Any
 
 from slurm_rlhf.config.keys import INTERVALS, VALUES, Key, all_keys, changed, key_of, meaning, nearest, peers
 from slurm_rlhf.config.peer_script import Setting, commands, python_settings, settings
-from slurm_rlhf.config.rules import key_problems, row_problems, rule_problems
+from slurm_rlhf.config.rule import row_problems
+from slurm_rlhf.config.rules import key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import BadValue, from_text, listed, toml_value
 from slurm_rlhf.errors import ConfigError

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, REFUSED, head_fields
-from slurm_rlhf.config.hub import is_hub_name
 from slurm_rlhf.config.schema_models import Lora
+from slurm_rlhf.config.user_data import is_hub_name
 from slurm_rlhf.errors import ConfigError, ModelError, shortened
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

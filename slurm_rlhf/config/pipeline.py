@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.contents import data_contents, model_contents
 from slurm_rlhf.config.keys import Key, all_keys, get
 from slurm_rlhf.config.load import load_config, read_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.config.text import flat, listed, toml_value
-from slurm_rlhf.config.user_data import data_contents, model_contents
 from slurm_rlhf.errors import ConfigError, DataError, meant
 
 TRAIN, EVAL, GENERATE = "train", "eval", "generate"

@@ -15,12 +15,50 @@ from typing import Any, Literal
 
 from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.algorithms.registry import Algorithm, find_algorithm, load_plugins
-from slurm_rlhf.config.key_decisions import layout_of
+from slurm_rlhf.config.architectures import PACKED
 from slurm_rlhf.config.keys import changed, get
+from slurm_rlhf.config.model_directory import read_config, text_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES, StageKeys
-from slurm_rlhf.config.schema_models import REWARD_SOURCES
+from slurm_rlhf.config.schema_models import REWARD_SOURCES, Ds
 from slurm_rlhf.config.user_data import data_files
+from slurm_rlhf.errors import ConfigError
+
+
+def layout_of(ds: Ds, path: str) -> Layout:
+    """Tell how the model in `path` reads micro-batches. Raises ModelError, and ConfigError for ds.ulysses_size.
+
+    Attention costs 1 / (12 hidden size) for a pair of tokens: a layer has about 12 hidden^2 parameters, 2 FLOPs a token
+    each, and attention, where tokens see half of the others, 2 hidden FLOPs a pair.
+    """
+    config = text_config(read_config("the model", Path(path)))
+    able = ds.packing_samples == "always" or config.get("model_type") in PACKED
+    packed = ds.packing_samples != "never" and able and ds.attn_implementation not in ("eager", "flex_attention")
+    if ds.ulysses_size > 1:
+        _check_cut(ds, path, config, packed)
+    return Layout(packed, 1 / (12 * int(config.get("hidden_size") or 1024)), ds.ulysses_size)
+
+
+def _check_cut(ds: Ds, path: str, config: dict[str, Any], packed: bool) -> None:
+    """Check that ds.ulysses_size ranks can compute a row of the model together. Raises ConfigError."""
+    asked, heads = f"ds.ulysses_size = {ds.ulysses_size}", int(config.get("num_attention_heads") or 0)
+    if ds.attn_implementation != "sdpa":
+        raise ConfigError(
+            f"{asked} exchanges heads around the trainer's own attention, and ds.attn_implementation = "
+            f"{ds.attn_implementation} is another: leave one of the two keys out"
+        )
+    if not packed:
+        raise ConfigError(
+            f"{asked} cuts rows in which sequences lie end to end, and the model in {path} has a row for each "
+            f"sequence, by ds.packing_samples = {ds.packing_samples}: leave one of the two keys out, or use a model of "
+            "`slurm-rlhf docs models`, No padding"
+        )
+    if not heads or heads % ds.ulysses_size:
+        valid = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0) or "1"
+        raise ConfigError(
+            f"{asked} does not divide the {heads} attention heads (num_attention_heads) of the model in {path}. Valid "
+            f"sizes: {valid}"
+        )
 
 
 def algorithm_of(config: Config) -> Algorithm:

@@ -1,92 +1,78 @@
-"""The rules over the keys of a configuration, without a look at files: rows of `rules.toml`, and how to read them."""
+"""The rules over the keys of a configuration, without a look at files: rows of `rules.toml`, and what computes.
+
+The keys of algo.correction are read here, too: the rule that they choose, and where old log-probs come from.
+"""
 
 from __future__ import annotations
 
 import math
-import operator
 import string
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
-from functools import cache
-from pathlib import Path
-from string import Formatter
-from typing import Any
+from collections.abc import Iterator
+from itertools import islice
+from typing import cast
 
-from slurm_rlhf.config.entries import eval_problems, in_workers, runs_programs
-from slurm_rlhf.config.key_decisions import correction_problems
+from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule, Level, Mode
+from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import INTERVALS, all_keys, changed_keys, get
-from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, has_teacher, running_roles
+from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, has_reference, running_roles
+from slurm_rlhf.config.rule import row_problems, where_set
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.user_data import condition
 from slurm_rlhf.errors import ConfigError
 
-_SIGNS = {
-    "=": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
+GROUP = "algo.correction"
 
 
-def facts(config: Config) -> dict[str, Any]:
-    """Return what conditions and sentences may name: the groups of keys, and what several keys say together."""
-    return {field.name: getattr(config, field.name) for field in fields(config)} | {
-        "checkpointing": config.checkpointing,
-        "engines": has_engines(config),
-        "programs": runs_programs(config),
-        "teacher": has_teacher(config),
-        "turns": in_turns(config),
-        "workers": in_workers(config),
-    }
+def correction_of(config: Config) -> CorrectionRule | None:
+    """Find the rule that the losses of `config` are weighed by; None: by none. The keys have no problem."""
+    keys = config.algo.correction
+    if keys.level:
+        return CorrectionRule(cast(Level, keys.level), cast(Mode, keys.mode), *keys.thresholds)
+    preset = PRESETS.get(_preset(config))
+    if preset is None or not keys.thresholds:
+        return preset
+    return CorrectionRule(preset.level, preset.mode, *keys.thresholds)
 
 
-def in_turns(config: Config) -> bool:
-    """Tell whether engines and trainers take turns on the same accelerators."""
-    return config.train.colocate_all and has_engines(config)
+def corrects(config: Config) -> bool:
+    """Tell whether the loss knows of the policy that sampled, by weights or by its ratio."""
+    keys = config.algo.correction
+    return bool(keys.bypass or keys.level or _preset(config) != "none" or keys.off_policy_delta)
 
 
-def row_problems(group: str, config: Config, **values: Any) -> Iterator[str]:
-    """Find the broken rules among the rows of a group; `values` are further facts."""
-    known = facts(config) | values
-    for row in _rows()[group]:
-        if any(all(_holds(each, known) for each in way.split(" and ")) for way in row["when"].split(" or ")):
-            sentence = row["says"].format_map(known)
-            yield from where_set(config, row["set"], sentence) if "set" in row else [sentence]
+def correction_problems(config: Config) -> Iterator[str]:
+    """Find the keys of the correction that contradict each other, one sentence for each."""
+    if config.algo.correction.bypass:
+        yield from row_problems("bypass", config)
+    else:
+        yield from islice(row_problems("choice", config, chosen=_preset(config)), 1)
+    yield from islice(row_problems("thresholds", config, chosen=_preset(config)), 1)
 
 
-def _holds(condition: str, known: Mapping[str, Any]) -> bool:
-    """Tell whether a condition is true: `NAME`, `not NAME`, or a comparison with a value or another name."""
-    name, *compared = condition.removeprefix("not ").split(" ")
-    value = _named(name, known)
-    if not compared:
-        return bool(value) != condition.startswith("not ")
-    sign, text = compared
-    first, dot, _ = text.partition(".")
-    if first in known and (dot or not isinstance(value, str)):
-        return bool(_SIGNS[sign](value, _named(text, known)))
-    return bool(_SIGNS[sign](value, text if isinstance(value, str) else float(text)))
+def _preset(config: Config) -> str:
+    """Resolve `auto`: with bypass the ratio corrects by itself."""
+    keys = config.algo.correction
+    if keys.preset != "auto":
+        return keys.preset
+    return "tis" if config.vllm.sync_mode == "inflight" and not keys.bypass else "none"
 
 
-def _named(name: str, known: Mapping[str, Any]) -> Any:
-    value, _ = Formatter().get_field(name, (), known)
-    return len(value) if isinstance(value, list) else value
+def of_the_update(config: Config) -> bool:
+    """Tell whether the old log-probs are those of the update's own forward pass, so that none is made before it.
+
+    They are where a batch is one optimizer step, which starts from the policy that they are of, and where nothing needs
+    them before: no correction, no reference to compare with. The ratio is 1 then, and its gradient is that of the
+    log-probs. TRL and verl leave out the same pass.
+    """
+    responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    one_step = config.train.max_epochs == 1 and config.train.batch_size == responses
+    needed = corrects(config) or has_reference(config) or config.critic.freezing_steps
+    return config.actor.old_logprobs == "auto" and one_step and not needed
 
 
-def where_set(config: Config, names: Iterable[str], says: str) -> Iterator[str]:
-    """Find those of the keys `names` that were set; `says` goes on behind `KEY = VALUE`."""
-    for name in names:
-        value = get(config, name)
-        if value != all_keys()[name].default:
-            shown = f"{value:g}" if isinstance(value, float) else str(value).lower() if value is True else value
-            yield f"{name} = {shown} {says}"
-
-
-@cache
-def _rows() -> dict[str, list[dict[str, Any]]]:
-    return tomllib.loads(Path(__file__).with_name("rules.toml").read_text(encoding="utf-8"))
+def before_update(config: Config) -> bool:
+    """Tell whether the actor computes log-probs before the update: not with the engines', and not `of_the_update`."""
+    return not (config.algo.correction.bypass or of_the_update(config))
 
 
 def rule_problems(config: Config) -> Iterator[str]:

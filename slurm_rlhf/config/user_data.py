@@ -1,22 +1,103 @@
-"""Find the files of a data set, and compare what models and data sets hold.
+"""Find what a user names: the files of a data set, and models, data sets and kernels of the Hugging Face hub.
 
 A data set is one file, several by a pattern, or a directory of the library `datasets`; several are joined by commas.
-What `data.map` and `data.filter` say is read here, too. Contents are compared by hashes, tokenizers token by token.
+What `data.map` and `data.filter` say is read here, too. A name of the hub, OWNER/NAME, is looked up in its cache, or
+fetched where there is a network.
 """
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from slurm_rlhf.config.hub import remote_name
-from slurm_rlhf.config.model_directory import require_tokenizer
+from slurm_rlhf.config.keys import get, put
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import DataError, ModelError
+
+KEYS = (
+    "actor.model_name_or_path",
+    "critic.model_name_or_path",
+    "reward.model_name_or_path",
+    "algo.distill.model_name_or_path",
+)
+"""Keys that take a name."""
+WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""Files to download of a model, without weights in other formats, which are there a second time."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether `text` has the form OWNER/NAME."""
+    return _NAME.fullmatch(text) is not None
+
+
+def remote_name(text: str) -> str:
+    """Return OWNER/NAME where `text` may mean it: a name, or a path of which neither OWNER nor NAME is there."""
+    if is_hub_name(text):
+        return text
+    place = Path(text)
+    name = "/".join(place.parts[-2:])
+    return name if len(place.parts) > 3 and is_hub_name(name) and not place.parent.exists() else ""
+
+
+def named(text: str, base: Path) -> str:
+    """Return what a key of `KEYS` means: the directory of a cached model, a name, or empty: neither, but a path.
+
+    A path counts first: where `base` has the directory OWNER, a missing OWNER/NAME is a typing error.
+    """
+    if not is_hub_name(text) or (base / text).exists() or (base / text).parent.exists():
+        return ""
+    found = cached(text.replace("/", "--"))
+    return text if found is None else str(found)
+
+
+def cached(folder: str) -> Path | None:
+    """Find the model OWNER--NAME in the cache; None: it is not there, or was not downloaded to its end.
+
+    Source of the layout: huggingface_hub, `constants.py` and `file_download.py`.
+    """
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    model = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{folder}"
+    try:
+        commit = (model / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    snapshot = model / "snapshots" / commit
+    return snapshot if (snapshot / "config.json").exists() else None
+
+
+def fetch_models(config: Config, say: Callable[[str], None]) -> None:
+    """Download the models that are named and are not in the cache. Raises ModelError where the hub does not answer."""
+    for key in KEYS:
+        if is_hub_name(name := get(config, key)):
+            say(f"{key}: {name} is not in the Hugging Face cache: downloading it")
+            put(config, key, download(name, key))
+
+
+def download(name: str, key: str = "", kind: str = "model", wanted: Sequence[str] = WANTED_FILES) -> str:
+    """Return the directory of a model (or `kind`: dataset) of the hub, with the `wanted` files, downloaded if need be.
+
+    Raises ModelError.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(name, repo_type=kind, allow_patterns=list(wanted), etag_timeout=10))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        where, typed = f"{key}: {name}" if key else name, "" if kind == "model" else f" --repo-type {kind}"
+        raise ModelError(
+            f"{where}: no such directory, and the Hugging Face hub did not give a {kind} of that name: {said} Where "
+            f"there is no network: `slurm-rlhf prefetch FILE.toml` or `hf download {name}{typed}` on a login node, "
+            f"which shares its cache (HF_HOME) with the compute nodes, or `hf download {name}{typed} --local-dir DIR` "
+            "elsewhere, and give DIR"
+        ) from error
+
 
 WHAT = "a file or directory of prompts (JSONL, CSV, Parquet or Arrow)"
 COLUMNAR = (".parquet", ".arrow")
@@ -105,65 +186,3 @@ def _saved(place: Path) -> list[Path]:
         return [place / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{place / 'state.json'}: not that of a saved data set: {error}") from None
-
-
-_PIECES = 256
-"""Number of pieces of a file of weights that are compared, at even distances: training changes all of them, and to read
-a whole large model takes minutes."""
-_PIECE = 1 << 14
-"""Bytes of a piece."""
-
-
-def model_contents(model: Path) -> str:
-    """Return a hash of config.json and, of each file of weights, its name, its size and `_PIECES` pieces."""
-    found = hashlib.blake2b(digest_size=16)
-    for path in sorted([model / "config.json", *model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]):
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for place in range(0, size, max(size // _PIECES, _PIECE)):
-                file.seek(place)
-                found.update(file.read(_PIECE))
-    return found.hexdigest()
-
-
-def data_contents(path: Path | str) -> str:
-    """Return the hashes of the files of a data set, of every byte. Raises DataError, OSError."""
-    found = []
-    for file in data_files(path):
-        with file.open("rb") as opened:
-            found.append(hashlib.file_digest(opened, "blake2b").hexdigest())
-    return " ".join(found)
-
-
-def check_same_tokenizer(key: str, path: str, actor: str, remedy: str) -> None:
-    """Check that the model of `key` in `path` reads the tokens of the `actor`. Raises ModelError with the `remedy`."""
-    difference = _difference(require_tokenizer(Path(path)), require_tokenizer(Path(actor)))
-    if difference:
-        raise ModelError(
-            f"{key}: {path} has another tokenizer than actor.model_name_or_path ({difference}), and responses are "
-            f"scored as the tokens that were sampled: {remedy}"
-        )
-
-
-def _difference(file: Path, other: Path) -> str:
-    """Return the first token that two files tokenizer.json number differently; empty if there is none."""
-    if file.read_bytes() == other.read_bytes():
-        return ""
-    theirs, ours = _tokens(file), _tokens(other)
-    for token in sorted(theirs.keys() | ours.keys()):
-        if theirs.get(token) != ours.get(token):
-            return f"token {token!r} is {theirs.get(token, 'missing')} there and {ours.get(token, 'missing')} here"
-    return ""
-
-
-def _tokens(file: Path) -> dict[str, int]:
-    """Return the id of each token, including added tokens."""
-    try:
-        body: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        vocab = body["model"]["vocab"]
-        if isinstance(vocab, list):  # Unigram: [token, score], the id is the place
-            vocab = {entry[0]: index for index, entry in enumerate(vocab)}
-        return {**vocab, **{added["content"]: added["id"] for added in body.get("added_tokens", [])}}
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        raise ModelError(f"{file}: not a tokenizer that can be read: {error}") from None

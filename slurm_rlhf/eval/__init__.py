@@ -4,6 +4,6 @@
 scored response, the statistics of one data set, also by source and length, their estimators, and the same as text), and
 `verdicts`, which decides for the self-check. No torch.
 
-To add a figure: its estimator, a field of `report.DataSetReport`, and its name in `config.entries.metric_names` if
+To add a figure: its estimator, a field of `report.DataSetReport`, and its name in `config.evaluation.metric_names` if
 runs may choose their best checkpoint by it.
 """

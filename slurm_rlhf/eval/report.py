@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from slurm_rlhf.config.entries import EvalSettings
+from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.errors import cut
 from slurm_rlhf.records import STOP
 

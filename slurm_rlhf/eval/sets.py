@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.entries import MEAN, EvalSettings, data_sets
+from slurm_rlhf.config.evaluation import MEAN, EvalSettings, data_sets
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer

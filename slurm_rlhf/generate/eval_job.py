@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.check import GENERATED_BY, check_eval
+from slurm_rlhf.config.contents import data_contents
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.user_data import data_contents
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import UserError
 from slurm_rlhf.eval.report import ScoredResponse

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.user_data import model_contents
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.generate.output import OUTPUT
 from slurm_rlhf.run_directory import write_atomically

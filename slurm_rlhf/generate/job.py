@@ -14,15 +14,16 @@ from typing import Any
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.check import check_generate
+from slurm_rlhf.config.contents import data_contents
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.config.user_data import data_contents
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import PlacementError, RoleDied, printable
 from slurm_rlhf.generate import identity
+from slurm_rlhf.generate.merge import merge
 from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
-from slurm_rlhf.generate.output import MERGED, OUTPUT, JobProgress, OutputFile, merge
+from slurm_rlhf.generate.output import MERGED, OUTPUT, JobProgress, OutputFile
 from slurm_rlhf.generate.rows import VERSION, Answered, Gone, PendingRows, PromptsOf, RowCalls, Scores, read_dataset
 from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.groups.supervisor import Supervisor

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rlhf.cluster.slurm_job import command
-from slurm_rlhf.config.entries import data_sets, in_workers, runs_programs
+from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.reward_sources import in_workers, runs_programs
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.user_data import data_files

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slurm_rlhf.algorithms.batching import shards
-from slurm_rlhf.config.key_decisions import layout_of
+from slurm_rlhf.config.roles import layout_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine.engine import GenerateRequest, backend, request_seed

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from slurm_rlhf.config.hub import download, is_hub_name
 from slurm_rlhf.config.model_directory import check_architecture, check_length, check_model_directory, read_config
+from slurm_rlhf.config.user_data import download, is_hub_name
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, ModelError
 from slurm_rlhf.eval.verdicts import BOUNDS

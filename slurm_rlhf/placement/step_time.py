@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from slurm_rlhf.config.key_decisions import before_update
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, actor_is_reference, roles_by_slots
+from slurm_rlhf.config.rules import before_update
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.gpus import GIB, Gpu
 from slurm_rlhf.placement.memory import Models

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf import __version__
-from slurm_rlhf.config.key_decisions import GROUP, correction_of
 from slurm_rlhf.config.keys import all_keys, documentation, put
+from slurm_rlhf.config.rules import GROUP, correction_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import cut
 from slurm_rlhf.observe.run_log import REQUEUE, RESTART, Sample

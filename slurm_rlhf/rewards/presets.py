@@ -1,7 +1,7 @@
 """Rewards that need no code: reward.preset. They run in workers, as a user's function does.
 
 A reward is 1 or 0, but for `length`. To add one: a function of `PRESETS`, its name in `reward.preset`, and the library
-that it needs, if any, in `config.entries.PRESET_LIBRARIES` and the extra `rewards`.
+that it needs, if any, in `config.reward_sources.PRESET_LIBRARIES` and the extra `rewards`.
 """
 
 from __future__ import annotations

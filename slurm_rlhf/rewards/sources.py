@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from slurm_rlhf.config.entries import BESIDE, ENVIRONMENT, settings_of
 from slurm_rlhf.config.keys import changed
+from slurm_rlhf.config.reward_sources import BESIDE, ENVIRONMENT, settings_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import REWARD_SOURCES, RewardPart
 from slurm_rlhf.polling import in_thread

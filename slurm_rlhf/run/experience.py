@@ -25,9 +25,9 @@ from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.algorithms.policy_losses import aggregation_of
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_shaping import summed
-from slurm_rlhf.config.entries import ENVIRONMENT
-from slurm_rlhf.config.key_decisions import before_update, correction_of
+from slurm_rlhf.config.reward_sources import ENVIRONMENT
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, actor_is_reference, has_teacher
+from slurm_rlhf.config.rules import before_update, correction_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, I32, STOP, Bool, Experience
 from slurm_rlhf.rewards.scored import Rewards
@@ -49,7 +49,7 @@ def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience
     """Fill the columns of log-probs and values, all roles at once.
 
     With algo.correction.bypass the engine's log-probs are the old ones, and the actor computes none; nor does it where
-    they are of the update's own pass (`key_decisions`), after which `TrainingStep.update` fills the column.
+    they are of the update's own pass (`rules.of_the_update`), after which `TrainingStep.update` fills the column.
     """
     if config.algo.correction.bypass:
         engine = experience.columns["rollout_logprobs"]

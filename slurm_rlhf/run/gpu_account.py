@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurm_rlhf.config.key_decisions import before_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, has_engines, has_reference
+from slurm_rlhf.config.rules import before_update
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.observe.timing import Slot, StepSpans

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rlhf.config.check import warnings
+from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml, flat, toml_value
-from slurm_rlhf.config.user_data import model_contents
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer

@@ -16,8 +16,8 @@ from msgspec import structs
 from slurm_rlhf.algorithms.batching import assemble
 from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.algorithms.reward_shaping import clip_warning
-from slurm_rlhf.config.key_decisions import before_update, of_the_update
 from slurm_rlhf.config.roles import has_reward, has_teacher
+from slurm_rlhf.config.rules import before_update, of_the_update
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, missing_eos

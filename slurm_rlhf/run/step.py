@@ -29,8 +29,8 @@ from slurm_rlhf.algorithms.policy_distance import KLController, ages, staleness
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_shaping import RewardScale
 from slurm_rlhf.cluster.stop import Stop
-from slurm_rlhf.config.key_decisions import before_update, of_the_update
 from slurm_rlhf.config.roles import REWARD
+from slurm_rlhf.config.rules import before_update, of_the_update
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
@@ -160,7 +160,7 @@ class TrainingStep:
         tokens: what is clipped is the distance from the newest policy. The distance of that to the policy which sampled
         a token is corrected by a weight, which `algo.correction` chooses (`algorithms.correction`); its `bypass` takes
         the ratio to the policy that sampled instead. If nothing needs the actor's log-probs before the update, they
-        come from its own pass (`key_decisions`), and are compared with the engines' afterwards.
+        come from its own pass (`rules.of_the_update`), and are compared with the engines' afterwards.
         """
         experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         lost = mask_not_finite(experience)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.algorithms.packed import response_sums
 from slurm_rlhf.algorithms.preferences import LOSSES, WITHOUT_REFERENCE, Pairs, bradley_terry, judged, kto, kto_kl
+from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Config, Data, Ds
-from slurm_rlhf.config.user_data import model_contents
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import Examples, load_examples, load_judged, load_pairs

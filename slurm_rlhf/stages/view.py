@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slurm_rlhf.config.entries import data_sets
+from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_jobs import STAGES

@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from slurm_rlhf.config.key_decisions import layout_of
 from slurm_rlhf.config.model_directory import read_config
-from slurm_rlhf.config.roles import REFERENCE, ROLES
+from slurm_rlhf.config.roles import REFERENCE, ROLES, layout_of
 from slurm_rlhf.config.schema import Config, Ref, Reward
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.trainer.backends import start_sharded

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_rlhf.config.key_decisions import layout_of
 from slurm_rlhf.config.model_directory import (
     REWARD_HEADS,
     check_head_shape,
@@ -22,6 +21,7 @@ from slurm_rlhf.config.model_directory import (
     reward_head,
     weight_files,
 )
+from slurm_rlhf.config.roles import layout_of
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.trainer import batch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.config.entries import data_sets, default_pass_k, eval_problems, metric_names
+from slurm_rlhf.config.evaluation import data_sets, default_pass_k, eval_problems, metric_names
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError

@@ -13,7 +13,6 @@ from random_models import ARCHITECTURES, REFUSED
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.config import architectures, user_data
 from slurm_rlhf.config.architectures import CAUSAL
-from slurm_rlhf.config.hub import fetch_models
 from slurm_rlhf.config.load import load_config, settled
 from slurm_rlhf.config.model_directory import (
     check_architecture,
@@ -23,6 +22,7 @@ from slurm_rlhf.config.model_directory import (
     uncompared,
 )
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.user_data import fetch_models
 from slurm_rlhf.errors import ModelError
 
 

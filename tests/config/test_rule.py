@@ -12,7 +12,7 @@ import pytest
 from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
 from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.config import rules
-from slurm_rlhf.config.entries import data_sets
+from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.load import load_config
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
-from slurm_rlhf.config.key_decisions import correction_of
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import check_architecture
 from slurm_rlhf.config.roles import ROLLOUT, running_roles
-from slurm_rlhf.config.rules import rule_problems, unused_note
+from slurm_rlhf.config.rules import correction_of, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 

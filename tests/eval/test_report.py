@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.config.entries import EvalSettings
+from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.eval.report import LOOKED_AT, ScoredResponse, one_line, overall, report_of, report_text, spread
 from slurm_rlhf.eval.sets import answer_of, write_responses
 

@@ -14,7 +14,8 @@ import pytest
 
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.generate.identity import COUNT, FILE, ID, LAST, RowShard, claim, shard_here
-from slurm_rlhf.generate.output import MERGED, OUTPUT, OutputFile, OutputLine, line_of, merge
+from slurm_rlhf.generate.merge import merge
+from slurm_rlhf.generate.output import MERGED, OUTPUT, OutputFile, OutputLine, line_of
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.entries import EvalSettings
+from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.eval.report import ScoredResponse, report_of

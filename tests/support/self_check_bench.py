@@ -19,7 +19,7 @@ from steps import make_step
 from training_ranks import make_config
 
 from slurm_rlhf.algorithms.correction import mask_not_finite
-from slurm_rlhf.config.key_decisions import before_update
+from slurm_rlhf.config.rules import before_update
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 from slurm_rlhf.run.experience import fill_passes

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir, failures
-from slurm_rlhf.config.entries import data_sets
+from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import PromptSet

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_ranks import make_config
 from waiting import HANG_S
 
-from slurm_rlhf.config.key_decisions import layout_of
+from slurm_rlhf.config.roles import layout_of
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.engine._transformers import as_saved, skeleton
 from slurm_rlhf.errors import ModelError

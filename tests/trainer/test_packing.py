@@ -11,7 +11,7 @@ from random_models import make_model
 from tiny_models import make_reward, make_tiny
 
 from slurm_rlhf.config.architectures import PACKED
-from slurm_rlhf.config.key_decisions import layout_of
+from slurm_rlhf.config.roles import layout_of
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.trainer import batch

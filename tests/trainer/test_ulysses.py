@@ -20,8 +20,8 @@ from training_ranks import make_config, share, torchrun
 
 from slurm_rlhf.algorithms.batching import assemble, shards
 from slurm_rlhf.algorithms.layout import Layout
-from slurm_rlhf.config.key_decisions import layout_of
 from slurm_rlhf.config.keys import put
+from slurm_rlhf.config.roles import layout_of
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import Experience

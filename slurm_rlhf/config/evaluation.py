@@ -1,21 +1,17 @@
-"""Read and check the entries of eval.datasets, with all settings and metrics, and those of reward.sources."""
+"""Describe what an evaluation evaluates: data sets as written and with all settings, their metrics and problems."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.keys import entry_table
-from slurm_rlhf.config.ranges import URLS
-from slurm_rlhf.config.rules import row_problems
+from slurm_rlhf.config.rule import row_problems
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_jobs import EvalDataSet
-from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.errors import meant
 
 MEAN = "eval"
@@ -124,76 +120,3 @@ def _wrong_pattern(pattern: str) -> str:
     except re.error as error:
         return f"is not a regular expression: {error}"
     return f"has {groups} groups, and one is the answer: write the others as (?:...)" if groups > 1 else ""
-
-
-ENVIRONMENT, BESIDE = "environment", "source"
-"""Components of the reward where env.path has another source beside it: the environment's, and that of a source that
-is no entry of reward.sources."""
-SOURCES = ("remote_url", "function", "preset", "model")
-PRESET_LIBRARIES = {
-    "math": ("math_verify", "math-verify"),
-    "json_schema": ("jsonschema", "jsonschema"),
-    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
-}
-"""Preset -> the module that it imports, and the package."""
-
-
-def runs_programs(config: Config) -> bool:
-    """Tell whether a reward of the run is by unit tests, in a sandbox."""
-    return "code" in (config.reward.preset, *(part.preset for part in config.reward.sources))
-
-
-def in_workers(config: Config) -> dict[str, str]:
-    """Return what runs in workers: key -> the file or the name of a reward function, preset or environment."""
-    reward, found = config.reward, {"env.path": config.env.path}
-    for part in [reward, *reward.sources] if reward.workers else ():
-        where = f"reward.sources, {part.name}, " if isinstance(part, RewardPart) else "reward."
-        found |= {f"{where}{key}": getattr(part, key) for key in ("remote_url", "function", "preset")}
-    return {key: value for key, value in found.items() if value and not value.startswith(URLS)}
-
-
-def part_problems(config: Config) -> Iterator[str]:
-    """Check the entries and what is beside them."""
-    reward = config.reward
-    names = [part.name for part in reward.sources]
-    for name, count in Counter(names).items():
-        if name == ENVIRONMENT and config.env.path:
-            yield f"reward.sources: the name {name!r} is that of the rewards of env.path: choose another"
-        if count > 1 or not _NAME.fullmatch(name):
-            yield (
-                f"reward.sources: the name {name!r} is "
-                f"{'there twice' if count > 1 else 'empty or has other characters than letters, digits and _.@+-'}: "
-                "each entry needs its own, by which metrics call it"
-            )
-    for part in reward.sources:
-        named = [source for source in SOURCES if getattr(part, source)]
-        if len(named) != 1:
-            given = " and ".join(named) or "no source"
-            yield f"reward.sources, {part.name}: {given} is set: give each entry one of {', '.join(SOURCES)}"
-    for key in ("remote_url", "function", "preset"):
-        if getattr(reward, key):
-            yield f"reward.{key} and reward.sources are both set: make it an entry of reward.sources, or leave one out"
-    models = sum(part.model for part in reward.sources)
-    if models != bool(reward.model_name_or_path):
-        yield (
-            f"reward.sources has {models} entries with model = true, and reward.model_name_or_path = "
-            f"{reward.model_name_or_path!r}: one entry belongs to one directory of a reward model"
-        )
-
-
-def settings_of(part: RewardPart) -> dict[str, Any]:
-    """Return the keys of `reward` for a source that is this entry alone."""
-    found = {f"reward.{name}": getattr(part, name) for name in ("remote_url", "function", "preset", "preset_value")}
-    return {**found, "reward.sources": [], "reward.model_name_or_path": ""}
-
-
-def preset(config: Config) -> Iterator[str]:
-    """Check the preset of the reward: what it needs, and what it takes."""
-    name, value = config.reward.preset, config.reward.preset_value
-    module, package = PRESET_LIBRARIES.get(name, ("", ""))
-    if module and find_spec(module) is None:
-        yield f"reward.preset = {name} needs {package}, which is not installed: pip install 'slurm_rlhf[rewards]'"
-    if name in ("regex", "json_schema", "length") and not value:
-        yield f"reward.preset_value is empty: reward.preset = {name} needs it; slurm-rlhf docs rewards says what for"
-    if value and name in ("", "math", "exact"):
-        yield f"reward.preset_value = {value} has no effect with reward.preset = {name or 'empty'}: leave it out"
