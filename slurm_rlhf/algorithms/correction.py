@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slurm_rlhf.algorithms.losses import MAX_LOG_RATIO
 from slurm_rlhf.algorithms.packed import F64, I64, find_actions
-from slurm_rlhf.algorithms.policy_distance import MAX_LOG_RATIO
 from slurm_rlhf.algorithms.registry import CorrectionRule
 from slurm_rlhf.records import F32, I32, Bool, Experience
 
@@ -129,7 +129,7 @@ def _measure(ratios: _Ratios, truncated: Bool, dropped: Bool, age: I32) -> Metri
     """Describe all actions, and those of each age where some are stale."""
     log_rho, rho = np.clip(ratios.log_rho, -MAX_LOG_RATIO, MAX_LOG_RATIO), ratios.rho
     size = np.abs(log_rho)
-    # k3 from expm1, as in `policy_distance.approx_kl`: rho - 1 - log_rho cancels for small differences.
+    # k3 from expm1, as in `losses.approx_kl`: rho - 1 - log_rho cancels for small differences.
     columns = (size, -log_rho, np.expm1(log_rho) - log_rho, rho, rho * rho, truncated, dropped)
     if not age.any():  # twice as fast as counting by age
         return _describe(np.array([len(rho), *(column.sum() for column in columns)]), size, "correction")

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, PolicyLoss, Ratios, aggregated
+from slurm_rlhf.algorithms.losses import MAX_LOG_RATIO, Metrics, PolicyInputs, PolicyLoss, Ratios, aggregated
 from slurm_rlhf.algorithms.packed import actions_only
-from slurm_rlhf.algorithms.policy_distance import MAX_LOG_RATIO
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -188,7 +188,7 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
     from slurm_rlhf.rewards.model import Scoring
-    from slurm_rlhf.rewards.sources import WeightedRewards
+    from slurm_rlhf.rewards.weighted import WeightedRewards
 
     if inputs.environments is not None:
         beside = ", and other rewards are added" if isinstance(inputs.reward, WeightedRewards) else ""

@@ -34,7 +34,7 @@ from slurm_rlhf.errors import SlurmRlhfError, printable
 from slurm_rlhf.nodes.accelerators import seen_by_processes
 from slurm_rlhf.nodes.examination import examine_nodes
 from slurm_rlhf.nodes.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
-from slurm_rlhf.nodes.mpi.rank import Communicator
+from slurm_rlhf.nodes.mpi.communicator import Communicator
 from slurm_rlhf.nodes.node_look import equipment
 from slurm_rlhf.nodes.report import Report
 from slurm_rlhf.placement.rank_map import RankMap, draw

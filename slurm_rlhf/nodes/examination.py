@@ -2,154 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.nodes import network_checks, node_checks
-from slurm_rlhf.nodes.agent_server import AgentServer
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts, Orders
-from slurm_rlhf.nodes.groups import Lineup, Outcome, links, orders_for, outcomes, role_groups
+from slurm_rlhf.nodes.groups import Outcome, links, role_groups
 from slurm_rlhf.nodes.needs import Needs
 from slurm_rlhf.nodes.network_checks import names
 from slurm_rlhf.nodes.node_look import MISSING
 from slurm_rlhf.nodes.report import FAILED, Check, Report
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.replacement import chosen
-from slurm_rlhf.placement.topology import GPU, Topology
-from slurm_rlhf.polling import wait_until
-from slurm_rlhf.wire import timeouts
 
 if TYPE_CHECKING:
     from slurm_rlhf.nodes.agent_server import AgentServer
-
-T = TypeVar("T")
-_PAUSE_S = 0.02
-
-SUSPICIOUS = 0.5
-"""Share of the fastest link's rate: what is below is measured again, as a busy moment of a node is no slow link."""
-
-
-class Interview:
-    """Asks the agents of one examination, and holds what they have said so far. Used from one thread."""
-
-    def __init__(self, agents: AgentServer, limit_s: float) -> None:
-        self.met: dict[str, Introduction] = {}
-        """Node -> where its agent is reached; the agents that have introduced themselves."""
-        self.facts: dict[str, NodeFacts] = {}
-        self._skews: dict[str, float] = {}
-        self._agents = agents
-        self._limit_s = limit_s
-        self._begun = time.monotonic()
-
-    @property
-    def here(self) -> list[str]:
-        """Return the nodes whose agents can be called."""
-        return [node for node in list(self.met) if not self._agents.residents[node].lost]
-
-    def seconds(self) -> float:
-        """Return the time since the begin."""
-        return time.monotonic() - self._begun
-
-    def left(self, until: float) -> float:
-        """Return the seconds until a part of the time, from 0 to 1, is over."""
-        return until * self._limit_s - self.seconds()
-
-    def meet(self, nodes: Collection[str], until: float) -> None:
-        """Wait for the agents of `nodes`, and let each introduce itself."""
-        asked: set[str] = set()
-
-        def all_known() -> bool:
-            for node in nodes:
-                if node not in asked and node in self._agents.residents:
-                    asked.add(node)
-                    answer = self._ask(node, "introduce", None, Introduction)
-                    answer.add_done_callback(partial(self._take_introduction, node, time.time()))
-            return self._agents.over() or set(nodes) <= self.met.keys()
-
-        wait_until(all_known, self.left(until), _PAUSE_S)
-
-    def learn(self, peers: Mapping[str, Mapping[str, int]], until: float) -> None:
-        """Collect the facts of the agents; each tries to reach its `peers`, and the port of each."""
-        calls = {node: self._ask(node, "facts", others, NodeFacts) for node, others in peers.items()}
-        for node, facts in self.gather(calls, until).items():
-            self.facts[node] = replace(facts, node=node, skew_s=self._skews[node])
-
-    def _ask(self, node: str, method: str, argument: Any, result: Any) -> Future[Any]:
-        return self._agents.call(self._agents.residents[node], method, argument, result, max(self.left(1.0), 0.0))
-
-    def gather(self, calls: Mapping[str, Future[T]], until: float) -> dict[str, T]:
-        """Return the answers that come before this part of the time is over."""
-
-        def enough() -> bool:
-            return all(call.done() for call in calls.values()) or self._agents.over()
-
-        wait_until(enough, self.left(until), _PAUSE_S, _PAUSE_S)
-        done = {node: call for node, call in calls.items() if call.done() and call.exception() is None}
-        return {node: call.result() for node, call in done.items()}
-
-    def _take_introduction(self, node: str, asked: float, answer: Future[Introduction]) -> None:
-        if answer.exception() is None:
-            said = answer.result()
-            self._skews[node] = skew(asked, said.clock, time.time())
-            self.met[node] = said
-
-    def _on_gpus(self, topology: Topology) -> bool:
-        """Tell whether ranks compute on GPUs: there are some, and torch is built for them everywhere."""
-        return topology.accelerator == GPU and all(each.equipment.get("cuda_build") for each in self.facts.values())
-
-    def measure_links(self, lineup: Lineup, topology: Topology, until: float) -> list[Outcome]:
-        """Measure the pairs of `lineup`, and once more, one after the other, those that seem slow."""
-        seen = self.measure_groups(lineup, topology, until)
-        slow = [each.group for each in seen if each.figures and each.figures.rate < SUSPICIOUS * max(map(_rate, seen))]
-        alone = replace(lineup, name=f"{lineup.name} again", stages=tuple((group,) for group in slow))
-        again = {each.group: each for each in self.measure_groups(alone, topology, until)}
-        return [max(each, again.get(each.group, each), key=_rate) for each in seen]
-
-    def measure_groups(self, lineup: Lineup, topology: Topology, until: float) -> list[Outcome]:
-        """Let a process for each seat of `lineup` go through its groups."""
-        if not lineup.groups:
-            return []
-        first = lineup.seats[0].node
-        known = {node.name: node for node in topology.nodes}
-        taking_part = dict.fromkeys(seat.node for seat in lineup.seats)
-        calls = {}
-        for node in taking_part:
-            place = known.get(node, topology.nodes[0])
-            order = {
-                **orders_for(lineup, node),
-                "place": asdict(Topology((replace(place, name=node),), topology.accelerator)),
-                "host": self.met[first].address,
-                "port": self.met[first].port,
-                "backend": "nccl" if self._on_gpus(topology) else "gloo",
-                "seats_in_all": len(lineup.seats),
-                "limit_s": max(self.left(until) - timeouts.REPORT_S, timeouts.REPORT_S),
-            }
-            calls[node] = self._ask(node, "groups", order, list[dict[str, Any]])
-        return outcomes(lineup, [report for said in self.gather(calls, until).values() for report in said])
-
-    def end(self) -> None:
-        """Let the agents end what they have started for measurements; they stay."""
-        for node in self.here:
-            self._ask(node, "examined", None, None)
-
-
-def skew(asked: float, clock: float, heard: float) -> float:
-    """Return the seconds by which a clock is ahead that was read between two moments, as far as that is certain."""
-    ahead = clock - (asked + heard) / 2
-    return math.copysign(max(abs(ahead) - (heard - asked) / 2, 0.0), ahead)
-
-
-def _rate(outcome: Outcome) -> float:
-    return outcome.figures.rate if outcome.figures is not None else 0.0
-
+    from slurm_rlhf.nodes.interview import Interview
 
 INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.75, 0.95
 """Parts of the time limit at which the next stage begins, whoever is missing."""
@@ -181,6 +53,7 @@ def examine_nodes(asked: Question, agents: AgentServer) -> tuple[Report, RankMap
     Blocks for at most `limit_s`. The agents stay. Raises RunError if no agent can be started, OSError for a bad run
     directory.
     """
+    from slurm_rlhf.nodes.interview import Interview
 
     talk = Interview(agents, asked.limit_s)
     with canary_in(Path(asked.needs.run_dir)) as (canary, token):

@@ -19,9 +19,8 @@ from slurm_rlhf.algorithms import reward_shaping
 from slurm_rlhf.algorithms.advantages import estimate, teacher_advantages
 from slurm_rlhf.algorithms.batching import Shard, assemble
 from slurm_rlhf.algorithms.correction import COLUMN, correct
-from slurm_rlhf.algorithms.losses import loss_weights, positive_weights
+from slurm_rlhf.algorithms.losses import approx_kl, loss_weights, positive_weights
 from slurm_rlhf.algorithms.packed import find_actions, response_sums
-from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.algorithms.policy_losses import aggregation_of
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_shaping import summed

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import structs
 
 from slurm_rlhf.algorithms.batching import assemble
-from slurm_rlhf.algorithms.policy_distance import ages
+from slurm_rlhf.algorithms.losses import ages
 from slurm_rlhf.algorithms.reward_shaping import clip_warning
 from slurm_rlhf.config.roles import has_reward, has_teacher
 from slurm_rlhf.config.rules import before_update, of_the_update

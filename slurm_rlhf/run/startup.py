@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_rlhf.algorithms.policy_distance import KLController
+from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir, failures
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
@@ -28,7 +28,7 @@ from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
-from slurm_rlhf.rewards.sources import WeightedRewards
+from slurm_rlhf.rewards.weighted import WeightedRewards
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from slurm_rlhf.algorithms.batching import Shard, assemble
 from slurm_rlhf.algorithms.correction import mask_not_finite
-from slurm_rlhf.algorithms.policy_distance import KLController, ages, staleness
+from slurm_rlhf.algorithms.losses import KLController, ages, staleness
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_shaping import RewardScale
 from slurm_rlhf.cluster.stop import Stop

@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from slurm_rlhf.algorithms.policy_distance import ages
+from slurm_rlhf.algorithms.losses import ages
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.environments.records import CALLS, ERRORS

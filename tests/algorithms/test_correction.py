@@ -16,8 +16,7 @@ from policy_loss import policy_loss
 
 from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.algorithms.correction import correct, mask_not_finite
-from slurm_rlhf.algorithms.losses import loss_weights
-from slurm_rlhf.algorithms.policy_distance import KLController, ages, approx_kl, staleness
+from slurm_rlhf.algorithms.losses import KLController, ages, approx_kl, loss_weights, staleness
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan

@@ -18,6 +18,7 @@ from slurm_rlhf.algorithms.losses import (
     AGGREGATIONS,
     KL_LOSSES,
     PolicyInputs,
+    approx_kl,
     checked_loss,
     entropy_bonus,
     k3,
@@ -27,7 +28,6 @@ from slurm_rlhf.algorithms.losses import (
     positive_weights,
     value_loss,
 )
-from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.errors import ConfigError
 

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 from steps import OnDemand, make_loop, make_step
 
-from slurm_rlhf.algorithms.policy_distance import KLController
+from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.schema import Config

@@ -10,7 +10,7 @@ import pytest
 from steps import make_step
 
 from slurm_rlhf.algorithms.layout import ROWS
-from slurm_rlhf.algorithms.policy_distance import KLController
+from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
 from slurm_rlhf.rewards.model import ModelRewards, Scoring

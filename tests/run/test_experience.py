@@ -13,8 +13,8 @@ from steps import make_step
 
 from slurm_rlhf.algorithms.correction import COLUMN, mask_not_finite
 from slurm_rlhf.algorithms.layout import ROWS
+from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.algorithms.methods.ppo import GAE
-from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.algorithms.registry import find_algorithm
 from slurm_rlhf.algorithms.reward_shaping import FixedScale
 from slurm_rlhf.config.keys import put

@@ -17,7 +17,7 @@ from evaluated_runs import Engines, make, rows
 from steps import make_step
 from waiting import HANG_S, until
 
-from slurm_rlhf.algorithms.policy_distance import KLController
+from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir, failures
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
 from slurm_rlhf.config.schema import Config

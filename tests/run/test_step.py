@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from steps import make_step
 
 from slurm_rlhf.algorithms.layout import ROWS
-from slurm_rlhf.algorithms.policy_distance import KLController
+from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan

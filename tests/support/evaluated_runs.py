@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from steps import OnDemand, make_loop, make_step
 
-from slurm_rlhf.algorithms.policy_distance import KLController
+from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.algorithms.reward_shaping import RunningScale
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config

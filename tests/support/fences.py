@@ -86,7 +86,7 @@ def _is_private_import(module: str, name: str) -> bool:
 def changes(fence: Path) -> list[str]:
     """What the installed library has no more, or differently, and what the fence and its list do not agree on."""
     source = fence.read_text(encoding="utf-8")
-    library = fence.stem.removeprefix("_")
+    library = fence.stem.split("_")[1]
     docstring = ast.get_docstring(ast.parse(source), clean=False) or ""
     where = f"slurm_rlhf/{fence.relative_to(ROOT).as_posix()}"
     version = VERSION.search(docstring)

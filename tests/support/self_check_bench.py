@@ -59,7 +59,7 @@ class Bench:
     """An actor, a critic and a frozen policy in the engine's place, which samples nothing: its tokens are given."""
 
     def __init__(self, model: Path, **train: Any) -> None:
-        from slurm_rlhf.algorithms.policy_distance import KLController
+        from slurm_rlhf.algorithms.losses import KLController
         from slurm_rlhf.trainer.frozen import FrozenPolicy
         from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
