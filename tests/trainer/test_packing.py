@@ -52,7 +52,7 @@ def test_values_and_scores_are_those_of_each_sequence_alone(tmp_path: Path) -> N
     for model in (load_critic(path, FP32, 0), load_reward(path, FP32)):
         with torch.no_grad():
             rows, row = (collate(exp, CPU, packed=packed) for packed in (False, True))
-            alone, together = (model(batch.input_ids, batch.action_index, row=batch.row) for batch in (rows, row))
+            alone, together = (model(each.input_ids, each.action_index, row=each.row) for each in (rows, row))
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
