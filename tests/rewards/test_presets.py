@@ -84,7 +84,7 @@ def test_a_value_that_cannot_be_used_is_one_line(name: str, value: str, told: st
     ],
 )
 def test_check_sees_what_a_preset_lacks(name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurm_rlhf.config.evaluation.find_spec", lambda module: None)
+    monkeypatch.setattr("slurm_rlhf.config.reward_sources.find_spec", lambda module: None)
     config = Config()
     config.reward.preset, config.reward.preset_value = name, value  # type: ignore[assignment]
     (problem,) = preset(config)
