@@ -95,9 +95,11 @@ def test_what_is_wrong_is_said_before_an_engine_starts(
 
 
 def test_files_go_beside_the_evaluations_of_the_run_or_where_they_are_told(file: Path, tmp_path: Path) -> None:
-    config = load_config(file, [f"--run_dir={tmp_path / 'run'}"])
+    config = load_config(file, [f"--run_dir={tmp_path / 'run'}", "--generate.ordered=true", "--generate.logprobs=true"])
     shutil.copytree(file.parent / "model", tmp_path / "mine" / "final")
     job = EvalJob.prepare(config, tmp_path / "mine", None)
+    assert not job.config.generate.ordered
+    assert not job.config.generate.logprobs
     assert job.source.model == tmp_path / "mine" / "final"
     assert job.root == tmp_path / "run" / "eval" / "mine"  # nothing says that `mine` is a run
     (tmp_path / "mine" / "metrics.jsonl").touch()

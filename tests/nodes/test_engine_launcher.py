@@ -36,11 +36,14 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineR
 
 
 def test_what_is_ended_is_no_news_and_what_dies_is(engines: EngineRanks) -> None:
+    assert [engines.has(number) for number in range(3)] == [True, True, False]
     engines.end(1)
     news = until(engines.ended, "the end of an engine")
     assert [engine for engine, how in news if "SIGKILL" in how] == [1]
     engines.end(0, "was ended")
     until(lambda: not engines.running, "the end of all")
+    assert not engines.has(0)
+    assert not engines.has(1)
     assert engines.ended() == []
 
 

@@ -99,6 +99,8 @@ def test_gpus_are_those_that_all_see_or_those_that_each_is_bound_to() -> None:
     assert bound.ranks.topology.nodes[0].cpus == 6
     with pytest.raises(PlacementError, match=r"node n1 has 6 processes and 4 GPUs.*--ntasks-per-node=4"):
         place_processes(six(), [Process("n1", (0,), ("0", "1", "2", "3"))] * 6, SIX)
+    with pytest.raises(PlacementError, match="node n1 has 6 processes and 2 GPUs"):  # no process is bound to one
+        place_processes(six(), [Process("n1", (i,), (f"{i}", "9")) for i in range(6)], SIX)
 
 
 def test_the_number_of_processes_is_that_of_the_ranks() -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from waiting import HANG_S
@@ -15,8 +17,9 @@ from waiting import HANG_S
 from slurm_rlhf.cluster.network import unreachable
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS
 from slurm_rlhf.cluster.slurm_job import Job
+from slurm_rlhf.nodes import orphan
 from slurm_rlhf.nodes.children import EngineRanks
-from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Heir, decide, heirs, mark
+from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Heir, await_end, decide, heirs, mark
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -181,6 +184,22 @@ def test_only_ranks_that_miss_the_conductor_leave_somebody_behind(
             process.wait()
     assert not engines.running
     assert engines.deserted is expected
+
+
+def test_only_the_first_nodes_with_engines_wait_for_slurmctld(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = place(Topology.uniform(("n1", "n2", "n3", "n4"), 1), [RoleSize("rollout", 4, engines=4)])
+    monkeypatch.setattr(orphan, "read_slurm", lambda _: SimpleNamespace(job_nodes=("n1",), job_id=1))
+    spec: Any = SimpleNamespace(run_dir="/nowhere")
+    await_end(spec, ranks, "n4", NOBODY)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("PATH", "/nowhere")  # without scontrol
+    await_end(spec, ranks, "n3", NOBODY)
+    assert "n3 does not hear n1, and there is no scontrol here" in capsys.readouterr().out
+    monkeypatch.setattr(orphan, "read_slurm", lambda _: None)
+    await_end(spec, ranks, "n3", NOBODY)
+    assert capsys.readouterr().out == ""
 
 
 def test_scancel_ends_it_although_the_ranks_ignore_sigterm() -> None:

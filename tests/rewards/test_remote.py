@@ -17,10 +17,10 @@ import pytest
 from waiting import HANG_S, scaled, until
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, RewardError
+from slurm_rlhf.errors import ConfigError, RewardError, WorkerError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.server import RemoteRewards, RewardServer
-from slurm_rlhf.workers.http import Health, health_of, token_of
+from slurm_rlhf.workers.http import Health, Servers, health_of, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 
 pytestmark = pytest.mark.slow
@@ -140,6 +140,22 @@ def sampled(*responses: str) -> tuple[list[Prompt], list[Trajectory]]:
 
 
 TEXTS = ["x" * n for n in range(40)]
+
+
+def test_each_server_is_tried_once_before_the_first_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = list[float]()
+    servers = Servers("http://127.0.0.1:1,http://127.0.0.1:2", "", print, at_once=1, silence_s=HANG_S)
+
+    def wait(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if len(pauses) == 4:
+            servers._closed.set()
+
+    monkeypatch.setattr(servers._closed, "wait", wait)
+    with pytest.raises(WorkerError, match="were closed"):
+        servers.ask({})
+    assert [pause > 0 for pause in pauses] == [False, True, True, True]
+    servers.close()
 
 
 def test_the_request_is_openrlhfs_with_all_fields_beside() -> None:

@@ -245,6 +245,7 @@ def test_skipped_steps_are_counted_and_have_no_gradient_norm() -> None:
     metrics = update_metrics(steps)
     assert metrics["actor_skipped_steps"] == 2.0
     assert metrics["actor_grad_norm"] == 3.0
+    assert math.isclose(metrics["loss"], 4 / 3)  # the loss of a skipped step counts if it is finite
     assert math.isclose(metrics["actor_loss_scale"], 20 / 3)
     assert "actor_grad_norm" not in update_metrics(steps[:2])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,17 @@ def test_an_update_of_a_run_does_not_wait_for_an_engine_that_stands_still() -> N
     (lost,) = raised_by(lambda: sync.update(7))
     assert list(engines.given_up) == [5]
     assert "it stands still in a weight update that broke off" in str(lost)
+
+
+def test_an_update_took_as_long_as_its_slowest_member_for_checksums() -> None:
+    reports = [SyncReport(checksum_s=seconds, nbytes=8, seconds=2.0) for seconds in (0.1, 0.4, 0.2)]
+    actor: Any = SimpleNamespace(start_all=lambda call, request: [answered(report) for report in reports[:2]])
+    sync = WeightSync(Config(), actor, Engines({0: answered(reports[2])}), "node1")  # type: ignore[arg-type]
+    sync.engines = [0]
+    metrics = sync.update(7)
+    assert metrics["time/sync_checksum"] == 0.4
+    assert metrics["time/sync_transfer"] == 2.0
+    assert metrics["perf/sync_bytes"] == 8.0
 
 
 def test_nobody_is_given_up_while_an_actor_rank_has_not_let_go() -> None:
