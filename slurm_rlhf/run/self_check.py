@@ -240,9 +240,10 @@ class SelfCheck:
 
 def other_tokens(trajectories: list[Trajectory], exp: Experience) -> str:
     """Name a response whose tokens that are trained on are not those that its engine has sampled, turn by turn."""
+    sequences, responses = exp.token_offsets, exp.action_offsets
     for row, found in enumerate(trajectories):
-        ids = exp.token_ids[exp.token_offsets[row] + exp.prompt_lens[row] : exp.token_offsets[row + 1]]
-        trained = exp.action_mask[exp.action_offsets[row] : exp.action_offsets[row + 1]]
+        ids = exp.token_ids[sequences[row] + exp.prompt_lens[row] : sequences[row + 1]]
+        trained = exp.action_mask[responses[row] : responses[row + 1]]
         ends = np.cumsum([0, *(count for count, _ in found.digests)])[:-1]
         turns = [digest(turn) for turn in np.split(ids[found.action_mask], ends[1:])] if found.digests else []
         if turns != found.digests or (trained & ~found.action_mask).any():

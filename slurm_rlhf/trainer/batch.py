@@ -1,7 +1,7 @@
 """Experience as tensors: packed into one row, or a padded row for each sequence; forward passes without gradients.
 
 Attention in a packed row lets no token see another sequence. A 16-bit model on a GPU has torch's flash attention for
-sequences of unlike lengths. Elsewhere each sequence is computed by itself, without a mask over the whole row.
+sequences of unlike lengths. Elsewhere sequences of one length are computed together, without a mask over the whole row.
 transformers' own detection of packed rows is not used: with a mask or a cache it lets sequences see their neighbours,
 and says nothing.
 """
@@ -25,12 +25,22 @@ from slurm_rlhf.trainer.ulysses import SequenceGroup
 
 
 @dataclass(slots=True)
+class EqualLengths:
+    """Order the tokens of a row by the lengths of their sequences: attention takes equal ones in one call."""
+
+    order: Tensor  # int64 [T], the tokens of the shortest sequences first
+    back: Tensor  # int64 [T], from that order to the row's
+    counts: tuple[tuple[int, int], ...]  # (sequences, length) of each length, ascending
+
+
+@dataclass(slots=True)
 class PackedRow:
     """Describe a row of T tokens in which N sequences lie end to end."""
 
     position_ids: Tensor  # int64 [1, T], from 0 on in each sequence; with a group of this rank's tokens
     bounds: Tensor  # int32 [N + 1], where the sequences begin, and T
     lengths: tuple[int, ...]  # [N], the same for the host
+    equal: EqualLengths | None = None  # None where most lengths are unlike
     group: SequenceGroup | None = None  # ranks that compute the row together
 
 
@@ -96,9 +106,20 @@ def collate(
             at, targets = at[first:last] - mine.start, targets[first:last]
             input_ids, places = input_ids[:, mine], places[mine]
         bounds = to_device(np.cumsum([0, *sizes]).astype(np.int32), device)
-        described = PackedRow(to_device(places[None], device), bounds, tuple(sizes), group)
+        described = PackedRow(to_device(places[None], device), bounds, tuple(sizes), _equal(sizes, device), group)
     ids, read_at, wanted = (to_device(values, device) for values in (input_ids, at, targets))
     return TokenBatch(ids, read_at, wanted, described, first, actions)
+
+
+def _equal(sizes: list[int], device: torch.device) -> EqualLengths | None:
+    values, counts = np.unique(sizes, return_counts=True)
+    if 2 * len(values) > len(sizes):
+        return None
+    order = np.argsort(np.repeat(sizes, sizes), kind="stable")
+    back = np.empty_like(order)
+    back[order] = np.arange(len(order))
+    known = tuple((count, size) for count, size in zip(counts.tolist(), values.tolist(), strict=True) if size)
+    return EqualLengths(to_device(order, device), to_device(back, device), known)
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
@@ -209,10 +230,16 @@ def attention(
     if query.is_cuda and half and softcap is None and query.shape[-1] <= _LARGEST_HEAD:
         longest = max(packed_row.lengths)
         return _flash(query, key, value, packed_row.bounds, longest, scaling, sliding_window), None
-    parts, lengths = [], list(packed_row.lengths)
-    for q, k, v in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True):
-        parts.append(_causal(q, k, v, scaling, sliding_window, softcap))
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    equal, tensors = packed_row.equal, (query, key, value)
+    counts = [(1, length) for length in packed_row.lengths] if equal is None else equal.counts
+    if equal is not None:
+        tensors = tuple(tensor.index_select(2, equal.order) for tensor in tensors)
+    sizes, parts = [count * length for count, length in counts], []
+    for (count, length), *some in zip(counts, *(tensor.split(sizes, dim=2) for tensor in tensors), strict=True):
+        q, k, v = (tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in some)
+        parts.append(_causal(q, k, v, scaling, sliding_window, softcap).transpose(0, 1).flatten(1, 2))
+    found = torch.cat(parts, dim=1)
+    return (found if equal is None else found.index_select(1, equal.back)).transpose(0, 1)[None], None
 
 
 def _flash(

@@ -22,15 +22,27 @@ FP32 = Ds(param_dtype="fp32")
 NAMED = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "phi3", "qwen3_moe")
 CPU = torch.device("cpu")
 LENGTHS = [(3, 9), (12, 1), (1, 30), (7, 0), (5, 44)]
+EQUAL = [(3, 9), (2, 4), (6, 6), (3, 3), (0, 0), (5, 7), (4, 2), (12, 1)]
+"""Three are read as 11 tokens, three as 5: attention takes equal ones together."""
 
 
 @pytest.mark.parametrize(
-    "arch",
-    [pytest.param(name, marks=() if name in NAMED else pytest.mark.full) for name in sorted(PACKED | {"qwen2"})],
+    ("arch", "lengths"),
+    [
+        *((name, EQUAL) for name in ("qwen2", "mistral", "gemma2")),
+        *(
+            pytest.param(name, LENGTHS, marks=() if name in NAMED else pytest.mark.full)
+            for name in sorted(PACKED | {"qwen2"})
+        ),
+    ],
 )
-def test_log_probs_and_gradients_are_those_of_each_sequence_alone(tmp_path: Path, arch: str) -> None:
+def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
+    tmp_path: Path, arch: str, lengths: list[tuple[int, int]]
+) -> None:
     policy = load_policy(make_model(tmp_path / "model", arch), FP32, 7, max_len=64)
-    exp = make_experience(LENGTHS)
+    exp = make_experience(lengths)
+    equal = collate(exp, CPU, packed=True).row.equal  # type: ignore[union-attr]
+    assert (equal is not None) == (lengths is EQUAL)
     found, grads = [], []
     for packed in (False, True):
         parts = [exp] if packed else [exp.select([row]) for row in range(len(exp))]
