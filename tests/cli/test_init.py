@@ -23,6 +23,7 @@ SINFO = """cpu*|100|(null)|2-00:00:00|64|up
 gpu|16|gpu:h100:8(S:0-1)|1-00:00:00|96|up
 small|4|gpu:a100:4|infinite|64+|up
 old|2|gpu:v100:8|1-00:00:00|40|down
+wide | 3 |gpu:l40:2 |infinite | 32|up
 unlike text
 """
 GPU = NewRun("mine", "models/m", "prompts.jsonl", 2, 8, 2, "gpu", "1-00:00:00", "project")
@@ -39,6 +40,7 @@ def test_partitions_are_read_and_the_one_with_most_gpus_is_proposed() -> None:
         ("gpu", 8, 16, True),
         ("small", 4, 4, True),
         ("old", 8, 2, False),
+        ("wide", 2, 3, True),
     ]
     assert best(found[:3]) == found[1]
     assert best(found[:1]) == found[0]

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from control_peer import INTERVAL, ask, start_peer, stop_peer
@@ -29,6 +31,7 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import RankCalls
+from slurm_rlhf.wire.handles import EngineHandle
 from slurm_rlhf.wire.messages import TERMINATION
 
 pytestmark = [pytest.mark.slow]
@@ -311,3 +314,15 @@ def test_a_conductor_that_stood_still_blames_itself_and_no_role(tmp_path: Path) 
     assert told.startswith("the conductor stood still for ")
     assert f"which wait for {LIMIT:g} s (timeout.heartbeat)" in told
     assert " died: " not in told
+
+
+@pytest.mark.parametrize(("engines", "known"), [(None, ["actor", "rollout"]), (object(), ["actor"])])
+def test_whose_end_the_launcher_tells_by_role(engines: object, known: list[str]) -> None:
+    """Engines that a launcher starts one by one have their own news."""
+    some: Any = SimpleNamespace(
+        _launcher=SimpleNamespace(address="127.0.0.2", engines=engines),
+        _ranks=SimpleNamespace(world=lambda _: 1),
+        roles={"actor": object(), "rollout": EngineHandle.__new__(EngineHandle)},
+        server=SimpleNamespace(peers=lambda _: {}),
+    )
+    assert [each.role for each in Supervisor._known(some)] == known

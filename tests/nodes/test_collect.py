@@ -12,6 +12,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.gpu_query import ask_health, parse_health
+from slurm_rlhf.nodes import examiner
 from slurm_rlhf.nodes.examiner import collect, left_locks, no_compiler
 from slurm_rlhf.nodes.facts import UNKNOWN, Orders
 from slurm_rlhf.nodes.node_look import MISSING, versions
@@ -51,6 +52,16 @@ def test_what_a_bad_machine_lacks(tmp_path: Path) -> None:
     assert found.run_dir == "No such file or directory"
     assert found.shm == "No such file or directory"
     assert found.exported[0].startswith("GLOO_SOCKET_IFNAME=ib77, and its interfaces are ")
+
+
+def test_infiniband_is_there_where_the_kernel_lists_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examiner, "_INFINIBAND", tmp_path / "infiniband")
+    found = [collect(orders(tmp_path), "n1", {}).infiniband]
+    (tmp_path / "infiniband").mkdir()  # its modules are loaded, and there is no card
+    found.append(collect(orders(tmp_path), "n1", {}).infiniband)
+    (tmp_path / "infiniband" / "mlx5_0").mkdir()
+    found.append(collect(orders(tmp_path), "n1", {}).infiniband)
+    assert found == [False, False, True]
 
 
 def test_what_is_missing_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

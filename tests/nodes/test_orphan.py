@@ -104,68 +104,68 @@ class Slurm:
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     made = Slurm(tmp_path)
     monkeypatch.setenv("PATH", f"{made.bin}:/usr/bin:/bin")
     return made
 
 
-def test_one_of_those_left_requeues_the_job_once(slurm: Slurm) -> None:
-    heir, second, twin = slurm.heir(), slurm.heir("gpu003"), slurm.heir()
-    slurm.says(nodes="gpu[001-003]")
+def test_one_of_those_left_requeues_the_job_once(controller: Slurm) -> None:
+    heir, second, twin = controller.heir(), controller.heir("gpu003"), controller.heir()
+    controller.says(nodes="gpu[001-003]")
     assert not heir.settled()
-    slurm.program("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    controller.program("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     assert not heir.settled()
-    slurm.says()
+    controller.says()
     assert not heir.settled()
-    assert slurm.done == ["scontrol requeue 12"]
-    assert mark(slurm.run_dir, "12", 0).read_text() == (
+    assert controller.done == ["scontrol requeue 12"]
+    assert mark(controller.run_dir, "12", 0).read_text() == (
         "its first node gpu001 was down, and with it the conductor: gpu002 has requeued it\n"
     )
     assert second.settled()  # slurmctld is slow, and says the same
     assert twin.settled()  # of another step on the same node
-    slurm.says("PENDING", restarts=1, nodes="(null)")
+    controller.says("PENDING", restarts=1, nodes="(null)")
     assert heir.settled()
-    slurm.says(restarts=1)  # and it has lost its first node once more: that is for those of the new start
+    controller.says(restarts=1)  # and it has lost its first node once more: that is for those of the new start
     assert heir.settled()
-    assert slurm.done == ["scontrol requeue 12"]
+    assert controller.done == ["scontrol requeue 12"]
 
 
-def test_the_second_acts_when_the_first_does_not(slurm: Slurm) -> None:
-    slurm.says()
-    assert not slurm.heir("gpu003").settled()
-    assert slurm.done == ["scontrol requeue 12"]
+def test_the_second_acts_when_the_first_does_not(controller: Slurm) -> None:
+    controller.says()
+    assert not controller.heir("gpu003").settled()
+    assert controller.done == ["scontrol requeue 12"]
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "FAILED", "PREEMPTED"])
-def test_a_job_that_ends_is_left_alone(slurm: Slurm, state: str) -> None:
-    slurm.says(state)
-    assert slurm.heir().settled()
-    assert slurm.done == []
+def test_a_job_that_ends_is_left_alone(controller: Slurm, state: str) -> None:
+    controller.says(state)
+    assert controller.heir().settled()
+    assert controller.done == []
 
 
-def test_a_conductor_that_answers_is_left_alone(slurm: Slurm) -> None:
+def test_a_conductor_that_answers_is_left_alone(controller: Slurm) -> None:
     """It was stopped for a while, or this node was cut off."""
-    slurm.says()
+    controller.says()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert slurm.heir(endpoint=server.getsockname()).settled()
-    assert not (slurm.bin / "calls").exists()
+        assert controller.heir(endpoint=server.getsockname()).settled()
+    assert not (controller.bin / "calls").exists()
 
 
-def test_a_job_that_is_not_to_be_requeued_is_cancelled(slurm: Slurm) -> None:
-    slurm.says(requeue=0)
-    assert not slurm.heir().settled()
-    assert slurm.done == ["scancel 12"]
-    assert "gpu002 has cancelled it" in mark(slurm.run_dir, "12", 0).read_text()
+def test_a_job_that_is_not_to_be_requeued_is_cancelled(controller: Slurm) -> None:
+    controller.says(requeue=0)
+    assert not controller.heir().settled()
+    assert controller.done == ["scancel 12"]
+    assert "gpu002 has cancelled it" in mark(controller.run_dir, "12", 0).read_text()
 
 
-def test_a_job_whose_requeue_is_refused_is_cancelled_but_not_while_slurmctld_is_away(slurm: Slurm) -> None:
-    heir = slurm.heir()
-    for slurm.refusal in ("Unable to contact slurm controller", "refused"):
-        slurm.says()
+def test_a_job_whose_requeue_is_refused_is_cancelled_but_not_while_slurmctld_is_away(controller: Slurm) -> None:
+    heir = controller.heir()
+    for controller.refusal in ("Unable to contact slurm controller", "refused"):
+        controller.says()
         assert not heir.settled()
-    assert slurm.done == [*["scontrol requeue 12"] * 2, "scancel 12"]
-    assert "(scontrol requeue: refused): gpu002 has cancelled it" in mark(slurm.run_dir, "12", 0).read_text()
+    assert controller.done == [*["scontrol requeue 12"] * 2, "scancel 12"]
+    assert "(scontrol requeue: refused): gpu002 has cancelled it" in mark(controller.run_dir, "12", 0).read_text()
 
 
 @pytest.mark.parametrize(

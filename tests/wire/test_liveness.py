@@ -23,12 +23,31 @@ from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import THREAD_FAILED, ControlClient
 from slurm_rlhf.wire.codec import encode
 from slurm_rlhf.wire.handles import ControlServer
+from slurm_rlhf.wire.io_loop import IoLoop
 from slurm_rlhf.wire.io_thread import ListeningClock, end_context
 from slurm_rlhf.wire.messages import Envelope, Peer
 
 pytestmark = [pytest.mark.slow]
 
 TIMES = {"heartbeat_interval": INTERVAL, "heartbeat_limit": LIMIT}
+
+
+def test_a_thread_that_was_woken_sleeps_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[float] = []
+    round_ = IoLoop._round
+
+    def counted(loop: IoLoop) -> None:
+        rounds.append(time.monotonic())
+        round_(loop)
+
+    monkeypatch.setattr(IoLoop, "_round", counted)
+    server = ControlServer(RunKeys.create(tmp_path / "keys.json"), heartbeat_interval=0.02, heartbeat_limit=HANG_S)
+    try:
+        server._wake()
+        until(lambda: len(rounds) > 3, "beats after it was woken")
+        assert len(rounds) < 100 * (time.monotonic() - rounds[0]) + 10  # one a beat: 50 a second
+    finally:
+        server.close()
 
 
 class Run:
