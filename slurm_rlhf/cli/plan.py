@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +20,11 @@ from slurm_rlhf.config.model_directory import sent_parameters
 from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened, shortened_lines
+from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, UserError, shortened, shortened_lines
 from slurm_rlhf.placement.memory import Account, Row, gib, help_for
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.replacement import chosen
-from slurm_rlhf.placement.step_time import GIGABIT, Links, StepLengths, StepTime, predict
+from slurm_rlhf.placement.step_time import GIGABIT, PROMPT, Links, StepLengths, StepTime, predict
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
 from slurm_rlhf.weights.routes import cost_of
 from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
@@ -31,6 +32,8 @@ from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
 _WIDTH = 100
 _LARGEST = 3
+_PROMPTS = 256
+"""Rows of a data set whose prompts are read for their mean length."""
 
 
 def layout_here(config: Config, environ: Mapping[str, str] = os.environ, nodes: Sequence[str] = ()) -> RankMap:
@@ -298,16 +301,30 @@ def step_time(
         return None
     network, inside = (rate * GIGABIT for rate in rates.values())
     sync = cost_of(transfer).seconds(network, inside) if transfer else 0.0
-    return predict(
-        memory.config, memory.models, gpu, Links(network, inside), sync, StepLengths.expected(memory.config, mean)
-    )
+    batch = StepLengths.expected(memory.config, mean, prompt_tokens(config) or PROMPT)
+    return predict(memory.config, memory.models, gpu, Links(network, inside), sync, batch)
+
+
+def prompt_tokens(config: Config) -> int:
+    """Return the mean tokens of the first prompts of the data set; 0 where model or data cannot be read here."""
+    from slurm_rlhf.data.prompts import PromptSet
+    from slurm_rlhf.data.tokenizer import Tokenizer
+
+    longest = config.data.max_len - config.rollout.max_new_tokens
+    try:
+        tokenizer = Tokenizer.load(config.actor.model_name_or_path)
+        prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, _PROMPTS)
+    except (UserError, OSError):
+        return 0
+    return round(statistics.mean(len(prompt.token_ids) for prompt in prompts))
 
 
 def draw_step(time: StepTime, gpu: str) -> str:
     """Format the seconds of a step for a terminal."""
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.phases.items())
     text = (
-        f"a step, predicted and not measured, for responses of {time.mean_response:.0f} tokens in the mean: "
+        f"a step, predicted and not measured, for prompts of {time.mean_prompt:.0f} and responses of "
+        f"{time.mean_response:.0f} tokens in the mean: "
         f"{time.step:.3g} s on {gpu} ({phases}); it waits for {time.binds}. MFU {time.mfu:.0%}, of the update "
         f"{time.mfu_update:.0%}; {time.tokens_per_gpu:.0f} tokens/s/GPU; GPUs idle {time.idle:.0%}."
     )

@@ -117,6 +117,7 @@ class StepTime:
     mfu_update: float
     mfu: float
     tokens_per_gpu: float  # tokens of prompts and responses, a second and GPU
+    mean_prompt: float
     mean_response: float
 
 
@@ -192,6 +193,7 @@ def predict(
         learned / (peak * sum(ranks[role] * seconds for role, seconds in update.items())),
         (learned + others) / (peak * gpus * step),
         sum(batch.lengths) / step / gpus,
+        batch.prompt,
         sum(responses) / count,
     )
 

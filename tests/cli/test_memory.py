@@ -69,6 +69,17 @@ def test_plan_has_a_row_for_every_role(capsys: pytest.CaptureFixture[str], seven
     assert max(len(line) for line in out.splitlines()) <= 100
 
 
+def test_a_step_is_predicted_for_the_prompts_of_the_data_set(
+    capsys: pytest.CaptureFixture[str], run: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = (run[1], "--nodes=1", "--gpus_per_node=8", "--gpu=h100", "--mean_response=50")
+    for prompts, mean in (("1+1=", 4), ("1+1=" * 20, 80), (None, 128)):  # tokens are characters here
+        (tmp_path / "prompts.jsonl").write_text(json.dumps({"input": prompts}) + "\n" if prompts else "no row\n")
+        _, out, _ = plan(capsys, *words)
+        said = f"for prompts of {mean} and responses of 50 tokens in the mean"
+        assert said in " ".join(out.split())
+
+
 def test_plan_names_the_host_memory_of_parked_states(capsys: pytest.CaptureFixture[str], seven: str) -> None:
     words = (str(SBATCH / "ppo_7b_1node.toml"), seven, "--nodes=1", "--gpus_per_node=8", "--gpu=h100")
     code, out, _ = plan(capsys, *words)
