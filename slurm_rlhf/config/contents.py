@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,15 @@ def model_contents(model: Path) -> str:
 
 def data_contents(path: Path | str) -> str:
     """Return the hashes of the files of a data set, of every byte. Raises DataError, OSError."""
-    found = []
-    for file in data_files(path):
-        with file.open("rb") as opened:
-            found.append(hashlib.file_digest(opened, "blake2b").hexdigest())
-    return " ".join(found)
+    known = ((file, file.stat()) for file in data_files(path))
+    return " ".join(_file_contents(file, stat.st_size, stat.st_mtime_ns) for file, stat in known)
+
+
+@cache
+def _file_contents(file: Path, size: int, changed_ns: int) -> str:
+    """Return the hash of a file, which is read once as long as it does not change: `status --watch` asks each time."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "blake2b").hexdigest()
 
 
 def check_same_tokenizer(key: str, path: str, actor: str, remedy: str) -> None:
