@@ -14,6 +14,9 @@ from waiting import HANG_S
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import SyncReport
+from slurm_rlhf.weights import update
+from slurm_rlhf.weights.backends import TransportFailure
+from slurm_rlhf.weights.diagnosis import Diagnosis
 from slurm_rlhf.weights.lead import EngineLost, WeightSync, settle_update
 from slurm_rlhf.wire import timeouts
 
@@ -103,6 +106,24 @@ def test_an_update_took_as_long_as_its_slowest_member_for_checksums() -> None:
     assert metrics["time/sync_checksum"] == 0.4
     assert metrics["time/sync_transfer"] == 2.0
     assert metrics["perf/sync_bytes"] == 8.0
+
+
+def test_a_member_of_an_update_that_was_cut_off_leaves_its_group_with_the_verdict() -> None:
+    done: list[Any] = []
+    group: Any = SimpleNamespace(
+        board=SimpleNamespace(
+            post=lambda text, lost: done.append(("post", text, lost)),
+            verdict=lambda: Diagnosis("rollout 1 is gone", silent=True),
+        ),
+        drop=lambda: done.append("drop"),
+        abort=lambda text, known=False: done.append(("abort", text, known)),
+        ended="",
+        quiet={},
+        me="actor 0",
+    )
+    error = update._broken(group, 3, TransportFailure("connection reset", peer_left=True))
+    assert done == [("post", "", "connection reset"), "drop", ("abort", "rollout 1 is gone", True)]
+    assert "policy version 3 did not get through at actor 0: rollout 1 is gone" in str(error)
 
 
 def test_nobody_is_given_up_while_an_actor_rank_has_not_let_go() -> None:
