@@ -51,7 +51,9 @@ class Data:
     """Column with the number by which the score of a pair's preferred answer is to be ahead, for `slurm-rlhf rm`; 0
     where a row lacks it."""
     output_key: str = "output"
-    """Column with the answer text; `slurm-rlhf sft` trains on it, and `dpo` with dpo.loss_type = kto."""
+    """Column with the answer; `slurm-rlhf sft` trains on it, and `dpo` with dpo.loss_type = kto. With
+    data.apply_chat_template sft takes messages, too: those behind the prompt, or a whole conversation, in which all
+    that the assistant says is trained on."""
     label_key: str = "label"
     """Column handed to the reward function as `labels` (None where a row lacks it); with dpo.loss_type = kto: true
     where the answer is good."""
@@ -60,6 +62,9 @@ class Data:
     apply_chat_template: bool = False
     """Wrap the prompt as a user's message in the tokenizer's chat template. The column may also hold a list of
     messages, each with role and content."""
+    tools_key: str = ""
+    """Column with the tools that the model may call, a list of JSON schemas for the chat template; a row may lack it.
+    Empty: none. Needs data.apply_chat_template."""
     max_len: Annotated[int, Range(2)] = 2048
     """Longest prompt plus response in tokens. Prompts longer than max_len - rollout.max_new_tokens are dropped."""
     max_samples: Annotated[int, NOT_NEGATIVE] = 0

@@ -228,8 +228,9 @@ class StageKeys:
     max_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Stop after this many optimizer steps; 0: when the epochs are over."""
     eval_dataset: FilePath = ""
-    """Examples that it is not trained on, with the columns of dataset, by which the model is measured. rm normalises
-    its scores by them, else by those of dataset."""
+    """Examples that it is not trained on, with the columns of dataset, by which the model is measured: all rows,
+    whatever data.filter, data.weights and data.max_samples say. rm normalises its scores by them, else by those of
+    dataset."""
     eval_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Measure every so many steps; 0: after the last only."""
     save_steps: Annotated[int, NOT_NEGATIVE] = 100

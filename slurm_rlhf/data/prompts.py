@@ -139,14 +139,27 @@ def prompt_text(row: Row, where: str, tokenizer: Tokenizer, data: Data) -> str:
     """Return the text of a prompt as it is tokenized. Raises DataError, its message starting with `where`."""
     value = cell(row, data.input_key, "data.input_key", where)
     if data.apply_chat_template and _is_chat(value):
-        return tokenizer.chat(value, where)
+        return tokenizer.chat(value, where, tools=prompt_tools(row, where, data))
     if not isinstance(value, str):
         needed = "a string or a list of messages with role and content" if data.apply_chat_template else "a string"
         remedy = ": messages need data.apply_chat_template = true" if _is_chat(value) else ""
         raise DataError(f"{where}: {data.input_key!r} must be {needed}, got {type(value).__name__}{remedy}")
     assert isinstance(row, dict)  # `cell` raises what is wrong with it
     (message,) = prompt_messages(row, data)
-    return tokenizer.chat([message], where) if data.apply_chat_template else str(message["content"])
+    if not data.apply_chat_template:
+        return str(message["content"])
+    return tokenizer.chat([message], where, tools=prompt_tools(row, where, data))
+
+
+def prompt_tools(row: Row, where: str, data: Data) -> list[dict[str, Any]]:
+    """Return the schemas of the tools that a row names in the column data.tools_key. Raises DataError."""
+    tools = row.get(data.tools_key) if data.tools_key and isinstance(row, dict) else None
+    if not isinstance(tools or [], list) or not all(isinstance(tool, dict) for tool in tools or []):
+        raise DataError(
+            f"{where}: {data.tools_key!r} (data.tools_key) must be a list of schemas, each an object, got "
+            f"{cut(repr(tools), 60)}: write it as JSON Schema, or leave the column out"
+        )
+    return tools or []
 
 
 def prompt_messages(row: dict[str, Any], data: Data) -> list[dict[str, Any]]:

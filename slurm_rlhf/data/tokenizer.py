@@ -1,9 +1,5 @@
 """Encode and decode text as a model does, without torch and without transformers, whose import takes seconds.
 
-Chat templates are rendered as transformers does. A template is a program that comes with a model: it runs in Jinja's
-immutable sandbox, with the settings, filters and functions that templates on the Hugging Face hub rely on
-(transformers, `utils/chat_template_utils.py`).
-
 A generating model gets the tokens of the prompt alone, and its answer is what it puts behind them. So an answer to
 train on is a list of tokens that, behind those of the prompt, decode to the text of prompt and answer:
 
@@ -19,91 +15,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from slurm_rlhf.config.model_directory import require_tokenizer
+from slurm_rlhf.data.chat_template import ChatTemplate
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Prompt
-
-
-class ChatTemplate:
-    """Render messages with one template; `special` maps names such as bos_token, which templates use, to tokens."""
-
-    def __init__(self, source: str, special: dict[str, str], file: str) -> None:
-        """`file`: where the template stands."""
-        self.source = source
-        self.special = special
-        self.file = file
-        self._compiled: Any = None
-
-    def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        where: str,
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[dict[str, Any]] = (),
-    ) -> str:
-        """Return the messages as text; with `add_generation_prompt` the header of the next answer ends it.
-
-        `tools`: the schemas of those that the model may call.
-
-        Raises ModelError, naming `where`, when the template does not compile or refuses the messages.
-        """
-        try:
-            self._compiled = self._compiled or _environment().from_string(self.source)
-            rendered = self._compiled.render(
-                **self.special,
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                tools=list(tools) or None,
-                documents=None,  # templates test `is not none`, which is true for undefined names
-            )
-        except Exception as error:
-            kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ModelError(
-                f"{where}: the chat template in {self.file} failed on messages with roles {roles}: {kind}{error}"
-            ) from error
-        return str(rendered)
-
-
-@cache
-def _environment() -> Any:
-    from jinja2 import nodes
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """Accept `{% generation %}`, which marks the assistant's words for training and renders its contents."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda style: datetime.now().strftime(style)
-    return environment
-
 
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Names in tokenizer_config.json that chat templates refer to, as in transformers."""
@@ -159,11 +79,14 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of many texts, computed on all CPUs."""
+        return [list(encoding.ids) for encoding in self.encodings(texts, add_special_tokens=add_special_tokens)]
+
+    def encodings(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """Encode many texts; their tokens, and where these are in the texts."""
         try:
-            found = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+            return list(self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens))
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"the tokenizer of {self.directory} cannot encode a text: {error}") from None
-        return [list(encoding.ids) for encoding in found]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
@@ -300,6 +223,16 @@ def end_tokens(tokenizer: Tokenizer) -> set[int]:
     return {tokenizer.eos_token_id} | {token for token in listed if isinstance(token, int)}
 
 
+def behind_answer(tokenizer: Tokenizer) -> str | None:
+    """Return what the chat template writes behind an answer; None: it changes the messages, nothing can be concluded.
+
+    Raises ModelError when there is no template, or it refuses a question and its answer.
+    """
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    _, found, behind = tokenizer.chat(turns, answer=False).rpartition(ANSWER)
+    return behind if found else None
+
+
 def missing_eos(tokenizer: Tokenizer) -> str:
     """Say what is wrong with how the chat template ends an answer; "" if nothing is.
 
@@ -307,13 +240,9 @@ def missing_eos(tokenizer: Tokenizer) -> str:
     among those, engines go on sampling after the answer, up to rollout.max_new_tokens. Raises ModelError when the
     template refuses a question and its answer.
     """
-    if tokenizer.chat_template is None:
+    behind = None if tokenizer.chat_template is None else behind_answer(tokenizer)
+    if behind is None:
         return ""
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-    text = tokenizer.chat_template.render(turns, str(tokenizer.directory), add_generation_prompt=False)
-    _, found, behind = text.rpartition(ANSWER)
-    if not found:
-        return ""  # the template changes the messages: nothing can be concluded
     ends = end_tokens(tokenizer)
     if ends & set(tokenizer.encode(behind, add_special_tokens=False)):
         return ""

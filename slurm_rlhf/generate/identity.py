@@ -122,9 +122,11 @@ Identity = dict[str, Any]
 
 def identity_of(config: Config, model: Path, keys: Sequence[str] = ()) -> Identity:
     """Describe the output that `config` asks for, with the weights in the directory `model`, by `keys` and others."""
+    tools = config.data.tools_key
     return {
         "model_fingerprint": model_contents(model),
         **{key: get(config, key) for key in (*keys, *COMMON)},
+        **({"data.tools_key": tools} if tools else {}),
         "vllm.dtype": config.vllm.dtype if config.vllm.dtype != "auto" else config.ds.param_dtype,
         "reward": config.reward.remote_url or config.reward.function,
     }

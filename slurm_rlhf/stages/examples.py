@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slurm_rlhf.config.schema import Data
-from slurm_rlhf.data.prompts import BadRow, prompts_of
+from slurm_rlhf.data.conversations import Conversation, Lesson, converse, encoded, turn_end
+from slurm_rlhf.data.prompts import BadRow, prompt_messages, prompt_text, prompt_tools, prompts_of
 from slurm_rlhf.data.rows import Row, cell, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer, continuations
-from slurm_rlhf.errors import DataError
-from slurm_rlhf.records import Experience
+from slurm_rlhf.errors import DataError, ModelError, shortened
+from slurm_rlhf.records import Experience, Prompt
 
-Answered = tuple[dict[str, Any], list[str], float]
-"""(a row with its prompt, the answers to it, the number that the row gives them)."""
+RowAnswers = tuple[dict[str, Any], list[str] | Conversation, float]
+"""(a row with its prompt, the answers to it or a whole conversation, the number that the row gives them)."""
+NAMED = 5
+"""Rows that cannot be used, of those that a message names."""
 
 
 @dataclass(slots=True)
@@ -44,18 +47,47 @@ class Examples:
         return found
 
 
+class RefusedRows(DataError):
+    """Report rows that are no examples, the first of them by name; `examples` are of the others."""
+
+    def __init__(self, path: Path, rows: list[str], examples: Examples) -> None:
+        several = f"{path}: {len(rows)} rows cannot be used: " if len(rows) > 1 else ""
+        super().__init__(several + shortened(rows, NAMED, "; "))
+        self.rows, self.examples = rows, examples
+
+
+def of_held_out(data: Data) -> Data:
+    """Return the keys by which examples are read that are not trained on: all rows of their file."""
+    return replace(data, filter=[], weights=[], max_samples=0)
+
+
 def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
     """Load the rows' `data.input_key` and `data.output_key`; prompts are tokenized as PPO's prompts are.
 
-    Raises DataError with file and line for a row that is not an example, and when none is left.
+    With `data.apply_chat_template` the answer may be messages. Those that begin with the assistant's stand behind the
+    prompt, others are the whole conversation, which may be in `data.input_key`, too, in a row without an answer.
+    Raises RefusedRows for rows that are not examples, DataError when none is left.
     """
+    behind = turn_end(tokenizer)[1] if data.apply_chat_template else ""
 
-    def answered(row: Row, where: str) -> Answered:
-        value = cell(row, data.output_key, "data.output_key", where)
-        if not isinstance(value, str):
-            raise DataError(f"{where}: {data.output_key!r} must be a string, got {type(value).__name__}")
+    def answered(row: Row, where: str) -> RowAnswers:
+        alone = isinstance(row, dict) and data.output_key not in row and isinstance(row.get(data.input_key), list)
+        column, key = (data.input_key, "data.input_key") if alone else (data.output_key, "data.output_key")
+        value = cell(row, column, key, where)
         assert isinstance(row, dict)
-        return row, [value], 0.0
+        if isinstance(value, str):
+            return row, [value], 0.0
+        messages = isinstance(value, list) and value and all(isinstance(one, dict) and one.get("role") for one in value)
+        if not (data.apply_chat_template and messages):
+            needed = " or a list of messages with role and content" if data.apply_chat_template else ""
+            remedy = ": messages need data.apply_chat_template = true" if messages else ""
+            raise DataError(f"{where}: {column!r} must be a string{needed}, got {type(value).__name__}{remedy}")
+        before = []
+        if value[0]["role"] == "assistant" and not alone:
+            prompt_text(row, where, tokenizer, data)  # raises what is wrong with the prompt
+            before = prompt_messages(row, data)
+        tools = prompt_tools(row, where, data)
+        return row, converse([*before, *value], len(before), tokenizer, tools, where, behind), 0.0
 
     return _load(path, tokenizer, data, answered, 1)
 
@@ -64,11 +96,11 @@ def load_judged(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
     """Load answers with a label: row 2 i is an answer, its number 1 where it is good and 0 where it is bad.
 
     Row 2 i + 1 is the same prompt with the answer of the example half of the file away, by which KTO estimates its
-    divergence. An answer is a text or messages, as in `load_pairs`. Raises DataError with file and line for a row that
-    is not an example, and when none is left.
+    divergence. An answer is a text or messages, as in `load_pairs`. Raises RefusedRows for rows that are not examples,
+    DataError when none is left.
     """
 
-    def answered(row: Row, where: str) -> Answered:
+    def answered(row: Row, where: str) -> RowAnswers:
         answer, before = _last(cell(row, data.output_key, "data.output_key", where), data.output_key, where)
         good = cell(row, data.label_key, "data.label_key", where)
         if good not in (True, False):
@@ -78,13 +110,13 @@ def load_judged(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
     alone = _load(path, tokenizer, data, answered, 1)
     one = alone.experience
     count, parts = len(alone), np.split(one.token_ids, one.token_offsets[1:-1])
-    kept: list[tuple[Any, Any]] = []
+    kept: list[Lesson] = []
     numbers: list[float] = []
     places: list[str] = []
     dropped = [*alone.dropped]
     for row in range(count):
         mine, other = one.prompt_lens[row], (row + count // 2) % count
-        pair = [(parts[row][:mine], parts[each][one.prompt_lens[each] :]) for each in (row, other)]
+        pair = [_lesson(parts[row][:mine], parts[each][one.prompt_lens[each] :]) for each in (row, other)]
         if mine + one.response_lens[other] <= data.max_len:
             kept += pair
             numbers += [float(one.rewards[row])] * 2
@@ -101,11 +133,11 @@ def load_pairs(path: Path, tokenizer: Tokenizer, data: Data, margins: bool = Fal
 
     An answer is a text, or a list of messages that ends with the assistant's. The prompt is in `data.input_key`, or it
     is the messages before the last one, the same in both (the implicit prompts of TRL). With `margins` the number of a
-    pair is in `data.margin_key`, 0 where a row has none. Raises DataError with file and line for a row that is no pair,
-    and when none is left.
+    pair is in `data.margin_key`, 0 where a row has none. Raises RefusedRows for rows that are no pairs, DataError when
+    none is left.
     """
 
-    def answered(row: Row, where: str) -> Answered:
+    def answered(row: Row, where: str) -> RowAnswers:
         keys = {"data.chosen_key": data.chosen_key, "data.rejected_key": data.rejected_key}
         values = [cell(row, column, key, where) for key, column in keys.items()]
         (chosen, before), (rejected, other) = (
@@ -154,55 +186,83 @@ def _last(value: Any, column: str, where: str) -> tuple[str, list[Any]]:
 
 
 def _load(
-    path: Path, tokenizer: Tokenizer, data: Data, answered: Callable[[Row, str], Answered], width: int
+    path: Path, tokenizer: Tokenizer, data: Data, answered: Callable[[Row, str], RowAnswers], width: int
 ) -> Examples:
-    answers: list[list[str]] = []
+    end = turn_end(tokenizer)[0] if data.apply_chat_template else ""
+    answers: dict[int, list[str]] = {}
+    conversations: dict[int, Conversation] = {}
     values: list[float] = []
     places: list[str] = []
+    refused: dict[int, str] = {}
 
     def rows() -> Iterator[tuple[int, str, Row]]:
         for index, (where, row) in enumerate(read_rows(path, data.max_samples, data)):
-            whole, found, value = answered(row, where)
-            answers.append(found)
-            values.append(value)
             places.append(where)
-            yield index, where, whole
+            values.append(0.0)
+            try:
+                whole, found, values[index] = answered(row, where)
+            except (DataError, ModelError) as error:
+                refused[index] = str(error)
+                continue
+            if isinstance(found, Conversation):
+                conversations[index] = found
+            else:
+                answers[index] = found
+                yield index, where, whole
 
-    sequences: list[tuple[Any, Any]] = []
-    numbers: list[float] = []
-    kept: list[int] = []
-    prompts = []
+    prompts: list[Prompt] = []
     for found in prompts_of(rows(), tokenizer, data, data.max_len - 1):
         if not isinstance(found, BadRow):
             prompts.append(found)
         elif not found.long:
-            raise found.error
-    texts = [text for prompt in prompts for text in answers[prompt.index]]
-    repeated = [prompt for prompt in prompts for _ in range(width)]
-    continued = continuations(repeated, texts, tokenizer, data.apply_chat_template)
-    for place in range(0, len(repeated), width):
-        example = [
-            (prompt.token_ids, np.array([*ids, tokenizer.eos_token_id], dtype=np.int32))
-            for prompt, ids in zip(repeated[place : place + width], continued[place : place + width], strict=True)
-        ]
-        if all(len(prompt) + len(response) <= data.max_len for prompt, response in example):
-            sequences += example
-            kept.append(repeated[place].index)
-            numbers += [values[kept[-1]]] * width
-    if not answers:
+            refused[found.index] = str(found.error)
+    sequences = _continued(prompts, answers, tokenizer, data.apply_chat_template, end)
+    talks = encoded([*conversations.values()], tokenizer, ends=not end)
+    sequences |= {index: [talk] for index, talk in zip(conversations, talks, strict=True)}
+    whole = {index for index, example in sequences.items() if all(_length(one) <= data.max_len for one in example)}
+    kept, dropped = sorted(whole), sorted({*range(len(places))} - whole - {*refused})
+    packed = _packed(
+        [one for index in kept for one in sequences[index]], [values[i] for i in kept for _ in range(width)]
+    )
+    examples = Examples(packed, [places[index] for index in kept], [places[index] for index in dropped], width)
+    if refused:
+        raise RefusedRows(path, [refused[index] for index in sorted(refused)], examples)
+    if not places:
         raise DataError(f"{path}: the file holds no examples")
-    if not sequences:
+    if not kept:
         raise DataError(f"{path}: every example is longer than data.max_len = {data.max_len} tokens: raise it")
-    dropped = [places[index] for index in sorted({*range(len(places))} - {*kept})]
-    return Examples(_packed(sequences, numbers), [places[index] for index in kept], dropped, width)
+    return examples
 
 
-def _packed(sequences: list[tuple[Any, Any]], numbers: list[float]) -> Experience:
-    """Pack (prompt, response) of each sequence, and its number."""
+def _continued(
+    prompts: Sequence[Prompt], answers: dict[int, list[str]], tokenizer: Tokenizer, templated: bool, end: str
+) -> dict[int, list[Lesson]]:
+    """Encode the answers of each row behind its prompt; each ends with `end`, or the end-of-sequence token."""
+    repeated = [prompt for prompt in prompts for _ in answers[prompt.index]]
+    texts = [text if text.endswith(end) else text + end for prompt in prompts for text in answers[prompt.index]]
+    found: dict[int, list[Lesson]] = {}
+    for prompt, ids in zip(repeated, continuations(repeated, texts, tokenizer, templated), strict=True):
+        ended = bool(end) or ids[-1:] == [tokenizer.eos_token_id]
+        whole = np.array(ids if ended else [*ids, tokenizer.eos_token_id], dtype=np.int32)
+        found.setdefault(prompt.index, []).append(_lesson(prompt.token_ids, whole))
+    return found
+
+
+def _lesson(prompt: Any, response: Any) -> Lesson:
+    return Lesson(prompt, response, np.ones(len(response), dtype=np.bool_))
+
+
+def _length(one: Lesson) -> int:
+    return len(one.prompt) + len(one.response)
+
+
+def _packed(sequences: list[Lesson], numbers: list[float]) -> Experience:
+    """Pack sequences, each with its number."""
+    none = np.zeros(0, dtype=np.int32)
     return Experience(
-        np.array([len(prompt) for prompt, _ in sequences], dtype=np.int32),
-        np.array([len(response) for _, response in sequences], dtype=np.int32),
-        np.concatenate([part for pair in sequences for part in pair]),
-        np.ones(sum(len(response) for _, response in sequences), dtype=np.bool_),
+        np.array([len(one.prompt) for one in sequences], dtype=np.int32),
+        np.array([len(one.response) for one in sequences], dtype=np.int32),
+        np.concatenate([none, *(part for one in sequences for part in (one.prompt, one.response))]),
+        np.concatenate([none, *(one.mask for one in sequences)]).astype(np.bool_),
         np.array(numbers, dtype=np.float32),
     )

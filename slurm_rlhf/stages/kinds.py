@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_rlhf.algorithms.losses import Metrics
-from slurm_rlhf.algorithms.packed import response_sums
+from slurm_rlhf.algorithms.packed import masked_sum, response_sums
 from slurm_rlhf.algorithms.preferences import LOSSES, WITHOUT_REFERENCE, Pairs, bradley_terry, judged, kto, kto_kl
 from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Config, Data, Ds
@@ -24,6 +24,7 @@ from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import Examples, load_examples, load_judged, load_pairs
 from slurm_rlhf.stages.record import StageRecord
 from slurm_rlhf.stages.stage import AnswerTrainer, StageTrainer, fingerprint
+from slurm_rlhf.trainer.batch import to_device
 from slurm_rlhf.trainer.export import classifier, save_reward
 from slurm_rlhf.trainer.frozen import last_token
 from slurm_rlhf.trainer.trainers import HeadTrainer
@@ -36,16 +37,18 @@ class SftTrainer(AnswerTrainer):
     read = staticmethod(load_examples)
 
     def denominator(self, batch: Experience) -> float:
-        """Count the answer tokens."""
-        return float(batch.response_lens.sum())
+        """Count the tokens of the assistant."""
+        return float(batch.action_mask.sum())
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         """Sum the cross-entropy of this micro-batch's answers, divided by the answer tokens of the whole step."""
-        total = -self.logprobs(part).sum()
+        logprobs = self.logprobs(part)
+        total = -masked_sum(logprobs, to_device(part.action_mask, logprobs.device))
         return total / denominator, {"loss": total.detach()}
 
     def measured(self, examples: Examples) -> dict[str, float]:
-        return {"loss": -float(self.of_all(examples, self.logprobs, of_rows=False).mean(dtype=np.float64))}
+        logprobs = self.of_all(examples, self.logprobs, of_rows=False)[examples.experience.action_mask]
+        return {"loss": -float(logprobs.mean(dtype=np.float64))}
 
 
 class RmTrainer(StageTrainer, HeadTrainer):

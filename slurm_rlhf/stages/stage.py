@@ -25,7 +25,7 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.records import F32, Experience
-from slurm_rlhf.stages.examples import Examples
+from slurm_rlhf.stages.examples import Examples, of_held_out
 from slurm_rlhf.stages.record import ELSEWHERE, StageRecord, StopSignals
 from slurm_rlhf.trainer.distributed import join_world, undisturbed
 from slurm_rlhf.trainer.train_settings import Schedule
@@ -117,7 +117,7 @@ def read_inputs(config: Config, name: str) -> StageInputs:
     keys: StageKeys = get(config, name)
     tokenizer, read = Tokenizer.load(config.actor.model_name_or_path), stage_trainer(config, name).read
     examples = read(Path(keys.dataset), tokenizer, config.data)
-    held_out = read(Path(keys.eval_dataset), tokenizer, config.data) if keys.eval_dataset else None
+    held_out = read(Path(keys.eval_dataset), tokenizer, of_held_out(config.data)) if keys.eval_dataset else None
     count, batch = len(examples), keys.batch_size
     if count < batch:
         raise DataError(f"{keys.dataset}: {count} usable examples, fewer than {name}.batch_size = {batch}: lower it")
@@ -168,8 +168,8 @@ def train_stage(config: Config, name: str) -> int:
 
 def fingerprint(examples: Examples) -> str:
     """Return a hash of the examples' tokens and numbers, and of where answers begin and end."""
-    experience = examples.experience
-    parts = (experience.token_ids, experience.response_lens, experience.rewards)
+    experience, mask = examples.experience, examples.experience.action_mask
+    parts = (experience.token_ids, experience.response_lens, experience.rewards, *(() if mask.all() else (mask,)))
     return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
 
@@ -198,7 +198,7 @@ def _train(
         dist.all_reduce(total)
         *sums, stopped = total.tolist()
         means = {name: value / denominator for name, value in zip(metrics, sums, strict=True)}
-        seconds, tokens = time.monotonic() - began, float(batch.response_lens.sum())
+        seconds, tokens = time.monotonic() - began, float(batch.action_mask.sum())
         row = means | {"lr": of_step["lr"], "grad_norm": of_step.get("grad_norm", math.nan), "tokens": tokens}
         row["perf/tokens_per_s"] = float(batch.lengths.sum()) / seconds
         if measured_by and (step == steps or (keys.eval_steps and step % keys.eval_steps == 0)):

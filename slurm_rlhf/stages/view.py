@@ -68,8 +68,7 @@ def _prompts(
         places = shortened((read[one.index][1] for one in long), _LINES)
         limit = data.max_len - config.rollout.max_new_tokens
         view.dropped.append(f"{len(long)} longer than {limit} tokens (data.max_len - rollout.max_new_tokens): {places}")
-    refused = [f"a run refuses it: {one.error}" for one in bad if not one.long]
-    view.dropped += [*refused[:_LINES], *([f"and {len(refused) - _LINES} more"] if len(refused) > _LINES else [])]
+    view.dropped += _refused([str(one.error) for one in bad if not one.long])
     for prompt in kept[:rows]:
         label = "" if prompt.label is None else f", label {cut(repr(prompt.label), 80)}"
         none = [False] * len(prompt.token_ids)
@@ -79,9 +78,15 @@ def _prompts(
 
 def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: int) -> DataView:
     """Look at the examples of a stage: prompts with the answers that are trained on."""
+    from slurm_rlhf.stages.examples import RefusedRows, of_held_out
     from slurm_rlhf.stages.stage import stage_trainer
 
-    examples = stage_trainer(config, key.partition(".")[0]).read(path, tokenizer, config.data)
+    data = of_held_out(config.data) if key.endswith(".eval_dataset") else config.data
+    refused: list[str] = []
+    try:
+        examples = stage_trainer(config, key.partition(".")[0]).read(path, tokenizer, data)
+    except RefusedRows as error:
+        examples, refused = error.examples, error.rows
     found, width, long = examples.experience, examples.width, examples.dropped
     view = DataView(key, str(path), found.lengths.tolist())
     ids = np.split(found.token_ids, found.token_offsets[1:-1])
@@ -90,7 +95,7 @@ def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: 
     texts = [tokenizer.decode(ids[first].tolist()) for first in range(0, len(ids), width)]
     view.facts += _facts("examples", whole, texts, view)
     view.facts.append(f"{int(found.action_mask.sum())} of {len(found.token_ids)} tokens are in the loss")
-    view.dropped = _unread(path, len(examples) + len(long), config.data.max_samples, config.data)
+    view.dropped = _unread(path, len(examples) + len(long) + len(refused), data.max_samples, data) + _refused(refused)
     if long:
         places = shortened(long, _LINES)
         view.dropped.append(f"{len(long)} longer than data.max_len = {config.data.max_len} tokens: {places}")
@@ -99,6 +104,12 @@ def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: 
         part = f", answer {place % width + 1} of {width}" if width > 1 else ""
         view.rows.append(_row(f"{examples.places[place // width]}{part}", ids[place].tolist(), mask, tokenizer))
     return view
+
+
+def _refused(errors: Sequence[str]) -> list[str]:
+    """Name the first of the rows that a run refuses."""
+    more = [f"and {len(errors) - _LINES} more"] if len(errors) > _LINES else []
+    return [*(f"a run refuses it: {error}" for error in errors[:_LINES]), *more]
 
 
 def _facts(what: str, whole: Sequence[bytes], texts: Sequence[str], view: DataView) -> list[str]:

@@ -115,3 +115,23 @@ def test_without_a_data_set_it_says_what_to_set(file: Path, capsys: pytest.Captu
     assert "no data set is named: set data.prompt_dataset" in capsys.readouterr().err
     assert main(["data", str(file), "--output=nowhere/x.html"]) == 2
     assert "there is no directory" in capsys.readouterr().err
+
+
+def test_it_names_rows_that_a_stage_refuses_and_reads_held_out_ones_whole(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"input": "1+1=", "output": "2"}
+    written(file.parent / "s.jsonl", [good, *[{"input": "1"}] * 7])
+    written(file.parent / "held_out.jsonl", [good] * 3)
+    words = ["--data.prompt_dataset=", "--dpo.dataset=", "--sft.eval_dataset=held_out.jsonl", "--data.filter=input!=2"]
+    assert main(["data", str(file), *words, "--data.max_samples=2"]) == 0
+    trained, held_out = capsys.readouterr().out.split("sft.eval_dataset: ")
+    refused = f"  left out: a run refuses it: {file.parent}/s.jsonl:2: no column 'output' (columns: input)"
+    assert [line.startswith(refused) for line in trained.splitlines()].count(True) == 1
+    assert "  left out: 6 by max_samples" in trained.splitlines()
+    assert "  3 examples" in held_out.splitlines()
+    assert "left out" not in held_out
+    assert main(["data", str(file), *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "left out" in line][-1] == "  left out: and 2 more"
+    assert "  1 examples" in lines

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, DataError
-from slurm_rlhf.generate.identity import COUNT, FILE, ID, LAST, RowShard, claim, shard_here
+from slurm_rlhf.generate.identity import COUNT, FILE, ID, LAST, RowShard, claim, identity_of, shard_here
 from slurm_rlhf.generate.merge import merge
 from slurm_rlhf.generate.output import MERGED, OUTPUT, OutputFile, OutputLine, line_of
 
@@ -174,3 +175,12 @@ def test_shards_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     write_shard(tmp_path, 1, [(0, 0)], **{"train.seed": 1})
     with pytest.raises(DataError, match="row 0, sample 0 is there twice"):
         merge(tmp_path, None)
+
+
+def test_tools_are_other_prompts_and_their_absence_is_what_it_was(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = Config()
+    before = identity_of(config, tmp_path)
+    assert "data.tools_key" not in before
+    config.data.tools_key = "tools"
+    assert identity_of(config, tmp_path) == before | {"data.tools_key": "tools"}

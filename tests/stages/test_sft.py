@@ -238,3 +238,59 @@ def test_examples_in_process(job: Path) -> None:
     (job / "bad.jsonl").write_text('{"input": "1", "output": "2"}\n{"input": "1", "output": 2}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2: 'output' must be a string, got int"):
         load_examples(job / "bad.jsonl", tokenizer, data)
+
+
+def test_rows_that_are_no_examples_are_named_together(job: Path) -> None:
+    from slurm_rlhf.config.schema import Data
+    from slurm_rlhf.data.tokenizer import Tokenizer
+    from slurm_rlhf.stages.examples import RefusedRows, load_examples
+
+    rows: list[dict[str, Any]] = [{"input": "1", "output": "2"}, {"input": "", "output": "2"}]
+    (job / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *[{"input": "1"}] * 6, rows[0]]))
+    with pytest.raises(RefusedRows) as caught:
+        load_examples(job / "bad.jsonl", Tokenizer.load(job / "model"), Data(max_len=32))
+    said = str(caught.value)
+    assert said.startswith(f"{job}/bad.jsonl: 7 rows cannot be used: {job}/bad.jsonl:2: the prompt is empty")
+    assert [f"bad.jsonl:{line}: " in said for line in range(2, 9)] == [True] * 5 + [False] * 2
+    assert said.endswith(" and 2 more")
+    assert [place.rpartition(":")[2] for place in caught.value.examples.places] == ["1", "9"]
+
+
+def test_held_out_examples_are_all_rows_of_their_file(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slurm_rlhf.config.schema import Data
+    from slurm_rlhf.stages.stage import read_inputs
+
+    monkeypatch.chdir(job)
+    config = Config()
+    config.actor.model_name_or_path = "model"
+    config.sft.dataset, config.sft.eval_dataset, config.sft.batch_size = "sums.jsonl", "held_out.jsonl", 2
+    config.data = Data(max_len=32, max_samples=5, filter=["output=1"])
+    inputs = read_inputs(config, "sft")
+    assert inputs.held_out is not None
+    assert (len(inputs.examples), len(inputs.held_out)) == (2, 15)
+
+
+def test_only_words_of_the_assistant_count(job: Path) -> None:
+    """Another log-prob of a token that the mask leaves out changes neither loss nor gradient nor measurement."""
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from slurm_rlhf.records import Experience
+    from slurm_rlhf.stages.kinds import SftTrainer
+
+    lens, mask = np.array([1, 1], dtype=np.int32), np.array([True, False, True, True, False])
+    ids, rewards = np.arange(7, dtype=np.int32), np.zeros(2, dtype=np.float32)
+    part = Experience(lens, np.array([3, 2], dtype=np.int32), ids, mask, rewards)
+    logprobs = torch.tensor([-1.0, -50.0, -2.0, -4.0, -50.0], requires_grad=True)
+    trainer: Any = SimpleNamespace(
+        logprobs=lambda _: logprobs, of_all=lambda *_, **__: logprobs.detach().numpy().astype(np.float32)
+    )
+    assert SftTrainer.denominator(trainer, part) == 3.0
+    loss, metrics = SftTrainer._loss(trainer, part, 3.0)
+    loss.backward()
+    assert (float(loss.detach()), float(metrics["loss"])) == (pytest.approx(7 / 3), 7.0)
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 3, 0, -1 / 3, -1 / 3, 0])
+    examples: Any = SimpleNamespace(experience=part)
+    assert SftTrainer.measured(trainer, examples)["loss"] == pytest.approx(7 / 3)

@@ -1,0 +1,115 @@
+"""Make examples of conversations: the tokens of a list of messages, and which of them are the assistant's words.
+
+Where the chat template has `{% generation %}` marks, they say so, as in transformers. Else a turn is what the template
+adds to the messages before it and the start of an answer. A sequence ends with the last words that are trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slurm_rlhf.data.tokenizer import Tokenizer, behind_answer, end_tokens
+from slurm_rlhf.errors import DataError, ModelError
+from slurm_rlhf.records import I32, Bool
+
+
+class Lesson(NamedTuple):
+    """Holds a sequence to train on, cut where its first answer starts."""
+
+    prompt: I32
+    response: I32
+    mask: Bool  # of the response: True for the words of the assistant
+
+
+class Conversation(NamedTuple):
+    """Holds messages as text, and where the assistant's words are in it."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+def turn_end(tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return what the chat template ends an answer with, and what it writes behind the end.
+
+    The end is the text up to the first token at which engines end a response. Where there is no such token, it is all
+    that the template writes, but for space; empty: it writes no end, or changes the messages. Raises ModelError.
+    """
+    behind = behind_answer(tokenizer) or ""
+    words = filter(None, map(tokenizer.backend.id_to_token, end_tokens(tokenizer)))
+    end = min((behind.index(word) + len(word) for word in words if word in behind), default=len(behind.rstrip()))
+    return behind[:end], behind[end:]
+
+
+def converse(
+    messages: Sequence[dict[str, Any]],
+    first: int,
+    tokenizer: Tokenizer,
+    tools: Sequence[dict[str, Any]],
+    where: str,
+    behind: str,
+) -> Conversation:
+    """Render messages, of which the assistant's are trained on from number `first` on.
+
+    `behind`: what the template writes behind the end of a turn. Raises ModelError for a template without marks that
+    does not keep what it has written when messages follow, DataError where the assistant says nothing.
+    """
+    template = tokenizer.chat_template
+    if template is not None and template.has_marks:
+        skipped = len(template.marks(messages[:first], where, tools)) // 2 if first else 0
+        text, spans = "", []
+        for place, part in enumerate(template.marks(messages, where, tools)):
+            if place % 2 and place // 2 >= skipped:
+                spans.append((len(text), len(text) + len(part)))
+            text += part
+    else:
+        text = tokenizer.chat(messages, where, tools=tools, answer=False)
+        turns = [place for place, one in enumerate(messages) if place >= first and one["role"] == "assistant"]
+        spans = [_turn(messages[: place + 1], text, tokenizer, tools, where, behind) for place in turns]
+    spans = [(start, end) for start, end in spans if start < end]
+    if not spans:
+        raise DataError(f"{where}: no words of the assistant are to be trained on: leave the row out")
+    return Conversation(text, spans)
+
+
+def _turn(
+    messages: Sequence[dict[str, Any]],
+    text: str,
+    tokenizer: Tokenizer,
+    tools: Sequence[dict[str, Any]],
+    where: str,
+    behind: str,
+) -> tuple[int, int]:
+    """Return where the last of `messages` stands in the text of the conversation that they begin."""
+    start = tokenizer.chat(messages[:-1], where, tools=tools)
+    whole = tokenizer.chat(messages, where, tools=tools, answer=False)
+    if not (text.startswith(whole) and whole.startswith(start)):
+        raise ModelError(
+            f"{where}: the chat template of {tokenizer.directory} writes message {len(messages)} in another way when "
+            "others follow, or does not begin it as an answer begins, so that its words cannot be found: put "
+            "{% generation %} and {% endgeneration %} around the assistant's words in a copy's chat_template.jinja, "
+            "or train on the last answer alone"
+        )
+    return len(start), len(whole.removesuffix(behind))
+
+
+def encoded(conversations: Sequence[Conversation], tokenizer: Tokenizer, ends: bool) -> list[Lesson]:
+    """Encode conversations; with `ends` each gets the end-of-sequence token behind it.
+
+    A token that holds a character of the assistant's is one of its words. The first token of all is never trained on.
+    """
+    texts = [one.text for one in conversations]
+    found = []
+    for one, encoding in zip(conversations, tokenizer.encodings(texts, add_special_tokens=False), strict=True):
+        starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(starts), dtype=np.bool_)
+        for start, end in one.spans:
+            mask |= (starts < end) & (stops > start)
+        mask[:1] = False
+        first, last = (np.flatnonzero(mask)[[0, -1]] + [0, 1]).tolist() if mask.any() else (1, len(mask))
+        ids = np.array(encoding.ids[:last] + [tokenizer.eos_token_id] * ends, dtype=np.int32)
+        words = np.append(mask[first:last], [True] * ends)
+        found.append(Lesson(ids[:first], ids[first:], words))
+    return found
