@@ -5,7 +5,7 @@ A layer `q_proj` gets `q_proj.lora_A.weight` [r, in] and `q_proj.lora_B.weight` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from slurm_rlhf.errors import ModelError, shortened
@@ -33,16 +33,23 @@ def target_layers(model: Any, targets: Sequence[str]) -> dict[str, Any]:
     kind, head = type(model).__name__, model.get_output_embeddings()
     parts = dict(model.named_modules())
     layers = {name: part for name, part in parts.items() if type(part).__name__ == "Linear" and part is not head}
-    known = sorted({*map(last_part, layers)})
-    if "experts" in map(last_part, parts):
-        raise ModelError(f"lora.rank: {kind} has experts, for which there are no adapters here: set it to 0")
+    check_targets(kind, {*map(last_part, parts)}, {*map(last_part, layers)}, targets)
+    return {name: part for name, part in layers.items() if {last_part(name), ALL_LINEAR} & {*targets}}
+
+
+def check_targets(model: str, parts: Collection[str], known: Collection[str], targets: Sequence[str]) -> None:
+    """Check that the `known` last names of linear layers have all targets, and that there are no experts.
+
+    `parts`: last names of all parts of the model. Raises ModelError.
+    """
+    if "experts" in parts:
+        raise ModelError(f"lora.rank: {model} has experts, for which there are no adapters here: set it to 0")
     unknown = [name for name in targets if name != ALL_LINEAR and name not in known]
     if unknown or not known:
         raise ModelError(
-            f"lora.target_modules: {kind} has no linear layers named {shortened(unknown or targets)}; it has "
-            f"{', '.join(known) or 'none'}"
+            f"lora.target_modules: {model} has no linear layers named {shortened(unknown or targets)}; it has "
+            f"{', '.join(sorted(known)) or 'none'}"
         )
-    return {name: part for name, part in layers.items() if {last_part(name), ALL_LINEAR} & {*targets}}
 
 
 def adapter_shapes(layers: Mapping[str, Any], rank: int) -> dict[str, tuple[int, ...]]:

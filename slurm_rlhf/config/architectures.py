@@ -103,6 +103,8 @@ def problem(name: str) -> str:
 
 def missing(name: str, installed: dict[str, bool]) -> str:
     """Return what `name` needs and `installed` (module -> is it there) lacks, with the remedy; empty: nothing."""
+    if unknown := problem(name):
+        return unknown
     if name in BUILT_IN or installed.get(KERNELS):
         return ""
     if "/" in name:

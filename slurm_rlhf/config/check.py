@@ -16,6 +16,7 @@ from slurm_rlhf.config.evaluation import data_sets, eval_problems
 from slurm_rlhf.config.keys import changed, get
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
+    check_adapters,
     check_architecture,
     check_head,
     check_length,
@@ -146,8 +147,10 @@ def warnings(config: Config) -> list[str]:
 def _model_problems(config: Config, unmade: Collection[str]) -> Iterator[UserError]:
     """Check each directory that a role of the run starts from, and what the engines ask of the actor's."""
     directories: dict[str, tuple[str, bool]] = {}
+    adapted: set[str] = set()
     for role in running_roles(config):
         key, path = role.model(config)
+        adapted |= {key} if config.lora.rank and role.kind == "trained" else set()
         directories[key] = (path, role.head or directories.get(key, ("", False))[1])
     sound = True
     for key, (path, head) in directories.items():
@@ -155,6 +158,8 @@ def _model_problems(config: Config, unmade: Collection[str]) -> Iterator[UserErr
             how = {"head": head, "sampled": head, "engines": has_engines(config), "whole": key not in unmade}
             found = list(_errors_of(_check_model, key, path, config.data.max_len, **how))
             found = found or list(_errors_of(layout_of, config.ds, path))
+            if key in adapted:
+                found = found or list(_errors_of(check_adapters, key, path, config.lora.target_modules))
             yield from found
             sound = sound and not found
     actor_key, actor = ROLES[ACTOR].model(config)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.algorithms.lora import check_targets, last_part
 from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, REFUSED, head_fields
 from slurm_rlhf.config.schema_models import Lora
 from slurm_rlhf.config.user_data import is_hub_name
@@ -158,6 +159,22 @@ def check_head(key: str, path: str, *, language: bool, needed: bool = True) -> N
                 f"has {rows} rows (vocab_size), the embeddings. Complete the directory, or set tie_word_embeddings = "
                 "true where both are one matrix"
             )
+
+
+def check_adapters(key: str, path: str, targets: Sequence[str]) -> None:
+    """Check lora.target_modules by the headers of safetensors files. Raises ModelError.
+
+    transformers may rename the layers of models that were never compared: of these only experts are refused here.
+    """
+    files, config = weight_files(Path(path)), read_config(key, Path(path))
+    headers = [_header(file)[0] for file in files if file.suffix == ".safetensors"]
+    shapes = {name.removesuffix(".weight"): entry["shape"] for header in headers for name, entry in header.items()}
+    rows = text_config(config).get("vocab_size")
+    known = {last_part(name) for name, shape in shapes.items() if len(shape) == 2 and shape[0] != rows}
+    if not any(name in COMPARED for name in config.get("architectures") or []) or len(headers) < len(files):
+        known = {*targets}
+    if shapes:
+        check_targets(f"{key} = {path}", {part for name in shapes for part in name.split(".")}, known, targets)
 
 
 def check_head_shape(where: str, head: str, shape: list[int], hidden: int | None) -> None:

@@ -186,6 +186,7 @@ def _alone(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
 def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     ds, ranks = config.ds, role.ranks(config)
     elements, sizes = rank_memory.trained(config, shape, role.head)
+    largest = max(sizes, default=0)
     held = rank_memory.trainer_states(config, shape, role.name)
     buckets = rank_memory.reduce_buckets(config, elements) if ranks > 1 or ds.zero_stage else 0
     resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role.name, ranks)}
@@ -199,7 +200,7 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     phases = {
         "update": moment | rank_memory.update_terms(config, shape, role),
         "forward": rank_memory.forward_terms(config, shape, role.head, ds.zero_stage == 3),
-        "step": moment | {"optimizer's work": rank_memory.step_work(elements, ranks, ds.zero_stage, max(sizes))},
+        "step": moment | {"optimizer's work": rank_memory.step_work(elements, ranks, ds.zero_stage, largest)},
     }
     if role.name == ACTOR and has_engines(config):
         bucket = min(config.sync.bucket_size_mb(on_gpus=True) << 20, (2 if rank_memory.half(config) else 4) * elements)
@@ -230,7 +231,9 @@ def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
     module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
     awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
-    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}})
+    # Updates bring adapters alone, so the weights of an engine that sleeps stay, in host memory.
+    pinned = rank.weights if config.train.colocate_all and config.lora.rank else 0
+    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}}, pinned=pinned)
 
 
 def _context(role: str, ranks: int) -> dict[str, int]:

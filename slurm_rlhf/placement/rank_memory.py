@@ -220,7 +220,10 @@ def trained(config: Config, shape: ModelShape, head: bool) -> tuple[int, dict[in
 
 
 def adapted(shape: ModelShape, targets: list[str]) -> list[tuple[int, int, int]]:
-    """List inputs, outputs and number of the linear layers that get adapters, by the names that most models have."""
+    """List inputs, outputs and number of the linear layers that get adapters, by the names that most models have.
+
+    Layers of other names are not counted.
+    """
     hidden, layers, width = shape.hidden, shape.layers, shape.width
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     known = {
@@ -232,7 +235,17 @@ def adapted(shape: ModelShape, targets: list[str]) -> list[tuple[int, int, int]]
         "up_proj": (hidden, width),
         "down_proj": (width, hidden),
     }
-    return [(*size, layers) for name, size in known.items() if name in targets or "all-linear" in targets]
+    others = {
+        "qkv_proj": (hidden, queries + 2 * keys),
+        "query_key_value": (hidden, queries + 2 * keys),
+        "gate_up_proj": (hidden, 2 * width),
+        "out_proj": (queries, hidden),
+        "dense": (queries, hidden),
+        **dict.fromkeys(("fc1", "c_fc", "dense_h_to_4h"), (hidden, width)),
+        **dict.fromkeys(("fc2", "c_proj", "dense_4h_to_h"), (width, hidden)),
+    }
+    named = known if "all-linear" in targets else {name: (known | others).get(name) for name in dict.fromkeys(targets)}
+    return [(*size, layers) for size in named.values() if size]
 
 
 def tensors(shape: ModelShape, head: bool) -> tuple[int, dict[int, int]]:
@@ -290,7 +303,7 @@ def update_terms(config: Config, shape: ModelShape, role: RoleSpec) -> dict[str,
     autocast = half(config) and ds.zero_stage == 0
     how = Pass(tokens, longest, width, config.checkpointing, ds.attn_implementation, autocast)
     elements, sizes = trained(config, shape, role.head)
-    largest = max(sizes)
+    largest = max(sizes, default=0)
     # The largest gradient is sent alone if no bucket holds it.
     alone = (2 if ds.grad_comm_dtype == "bf16" else 4) * largest if largest > min(elements, BUCKET) else 0
     terms = {

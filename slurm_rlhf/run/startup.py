@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir, failures
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, algorithm_of
+from slurm_rlhf.config.model_directory import read_config, text_config
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.eval.sets import Evaluation
@@ -197,9 +198,7 @@ class Startup:
             role: handle for role, handle in self.supervisor.roles.items() if not isinstance(handle, EngineHandle)
         }
         engines = f"; starting {self.supervisor.roles[ROLLOUT].world} engines" if pool else ""
-        ways = [f"activation checkpointing {config.checkpointing}"]
-        ways += ["layers compiled"] * config.ds.compile + ["Liger's kernels"] * config.ds.use_liger_kernel
-        self.run.reporting.note(f"loading {', '.join(trainers)}{engines}; {', '.join(ways)}")
+        self.run.reporting.note(f"loading {', '.join(trainers)}{engines}; {', '.join(ways(config, trainers))}")
         starts: dict[str, list[Future[StartAnswer]]] = {
             role: handle.start_all(StartCalls.start, optimizer_steps(config, role, self.inputs.total_steps))
             for role, handle in trainers.items()
@@ -285,6 +284,29 @@ class Startup:
             phases=Phases(self._phase, self.watchdog.ended),
             stop=self.run.stop,
         )
+
+
+def ways(config: Config, trainers: Collection[str]) -> Iterator[str]:
+    """Say how models compute and, as far as it is not the default, what ranks exchange and how engines sample."""
+    ds, padded = config.ds, [role for role in trainers if not ROLES[role].layout(config).packed]
+    yield f"activation checkpointing {config.checkpointing}"
+    for role in padded:
+        text = text_config(read_config(role, Path(ROLES[role].model(config)[1])))
+        yield f"{role} padded ({text.get('model_type')}, ds.packing_samples = {ds.packing_samples})"
+    told = {
+        "sequences packed": not padded,
+        "layers compiled": ds.compile,
+        "Liger's kernels": ds.use_liger_kernel,
+        f"attention {ds.attn_implementation}": ds.attn_implementation != "sdpa",
+        f"{ds.ulysses_size} ranks for a sequence": ds.ulysses_size > 1,
+        f"parameters copied by {ds.hpz_size} ranks": ds.hpz_size > 1,
+        f"gradients summed in {ds.grad_comm_dtype}": ds.grad_comm_dtype != "fp32",
+        f"adapters of rank {config.lora.rank}": config.lora.rank > 0,
+        f"sampling ahead (train.async_queue_size = {config.train.async_queue_size})": config.vllm.sync_mode
+        == "inflight",
+        "KV cache kept over updates": config.vllm.keep_kv_cache,
+    }
+    yield from (words for words, used in told.items() if used)
 
 
 def sampling_nodes(ranks: RankMap) -> list[str]:

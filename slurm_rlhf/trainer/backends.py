@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+import torch
 from torch import nn
 
 from slurm_rlhf.config.roles import ROLES
@@ -23,7 +24,7 @@ from slurm_rlhf.trainer.deepspeed import (
 )
 from slurm_rlhf.trainer.distributed import World, local_device
 from slurm_rlhf.trainer.plain_torch import PlainTrainer
-from slurm_rlhf.trainer.train_settings import TrainSettings, stage_of, stored_as
+from slurm_rlhf.trainer.train_settings import DTYPES, TrainSettings, stage_of, stored_as
 from slurm_rlhf.trainer.trainer import Trainer
 
 __all__ = ["gathering", "import_trainers", "is_sharded", "loading", "start_sharded", "start_trainer"]
@@ -51,6 +52,7 @@ def loading(ds: Ds, world: World) -> Iterator[Ds]:
     which loses small ones: there the parameters themselves are fp32, and autocast computes in 16 bits.
     ZeRO-3 shards the parameters while they are loaded.
     """
-    config = zero3_config(ds.param_dtype, hpz_size=ds.hpz_size)
-    with sharded_from_the_start(world, config) if ds.zero_stage == 3 else nullcontext():
+    config, dtype = zero3_config(ds.param_dtype, hpz_size=ds.hpz_size), DTYPES[ds.param_dtype]
+    autocast = torch.autocast(world.device.type, dtype, ds.zero_stage == 0 and ds.param_dtype != "fp32")
+    with sharded_from_the_start(world, config) if ds.zero_stage == 3 else nullcontext(), autocast:
         yield stored_as(ds)

@@ -178,6 +178,12 @@ ROW = "packed_row"
 """Argument of `attention` beside those that all attention of transformers knows. Compiled layers hand it on unread: a
 graph that had numbers out of it would be made anew for other lengths."""
 
+
+def is_exact(computed: Tensor) -> bool:
+    """Tell whether `computed` was computed in fp32 throughout."""
+    return computed.dtype == torch.float32 and not torch.is_autocast_enabled(computed.device.type)
+
+
 _LARGEST_HEAD = 256  # dimensions of a head, for flash attention
 
 
@@ -216,6 +222,9 @@ def attention(
     `packed_row`: the sequences of B = 1 row; None: every row is one sequence. With a group L is of this rank's tokens,
     and the call is collective.
     """
+    if torch.is_autocast_enabled(query.device.type):  # it rounds products and sums, and rotations leave fp32 behind
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     if packed_row is not None and packed_row.group is not None:
         group = packed_row.group
         q, k, v = map(group.to_heads, (query, key, value))

@@ -113,6 +113,7 @@ def seed_rank(seed: int, rank: int, full_determinism: bool) -> None:
     torch.manual_seed(seed + rank)
     if full_determinism:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it
         torch.use_deterministic_algorithms(True)
 
 

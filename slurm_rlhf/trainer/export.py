@@ -9,6 +9,7 @@ that no process group is needed. One process holds the model, once, in host memo
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -191,6 +192,7 @@ def _state_file(actor: Path) -> Path:
 
 def main() -> None:
     actor, base, out = map(Path, sys.argv[1:4])
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # in host memory, whatever GPUs are here and in use
     dtype = next(known for known in get_args(Dtype) if known == sys.argv[4])
     try:
         export(actor, base, out, dtype)

@@ -47,15 +47,20 @@ class Frozen:
         self._autocast = autocast
         self._module: Any
         timeout, together = config.timeout, config.ds.ulysses_size
+
+        def loaded() -> nn.Module:
+            with torch.autocast(self.device.type, autocast, autocast is not None):
+                return load()
+
         if group.zero_stage or together > 1:
             world = join_world(timeout.collective, timeout.connect)
             self.group = sequence_group(world, together, timeout.collective)
         if group.zero_stage == 0:
             if self.device.type == "cuda":  # else libraries open a context on the first GPU, and report its memory
                 torch.cuda.set_device(self.device)
-            self._module = load().to(self.device).requires_grad_(False).eval()
+            self._module = loaded().to(self.device).requires_grad_(False).eval()
             return
-        self._module = start_sharded(load, dtype, group.offload, timeout.collective, world)
+        self._module = start_sharded(loaded, dtype, group.offload, timeout.collective, world)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad(), torch.autocast(self.device.type, self._autocast, self._autocast is not None):

@@ -28,6 +28,7 @@ from slurm_rlhf.trainer import batch
 from slurm_rlhf.trainer._transformers import packed_rows_are_known, restore_buffers
 from slurm_rlhf.trainer.backends import gathering, is_sharded
 from slurm_rlhf.trainer.batch import PackedRow
+from slurm_rlhf.trainer.distributed import local_device
 from slurm_rlhf.trainer.forward_fixes import (
     checkpoint_layers,
     compile_layers,
@@ -118,7 +119,9 @@ class RewardModule(nn.Module):
 def load_policy(
     path: str | Path, ds: Ds, chunk_tokens: int, checkpointing: str = "off", *, max_len: int = 0
 ) -> PolicyModule:
-    """Load the causal language model in directory `path`. Raises ModelError when it cannot be used.
+    """Load the causal language model in `path` onto this rank's accelerator, under the autocast of training if any.
+
+    Raises ModelError when it cannot be used.
 
     `checkpointing`: as in `checkpoint_layers`. `max_len`: tokens of the longest text of the run, prompt and response
     (data.max_len), which decides how positions are embedded in models that know several ways; 0: as many as the model
@@ -177,7 +180,7 @@ def _compare_logits(policy: PolicyModule, path: str) -> None:
         own = model(input_ids=ids, use_cache=False).logits[0]
         ours = policy.head(_action_states(model.base_model, ids, index), None)
     off = float((own.float().log_softmax(-1) - ours.log_softmax(-1)).abs().mean())
-    if not off <= (1e-3 if own.dtype == torch.float32 else 0.1):
+    if not off <= (1e-3 if batch.is_exact(own) else 0.1):
         raise ModelError(
             f"{path}: the logits of {type(model).__name__} are not those of its body and its output embeddings "
             f"(log-probs differ by {off:.2g} in the mean): its head has more than one linear layer, which is not known "
@@ -201,7 +204,7 @@ def _compare_packed(body: Any, path: str) -> None:
         float((a.float() - b.float()).abs().mean()) / scale
         for a, b in ((alone, packed), (packed[lengths[0] :], other[lengths[0] :]))
     )
-    limits = (1e-4, 1e-5) if alone.dtype == torch.float32 else (0.05, 1e-4)
+    limits = (1e-4, 1e-5) if batch.is_exact(alone) else (0.05, 1e-4)
     if not (off <= limits[0] and seen <= limits[1]):
         raise ModelError(
             f"{path}: packed into one row its texts are not what they are alone (hidden states differ by {off:.2g}, by "
@@ -239,10 +242,13 @@ def _load(kind: Any, path: Path, ds: Ds, checkpointing: str, max_len: int) -> An
             f"{path}: {len(absent)} weights of the architecture are not in its files and would be random, "
             f"first {', '.join(absent[:3])}. Complete the directory."
         )
-    if any(is_sharded(parameter) for parameter in model.parameters()):
+    sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    if sharded:
         restore_buffers(model, kind)
     switch_off(model)
     fix_frequencies(model, max_len, str(path))
+    if not sharded:
+        model.to(local_device())  # what is compared, and compiled, trains: some kernels know no CPU
     if layout_of(ds, str(path)).packed:
         _compare_packed(model.base_model, str(path))
     checkpoint_layers(model, checkpointing)

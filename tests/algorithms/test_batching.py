@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.algorithms.batching import micro_batches, mini_batches, split_ranks
 from slurm_rlhf.algorithms.layout import Layout
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.roles import running_roles
 
 lengths_and_ranks = st.integers(1, 4).flatmap(
     lambda dp: st.integers(0, 5).flatmap(
@@ -123,15 +126,31 @@ def test_packed_micro_batches_fit_and_are_few(case: tuple[list[int], int], max_t
         assert len(result[0]) <= 2 * needed + long + 1
 
 
-# (sequences of an optimizer step, ranks, train.max_tokens_per_gpu, hidden size) of sbatch/ppo_*.toml and grpo_*.toml
-SHIPPED = {
-    "7b actor": (96, 8, 32768, 3584),
-    "7b critic": (96, 6, 32768, 3584),
-    "32b": (240, 48, 16384, 5120),
-    "7b_1node": (64, 8, 8192, 3584),
-    "grpo_7b": (1024, 16, 32768, 3584),
-    "grpo_32b": (1024, 32, 32768, 5120),
-}
+HIDDEN = {"7B": 3584, "32B": 5120}
+"""Size in the name of a Qwen 2.5 -> width of its hidden states."""
+SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
+
+
+def shipped() -> dict[str, tuple[int, int, int, int]]:
+    """File and role -> (sequences of an optimizer step, ranks, train.max_tokens_per_gpu, hidden size)."""
+    found = {}
+    for file in sorted(SBATCH.rglob("*.toml")):
+        config = load_config(file, [])
+        size = next((size for size in HIDDEN if f"-{size}-" in config.actor.model_name_or_path), "")
+        for role in running_roles(config) if size else ():
+            if role.kind == "trained":
+                rest = role.ranks(config), config.train.max_tokens_per_gpu, HIDDEN[size]
+                found[f"{file.stem} {role.name}"] = (config.train.batch_size, *rest)
+    return found
+
+
+SHIPPED = shipped()
+
+
+def test_all_that_is_shipped_is_read() -> None:
+    assert SHIPPED["ppo_7b critic"] == (96, 6, 32768, 3584)
+    assert SHIPPED["grpo_32b actor"] == (1024, 32, 32768, 5120)
+    assert len(SHIPPED) > 20
 
 
 @pytest.mark.parametrize("name", SHIPPED)

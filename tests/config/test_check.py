@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -253,6 +254,33 @@ def test_a_model_without_an_output_head(config: Config) -> None:
             rules(config)
     (model / "model.safetensors").write_bytes(tensors(stored | {"lm_head.weight": [9, 4]}))
     check(config)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words", "told"),
+    [
+        ("self_attn.qkv_proj", "lora.target_modules=q_proj", "has no linear layers named q_proj; it has qkv_proj"),
+        ("self_attn.qkv_proj", "lora.target_modules=qkv_proj", ""),
+        ("self_attn.qkv_proj", "lora.target_modules=all-linear", ""),
+        ("self_attn.qkv_proj", "lora.target_modules=lm_head", "named lm_head"),
+        ("mlp.experts.0.up_proj", "lora.target_modules=all-linear", "has experts, for which there are no adapters"),
+    ],
+)
+def test_layers_that_get_adapters_are_there(config: Config, layer: str, words: str, told: str) -> None:
+    model = Path(config.actor.model_name_or_path)
+    described = json.loads((model / "config.json").read_text())
+    named = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 9}
+    (model / "config.json").write_text(json.dumps(described | named))
+    stored = {"lm_head.weight": [9, 4], f"model.layers.0.{layer}.weight": [8, 4], "model.norm.weight": [4]}
+    (model / "model.safetensors").write_bytes(tensors(stored))
+    config.lora.rank = 8
+    if not told:
+        return check(change(config, words))
+    with pytest.raises(ModelError, match=re.escape(told)) as caught:
+        check(change(config, words))
+    assert "actor.model_name_or_path" in str(caught.value)
+    assert str(caught.value).count("lora.") == 1, "policy and critic start from one directory"
+    return None
 
 
 def test_sft_writes_into_a_new_directory(config: Config) -> None:

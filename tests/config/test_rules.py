@@ -46,6 +46,23 @@ def test_the_rule_that_keys_choose(keys: list[str], rule: CorrectionRule | None)
     assert [told for told in rule_problems(config) if "correction" in told] == []
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("ds.packing_samples=always ds.attn_implementation=eager", "has a row for each"),
+        ("ds.packing_samples=always ds.attn_implementation=flex_attention", "has a row for each"),
+        ("ds.attn_implementation=flash_attention_3 ds.param_dtype=fp32", "computes 16 bits alone"),
+        ("lora.target_modules=[] lora.rank=8", "gives no layer an adapter"),
+        ("vllm.keep_kv_cache=true train.full_determinism=true", "excludes that: leave one of the two out"),
+        ("vllm.keep_kv_cache=true train.full_determinism=true vllm.sync_mode=inflight", "excludes that: leave one"),
+    ],
+)
+def test_keys_that_exclude_each_other_are_one_error_with_their_names(words: str, told: str) -> None:
+    (found,) = rule_problems(load_config(None, [f"--{word}" for word in words.split()]))
+    assert told in found
+    assert [word for word in words.split() if word.partition("=")[0] not in found] == []
+
+
 # --- engine rules -----------------------------------------------------------------------------------------------------
 
 

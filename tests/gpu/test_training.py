@@ -106,7 +106,7 @@ def _load_before(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def cuda(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """Two GPUs, this rank's the second."""
     monkeypatch.setenv("LOCAL_RANK", "1")
-    for name in ("RANK", "CUBLAS_WORKSPACE_CONFIG"):
+    for name in ("RANK", "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode, *, warn_only=False: None)
     joined = dist.init_process_group
@@ -187,6 +187,7 @@ def test_a_rank_joins_nccl_on_the_gpu_of_its_local_rank(cuda: FakeCuda) -> None:
     limit_collectives(20.0)
     distributed.seed_rank(1, 0, full_determinism=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
     assert "pin_memory" in zero3_config("bf16", offload=True)["zero_optimization"]["offload_param"]
     assert zero3_config("bf16", offload=True)["zero_optimization"]["offload_param"]["pin_memory"] is True
 

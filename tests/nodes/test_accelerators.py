@@ -126,6 +126,7 @@ def test_a_cpu_build_on_gpus_is_a_note_and_a_cuda_build_without_gpus_an_error() 
         ("sdpa", {}, ""),
         ("flash_attention_2", {"flash_attn": True}, ""),
         ("flash_attention_2", {"kernels": True}, ""),
+        ("flash_atention_2", {}, "is not known; did you mean flash_attention_2"),
         ("flash_attention_2", {"flash_attn_interface": True}, "needs the module flash_attn .pip install flash-attn."),
         ("kernels-community/flash-attn3", {"flash_attn": True}, "needs the package kernels: pip install kernels"),
         ("kernels-community/flash-attn3", {"kernels": True}, ""),
@@ -184,7 +185,7 @@ def test_unknown_names_of_attention_and_missing_kernels_end_a_run_before_it_star
     file = workspace(tmp_path / "work")
     with pytest.raises(ConfigError, match="'flash_atention_2' is not known; did you mean flash_attention_2"):
         check(load_config(file, ["--ds.attn_implementation=flash_atention_2"]))
-    assert main(["train", str(file), "--ds.attn_implementation=flash_attention_2"]) == 2
+    assert main(["train", str(file), "--ds.attn_implementation=flash_attention_2", "--ds.param_dtype=bf16"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert "needs the module flash_attn" in err

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import ParameterSpec
-from slurm_rlhf.run.startup import Startup
+from slurm_rlhf.run.startup import Startup, ways
 from slurm_rlhf.wire.calls import StartAnswer
 from slurm_rlhf.wire.handles import EngineHandle
 
@@ -21,7 +24,36 @@ def answered(*answers: StartAnswer) -> SimpleNamespace:
     return SimpleNamespace(start_all=lambda call, request: futures)
 
 
-def test_engines_learn_what_the_first_rank_of_the_actor_is_going_to_send() -> None:
+def run_config(tmp_path: Path, **kinds: str) -> Config:
+    """A configuration with a model of each kind."""
+    config = Config()
+    for role, kind in kinds.items():
+        model = tmp_path / role
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps({"model_type": kind}))
+        put(config, f"{role}.model_name_or_path", str(model))
+    return config
+
+
+def test_how_a_run_computes_is_named(tmp_path: Path) -> None:
+    config = run_config(tmp_path, actor="qwen2", critic="mamba2")
+    assert [*ways(config, ["actor"])] == ["activation checkpointing off", "sequences packed"]
+    told = "critic padded (mamba2, ds.packing_samples = auto)"
+    assert [*ways(config, ["actor", "critic"])] == ["activation checkpointing off", told]
+    config.ds.grad_comm_dtype, config.ds.hpz_size, config.lora.rank = "bf16", 2, 8
+    config.vllm.sync_mode, config.vllm.keep_kv_cache, config.ds.attn_implementation = "inflight", True, "eager"
+    assert [*ways(config, ["actor"])][1:] == [
+        "actor padded (qwen2, ds.packing_samples = auto)",
+        "attention eager",
+        "parameters copied by 2 ranks",
+        "gradients summed in bf16",
+        "adapters of rank 8",
+        "sampling ahead (train.async_queue_size = 1)",
+        "KV cache kept over updates",
+    ]
+
+
+def test_engines_learn_what_the_first_rank_of_the_actor_is_going_to_send(tmp_path: Path) -> None:
     sent = [cast(ParameterSpec, "embeddings"), cast(ParameterSpec, "head")]
     roles = {
         "actor": answered(StartAnswer("read", sent), StartAnswer()),
@@ -36,7 +68,7 @@ def test_engines_learn_what_the_first_rank_of_the_actor_is_going_to_send() -> No
         return [1]
 
     startup: Any = SimpleNamespace(
-        run=SimpleNamespace(config=Config(), reporting=SimpleNamespace(note=notes.append)),
+        run=SimpleNamespace(config=run_config(tmp_path, actor="qwen2"), reporting=SimpleNamespace(note=notes.append)),
         supervisor=SimpleNamespace(roles=roles),
         inputs=SimpleNamespace(total_steps=3),
         _tell_when_ready=lambda role, futures: None,
