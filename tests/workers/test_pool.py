@@ -20,6 +20,7 @@ from slurm_rlhf.cluster.processes import KEYS, running
 from slurm_rlhf.errors import WorkerError
 from slurm_rlhf.observe.stacks import Frame
 from slurm_rlhf.workers.pool import WORKER, Code, WorkerPool, stacks_of_workers
+from slurm_rlhf.workers.under_way import UNDER_WAY
 
 pytestmark = pytest.mark.slow
 
@@ -212,3 +213,12 @@ def test_workers_end_with_the_conductor(pools: Pools, number: signal.Signals) ->
         owner.wait(HANG_S)
         owner.stdout.close()
     until(lambda: not any(running(pid) for pid in pids))
+
+
+def test_a_call_is_under_way_until_it_has_ended(pools: Pools, tmp_path: Path) -> None:
+    before, call = UNDER_WAY.ended, pools().submit("wait", str(tmp_path / "go on"), timeout_s=7 * HANG_S)
+    until(lambda: UNDER_WAY.longest_s() == 7 * HANG_S, "the call")
+    assert UNDER_WAY.ended == before
+    (tmp_path / "go on").touch()
+    call.result(HANG_S)
+    assert (UNDER_WAY.ended, UNDER_WAY.longest_s()) == (before + 1, 0.0)
