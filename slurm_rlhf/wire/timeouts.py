@@ -35,6 +35,7 @@ SERVER_BEAT_S = 5.0  # the pause between two words of `serve-env` that a call go
 SERVER_SILENT_S = 30.0  # the silence of `serve-env` after which it counts as gone
 EPISODE_IDLE_S = 7200.0  # the time between two turns after which `serve-env` forgets an episode: its run has ended
 TASKS_S = 300.0  # the making of all tasks of data.reasoning_gym
+MATH_S = 5  # the reading of an answer in mathematics, and its comparison with the label; whole seconds
 SANDBOX_S = 10.0  # the unit tests of a response, all together
 SANDBOX_PROBE_S = 10.0  # a program that only prints, in a sandbox that may not work
 
