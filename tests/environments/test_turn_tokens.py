@@ -125,12 +125,9 @@ OPEN = {
 
 @pytest.mark.parametrize("one", formats(), ids=lambda one: one.name)
 def test_unclosed_calls_are_read_in_linear_time(one: ToolFormat) -> None:
-    def seconds(count: int) -> float:
-        text, began = OPEN.get(one.name, "<tool_call>{") * count, time.process_time()
-        assert all(call.error for call in one.read(text, []))
-        return time.process_time() - began
-
-    assert seconds(32_000) < 16 * 4 * max(min(seconds(2_000) for _ in range(3)), 0.002)
+    text, began = OPEN.get(one.name, "<tool_call>{") * 16_000, time.process_time()
+    assert all(call.error for call in one.read(text, []))
+    assert time.process_time() - began < 1.0
 
 
 def test_unclosed_arguments_are_read_in_linear_time() -> None:
