@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -222,3 +223,12 @@ def test_a_call_is_under_way_until_it_has_ended(pools: Pools, tmp_path: Path) ->
     (tmp_path / "go on").touch()
     call.result(HANG_S)
     assert (UNDER_WAY.ended, UNDER_WAY.longest_s()) == (before + 1, 0.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_child_of_a_fork_that_comes_back_answers_no_call(pools: Pools, fails: bool) -> None:
+    pool = pools()
+    assert pool.submit("fork", fails, timeout_s=HANG_S).result(HANG_S) == "forked"
+    time.sleep(SHORT_S)
+    for number in range(3):
+        assert pool.submit("double", [number], timeout_s=HANG_S).result(HANG_S) == [2 * number]
