@@ -63,7 +63,11 @@ def token_of(token: str, key: str) -> str:
     try:
         return Path(token).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {token} cannot be read: {error}") from error
+        file = token if os.path.isdir(os.path.dirname(token)) else "its file"  # else it may be the token itself
+        why = getattr(error, "strerror", "it is no text")
+        raise ConfigError(
+            f"{key}: {file} cannot be read: {why}: write env:VARIABLE, or the file of the token"
+        ) from None
 
 
 class Servers:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from waiting import HANG_S, scaled, until
 
+from slurm_rlhf.config.check import reward_source
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RewardError, WorkerError
 from slurm_rlhf.records import Prompt, Trajectory
@@ -366,3 +367,14 @@ def test_tokens_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pyte
         token_of("env:NOT_THERE", "reward.token")
     with pytest.raises(ConfigError, match=r"reward\.token: .*absent cannot be read"):
         token_of(str(tmp_path / "absent"), "reward.token")
+
+
+@pytest.mark.parametrize("token", ["s3cret", "s3/cret", "s3cret" * 60])
+def test_a_secret_in_place_of_its_file_or_in_an_address_is_refused_and_not_shown(token: str) -> None:
+    config = Config()
+    config.reward.token, config.reward.remote_url = token, "https://a/@b,http://user:s3cret@host"
+    problems = [*reward_source(config)]
+    with pytest.raises(ConfigError) as failed:
+        token_of(token, "reward.token")
+    assert len(problems) == 2
+    assert "cret" not in f"{problems} {failed.value}".replace("secret", "")
