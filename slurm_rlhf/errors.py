@@ -73,7 +73,7 @@ class WorkerError(UserError):
     """Report a call of the user's code, in a process of its own, that failed.
 
     `kind`: late (past its deadline), ended (a signal, an exit), memory (past its limit), raised (an exception), gone
-    (another call has ended the process that it was meant for).
+    (another call has ended the process that it was meant for), unanswered (no server takes the request).
     """
 
     def __init__(self, kind: str, message: str) -> None:

@@ -199,7 +199,8 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"
         return
     prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts)))]
-    answer = Scoring(inputs.reward, config.timeout.reward)(prompts, [_answered(prompt) for prompt in prompts], 0)
+    scoring = Scoring(inputs.reward, config.timeout.reward, note=print)
+    answer = scoring(prompts, [_answered(prompt) for prompt in prompts], 0)
     values = ", ".join(f"{value:g}" for value in answer.rewards)
     yield f"rewards of the labels of the first {len(prompts)} prompts, as if they were responses: {values}"
 

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run_directory import files_exhausted, most_files, write_atomically
 
@@ -174,6 +172,8 @@ _STATES = {
 
 def node_load() -> str:
     """Describe the load and the free memory of this node in a line."""
+    import psutil  # a light install, which serves environments, does without it
+
     load, memory = " ".join(f"{each:.2f}" for each in psutil.getloadavg()), psutil.virtual_memory()
     free, total = memory.available / 2**30, memory.total / 2**30
     return f"load {load} on {os.cpu_count()} CPUs, {free:.1f} of {total:.1f} GiB of memory available"

@@ -269,6 +269,12 @@ def _data(key: str, value: str) -> Iterator[str]:
 def reward_source(config: Config) -> Iterator[str]:
     """Check the keys that name where rewards come from: exactly one of them is needed."""
     yield from _file_or_servers("env.path", config.env.path, ENVIRONMENTS)
+    for key, value in (("reward.token", config.reward.token), ("env.token", config.env.token)):
+        if value and not value.startswith("env:") and not os.path.isfile(value):
+            yield (
+                f"{key} names no file that is there, and is not shown, as it may be the token itself: write "
+                "env:VARIABLE, or the file that holds the token"
+            )
     if config.reward.sources:
         yield from part_problems(config)
         for part in config.reward.sources:
@@ -297,7 +303,10 @@ def _file_or_servers(key: str, value: str, what: str) -> Iterator[str]:
         yield from _file(key, value, what) if value else ()
         return
     for url in value.split(","):
-        if not url.strip().startswith(URLS):
+        if "@" in url.rpartition("://")[2].partition("/")[0]:
+            token = f"{key.partition('.')[0]}.token"
+            yield f"{key} has a password, or a user's name, which config.toml would show: use {token} in its place"
+        elif not url.strip().startswith(URLS):
             yield f"{key}: {url.strip()!r} is no http:// or https:// address, as the first one is"
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import accumulate
 from typing import Any
 
 from slurm_rlhf.data.tokenizer import Tokenizer, end_tokens
@@ -26,6 +27,9 @@ Read = Callable[[str, Schemas], list[ToolCall]]
 """Reads the calls in a response, special tokens included; the schemas are those of the tools."""
 
 END_OF_THINKING = "</think>"
+DEEPEST = 100
+"""Levels of nesting of a call at most."""
+_STRINGS = re.compile(r'"(?:\\.|[^"\\])*+"?', re.DOTALL)
 PROBE = ToolCall("look_up", {"text": "slurm-rlhf", "count": 7})
 PROBE_SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -67,7 +71,7 @@ class ToolFormat:
             if self.pair is not None:
                 yield ToolCall(name, self._pairs(name, arguments, schemas))
                 return
-            given = json.loads(groups.get("json") or arguments)
+            given = _from_json(groups.get("json") or arguments)
         except ValueError as error:
             yield ToolCall(name, error=f"the call is not valid JSON: {error}")
             return
@@ -94,9 +98,17 @@ def _call_of(one: Any) -> ToolCall:
     return ToolCall(name, given)
 
 
+def _from_json(text: str) -> Any:
+    """Read JSON. Raises ValueError, also for what is nested too deeply for Python's readers and writers of JSON."""
+    open_ones = accumulate((char in "[{") - (char in "]}") for char in _STRINGS.sub("", text))
+    if max(open_ones, default=0) > DEEPEST:
+        raise ValueError(f"it is nested more than {DEEPEST} deep")
+    return json.loads(text)
+
+
 def _typed(value: str) -> Any:
     try:
-        return json.loads(value)
+        return _from_json(value)
     except ValueError:
         return value  # the check of the arguments says what was expected
 
@@ -190,9 +202,10 @@ def _readers(tokenizer: Tokenizer, prompt: str) -> Iterator[tuple[str, Read]]:
         def read(text: str, schemas: Schemas) -> list[ToolCall]:
             try:
                 message = _transformers.parsed_response(text, template, prompt, schemas)
-            except (ValueError, KeyError) as error:
+                calls = _from_json(json.dumps(message.get("tool_calls") or []))
+            except (ValueError, KeyError, RecursionError) as error:
                 return [ToolCall("", error=f"the call cannot be read: {error}")]
-            return [_call_of(one) for one in message.get("tool_calls") or []]
+            return [_call_of(one) for one in calls]
 
         yield "response_template", read
         return

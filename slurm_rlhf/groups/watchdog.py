@@ -1,8 +1,9 @@
 """Finds out that nothing moves, names the ranks that cause it, and ends the run as `train.on_hang` says.
 
-A run moves while its ranks answer calls and its phases change. How long nothing may move is learned for each phase from
-the earlier steps. A wait that is longer is reported: `hang-<step>/` and one paragraph. If nothing moves for
-`timeout.hang_grace` more, the run ends. Calls keep the deadlines of the table, which are the ceiling of every budget.
+A run moves while its ranks answer calls, calls of users' code end, and its phases change. How long nothing may move is
+learned for each phase from the earlier steps. A wait that is longer is reported: `hang-<step>/` and one paragraph. If
+nothing moves for `timeout.hang_grace` more the run ends; not before the deadline of users' code that it waits for.
+Calls keep the deadlines of the table, which are the ceiling of every budget.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.io_thread import ListeningClock
 from slurm_rlhf.wire.messages import Flight
+from slurm_rlhf.workers.under_way import UNDER_WAY
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class Watchdog:
         self._phase = START
         self._clock = ListeningClock(timeouts.WATCHDOG_ROUND_S)  # a suspended run hangs nowhere
         self._moved = self._clock.now()
-        self._moves = 0  # count of the ranks' moves at that time
+        self._moves = 0  # count of the moves of ranks and users' code at that time
         self._hang: Hang | None = None
         self._stuck_since: float | None = None  # time of the last move before the hang
         self._stuck_phase = ""  # phase of the hang; an error leaves it
@@ -167,7 +169,7 @@ class Watchdog:
 
     def _learn(self) -> float:
         """Learn how long nothing had moved, if something has since; returns how long nothing moves now."""
-        now, moves = self._clock.now(), self._supervisor.server.moves()
+        now, moves = self._clock.now(), self._supervisor.server.moves() + UNDER_WAY.ended
         if moves != self._moves:
             self._budgets.waited(self._phase, now - self._moved)
             self._moved, self._moves = now, moves
@@ -248,6 +250,8 @@ class Watchdog:
             verdict = verdict if silent else self._judge(found)
         hang = Hang(self._step(), self._stuck_phase, verdict, where, attempt)
         grace_s = max(self._config.timeout.hang_grace, budget.ends_s - waited)
+        if not self._supervisor.server.flights():  # users' code that fails at its deadline need not end the run
+            grace_s = max(grace_s, UNDER_WAY.longest_s())
         cause = "a rank has sent no heartbeat" if silent else f"nothing has moved for {waited:.0f} s ({budget.words()})"
         paragraph = (
             f"step {hang.step} hangs in {_phase_words(hang.phase)}: {cause}; {verdict.words}. Stacks of all ranks, the "

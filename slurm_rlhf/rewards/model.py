@@ -134,9 +134,11 @@ class Scoring:
         """Tell the user how many responses have no reward of their own, and why. Raises RewardError if none has one."""
         if found.failed is None:
             return
-        kinds = Counter(why.partition(":")[0] for why in found.failed.tolist() if why)
+        reasons = [why for why in found.failed.tolist() if why]
+        kinds = Counter(why.partition(":")[0] for why in reasons)
         listed = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
         said = f"the rewards of {kinds.total()} of {len(found.rewards)} responses failed ({listed})"
+        said += f", the first: {reasons[0]}"
         said += f"; {self.printed} shows them" if self.printed else ""
         if kinds.total() == len(found.rewards) > 1:
             raise RewardError(said)

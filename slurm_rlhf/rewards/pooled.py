@@ -1,4 +1,4 @@
-"""Compute rewards by the user's function in workers: a call for the responses to each prompt, whatever happens to one.
+"""Compute rewards by the user's function, here in workers: a call for the responses to each prompt, whatever happens.
 
 Responses whose call fails are asked again, each alone: so the one that is to blame is known, and the others get their
 rewards. A call of several has half of timeout.reward and one alone the other half, so nobody waits for longer.
@@ -6,6 +6,7 @@ rewards. A call of several has half of timeout.reward and one alone the other ha
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -25,31 +26,26 @@ LONGEST = 300
 """Characters of the reason that the report shows of a reward that failed."""
 
 
-class PooledRewards:
-    """Calls the object of `code` in workers; it has `answer(items, step)` and `about()`, as `RewardFunction`."""
+class CalledRewards(ABC):
+    """Asks for the rewards of the responses to each prompt, and says by `reward.on_error` what those that fail get."""
 
     streams = True
     """The responses to a prompt may be scored while others are sampled."""
+    where = ""
+    """Names what is called, where an error does not; empty: each does."""
 
-    def __init__(self, code: Code, config: Config, printed: Path | None = None, nodes: WorkerNodes = ()) -> None:
-        """Start the workers, and wait until they have loaded the code. `printed`: the log; None: the terminal.
+    def __init__(self, config: Config, printed: Path | None, limit_s: float) -> None:
+        """`printed`: the log of those that fail; None: there is none. `limit_s`: what a reward may take."""
+        self._on_error, self._input_key = config.reward.on_error, config.data.input_key
+        self._printed, self._timeout_s = printed, limit_s
 
-        `nodes`: where they run; empty: here.
-        Raises RewardError for code that cannot be loaded.
-        """
-        reward, self._timeout_s = config.reward, config.timeout.reward
-        self._on_error, self._input_key, self._printed = reward.on_error, config.data.input_key, printed
-        self._pool = WorkerPool(code, max(reward.workers, 1), reward.memory_mb, config.timeout.connect, printed, nodes)
-        try:
-            self._pool.ready()
-            self.where, self._none = self._pool.submit("about", timeout_s=self._timeout_s).result()
-        except WorkerError as error:
-            self.close()
-            raise RewardError(str(error)) from error
+    @abstractmethod
+    def _begin(self, items: Sequence[Item], step: int, timeout_s: float) -> Future[Any]:
+        """Begin a call for `items`, which has that long. The future may raise WorkerError, and RewardError at once."""
 
-    def close(self) -> None:
-        """End the workers."""
-        self._pool.close()
+    @abstractmethod
+    def _parsed(self, answer: Any, count: int) -> Rewards:
+        """Read the answer of a call for `count` responses. Raises RewardError."""
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
         """Compute the rewards of `trajectories`, [N]; blocks. Raises RewardError, as `reward.on_error` says."""
@@ -61,7 +57,7 @@ class PooledRewards:
         return joined([part for group, call in asked for part in self._taken(group, call, step)])
 
     def _ask(self, items: Sequence[Item], step: int, half: bool) -> Future[Any]:
-        return self._pool.submit("answer", items, step, timeout_s=self._timeout_s / (2 if half else 1))
+        return self._begin(items, step, self._timeout_s / (2 if half else 1))
 
     def _taken(self, items: list[Item], call: Future[Any], step: int) -> list[Rewards]:
         """Return the rewards of `items`, in one part or in one for each."""
@@ -79,14 +75,16 @@ class PooledRewards:
 
     def _read(self, call: Future[Any], count: int) -> Rewards:
         try:
-            return parse_answer(call.result(), count, self.where, self._none)
-        except RewardError as error:
-            raise WorkerError(RAISED, str(error)) from error
+            answer = call.result()
         except CancelledError:
             raise RewardError("the workers of the reward function were ended") from None
+        try:
+            return self._parsed(answer, count)
+        except RewardError as error:
+            raise WorkerError(RAISED, str(error)) from error
 
     def _failed(self, item: Item, error: WorkerError) -> Rewards:
-        said = f"{error}" if error.kind == RAISED else f"{self.where}: {error}"
+        said = f"{error}" if error.kind == RAISED or not self.where else f"{self.where}: {error}"
         if self._printed is not None:
             with self._printed.open("a", encoding="utf-8", errors="replace") as log:
                 log.write(f"{error.kind}: {said}\n  prompt: {item['prompt']!r}\n  response: {item['response']!r}\n")
@@ -101,3 +99,33 @@ class PooledRewards:
             skipped=np.array([self._on_error == SKIP]),
             failed=np.array([f"{error.kind}: {cut(said, LONGEST)}"]),
         )
+
+
+class PooledRewards(CalledRewards):
+    """Calls the object of `code` in workers; it has `answer(items, step)` and `about()`, as `RewardFunction`."""
+
+    def __init__(self, code: Code, config: Config, printed: Path | None = None, nodes: WorkerNodes = ()) -> None:
+        """Start the workers, and wait until they have loaded the code. `printed`: the log; None: the terminal.
+
+        `nodes`: where they run; empty: here.
+        Raises RewardError for code that cannot be loaded.
+        """
+        super().__init__(config, printed, config.timeout.reward)
+        reward, start_s = config.reward, config.timeout.connect
+        self._pool = WorkerPool(code, max(reward.workers, 1), reward.memory_mb, start_s, printed, nodes)
+        try:
+            self._pool.ready()
+            self.where, self._none = self._pool.submit("about", timeout_s=self._timeout_s).result()
+        except WorkerError as error:
+            self.close()
+            raise RewardError(str(error)) from error
+
+    def close(self) -> None:
+        """End the workers."""
+        self._pool.close()
+
+    def _begin(self, items: Sequence[Item], step: int, timeout_s: float) -> Future[Any]:
+        return self._pool.submit("answer", items, step, timeout_s=timeout_s)
+
+    def _parsed(self, answer: Any, count: int) -> Rewards:
+        return parse_answer(answer, count, self.where, self._none)

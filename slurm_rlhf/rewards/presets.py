@@ -17,6 +17,7 @@ from slurm_rlhf.rewards.items import Item
 from slurm_rlhf.rewards.reasoning_gym import task_score
 from slurm_rlhf.sandbox.box import chosen
 from slurm_rlhf.sandbox.code_tests import Test, read_tests, share_passed
+from slurm_rlhf.wire import timeouts
 
 Score = Callable[[Item], float | None]
 
@@ -58,7 +59,7 @@ def _json_schema(value: str) -> Score:
     def score(item: Item) -> float:
         try:
             return float(validator.is_valid(json.loads(item["response"])))
-        except ValueError:
+        except (ValueError, RecursionError):  # nested too deeply to be read, or compared with the schema
             return 0.0
 
     return score
@@ -72,17 +73,20 @@ def _length(value: str) -> Score:
 
 
 def _math(value: str) -> Score:
-    """Compare the answer in the response with the label as mathematics, by math-verify; None: the row has no label."""
+    """Compare the answer in the response with the label as mathematics, by math-verify; None: the row has no label.
+
+    What takes too long to be read or compared gets 0.
+    """
     import math_verify
 
     def read(text: str) -> Any:
-        return math_verify.parse(text, parsing_timeout=None)  # the worker has a deadline
+        return math_verify.parse(text, parsing_timeout=timeouts.MATH_S)
 
     def score(item: Item) -> float | None:
         if item["label"] is None:
             return None
         gold = read(_label(item)) or read(f"${_label(item)}$")
-        return float(math_verify.verify(gold, read(item["response"]), timeout_seconds=None))
+        return float(math_verify.verify(gold, read(item["response"]), timeout_seconds=timeouts.MATH_S))
 
     return score
 

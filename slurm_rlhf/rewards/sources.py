@@ -55,7 +55,7 @@ def _one_source(
     if reward.model_name_or_path:
         return None
     if servers_of(reward.remote_url):
-        return RemoteRewards(config, note)
+        return RemoteRewards(config, note, printed)
     if reward.preset:
         value = reward.sandbox if reward.preset == "code" else reward.preset_value
         code = Code("slurm_rlhf.rewards.presets", "Preset", {"name": reward.preset, "value": value})

@@ -31,7 +31,7 @@ from slurm_rlhf.environments.kinds import COLUMN
 from slurm_rlhf.environments.records import Answer, Begun, Messages, Start, ToolCall, Tools, Turn
 from slurm_rlhf.environments.tool_calls import tool_reader, without_end
 from slurm_rlhf.environments.turn_tokens import TurnTokens
-from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut
+from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut, meant
 from slurm_rlhf.records import F32, I32, LENGTH, LOST, REPETITION, Bool, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.workers.pool import WorkerNodes
 
@@ -109,11 +109,21 @@ class Environments:
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="turns")
 
     def check_rows(self, prompts: Iterable[Prompt], where: str) -> None:
-        """Raise EpisodeError for a row without a column that its environment needs, and end the processes."""
+        """Raise EpisodeError for a row that names no environment, or lacks a column that its own needs.
+
+        Then it ends the processes.
+        """
         for prompt in prompts:
+            named = str(prompt.row.get(COLUMN, ""))
+            if "" not in self.described and named not in self.described:
+                self.close()
+                raise EpisodeError(
+                    f"{where}, row {prompt.index}: the column {COLUMN!r} names {named!r}"
+                    f"{meant(named, self.described)} ({self.file} has {', '.join(self.described)}): correct it"
+                )
             for name, tools in self.described.items():
                 lacking = [column for column in tools.columns if column not in prompt.row]
-                if lacking and prompt.row.get(COLUMN, "") in ("", name):
+                if lacking and name in ("", named):
                     self.close()
                     raise EpisodeError(
                         f"{where}, row {prompt.index}: no column {lacking[0]!r}, which reset of the environment in "

@@ -27,12 +27,15 @@ GPU_HEALTH_S = 10.0  # an answer about the health of GPUs, without which a run s
 QUOTA_S = 5.0  # the command that tells a quota
 KERNEL_LOCK_S = 20.0  # the lock of a kernel cache that another rank holds
 SERVER_RETRY_S = 10.0  # the longest pause between two requests to servers of rewards or environments that do not answer
+SERVER_ASKED_S = 3600.0  # the longest pause that a server may ask for (Retry-After)
+SERVER_LOOK_S = 1.0  # the pause between two looks of a server whether the client of a call is there
 SERVER_AWAITED_S = 2.0  # no answer of any such server, after which the run says that it waits
 SERVER_IDLE_S = 120.0  # the silence of a connection to `serve-reward` or `serve-env`, which is closed then
 SERVER_BEAT_S = 5.0  # the pause between two words of `serve-env` that a call goes on
 SERVER_SILENT_S = 30.0  # the silence of `serve-env` after which it counts as gone
 EPISODE_IDLE_S = 7200.0  # the time between two turns after which `serve-env` forgets an episode: its run has ended
 TASKS_S = 300.0  # the making of all tasks of data.reasoning_gym
+MATH_S = 5  # the reading of an answer in mathematics, and its comparison with the label; whole seconds
 SANDBOX_S = 10.0  # the unit tests of a response, all together
 SANDBOX_PROBE_S = 10.0  # a program that only prints, in a sandbox that may not work
 

@@ -11,6 +11,8 @@ import json
 import math
 import os
 import random
+import select
+import socket
 import sys
 import threading
 import time
@@ -18,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -26,7 +29,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from slurm_rlhf.errors import ConfigError, WorkerError, cut
 from slurm_rlhf.observe.run_log import SERVER_AWAITED, SERVER_BACK
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.workers.pool import ENDED, GONE, RAISED, WorkerPool
+from slurm_rlhf.workers.pool import GONE, RAISED, WorkerPool
+from slurm_rlhf.workers.under_way import UNDER_WAY
 
 if TYPE_CHECKING:
     from slurm_rlhf.config.schema import Config
@@ -36,8 +40,10 @@ LARGEST = 64 << 20
 """Bytes of a request, and of an answer, at most."""
 REFUSED = 422
 """Status of a call that failed on the server; the answer has `kind` and `error` of its WorkerError."""
-_PASSING = (408, 425, 429, 500, 502, 503, 504)
-"""Status of a server that may answer later."""
+UNANSWERED = "unanswered"
+"""Kind of the WorkerError for a request that was refused as such, or given up as the connections were closed."""
+_PASSING, _LASTING = (408, 425, 429), (501, 505)
+"""Status below 500 of a server that may answer later, and from 500 on of one that never will."""
 
 
 def servers_of(value: str) -> list[str]:
@@ -57,7 +63,11 @@ def token_of(token: str, key: str) -> str:
     try:
         return Path(token).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {token} cannot be read: {error}") from error
+        file = token if os.path.isdir(os.path.dirname(token)) else "its file"  # else it may be the token itself
+        why = getattr(error, "strerror", "it is no text")
+        raise ConfigError(
+            f"{key}: {file} cannot be read: {why}: write env:VARIABLE, or the file of the token"
+        ) from None
 
 
 class Servers:
@@ -106,12 +116,15 @@ class Servers:
         """Send a request; return the server that answered, and its answer, as JSON has it. Blocks.
 
         `only`: asks this server alone, and once. Raises WorkerError for what a server refuses, of kind `gone` where
-        `only` does not answer, of kind `ended` once this is closed.
+        `only` does not answer, of kind `unanswered` for a status that says the request is wrong, and once this is
+        closed.
         """
         first, tries, since = next(self._turn), 0, time.monotonic()
         while not self._closed.is_set():
             server = only or self.urls[(first + tries) % len(self.urls)]
-            answer, why, pause_s = self._asked(server, body)
+            limit_s = body.get("timeout_s", 0.0) if math.isinf(self._total_s) else self._total_s
+            with UNDER_WAY.one(limit_s):
+                answer, why, asked_s = self._asked(server, body)
             if not why:
                 self._answered = time.monotonic()
                 self._tell(False, f"{SERVER_BACK}: the run goes on")
@@ -122,9 +135,15 @@ class Servers:
             if time.monotonic() - max(since, self._answered) > timeouts.SERVER_AWAITED_S:
                 self._tell(True, f"{SERVER_AWAITED}: {why}")
                 self.waits()
-            pause_s = pause_s or min(timeouts.SERVER_RETRY_S, 0.05 * 2 ** min(tries, 10))
-            self._closed.wait(pause_s * random.uniform(0.5, 1.0) if tries >= len(self.urls) else 0)
-        raise WorkerError(ENDED, "the connections to the servers were closed")
+            pause_s = min(timeouts.SERVER_RETRY_S, 0.05 * 2 ** min(tries, 10)) * random.uniform(0.5, 1.0)
+            self._pause((asked_s or pause_s) if tries >= len(self.urls) else 0.0)
+        raise WorkerError(UNANSWERED, "the connections to the servers were closed")
+
+    def _pause(self, pause_s: float) -> None:
+        while pause_s > timeouts.SERVER_RETRY_S and not self._closed.wait(timeouts.SERVER_RETRY_S):
+            self.waits()
+            pause_s -= timeouts.SERVER_RETRY_S
+        self._closed.wait(pause_s)
 
     def _asked(self, server: str, body: Any) -> tuple[Any, str, float]:
         """Ask a server; return its answer, or why it may answer later, and after how many seconds it wants that."""
@@ -139,7 +158,7 @@ class Servers:
                         raise WorkerError(RAISED, said)
                     if time.monotonic() > until:
                         return None, f"{server} did not answer within {self._total_s:g} s", 0.0
-                if status in _PASSING:
+                if status in _PASSING or (status >= 500 and status not in _LASTING):
                     return None, f"{server} answered status {status}", _seconds(answered.headers.get("Retry-After", ""))
         except self._errors as error:
             return None, f"{server}: {type(error).__name__}: {error}", 0.0
@@ -153,7 +172,9 @@ class Servers:
         if status == REFUSED and isinstance(answer, dict) and isinstance(answer.get("error"), str):
             raise WorkerError(str(answer.get("kind", RAISED)), f"{server}: {answer['error']}")
         if status >= 300:
-            raise WorkerError(RAISED, f"{server} answered status {status}: {said}: correct the address or the token")
+            raise WorkerError(
+                UNANSWERED, f"{server} answered status {status}: {said}: correct the address or the token"
+            )
         return answer, "", 0.0
 
     def _tell(self, down: bool, text: str) -> None:
@@ -164,9 +185,11 @@ class Servers:
 
 
 def _seconds(header: str) -> float:
+    """Read a Retry-After: seconds, or a date; 0 for none."""
+    asked_s = 0.0
     with suppress(ValueError):
-        return min(max(float(header), 0.0), 60.0)
-    return 0.0
+        asked_s = float(header) if header.isdigit() else parsedate_to_datetime(header).timestamp() - time.time()
+    return min(max(asked_s, 0.0), timeouts.SERVER_ASKED_S)
 
 
 class Health(NamedTuple):
@@ -263,6 +286,9 @@ class _Request(BaseHTTPRequestHandler):
         except (ValueError, AttributeError, TypeError, KeyError) as error:
             self._say(400, {"error": f"{type(error).__name__}: {error}"})
         except (WorkerError, CancelledError) as error:
+            if self._alone():
+                self.close_connection = True
+                return
             if self.server.pool.closed:  # the server ends: another one, or the next one here, may answer
                 self.close_connection = True
                 self._say(503, {"error": "the server ends"})
@@ -273,13 +299,30 @@ class _Request(BaseHTTPRequestHandler):
             self._say(200, self.server.said(answer))
 
     def _result(self, call: Future[Any]) -> Any:
-        """Wait for a call; meanwhile tell the client in each `beat_s` that it goes on."""
+        """Wait for a call; meanwhile tell the client in each `beat_s` that it goes on.
+
+        Cancels it if its client has gone, unless it has begun.
+        """
+        told = time.monotonic()
         while True:
             try:
-                return call.result(self.server.beat_s)
+                return call.result(timeouts.SERVER_LOOK_S)
             except TimeoutError:
-                self.send_response_only(102)
-                self.end_headers()
+                if self._alone():
+                    call.cancel()
+                elif self.server.beat_s and time.monotonic() - told >= self.server.beat_s:
+                    told = time.monotonic()
+                    self.send_response_only(102)
+                    self.end_headers()
+
+    def _alone(self) -> bool:
+        """Tell whether the client has closed its connection."""
+        coming = select.poll()
+        coming.register(self.connection, select.POLLIN)
+        try:
+            return bool(coming.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def _say(self, status: int, answer: Any) -> None:
         text = json.dumps(answer).encode()

@@ -30,6 +30,7 @@ from slurm_rlhf.observe.stacks import MAIN, SIGNAL, ThreadStack, read_stacks
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.process import Channel
+from slurm_rlhf.workers.under_way import UNDER_WAY
 
 LATE, ENDED, MEMORY, RAISED, GONE = "late", "ended", "memory", "raised", "gone"
 """Kinds of `WorkerError`; gone: an earlier call has ended the process that a lease is of, or its node is lost."""
@@ -215,7 +216,9 @@ class PoolWorker(threading.Thread):
         while (call := self.pool.take(self)) is not None:
             if call.answer.set_running_or_notify_cancel():
                 try:
-                    call.answer.set_result(self._do(call))
+                    with UNDER_WAY.one(call.timeout_s):
+                        answer = self._do(call)
+                    call.answer.set_result(answer)
                 except WorkerError as error:
                     call.answer.set_exception(error)
             if not self.there:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import os
 import resource
 import socket
 import sys
@@ -86,13 +87,23 @@ def main() -> None:
 
 
 def _answer(channel: Channel, work: Callable[[], Any]) -> None:
+    pid = os.getpid()
     try:
-        channel.send({"value": work()})
+        value = work()
+        _leave_unless(pid)
+        channel.send({"value": value})
     except (Exception, SystemExit, KeyboardInterrupt) as error:
+        _leave_unless(pid)
         if not isinstance(error, SlurmRlhfError) or error.__cause__ is not None:  # else its one line says all
             traceback.print_exception(error)
         channel.send({"raised": str(error) if isinstance(error, SlurmRlhfError) else text_of(error)})
     sys.stdout.flush()
+
+
+def _leave_unless(pid: int) -> None:
+    """End a process that the user's code has forked and that has come back: two answers to a call shift all others."""
+    if os.getpid() != pid:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -152,3 +152,14 @@ def test_keys_of_a_file_that_nothing_reads_are_told(file: Path, capsys: pytest.C
     code, out, _ = checked(capsys, "base.toml", "--sft.output_dir=one", "--dpo.output_dir=two")
     assert code == 0
     assert out.startswith("note: nothing here reads critic.learning_rate\n")
+
+
+def test_rewards_that_fail_are_told_whatever_they_get(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text("def reward_func(responses):\n    return [1.0 / (len(r) - 1) for r in responses]\n")
+    Path("sums.jsonl").write_text("".join(json.dumps({"input": "1+1=", "label": "2" * n}) + "\n" for n in (1, 2) * 8))
+    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
+    words = ("--reward.remote_url=reward.py", "--reward.on_error=skip")
+    code, out, err = checked(capsys, "base.toml", "run.toml", *words)
+    assert (code, err) == (0, "")
+    assert "warning: step 0: the rewards of 2 of 4 responses failed (2 raised), the first: raised: " in out
+    assert "reward.py:2: reward_func raised ZeroDivisionError" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from chat_templates import TEMPLATES, TOOLS, chatml, write_tokenizer
 
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.environments.records import ToolCall
-from slurm_rlhf.environments.tool_calls import PROBE, PROBE_SCHEMA, formats, tool_reader, without_end
+from slurm_rlhf.environments.tool_calls import PROBE, PROBE_SCHEMA, ToolFormat, formats, tool_reader, without_end
 from slurm_rlhf.environments.turn_tokens import TurnTokens
 from slurm_rlhf.errors import ModelError
 
@@ -101,11 +102,41 @@ def test_several_calls_are_read(tokenizers: dict[str, Tokenizer]) -> None:
         ('<tool_call>{"arguments": {}}</tool_call>', "a call has a name"),
         ('<tool_call>{"name": "look_up", "arguments": 3}</tool_call>', "an object of arguments"),
         ('<tool_call>{"name": "look_up"', "not complete"),
+        ('<tool_call>{"name": ' + "[" * 2000 + "}</tool_call>", "nested more than 100 deep"),
+        ('<tool_call>{"name": "look_up", "arguments": "' + "[" * 2000 + '"}</tool_call>', "an object of arguments"),
     ],
 )
 def test_what_is_wrong_with_a_call_is_said(tokenizers: dict[str, Tokenizer], text: str, said: str) -> None:
     (call,) = tool_reader(tokenizers["hermes"]).read(text, [PROBE_SCHEMA])
     assert said in call.error
+
+
+OPEN = {
+    "mistral_args": "[TOOL_CALLS]a{",
+    "qwen_coder": "<tool_call><function=a>",
+    "glm": "<tool_call>aaaaaaaaaaaa",
+    "kimi": "<|tool_call_begin|>a<|tool_call_argument_begin|>",
+    "deepseek": "<｜tool▁call▁begin｜>a<｜tool▁sep｜>",
+    "command_r": "<|START_ACTION|>[",
+    "granite": "<|tool_call|>[",
+    "mistral": "[TOOL_CALLS][",
+}
+
+
+@pytest.mark.parametrize("one", formats(), ids=lambda one: one.name)
+def test_unclosed_calls_are_read_in_linear_time(one: ToolFormat) -> None:
+    text, began = OPEN.get(one.name, "<tool_call>{") * 16_000, time.process_time()
+    assert all(call.error for call in one.read(text, []))
+    assert time.process_time() - began < 1.0
+
+
+def test_unclosed_arguments_are_read_in_linear_time() -> None:
+    for name, pair in (("glm", "<arg_key></arg_key><arg_value>"), ("qwen_coder", "<parameter=a>")):
+        (found,) = [one.pair for one in formats() if one.name == name]
+        assert found is not None
+        began = time.process_time()
+        assert found.findall(pair * 20_000) == []
+        assert time.process_time() - began < 1.0
 
 
 def test_a_tokenizer_that_says_how_it_is_read_is_read_so(tmp_path: Path) -> None:

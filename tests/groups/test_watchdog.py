@@ -30,6 +30,7 @@ from slurm_rlhf.observe.timing import LEARNED, UNKNOWN
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.workers.under_way import UNDER_WAY
 
 pytestmark = [pytest.mark.slow]
 
@@ -268,3 +269,21 @@ def test_a_conductor_whose_lock_a_reward_function_holds_writes_its_own_stack(tmp
     assert "Stack" not in before
     assert "Stack (most recent call first):" in after
     assert "in reward_func" in after
+
+
+def test_code_of_users_may_take_its_deadline_and_its_end_is_a_move(tmp_path: Path) -> None:
+    config, notes = Config(), list[str]()
+    config.timeout.hang = config.timeout.hang_grace = 0.2
+    with Stop(tmp_path) as stop:
+        supervisor = roleless(config, tmp_path)
+        dog = Watchdog(config, RunDirectory(tmp_path), supervisor, stop, notes.append, notes.append, lambda: 7)
+        dog.phase("reward")
+        dog.ended("reward")
+        dog.phase("reward")
+        dog.start()
+        with UNDER_WAY.one(777.0):
+            until(lambda: notes, "a note of the watchdog")
+        dog.close()
+        assert "If nothing moves for 777 s more, the run ends" in notes[0]
+        until(lambda: "moves again" in notes[-1] or dog._look(), "the end of the call as a move")
+        supervisor.stop()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.rewards.items import Item
 from slurm_rlhf.rewards.presets import Preset
+from slurm_rlhf.wire.timeouts import MATH_S
 
 
 def item(response: str, label: Any = "4", tokens: int = 1) -> Item:
@@ -51,8 +54,23 @@ def test_rewards(name: str, value: str, given: Item, reward: float) -> None:
 
 def test_a_schema_decides_about_json(tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"type": "object", "required": ["a"]}')
-    found = Preset("json_schema", str(tmp_path / "schema.json")).answer([item(t) for t in ('{"a": 1}', "{}", "{")], 1)
-    assert found["rewards"] == [1, 0, 0]
+    found = Preset("json_schema", str(tmp_path / "schema.json")).answer(
+        [item(t) for t in ('{"a": 1}', "{}", "{", "[" * 2000)], 1
+    )
+    assert found["rewards"] == [1, 0, 0, 0]
+
+
+def test_mathematics_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(text: str, parsing_timeout: int | None) -> list[Any]:
+        assert parsing_timeout == MATH_S
+        return [text]
+
+    def verify(gold: Any, target: Any, timeout_seconds: int | None) -> bool:
+        assert timeout_seconds == MATH_S
+        return bool(gold == target)
+
+    monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=read, verify=verify))
+    assert Preset("math", "").answer([item("4"), item("5")], 1)["rewards"] == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ import numpy as np
 import pytest
 from waiting import HANG_S, scaled, until
 
+from slurm_rlhf.config.check import reward_source
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RewardError, WorkerError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.server import RemoteRewards, RewardServer
-from slurm_rlhf.workers.http import Health, Servers, health_of, token_of
+from slurm_rlhf.workers.http import Health, Servers, _seconds, health_of, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 
 pytestmark = pytest.mark.slow
@@ -115,8 +118,11 @@ def url(server: Any) -> str:
 
 
 @contextmanager
-def client(*servers: str, timeout_s: float = HANG_S, token: str = "") -> Iterator[tuple[RemoteRewards, list[str]]]:
+def client(
+    *servers: str, timeout_s: float = HANG_S, token: str = "", on_error: Any = "fail"
+) -> Iterator[tuple[RemoteRewards, list[str]]]:
     config, notes = Config(), list[str]()
+    config.reward.on_error = on_error
     config.reward.remote_url, config.reward.token = ",".join(servers), token
     config.timeout.reward = timeout_s
     source = RemoteRewards(config, notes.append)
@@ -242,12 +248,57 @@ def test_closing_ends_what_waits() -> None:
             asked.result(HANG_S)
 
 
+def said(status: int, found: Any) -> Answer:
+    return lambda request, body: say(request, status, json.dumps(found).encode())
+
+
+@pytest.mark.parametrize("answer", [said(422, {"kind": "late", "error": "slow"}), WRONG["nan"][0]])
+def test_what_fails_alone_gets_what_on_error_says(answer: Answer) -> None:
+    def one(request: Any, body: dict[str, Any]) -> None:
+        (answer if "bad" in "".join(body["query"]) else good)(request, body)
+
+    prompts, trajectories = sampled("a", "bad", "ccc")
+    with served(*[one] * 9) as server, client(url(server), on_error="skip") as (source, _):
+        found = source([prompts[0]] * 2 + [prompts[2]], trajectories)
+        asked = sorted((len(body["query"]), body["timeout_s"] / HANG_S) for body, _ in server.seen)
+    assert found.rewards.tolist() == [1, 0, 3]
+    assert found.skipped is not None
+    assert found.skipped.tolist() == [False, True, False]
+    assert asked == [(1, 0.45), (1, 0.45), (1, 0.9), (2, 0.45)]
+
+
+@pytest.mark.parametrize("status", [507, 529])
+def test_a_server_that_is_at_fault_is_not_asked_before_the_time_that_it_names(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = list[float]()
+    later = formatdate(time.time() + 3, usegmt=True)
+    with served(*[lambda request, body: say(request, status, b"", Retry_After=later)] * 2) as server:
+        with client(url(server)) as (source, _):
+            monkeypatch.setattr(source.servers, "_pause", pauses.append)
+            assert source(*sampled("abc")).rewards.tolist() == [3]
+    assert all(1 < pause <= 3 for pause in pauses)
+    assert len(pauses) == 2
+    assert [_seconds(header) for header in ("120", "0", "", "soon")] == [120, 0, 0, 0]
+
+
 BODY = "def reward_func(responses, labels):\n    return [int(r) * int(label) for r, label in zip(responses, labels)]\n"
 
 
+WAITS = """
+import pathlib, time
+
+def reward_func(queries, prompts, labels):
+    (pathlib.Path("{path}") / queries[0]).touch()
+    while not pathlib.Path("{path}/go on").exists():
+        time.sleep(0.01)
+    return [1]
+"""
+
+
 @contextmanager
-def own_server(tmp_path: Path, token: str = "") -> Iterator[RewardServer]:
-    (tmp_path / "reward.py").write_text(BODY)
+def own_server(tmp_path: Path, token: str = "", body: str = BODY) -> Iterator[RewardServer]:
+    (tmp_path / "reward.py").write_text(body)
     given = {"source": str(tmp_path / "reward.py"), "function": "", "plugins": []}
     pool = WorkerPool(Code("slurm_rlhf.rewards.function", "served", given), 1, 0, HANG_S, tmp_path / "log")
     server = RewardServer(("127.0.0.1", 0), pool, HANG_S, str(tmp_path / "reward.py"), token)
@@ -286,6 +337,24 @@ def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch
             assert httpx.post(url(server), content=wrong, headers=headers, timeout=HANG_S).status_code == 400
 
 
+def test_a_call_whose_client_has_gone_is_not_begun_and_one_that_is_late_is_told(tmp_path: Path) -> None:
+    import httpx
+
+    body = {"query": ["a"], "prompts": [""]}
+    with own_server(tmp_path, body=WAITS.format(path=tmp_path)) as server, ThreadPoolExecutor(1) as threads:
+        first = threads.submit(httpx.post, url(server), json=body | {"query": ["first"]}, timeout=HANG_S)
+        until((tmp_path / "first").exists, "the first call")
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url(server), json=body | {"query": ["left"]}, timeout=0.1)
+        until(lambda: any(call.answer.cancelled() for call in server.pool.calls), "the end of the call")
+        (tmp_path / "go on").touch()
+        assert first.result(HANG_S).json() == {"rewards": [1]}
+        (tmp_path / "go on").unlink()
+        late = httpx.post(url(server), json=body | {"timeout_s": 0.2}, timeout=HANG_S)
+        assert (late.status_code, late.json()["kind"]) == (422, "late")
+        assert not (tmp_path / "left").exists()
+
+
 def test_tokens_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_SECRET", " a ")
     (tmp_path / "token").write_text("b\n")
@@ -298,3 +367,14 @@ def test_tokens_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pyte
         token_of("env:NOT_THERE", "reward.token")
     with pytest.raises(ConfigError, match=r"reward\.token: .*absent cannot be read"):
         token_of(str(tmp_path / "absent"), "reward.token")
+
+
+@pytest.mark.parametrize("token", ["s3cret", "s3/cret", "s3cret" * 60])
+def test_a_secret_in_place_of_its_file_or_in_an_address_is_refused_and_not_shown(token: str) -> None:
+    config = Config()
+    config.reward.token, config.reward.remote_url = token, "https://a/@b,http://user:s3cret@host"
+    problems = [*reward_source(config)]
+    with pytest.raises(ConfigError) as failed:
+        token_of(token, "reward.token")
+    assert len(problems) == 2
+    assert "cret" not in f"{problems} {failed.value}".replace("secret", "")

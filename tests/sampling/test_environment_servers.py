@@ -166,3 +166,24 @@ def test_an_episode_whose_server_always_dies_is_lost(tmp_path: Path, tokenizer: 
         (found,) = played(environments, [""], before=server._played.clear)
         environments.close()
     assert (found.finish_reason, environments.lost) == (LOST, 1)
+
+
+LIGHT = """
+import sys
+
+class Light:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"slurm_rlhf", "msgspec", *sys.stdlib_module_names}:
+            return next(filter(None, (each.find_spec(name, path, target) for each in finders)), None)
+
+finders, sys.meta_path[:] = sys.meta_path[:], [Light()]
+"""
+
+
+def test_a_server_needs_no_package_but_msgspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LIGHT)
+    (tmp_path / "game.py").write_text(FAULTY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    server = EnvServer(tmp_path / "game.py")
+    server.kill()
+    assert server.url.startswith("http://")

@@ -60,6 +60,11 @@ class Served:
     def spawn(self) -> int:
         return subprocess.Popen(["sleep", "1000"]).pid
 
+    def fork(self, fails: bool) -> str:
+        if os.fork() == 0 and fails:
+            raise ValueError
+        return "forked"
+
     def secrets(self) -> list[str]:
         return [name for name in os.environ if name.startswith("SLURM_RLHF_RUN")]
 

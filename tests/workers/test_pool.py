@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -20,6 +21,7 @@ from slurm_rlhf.cluster.processes import KEYS, running
 from slurm_rlhf.errors import WorkerError
 from slurm_rlhf.observe.stacks import Frame
 from slurm_rlhf.workers.pool import WORKER, Code, WorkerPool, stacks_of_workers
+from slurm_rlhf.workers.under_way import UNDER_WAY
 
 pytestmark = pytest.mark.slow
 
@@ -212,3 +214,21 @@ def test_workers_end_with_the_conductor(pools: Pools, number: signal.Signals) ->
         owner.wait(HANG_S)
         owner.stdout.close()
     until(lambda: not any(running(pid) for pid in pids))
+
+
+def test_a_call_is_under_way_until_it_has_ended(pools: Pools, tmp_path: Path) -> None:
+    before, call = UNDER_WAY.ended, pools().submit("wait", str(tmp_path / "go on"), timeout_s=7 * HANG_S)
+    until(lambda: UNDER_WAY.longest_s() == 7 * HANG_S, "the call")
+    assert UNDER_WAY.ended == before
+    (tmp_path / "go on").touch()
+    call.result(HANG_S)
+    assert (UNDER_WAY.ended, UNDER_WAY.longest_s()) == (before + 1, 0.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_child_of_a_fork_that_comes_back_answers_no_call(pools: Pools, fails: bool) -> None:
+    pool = pools()
+    assert pool.submit("fork", fails, timeout_s=HANG_S).result(HANG_S) == "forked"
+    time.sleep(SHORT_S)
+    for number in range(3):
+        assert pool.submit("double", [number], timeout_s=HANG_S).result(HANG_S) == [2 * number]
