@@ -18,6 +18,7 @@ from slurm_rlhf.algorithms.batching import cut_batch
 from slurm_rlhf.algorithms.preferences import KTO
 from slurm_rlhf.cluster.stop import FILE
 from slurm_rlhf.config.check import stage_shares_problem
+from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_jobs import StageKeys
@@ -142,9 +143,8 @@ def train_stage(config: Config, name: str) -> int:
     for problem in stage_shares_problem(config, name, world.size):
         raise ConfigError(problem)
     record = StageRecord(name, config, world)
-    checkpoint, state = record.begin(steps)
-    if checkpoint:
-        order.load_state_dict(state["order"])
+    model = config.actor.model_name_or_path
+    checkpoint, state = record.begin(steps, {model: model_contents(Path(model))}, order)
     record.say(f"{len(examples)} examples, {len(examples.dropped)} dropped as too long, {steps} steps")
     trainer = stage_trainer(config, name)(config, steps)
     for each in filter(None, (examples, held_out)):
