@@ -18,6 +18,7 @@ from slurm_rlhf.config.check import check, check_stage, warnings
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.load import load_config, read_toml
 from slurm_rlhf.config.pipeline import GENERATE, TRAIN
+from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.errors import ConfigError, RewardError, UserError, cut
@@ -97,6 +98,7 @@ def _parts_of_pipeline(arguments: Arguments) -> Iterator[Part]:
 def _stage(config: Config, name: str) -> Iterator[str]:
     """Check a stage that trains on a data set, and read its examples."""
     check_stage(config, name)
+    require_fit(memory_on(config, layout_somewhere(of_command(config, name)), name))
     yield f"keys, files and model directory are right; reading {get(config, f'{name}.dataset')}"
     from slurm_rlhf.stages.stage import read_inputs
 

@@ -26,7 +26,6 @@ from slurm_rlhf.cluster.resources import memory_on
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.pipeline import TRAIN
 from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
@@ -75,8 +74,8 @@ def _first(world: Communicator, arguments: Arguments, start: Launched, seen: lis
             config = load_config(arguments.files, arguments.overrides)
             check(config)
         placed = place_processes(of_command(config, name), convert(seen, list[Process]), start)
-        if name == TRAIN:
-            config = check_memory(config, placed.ranks)
+        if name != EXAMINE:
+            config = check_memory(config, placed.ranks, name)
     except SlurmRlhfError as error:
         return _refuse(world, error)
     if "dry_run" in arguments.options:

@@ -15,10 +15,13 @@ from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cluster.resources import Memory, current_topology, memory_of, memory_on
 from slurm_rlhf.cluster.slurm_environment import expand, expand_counts, per_node, read_slurm, slurm_order
 from slurm_rlhf.config.check import check_colocation
+from slurm_rlhf.config.keys import changed, get
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import sent_parameters
-from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines
+from slurm_rlhf.config.pipeline import TRAIN, TRAINING
+from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines, of_command
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, UserError, shortened, shortened_lines
 from slurm_rlhf.placement.memory import Account, Row, gib, help_for
@@ -80,19 +83,20 @@ def _example_nodes(config: Config, environ: Mapping[str, str]) -> int:
     return nodes if nodes > 1 and read_slurm(environ) is None else 0
 
 
-def check_memory(config: Config, ranks: RankMap) -> Config:
+def check_memory(config: Config, ranks: RankMap, command: str = TRAIN) -> Config:
     """Return the configuration of a run that fits its GPUs, with what their memory decides; print what that is.
 
-    Prints a note if memory cannot be estimated. Raises PlacementError if the run does not fit.
+    `command`: `train`, or a stage. Prints a note if memory cannot be estimated. Raises PlacementError if the run does
+    not fit.
     """
     if ranks.topology.accelerator != GPU:
         return config
-    memory = memory_on(config, ranks)
+    memory = memory_on(config, ranks, command)
     require_fit(memory)
     said = _chosen_line(memory) if memory.account else f"memory cannot be estimated: {memory.unknown}"
     if said:
         print(said, flush=True)
-    return memory.config
+    return changed(config, {"train.gradient_checkpointing": memory.config.train.gradient_checkpointing})
 
 
 def _chosen_line(memory: Memory) -> str:
@@ -124,8 +128,8 @@ def draw_memory(memory: Memory) -> str:
     for name, needed, there, what in rows:
         head = f"{name:{width}}  {needed:>6}  {there:>6}  "
         lines.append(textwrap.fill(what, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
-    notes = [_kv_line(memory.config, memory.account), *(f"{note}." for note in memory.size.notes)]
-    notes += filter(None, [_chosen_line(memory)])
+    kv = [_kv_line(memory.config, memory.account)] if memory.account.wanted else []
+    notes = [*kv, *(f"{note}." for note in memory.size.notes), *filter(None, [_chosen_line(memory)])]
     if pinned := memory.account.pinned:
         notes.append(f"Host memory: {gib(pinned)} GiB for each GPU are pinned for optimizer states (ds.enable_sleep).")
     return "\n".join([*lines, *(textwrap.fill(note, _WIDTH) for note in notes)])
@@ -199,12 +203,16 @@ def show_plan(arguments: Arguments) -> int:
     options = arguments.options
     gpu = [f"--train.{name}={options[name]}" for name in ("gpu", "gpu_memory_gb") if name in options]
     config = load_config(arguments.files, [*arguments.overrides, *gpu])
+    name = training_command(arguments)
+    if name in STAGES:
+        out = f"{name}.output_dir"
+        config = of_command(changed(config, {out: get(config, out) or name}), name)
     check_colocation(config)
     mean = options.get("mean_response", 0.0)
     rates = {name: float(options[name]) for name in ("network_gbits", "inside_gbits")}
     wanted = wanted_nodes(arguments)
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
-    memory = memory_of(config, None) if wanted else memory_on(config, ranks)
+    memory = memory_of(config, None, name) if wanted else memory_on(config, ranks, name)
     transfer = transfer_plan(config, ranks)
     time = step_time(config, ranks, memory, transfer, rates, mean) if has_engines(config) else None
     if "json" in options:
@@ -221,6 +229,14 @@ def show_plan(arguments: Arguments) -> int:
     sys.stdout.flush()
     require_fit(memory)
     return 0
+
+
+def training_command(arguments: Arguments) -> str:
+    """Return the command that the option --command names. Raises UsageError."""
+    name: str = arguments.options["command"]
+    if name not in TRAINING:
+        raise arguments.error(f"--command takes one of {', '.join(TRAINING)}, got {name!r}")
+    return name
 
 
 def wanted_nodes(arguments: Arguments) -> tuple[list[str], tuple[int, ...]] | None:

@@ -17,6 +17,7 @@ from slurm_rlhf.cli.plan import (
     layout_somewhere,
     print_resolved,
     require_fit,
+    training_command,
 )
 from slurm_rlhf.cli.preflight import before_run, steps_of
 from slurm_rlhf.cluster.processes import attach_line
@@ -25,7 +26,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_stage
 from slurm_rlhf.config.keys import all_keys, changed_keys, key_of
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.pipeline import COMMANDS, TRAIN, TRAINING
+from slurm_rlhf.config.pipeline import COMMANDS, TRAIN
 from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
@@ -92,8 +93,7 @@ def train_here(config: Config, command: str = TRAIN) -> int:
         check(config)
     placed = of_command(config, command)
     ranks = layout_here(placed)
-    if command == TRAIN:
-        config = placed = check_memory(config, ranks)
+    config = check_memory(config, ranks, command)
     run_dir = Path(placed.run_dir)
     with steps_of(placed, run_dir) as steps:
         ranks, unfit = before_run(placed, ranks, steps)
@@ -137,6 +137,9 @@ def stage(arguments: Arguments) -> int:
     several = config.actor.num_nodes * config.actor.num_gpus_per_node > 1
     if not by_torchrun and (several or read_slurm(os.environ) is not None):
         return train_here(config, name)
+    placed = of_command(config, name)
+    if not by_torchrun:
+        config = check_memory(config, layout_here(placed), name)
     from slurm_rlhf.groups.run_lock import occupied
     from slurm_rlhf.nodes.environment import WAITING_THREADS
 
@@ -144,7 +147,7 @@ def stage(arguments: Arguments) -> int:
         os.environ.setdefault(variable, value)  # before torch is imported, which starts the threads
     from slurm_rlhf.stages.stage import train_stage
 
-    directory = RunDirectory(Path(of_command(config, name).run_dir))
+    directory = RunDirectory(Path(placed.run_dir))
     with nullcontext() if by_torchrun else occupied(directory, node_name(), None, 0.0):
         return train_stage(config, name)
 
@@ -163,9 +166,7 @@ def stage_config(arguments: Arguments) -> Config:
 
 def submit(arguments: Arguments) -> int:
     """Submit a job that trains. Raises SlurmRlhfError."""
-    name = arguments.options["command"]
-    if name not in TRAINING:
-        raise arguments.error(f"--command takes one of {', '.join(TRAINING)}, got {name!r}")
+    name = training_command(arguments)
     arguments = replace(arguments, command=commands()[name])
     if name in STAGES:
         config = stage_config(arguments)
@@ -173,7 +174,7 @@ def submit(arguments: Arguments) -> int:
         refuse_unread_keys(arguments)
         config = load_config(arguments.files, arguments.overrides)
         fetch_models(config, _say)
-        require_fit(memory_of(config, None))  # if train.gpu names the GPUs: fail now, not after the queue
+    require_fit(memory_of(config, None, name))  # if train.gpu names the GPUs: fail now, not after the queue
     from slurm_rlhf.nodes.submitit_job import submit as submit_job
 
     job = submit_job(config, "local" in arguments.options, name)

@@ -16,11 +16,12 @@ from slurm_rlhf.cluster.gpu_query import local_gpus, local_kinds
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, parse_gpus, read_slurm
 from slurm_rlhf.cluster.slurm_job import ask_scontrol, command
 from slurm_rlhf.config.model_directory import check_tensor_parallel
-from slurm_rlhf.config.roles import colocations, has_engines
+from slurm_rlhf.config.roles import ACTOR, colocations, has_engines
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
 from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, size_by_keys
-from slurm_rlhf.placement.memory import Account, Models, least_recomputed, read_models
+from slurm_rlhf.placement.memory import Account, Models, headless, least_recomputed, of_stage, read_models
 from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, role_sizes
 
@@ -115,11 +116,13 @@ class Memory:
     chosen: bool = False  # train.gradient_checkpointing of `config`, which is auto to the user
 
 
-def memory_of(config: Config, found: GpuSize | None) -> Memory:
-    """Estimate the memory of a run on the GPUs that its configuration names, else on those `found`.
+def memory_of(config: Config, found: GpuSize | None, command: str = "train") -> Memory:
+    """Estimate the memory of a run, or a stage, on the GPUs that its configuration names, else on those `found`.
 
     Raises ConfigError for an unknown kind of GPU, and for a tensor-parallel size that does not divide the model.
     """
+    samples = command not in STAGES
+    config = config if samples else of_stage(config, command)
     size = size_by_keys(config.train.gpu, config.train.gpu_memory_gb) or found
     if size is None:
         return Memory(config, GpuSize(0), f"there are no GPUs here; to estimate it for a machine with GPUs, add {TELL}")
@@ -129,20 +132,22 @@ def memory_of(config: Config, found: GpuSize | None) -> Memory:
         models = read_models(config)
     except ModelError as error:
         return Memory(config, size, str(error))
+    if command == "rm":
+        models = {ACTOR: headless(models[ACTOR])}
     actor = config.actor.model_name_or_path
     if has_engines(config):
         check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
-    settled, found_account = least_recomputed(config, models, size.memory)
+    settled, found_account = least_recomputed(config, models, size.memory, samples)
     return Memory(settled, size, "", found_account, models, settled is not config)
 
 
-def memory_on(config: Config, ranks: RankMap) -> Memory:
+def memory_on(config: Config, ranks: RankMap, command: str = "train") -> Memory:
     """Estimate as `memory_of`, on the GPUs of this machine or its allocation if the ranks use GPUs.
 
     Blocks for up to a minute if no program answers.
     """
     on_gpus = ranks.topology.accelerator == GPU
-    return memory_of(config, _found() if on_gpus else None)
+    return memory_of(config, _found() if on_gpus else None, command)
 
 
 def fits_gpus(config: Config) -> bool:

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.contents import check_same_tokenizer
 from slurm_rlhf.config.evaluation import data_sets, eval_problems
 from slurm_rlhf.config.keys import changed, get
@@ -33,6 +32,7 @@ from slurm_rlhf.config.rules import (
     colocated,
     hpz_problem,
     key_problems,
+    layer_problems,
     out_of_range,
     rule_problems,
     shares_problem,
@@ -66,7 +66,7 @@ def check_colocation(config: Config) -> None:
 def check_stage(config: Config, stage: str) -> None:
     """Check everything that a stage (`slurm-rlhf sft`, `rm`, `dpo`) can know beforehand; raises as `check` does."""
     keys: StageKeys = get(config, stage)
-    problems = list(key_problems(config))
+    problems = [*key_problems(config), *layer_problems(config)]
     problems += _output(f"{stage}.output_dir", keys.output_dir, "where to write the trained model")
     problems += _new(f"{stage}.output_dir", keys.output_dir)
     problems += _data(f"{stage}.dataset", keys.dataset)
@@ -79,7 +79,10 @@ def check_stage(config: Config, stage: str) -> None:
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
     problems += _needed(key, actor, "the directory of the model")
     how = {"head": stage != "rm", "sampled": False, "tokenizer": True}
-    _raise(problems, _errors_of(_check_model, key, actor, config.data.max_len, **how) if actor else ())
+    of_model = list(_errors_of(_check_model, key, actor, config.data.max_len, **how)) if actor else []
+    if actor and not of_model:
+        of_model += _errors_of(layout_of, config.ds, actor)
+    _raise(problems, of_model)
 
 
 def stage_shares_problem(config: Config, stage: str, ranks: int) -> Iterator[str]:
@@ -219,7 +222,6 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from reward_source(config)
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         yield f"resume takes auto, never or a checkpoint directory; no such directory: {config.resume or repr('')}"
-    yield from filter(None, [attention_problem(config.ds.attn_implementation)])
     yield from map(str, _errors_of(minutes, config.slurm.time))
     yield from tracker_problems(config)
 

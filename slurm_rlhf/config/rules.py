@@ -12,6 +12,7 @@ from itertools import islice
 from typing import cast
 
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule, Level, Mode
+from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import INTERVALS, all_keys, changed_keys, get
 from slurm_rlhf.config.roles import ROLES, algorithm_of, has_engines, has_reference, running_roles
@@ -81,6 +82,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     yield from key_problems(config)
     for role in (row for row in ROLES.values() if row.kind == "frozen"):
         yield from row_problems("frozen", config, frozen=role.settings(config), name=role.group)
+    yield from layer_problems(config)
     yield from row_problems("compile", config)
     yield from algorithm
     if next(out_of_range(config), None) is not None:
@@ -152,6 +154,12 @@ def key_problems(config: Config) -> Iterator[str]:
         if condition(entry) is None:
             signs = "or !=, or one of <, <=, >, >= with a number behind it"
             yield f"data.filter has {entry!r}: write COLUMN=VALUE, {signs}"
+
+
+def layer_problems(config: Config) -> Iterator[str]:
+    """Find keys that exclude each other where layers are trained, in a run or in a stage."""
+    yield from row_problems("layers", config)
+    yield from filter(None, [attention_problem(config.ds.attn_implementation)])
 
 
 def _holds_prompt(template: str) -> bool:

@@ -131,7 +131,8 @@ def _allocator(config: Config, ranks: RankMap, role: str) -> dict[str, str]:
     Such memory cannot be mapped by another process, as weights of the actor are, and engines have it in pools that
     sleep. Where all roles take turns it would not be given back in time.
     """
-    if ranks.topology.accelerator != GPU or config.train.colocate_all or role in (ACTOR, ROLLOUT):
+    mapped = role in (ACTOR, ROLLOUT) and ROLLOUT in ranks.roles
+    if ranks.topology.accelerator != GPU or config.train.colocate_all or mapped:
         return {}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.keys import changed, get
-from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, has_engines, roles_by_slots, running_roles
+from slurm_rlhf.config.roles import (
+    ACTOR,
+    ROLES,
+    ROLLOUT,
+    RoleSpec,
+    has_engines,
+    of_command,
+    roles_by_slots,
+    running_roles,
+)
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement import rank_memory
@@ -88,7 +97,7 @@ class Account:
 
     rows: tuple[Row, ...]
     engine: rank_memory.EngineMemory | None  # None: the actor's ranks sample (rollout.engine = hf)
-    wanted: int  # sequences that an engine gets at once
+    wanted: int  # sequences that an engine gets at once; 0: nothing is sampled
     pinned: int  # bytes of host memory for each GPU while the engines work
 
     def fits(self, role: str = "") -> bool:
@@ -103,9 +112,20 @@ def read_models(config: Config) -> Models:
     return {role.name: read_shape(*role.model(config)) for role in running_roles(config)}
 
 
-def account(config: Config, models: Models, gpu: int) -> Account:
-    """Estimate the memory of a run with `config` on GPUs of `gpu` bytes."""
-    held = rank_memories(config, models, gpu)
+def of_stage(config: Config, stage: str) -> Config:
+    """Return the configuration by which the memory of a stage is estimated: all of its passes have one budget."""
+    budget = {"train.forward_max_tokens_per_gpu": config.train.max_tokens_per_gpu}
+    return changed(of_command(config, stage), {**budget, "actor.entropy_coef": 0.0, "ds.enable_sleep": False})
+
+
+def headless(shape: ModelShape) -> ModelShape:
+    """Return the shape of a model whose head has one row, which does not count."""
+    return replace(shape, vocab=0, tensors=tuple(tensor for tensor in shape.tensors if tensor.kind != "head"))
+
+
+def account(config: Config, models: Models, gpu: int, samples: bool = True) -> Account:
+    """Estimate the memory of a run with `config` on GPUs of `gpu` bytes; a stage does not sample."""
+    held = rank_memories(config, models, gpu) if samples else _alone(config, models, gpu)
     rows: list[Row] = []
     for group in roles_by_slots(config, list(held)):
         shared = len(group) > 1
@@ -115,7 +135,7 @@ def account(config: Config, models: Models, gpu: int) -> Account:
         if shared:
             rows += _together(config, [held[role] for role in group], gpu)
     responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    wanted = min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
+    wanted = min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines)) if samples else 0
     pinned = max(sum(held[role].pinned for role in group) for group in roles_by_slots(config, list(held)))
     memory = rank_memory.engine(config, models[ROLLOUT], gpu) if has_engines(config) else None
     return Account(tuple(rows), memory, wanted, pinned)
@@ -125,16 +145,16 @@ SAFE = 0.9
 """Share of a GPU that trainers may need by estimate where train.gradient_checkpointing = auto chooses."""
 
 
-def least_recomputed(config: Config, models: Models, gpu: int) -> tuple[Config, Account]:
+def least_recomputed(config: Config, models: Models, gpu: int, samples: bool = True) -> tuple[Config, Account]:
     """Choose train.gradient_checkpointing where it is auto: what computes least again and is safe for all trainers.
 
     Returns the configuration with it, or `config` itself if there is nothing to choose, and its memory.
     """
     if config.train.gradient_checkpointing != "auto" or config.actor.gradient_checkpointing_enable:
-        return config, account(config, models, gpu)
+        return config, account(config, models, gpu, samples)
     for way in ("off", "full") if config.ds.zero_stage == 3 or config.ds.compile else ("off", "selective", "full"):
         settled = changed(config, {"train.gradient_checkpointing": way})
-        found = account(settled, models, gpu)
+        found = account(settled, models, gpu, samples)
         trainers = [row for row in found.rows if row.there and ROLES[row.role].kind == "trained"]
         if all(row.needed <= SAFE * row.there for row in trainers):
             break

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
+from slurm_rlhf.checkpoint.earlier import changed_keys, refuse_other_model, refuse_other_scale
 from slurm_rlhf.cluster.resources import current_topology, fits_gpus, node_name
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.roles import ROLLOUT, running_roles
@@ -28,7 +29,7 @@ from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting
-from slurm_rlhf.run.run_inputs import Inputs, changed_keys, refuse_other_model
+from slurm_rlhf.run.run_inputs import Inputs
 from slurm_rlhf.run.run_state import MODEL, UNEVALUATED, RunState
 from slurm_rlhf.run.startup import Startup
 from slurm_rlhf.run_directory import RunDirectory
@@ -111,6 +112,7 @@ class Conductor:
                 "train.max_steps to go on, or give another --run_dir)"
             )
             return
+        refuse_other_scale(changed)
         self._write_config()
         self.reporting.begin(self.state, inputs.total_steps, checkpoint)
         if changed:

@@ -1,20 +1,17 @@
-"""Reads the inputs of a run, and compares them with those of the run that wrote the checkpoint it goes on from."""
+"""Reads the inputs of a run from the files that its configuration names."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rlhf.config.check import warnings
 from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.text import dump_toml, flat, toml_value
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.eval.sets import EvalSet, answered, read_eval_sets
 from slurm_rlhf.rewards.model import RewardSource
 from slurm_rlhf.rewards.reasoning_gym import task_rows
@@ -23,10 +20,6 @@ from slurm_rlhf.run.self_check import PromptFindings
 from slurm_rlhf.sampling.environment import Environments
 from slurm_rlhf.workers.http import Servers
 from slurm_rlhf.workers.pool import WorkerNodes
-
-_MODEL = "actor.model_name_or_path"
-_OF_A_START = ("run_dir", "resume")
-"""Keys that say where a run is, and do not change its results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +92,3 @@ class Inputs:
         close_source(self.reward)
         if self.environments is not None:
             self.environments.close()
-
-
-def changed_keys(earlier: Path, config: Config) -> list[str]:
-    """List the keys that differ from the run that wrote the file `earlier`, as `key was -> is`; none without a file."""
-    try:
-        before = flat(tomllib.loads(earlier.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return []
-    now = flat(tomllib.loads(dump_toml(config)))
-    return [
-        f"{name} {toml_value(before[name])} -> {toml_value(value)}"
-        for name, value in now.items()
-        if name in before and before[name] != value and name not in _OF_A_START
-    ]
-
-
-def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise ConfigError if the actor's model has other contents than `before`; both: path -> `model_contents`."""
-    if before and set(before.values()) != set(now.values()):
-        raise ConfigError(
-            f"{_MODEL} is {''.join(now)}, which holds another model than {''.join(before)} did when this run started: "
-            "its checkpoint would be trained against another reference. Give the model that it started from, or "
-            "another --run_dir for a new run"
-        )

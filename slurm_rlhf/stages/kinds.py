@@ -6,12 +6,14 @@ SimPO and ORPO train on pairs of answers, KTO on answers alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from slurm_rlhf.algorithms.losses import Metrics
@@ -22,7 +24,7 @@ from slurm_rlhf.config.schema import Config, Data, Ds
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import Examples, load_examples, load_judged, load_pairs
-from slurm_rlhf.stages.record import StageRecord
+from slurm_rlhf.stages.record import StageRecord, StopSignals
 from slurm_rlhf.stages.stage import AnswerTrainer, StageTrainer, fingerprint
 from slurm_rlhf.trainer.batch import to_device
 from slurm_rlhf.trainer.export import classifier, save_reward
@@ -162,27 +164,65 @@ class DpoTrainer(AnswerTrainer):
         }
         return loss, metrics
 
-    def prepare(self, examples: Examples, record: StageRecord) -> None:
+    def prepare(self, examples: Examples, record: StageRecord, signals: StopSignals) -> bool:
         """Compute the log-probs of the reference, which is the model as it starts, or read those of an earlier start.
 
-        They are kept beside the checkpoint, under a hash of the model and the examples.
+        They are kept beside the checkpoint, under a hash of the model and the examples by which the directories beside
+        it find them, too.
         """
         config, columns = self.config, examples.experience.columns
         if config.dpo.loss_type in WITHOUT_REFERENCE:
-            return
+            return True
         model = model_contents(Path(config.actor.model_name_or_path))
-        file = record.root / f"reference-{model[:16]}-{fingerprint(examples)[:16]}-{config.ds.param_dtype}.npy"
-        there = torch.tensor([float(file.is_file())], device=self.world.device)
+        name = f"reference-{model[:16]}-{fingerprint(examples)[:16]}-{config.ds.param_dtype}.npy"
+        file = record.root / name
+        known = [path for path in (file, *sorted(record.root.parent.glob(f"*.run/{name}"))) if path.is_file()]
+        there = torch.tensor([float(bool(known))], device=self.world.device)
         dist.all_reduce(there)  # a file system may show it to some ranks later
         if there == self.world.size:
-            columns["ref_logprobs"] = np.load(file)
-            return
-        record.say(f"computing the reference's log-probs of {len(examples)} examples, once")
-        columns["ref_logprobs"] = self.of_all(examples, self.logprobs, of_rows=False)
+            columns["ref_logprobs"] = np.load(known[0])
+            return True
+        parts = file.with_suffix(".parts")
+        found = self._reference(examples, parts, record, signals)
+        if found is None:
+            return False
+        columns["ref_logprobs"] = found
         if self.world.rank == 0:
             unfinished = file.with_suffix(".tmp.npy")
-            np.save(unfinished, columns["ref_logprobs"])
+            np.save(unfinished, found)
             unfinished.replace(file)
+            parts.unlink()
+        return True
+
+    def _reference(
+        self, examples: Examples, parts: Path, record: StageRecord, signals: StopSignals
+    ) -> NDArray[np.float32] | None:
+        """Compute log-probs, of as many examples at a time as a step has, and append them to the file `parts`.
+
+        Goes on behind those that an earlier start has left there. None: it has to stop.
+        """
+        whole, many = examples.experience, len(examples)
+        begins = whole.action_offsets[:: examples.width]
+        kept = torch.tensor(parts.stat().st_size // 4 if parts.is_file() else 0, device=self.world.device)
+        dist.all_reduce(kept, dist.ReduceOp.MIN)
+        first = int(np.searchsorted(begins, int(kept), side="right")) - 1
+        found = [np.fromfile(parts, np.float32, int(begins[first]))] if first else []
+        record.say(f"computing the reference's log-probs of {many - first} examples, once")
+        dist.barrier()
+        if self.world.rank == 0:
+            with parts.open("ab") as file:
+                file.truncate(4 * int(begins[first]))
+        while first < many:
+            if self.stops(record, signals):
+                return None
+            some = range(first, min(first + self.config.dpo.batch_size, many))
+            piece = replace(examples, experience=whole.select(examples.rows(some)))
+            found.append(self.of_all(piece, self.logprobs, of_rows=False))
+            if self.world.rank == 0:
+                with parts.open("ab") as file:
+                    file.write(found[-1].tobytes())
+            first = some.stop
+        return np.concatenate(found)
 
 
 class KtoTrainer(DpoTrainer):

@@ -6,7 +6,8 @@ import itertools
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,15 +15,20 @@ from typing import Any
 import torch.distributed as dist
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.earlier import changed_keys, refuse_other_model, refuse_other_scale
 from slurm_rlhf.cluster.stop import INTERRUPT, STOP_FILE, TERM, USR1, Reason
 from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.errors import CheckpointError, printable
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.errors import CheckpointError, UserError, printable
 from slurm_rlhf.observe.run_log import truncate_after
 from slurm_rlhf.observe.run_status import append_metrics, write_summary
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.trainer.distributed import World
+
+_CONFIG = "config.toml"
+"""File of a checkpoint with the configuration that wrote it."""
 
 
 class StageRecord:
@@ -41,14 +47,25 @@ class StageRecord:
         self.root = self._paths.root
         """Directory of all that it writes."""
         self._steps = 0  # optimizer steps from the first session to the end
+        self._model: Mapping[str, str] = {}  # path of the first model -> hash of its contents
 
-    def begin(self, steps: int) -> tuple[Path | None, dict[str, Any]]:
+    def begin(
+        self, steps: int, model: Mapping[str, str] | None = None, order: PromptOrder | None = None
+    ) -> tuple[Path | None, dict[str, Any]]:
         """Return the checkpoint to go on from, by the key `resume`, and its state; (None, {}) at the beginning.
 
-        Metrics of an earlier start that has left no checkpoint are put aside. Raises CheckpointError.
+        `model`: path -> `model_contents` of the one to start from; `order`: goes on where the checkpoint was. Metrics
+        of an earlier start that has left no checkpoint are put aside. Raises CheckpointError, ConfigError.
         """
         checkpoint = self._checkpoints.resolve(self._config.resume)
         state = self._checkpoints.load_state(checkpoint, [self._name]) if checkpoint else {}
+        changes = changed_keys(checkpoint / _CONFIG, self._config) if checkpoint else []
+        self._model = model or {}
+        with self._in_its_words():
+            refuse_other_model(state.get("model", {}), self._model)
+            refuse_other_scale(changes)
+            if state and order is not None:
+                order.load_state_dict(state["order"])
         if state and state["steps"] != steps:
             raise CheckpointError(
                 f"{checkpoint} is of a training of {state['steps']} steps, and this one has {steps}: the learning rate "
@@ -65,7 +82,21 @@ class StageRecord:
             truncate_after(self._paths.metrics, state.get("step", 0))
         self._steps = steps
         self._summarize("running", state.get("step", 0))
+        if changes:
+            self.say(f"warning: changed since step {state['step']}: {', '.join(changes)}")
         return checkpoint, state
+
+    @contextmanager
+    def _in_its_words(self) -> Iterator[None]:
+        """Name the keys of the stage in errors that name those of a run."""
+        own = {"rollout.batch_size": "batch_size", "data.prompt_dataset": "dataset", "run_dir": "output_dir"}
+        try:
+            yield
+        except UserError as error:
+            text = str(error)
+            for key, leaf in own.items():
+                text = text.replace(key, f"{self._name}.{leaf}")
+            raise type(error)(text) from None
 
     def _summarize(self, status: str, step: int) -> None:
         if self._world.rank == 0:
@@ -92,11 +123,13 @@ class StageRecord:
     def save(self, step: int, steps: int, order: dict[str, Any], write: Callable[[Path], object]) -> None:
         """Save a checkpoint, in place of the one before; `write` is called on each rank with the same directory."""
         if self._world.rank == 0:
-            (self._checkpoints.begin(step) / self._name).mkdir()
+            path = self._checkpoints.begin(step)
+            (path / self._name).mkdir()
+            (path / _CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
         dist.barrier()
         write(self._checkpoints.of(step).with_suffix(".tmp") / self._name)
         if self._world.rank == 0:
-            self._checkpoints.commit(step, {"step": step, "steps": steps, "order": order})
+            self._checkpoints.commit(step, {"step": step, "steps": steps, "order": order, "model": self._model})
             self._checkpoints.prune(1)
 
     @property

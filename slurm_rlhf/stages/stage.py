@@ -18,6 +18,7 @@ from slurm_rlhf.algorithms.batching import cut_batch
 from slurm_rlhf.algorithms.preferences import KTO
 from slurm_rlhf.cluster.stop import FILE
 from slurm_rlhf.config.check import stage_shares_problem
+from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_jobs import StageKeys
@@ -55,8 +56,17 @@ class StageTrainer(TrainedModel):
         """Return what the sums of an optimizer step are divided by, for its loss and its metrics: the pairs in it."""
         return len(batch) / 2
 
-    def prepare(self, examples: Examples, record: StageRecord) -> None:
-        """Compute what the loss needs of the model before it is trained. Collective."""
+    def prepare(self, examples: Examples, record: StageRecord, signals: StopSignals) -> bool:
+        """Compute what the loss needs of the model before it is trained; False: it has to stop first. Collective."""
+        return True
+
+    def stops(self, record: StageRecord, signals: StopSignals) -> bool:
+        """Tell whether any rank has a signal to stop, or the job a file. Collective."""
+        # Which rank has a signal first is chance: all of them stop at the same place.
+        asked = signals.reason is not None or (self.world.rank == 0 and record.asked)
+        total = torch.tensor(float(asked), device=self.world.device)
+        dist.all_reduce(total)
+        return bool(total)
 
     @abstractmethod
     def export_hf(self, directory: Path) -> None:
@@ -142,22 +152,23 @@ def train_stage(config: Config, name: str) -> int:
     for problem in stage_shares_problem(config, name, world.size):
         raise ConfigError(problem)
     record = StageRecord(name, config, world)
-    checkpoint, state = record.begin(steps)
-    if checkpoint:
-        order.load_state_dict(state["order"])
+    model = config.actor.model_name_or_path
+    checkpoint, state = record.begin(steps, {model: model_contents(Path(model))}, order)
     record.say(f"{len(examples)} examples, {len(examples.dropped)} dropped as too long, {steps} steps")
     trainer = stage_trainer(config, name)(config, steps)
-    for each in filter(None, (examples, held_out)):
-        trainer.prepare(each, record)
-    if checkpoint:
-        trainer.load(checkpoint / name)
-        record.say(f"resuming from {checkpoint} at step {state['step']}/{steps}")
+    done = state.get("step", 0)
     with StopSignals() as signals:
-        measured_by = held_out or (examples if trainer.measures_always else None)
-        done = _train(trainer, examples, measured_by, order, record, signals, state.get("step", 0), steps)
+        prepared = all(trainer.prepare(each, record, signals) for each in (examples, held_out) if each)
+        if prepared and checkpoint:
+            trainer.load(checkpoint / name)
+            record.say(f"resuming from {checkpoint} at step {done}/{steps}")
+        if prepared:
+            measured_by = held_out or (examples if trainer.measures_always else None)
+            done = _train(trainer, examples, measured_by, order, record, signals, done, steps)
     if done < steps:
         reason = FILE if record.asked else signals.reason or ELSEWHERE
-        record.say(f"stopped by {reason.what}; saved at step {done}/{steps}; the same command goes on from here")
+        saved = f"saved at step {done}/{steps}" if prepared else "the reference's log-probs so far are kept"
+        record.say(f"stopped by {reason.what}; {saved}; the same command goes on from here")
         record.stopped(done)
         return reason.exit_code
     trainer.export_hf(out)

@@ -11,6 +11,10 @@ from model_configs import make_shape
 from tiny_models import make_tiny
 
 from slurm_rlhf.cli.main import main
+from slurm_rlhf.cli.plan import check_memory, layout_here
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.roles import of_command
+from slurm_rlhf.nodes.environment import role_environment
 
 LARGE = ("--nodes=2", "--gpus_per_node=8")
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
@@ -200,3 +204,33 @@ def test_submit_refuses_what_it_is_told_the_gpus_of(
     assert main(words) == 2
     assert "this run does not fit its GPUs, H100 with 79.1 GiB" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stage_has_the_memory_of_what_it_trains(capsys: pytest.CaptureFixture[str], seven: str) -> None:
+    needed = {}
+    for stage in ("sft", "rm"):
+        words = ("--actor.num_nodes=1", "--nodes=1", "--gpus_per_node=8", "--gpu=h100", f"--command={stage}")
+        code, out, _ = plan(capsys, str(SBATCH / "sft.toml"), seven, *words, "--json")
+        (row,) = json.loads(out)["memory"]["rows"]
+        needed[stage] = dict(row["terms"])
+        assert (code, row["name"], "KV cache" in needed[stage]) == (0, "actor", False)
+    assert needed["rm"]["parameters"] < needed["sft"]["parameters"]
+    assert "logits" not in needed["rm"]
+    code, out, _ = plan(capsys, str(SBATCH / "sft.toml"), seven, *words)
+    assert (code, "samples" in out) == (0, False)
+
+
+def test_a_stage_is_refused_before_it_starts_where_it_does_not_fit(
+    capsys: pytest.CaptureFixture[str], gpus: Path, run: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "examples.jsonl").write_text('{"input": "1+1=", "output": "2"}\n' * 64)
+    keys = (run[1], f"--sft.dataset={tmp_path / 'examples.jsonl'}", f"--sft.output_dir={tmp_path / 'out'}")
+    large = (*keys, "--train.max_tokens_per_gpu=300000000", "--train.gradient_checkpointing=off")
+    for command in (["sft"], ["check"], ["submit", "--command=sft", "--train.gpu=a100_40gb"]):
+        assert main([command[0], *large, *command[1:]]) == 2
+        err = capsys.readouterr().err
+        assert "this run does not fit its GPUs, A100 40GB with 39.3 GiB:\n  actor: " in err, command
+    config = load_config([Path(run[1])], [*keys[1:], "--train.max_tokens_per_gpu=8000000"])
+    ranks = layout_here(of_command(config, "sft"))
+    assert check_memory(config, ranks, "sft").train.gradient_checkpointing == "full"
+    assert role_environment(config, ranks, 1)["actor"][ranks.used_nodes[0]]["PYTORCH_ALLOC_CONF"]

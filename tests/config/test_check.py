@@ -301,6 +301,22 @@ def test_sft_needs_its_own_keys_only(config: Config) -> None:
     assert "sft.output_dir is not set" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train.gradient_checkpointing=selective", "ds.zero_stage=3"], "selective excludes ds.zero_stage = 3"),
+        (["train.gradient_checkpointing=off", "actor.gradient_checkpointing_enable=true"], "contradict each other"),
+        (["lora.alpha=32"], "has no effect with lora.rank = 0"),
+        (["ds.compile=true", "ds.use_liger_kernel=true"], "ds.compile = true excludes ds.use_liger_kernel"),
+        (["ds.attn_implementation=spda"], "ds.attn_implementation = 'spda' is not known"),
+        (["ds.ulysses_size=2", "actor.num_gpus_per_node=2"], "ds.ulysses_size = 2 cuts rows in which sequences lie"),
+    ],
+)
+def test_a_stage_has_the_rules_of_what_it_trains(config: Config, words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        check_stage(change(config, *words), "sft")
+
+
 def test_a_place_that_cannot_be_written(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Root may write anywhere, so the system's answer is replaced.
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from slurm_rlhf.checkpoint.earlier import changed_keys, refuse_other_model
+from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.run.run_inputs import changed_keys, model_contents, refuse_other_model
 
 
 def model(path: Path, weights: bytes) -> Path:

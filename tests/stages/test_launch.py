@@ -61,6 +61,28 @@ def test_the_ranks_of_a_stage_are_started_and_their_errors_told(job: Path, measu
     assert "sft.batch_size = 7 does not divide over 2 ranks: use a multiple of 2" in odd.stderr
 
 
+def test_a_rank_that_dies_starts_again_from_the_newest_checkpoint(job: Path, measured: list[str]) -> None:
+    words = ["sft", "job.toml", "--sft.output_dir=killed", "--sft.save_steps=4"]
+    with started([*command(job), *words], job) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("sft: step 6/20 "):
+                ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if is_rank(each)]
+                ranks[-1].kill()
+                break
+        said = process.stdout.read()
+        assert process.wait(HANG_S) == 0, said
+    assert re.search(
+        r"^restart 1 of 3 in this job, from \S+/killed\.run/checkpoints/step_0000\d\d$", said, re.MULTILINE
+    )
+    assert re.search(r"^sft: resuming from \S+ at step \d+/20$", said, re.MULTILINE)
+    assert timeless_metrics(job / "killed.run") == measured
+
+
+def is_rank(process: psutil.Process) -> bool:
+    return "slurm_rlhf.ranks.rank_process" in process.cmdline() and "--role=actor" in process.cmdline()
+
+
 @pytest.mark.mpi
 def test_ranks_of_mpirun_write_the_metrics_of_torchrun(job: Path, measured: list[str]) -> None:
     done = run([*mpirun(2, command(job)), "sft", "job.toml", "--sft.output_dir=by_mpi"], job, {})

@@ -286,6 +286,8 @@ def test_check_sees_what_is_wrong_before_anything_is_loaded(tmp_path: Path) -> N
         check_stage(checked(tmp_path, undesirable_weight=2.0), "dpo")
     with pytest.raises(ConfigError, match=r"dpo\.label_smoothing = 0\.1 has no effect with dpo\.loss_type = kto"):
         check_stage(checked(tmp_path, label_smoothing=0.1, loss_type="kto"), "dpo")
+    with pytest.raises(ConfigError, match=r"dpo\.simpo_gamma = 1 has no effect with dpo\.loss_type = ipo"):
+        check_stage(checked(tmp_path, simpo_gamma=1.0, loss_type="ipo"), "dpo")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"is_encoder_decoder": True}))
     with pytest.raises(ModelError, match="has an encoder and a decoder: a decoder-only model is needed"):

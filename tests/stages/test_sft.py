@@ -18,11 +18,6 @@ from stage_runs import run
 from tiny_models import make_tiny
 from waiting import HANG_S
 
-from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import CheckpointError
-from slurm_rlhf.stages.record import StageRecord
-from slurm_rlhf.trainer.distributed import World
-
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -84,38 +79,6 @@ def losses(output: str) -> dict[int, float]:
 def metrics(record: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
-
-
-def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path) -> None:
-    config, world = Config(), World(0, 1, torch.device("cpu"))
-    config.sft.output_dir = str(tmp_path / "out")
-    for start in range(3):
-        record = StageRecord("sft", config, world)
-        assert record.begin(9) == (None, {})
-        record.step(1, {"loss": float(start)})
-    names = ["config.toml", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl", "summary.json"]
-    assert sorted(path.name for path in (tmp_path / "out.run").iterdir()) == names
-    assert [row["loss"] for row in metrics(tmp_path / "out.run")] == [2.0]
-
-
-def test_a_checkpoint_is_of_one_number_of_steps(tmp_path: Path) -> None:
-    config, world = Config(), World(0, 1, torch.device("cpu"))
-    config.sft.output_dir = str(tmp_path / "out")
-    record = StageRecord("sft", config, world)
-    record.begin(9)
-    for step in (1, 2, 3, 4):
-        record.step(step, {"loss": 0.5})
-        if step < 4:
-            record.save(step, 9, {"taken": step}, lambda directory: (directory / "weights").write_bytes(b"w") and None)
-    checkpoint, state = StageRecord("sft", config, world).begin(9)
-    assert checkpoint is not None
-    assert (checkpoint.name, state["step"], state["order"]) == ("step_000003", 3, {"taken": 3})
-    assert [path.name for path in checkpoint.parent.iterdir()] == ["step_000003"]
-    assert len(metrics(tmp_path / "out.run")) == 3, "the step behind the checkpoint is done again"
-    with pytest.raises(CheckpointError, match=r"of a training of 9 steps, and this one has 8.*--resume=never"):
-        StageRecord("sft", config, world).begin(8)
-    config.resume = "never"
-    assert StageRecord("sft", config, world).begin(8) == (None, {})
 
 
 @pytest.fixture(scope="module")

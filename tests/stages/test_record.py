@@ -1,0 +1,78 @@
+"""What a stage leaves behind while it trains, and what it goes on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.errors import CheckpointError, ConfigError
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.stages.record import StageRecord
+from slurm_rlhf.trainer.distributed import World
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, which waits for no other."""
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+
+
+def rows(directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "out.run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path) -> None:
+    config, world = Config(), World(0, 1, torch.device("cpu"))
+    config.sft.output_dir = str(tmp_path / "out")
+    for start in range(3):
+        record = StageRecord("sft", config, world)
+        assert record.begin(9) == (None, {})
+        record.step(1, {"loss": float(start)})
+    names = ["config.toml", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl", "summary.json"]
+    assert sorted(path.name for path in (tmp_path / "out.run").iterdir()) == names
+    assert [row["loss"] for row in rows(tmp_path)] == [2.0]
+
+
+def test_a_checkpoint_is_of_one_number_of_steps(tmp_path: Path) -> None:
+    config, world = Config(), World(0, 1, torch.device("cpu"))
+    config.sft.output_dir = str(tmp_path / "out")
+    record = StageRecord("sft", config, world)
+    record.begin(9)
+    for step in (1, 2, 3, 4):
+        record.step(step, {"loss": 0.5})
+        if step < 4:
+            record.save(step, 9, {"taken": step}, lambda directory: (directory / "weights").write_bytes(b"w") and None)
+    checkpoint, state = StageRecord("sft", config, world).begin(9)
+    assert checkpoint is not None
+    assert (checkpoint.name, state["step"], state["order"]) == ("step_000003", 3, {"taken": 3})
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["step_000003"]
+    assert len(rows(tmp_path)) == 3, "the step behind the checkpoint is done again"
+    with pytest.raises(CheckpointError, match=r"of a training of 9 steps, and this one has 8.*--resume=never"):
+        StageRecord("sft", config, world).begin(8)
+    config.resume = "never"
+    assert StageRecord("sft", config, world).begin(8) == (None, {})
+
+
+def test_a_checkpoint_goes_on_under_its_own_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that change the training are told, and those that change what its state means are refused."""
+    config, world = Config(), World(0, 1, torch.device("cpu"))
+    config.sft.output_dir, model = str(tmp_path / "out"), {"model": "1"}
+    record, order = StageRecord("sft", config, world), PromptOrder(40, 4, 1, 0)
+    record.begin(9, model, order)
+    record.save(3, 9, order.state_dict(), lambda directory: (directory / "weights").write_bytes(b"w") and None)
+    RunDirectory(tmp_path / "out.run").config.unlink()
+    config.sft.learning_rate = 0.5
+    StageRecord("sft", config, world).begin(9, model, order)
+    assert "sft: warning: changed since step 3: sft.learning_rate 1e-05 -> 0.5\n" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=r"^sft\.batch_size is 8 and was 4 .* in another --sft\.output_dir"):
+        StageRecord("sft", config, world).begin(5, model, PromptOrder(40, 8, 1, 0))
+    with pytest.raises(ConfigError, match=r"holds another model than model did .* another --sft\.output_dir"):
+        StageRecord("sft", config, world).begin(9, {"model": "2"}, order)
+    config.lora.alpha = 64.0
+    with pytest.raises(ConfigError, match=r"^lora\.alpha 16\.0 -> 64\.0: the adapters in the checkpoint were trained"):
+        StageRecord("sft", config, world).begin(9, model, order)
