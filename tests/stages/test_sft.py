@@ -220,7 +220,7 @@ def test_rows_that_are_no_examples_are_named_together(job: Path) -> None:
 
 
 def test_held_out_examples_are_all_rows_of_their_file(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slurm_rlhf.config.schema import Data
+    from slurm_rlhf.config.schema import Config, Data
     from slurm_rlhf.stages.stage import read_inputs
 
     monkeypatch.chdir(job)
