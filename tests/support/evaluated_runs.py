@@ -18,7 +18,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.eval.sets import Sample
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.records import Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.run.loop import TrainingLoop
@@ -68,7 +68,8 @@ class Steps(TrainingStep):
     """Steps whose roles have nothing to compute."""
 
     def collect(self, batch: Batch, version: int) -> Any:
-        return [], {"response_tokens": 8.0, "reward": float(batch.step), "kl": 0.0, "reward_clipped": 0.0}
+        metrics = {"response_tokens": 8.0, "reward": float(batch.step), "kl": 0.0, "reward_clipped": 0.0}
+        return pack([], []), metrics
 
     def update(
         self, number: int, trajectories: Any, experience: Any, metrics: dict[str, float], version: int
