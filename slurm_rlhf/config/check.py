@@ -82,6 +82,8 @@ def check_stage(config: Config, stage: str) -> None:
     of_model = list(_errors_of(_check_model, key, actor, config.data.max_len, **how)) if actor else []
     if actor and not of_model:
         of_model += _errors_of(layout_of, config.ds, actor)
+        if config.lora.rank:
+            of_model += _errors_of(check_adapters, key, actor, config.lora.target_modules)
     _raise(problems, of_model)
 
 

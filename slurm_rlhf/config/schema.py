@@ -230,7 +230,8 @@ class Train:
     last checkpoint."""
     max_restarts: Annotated[int, NOT_NEGATIVE] = 3
     """When a rank of a trainer or its node dies, all roles but the engines start again from the newest checkpoint, in
-    the same job, so often at most in one start of the run; 0: the run ends. `slurm-rlhf docs resume`."""
+    the same job, so often at most in one start of the run; 0: the run ends. `slurm-rlhf docs resume`. In a stage all
+    ranks do, if it has trained since its start."""
     max_skipped_steps: Annotated[int, NOT_NEGATIVE] = 3
     """Optimizer steps in a row that may be skipped on all ranks because loss or gradient is not finite; one more ends
     the run. They are counted (actor_skipped_steps, critic_skipped_steps). In fp16 ds.min_loss_scale is the bound."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,8 @@ from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.run.conductor import Conductor
+from slurm_rlhf.run.run_state import RunState
 
 
 def model(path: Path, weights: bytes) -> Path:
@@ -53,3 +57,13 @@ def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Pa
     (tmp_path / "a" / "config.json").write_text('{"rope_theta": 1}')
     with pytest.raises(ConfigError, match="holds another model"):
         refuse_other_model(first, {str(tmp_path / "a"): model_contents(tmp_path / "a")})
+
+
+def test_another_scale_of_adapters_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    config, checkpoint = Config(run_dir=str(tmp_path)), tmp_path / "checkpoints" / "step_000003"
+    (tmp_path / "config.toml").write_text(dump_toml(config))
+    config.lora.alpha = 64.0
+    inputs: Any = SimpleNamespace(total_steps=9)
+    run: Any = SimpleNamespace(config=config, _resume=lambda inputs: (RunState(seed=0, step=3), checkpoint, False))
+    with pytest.raises(ConfigError, match=r"^lora\.alpha 16\.0 -> 64\.0: .* another --run_dir for a new run"):
+        Conductor._work(run, inputs)
