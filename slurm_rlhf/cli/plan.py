@@ -131,7 +131,10 @@ def draw_memory(memory: Memory) -> str:
     kv = [_kv_line(memory.config, memory.account)] if memory.account.wanted else []
     notes = [*kv, *(f"{note}." for note in memory.size.notes), *filter(None, [_chosen_line(memory)])]
     if pinned := memory.account.pinned:
-        notes.append(f"Host memory: {gib(pinned)} GiB for each GPU are pinned for optimizer states (ds.enable_sleep).")
+        notes.append(
+            f"Host memory: {gib(pinned)} GiB for each GPU are pinned: optimizer states (ds.enable_sleep), weights of "
+            "engines that sleep (lora.rank)."
+        )
     return "\n".join([*lines, *(textwrap.fill(note, _WIDTH) for note in notes)])
 
 
