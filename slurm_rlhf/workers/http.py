@@ -187,9 +187,12 @@ class Servers:
 def _seconds(header: str) -> float:
     """Read a Retry-After: seconds, or a date; 0 for none."""
     asked_s = 0.0
-    with suppress(ValueError):
-        asked_s = float(header) if header.isdigit() else parsedate_to_datetime(header).timestamp() - time.time()
-    return min(max(asked_s, 0.0), timeouts.SERVER_ASKED_S)
+    try:
+        asked_s = float(header)
+    except ValueError:
+        with suppress(ValueError):
+            asked_s = parsedate_to_datetime(header).timestamp() - time.time()
+    return min(max(0.0, asked_s), timeouts.SERVER_ASKED_S)
 
 
 class Health(NamedTuple):
