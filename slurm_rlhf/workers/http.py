@@ -306,15 +306,13 @@ class _Request(BaseHTTPRequestHandler):
 
         Cancels it if its client has gone, unless it has begun.
         """
-        told = time.monotonic()
         while True:
             try:
-                return call.result(timeouts.SERVER_LOOK_S)
+                return call.result(self.server.beat_s or timeouts.SERVER_LOOK_S)
             except TimeoutError:
                 if self._alone():
                     call.cancel()
-                elif self.server.beat_s and time.monotonic() - told >= self.server.beat_s:
-                    told = time.monotonic()
+                elif self.server.beat_s:
                     self.send_response_only(102)
                     self.end_headers()
 
