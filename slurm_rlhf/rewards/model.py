@@ -138,7 +138,7 @@ class Scoring:
         kinds = Counter(why.partition(":")[0] for why in reasons)
         listed = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
         said = f"the rewards of {kinds.total()} of {len(found.rewards)} responses failed ({listed})"
-        said += f", the first: {reasons[0]}"
+        said += f", the first: {reasons[0].splitlines()[0]}"
         said += f"; {self.printed} shows them" if self.printed else ""
         if kinds.total() == len(found.rewards) > 1:
             raise RewardError(said)

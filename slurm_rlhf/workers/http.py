@@ -187,9 +187,12 @@ class Servers:
 def _seconds(header: str) -> float:
     """Read a Retry-After: seconds, or a date; 0 for none."""
     asked_s = 0.0
-    with suppress(ValueError):
-        asked_s = float(header) if header.isdigit() else parsedate_to_datetime(header).timestamp() - time.time()
-    return min(max(asked_s, 0.0), timeouts.SERVER_ASKED_S)
+    try:
+        asked_s = float(header)
+    except ValueError:
+        with suppress(ValueError):
+            asked_s = parsedate_to_datetime(header).timestamp() - time.time()
+    return min(max(0.0, asked_s), timeouts.SERVER_ASKED_S)
 
 
 class Health(NamedTuple):
@@ -303,15 +306,13 @@ class _Request(BaseHTTPRequestHandler):
 
         Cancels it if its client has gone, unless it has begun.
         """
-        told = time.monotonic()
         while True:
             try:
-                return call.result(timeouts.SERVER_LOOK_S)
+                return call.result(self.server.beat_s or timeouts.SERVER_LOOK_S)
             except TimeoutError:
                 if self._alone():
                     call.cancel()
-                elif self.server.beat_s and time.monotonic() - told >= self.server.beat_s:
-                    told = time.monotonic()
+                elif self.server.beat_s:
                     self.send_response_only(102)
                     self.end_headers()
 

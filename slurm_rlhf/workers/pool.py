@@ -305,7 +305,7 @@ class PoolWorker(threading.Thread):
             raise WorkerError(LATE, f"{what} did not return within {timeout_s:g} s") from None
         except (EOFError, ConnectionError):
             raise WorkerError(ENDED, f"its process {self._how()}") from None
-        except (TypeError, ValueError) as error:  # arguments that cannot be sent
+        except (TypeError, ValueError, RecursionError) as error:  # arguments that cannot be sent
             raise WorkerError(RAISED, f"{what}: {error}") from error
         if "raised" in answer:
             raise WorkerError(RAISED, answer["raised"])

@@ -279,7 +279,7 @@ def test_a_server_that_is_at_fault_is_not_asked_before_the_time_that_it_names(
             assert source(*sampled("abc")).rewards.tolist() == [3]
     assert all(1 < pause <= 3 for pause in pauses)
     assert len(pauses) == 2
-    assert [_seconds(header) for header in ("120", "0", "", "soon")] == [120, 0, 0, 0]
+    assert [_seconds(header) for header in ("120", "0.5", "-1", "", "soon", "nan")] == [120, 0.5, 0, 0, 0, 0]
 
 
 BODY = "def reward_func(responses, labels):\n    return [int(r) * int(label) for r, label in zip(responses, labels)]\n"

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def test_a_worker_that_does_a_call_says_where_it_is_and_goes_on(pools: Pools, tm
         ("fail", ("x",), "raised", "KeyError: 'x'", False),
         ("stop", (), "raised", "SystemExit: 3", False),
         ("garbage", (), "raised", "a value of type object cannot go to another process", False),
+        ("double", (reduce(lambda inner, _: [inner], range(5000), 1),), "raised", "recursion depth exceeded", False),
         ("double", (object(),), "raised", "a value of type object cannot go to another process", False),
         ("nothing", (), "raised", "has no attribute 'nothing'", False),
     ],
