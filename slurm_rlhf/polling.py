@@ -1,11 +1,12 @@
-"""Wait for a condition without a message, or for a call that may never return."""
+"""Wait for a condition without a message, or for a call that may never return; know the calls of users' code."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -37,3 +38,33 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return found
+
+
+class CallsUnderWay:
+    """Knows the calls of users' code, in workers and on servers, that this process waits for. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+        """Count of the calls that have ended: while it stays the same, none of them gets on."""
+        self._limits: list[float] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def one(self, limit_s: float) -> Iterator[None]:
+        """Hold a call that ends within `limit_s`, whatever the user's code does."""
+        with self._lock:
+            self._limits.append(limit_s)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._limits.remove(limit_s)
+                self.ended += 1
+
+    def longest_s(self) -> float:
+        """Return the largest limit of a call that is under way; 0: there is none."""
+        with self._lock:
+            return max(self._limits, default=0.0)
+
+
+UNDER_WAY = CallsUnderWay()

@@ -27,11 +27,11 @@ from slurm_rlhf.groups.hang_rules import HangVerdict, judge
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.observe.stacks import MAIN, LateStacks
 from slurm_rlhf.observe.timing import Budget, WaitBudgets
+from slurm_rlhf.polling import UNDER_WAY
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.io_thread import ListeningClock
 from slurm_rlhf.wire.messages import Flight
-from slurm_rlhf.workers.under_way import UNDER_WAY
 
 log = logging.getLogger(__name__)
 

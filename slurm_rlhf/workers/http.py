@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slurm_rlhf.errors import ConfigError, WorkerError, cut
 from slurm_rlhf.observe.run_log import SERVER_AWAITED, SERVER_BACK
+from slurm_rlhf.polling import UNDER_WAY
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.pool import GONE, RAISED, WorkerPool
-from slurm_rlhf.workers.under_way import UNDER_WAY
 
 if TYPE_CHECKING:
     from slurm_rlhf.config.schema import Config

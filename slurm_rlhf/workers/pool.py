@@ -27,10 +27,9 @@ from weakref import WeakSet
 from slurm_rlhf.cluster.processes import KEYS, exit_text
 from slurm_rlhf.errors import WorkerError
 from slurm_rlhf.observe.stacks import MAIN, SIGNAL, ThreadStack, read_stacks
-from slurm_rlhf.polling import wait_until
+from slurm_rlhf.polling import UNDER_WAY, wait_until
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.process import Channel
-from slurm_rlhf.workers.under_way import UNDER_WAY
 
 LATE, ENDED, MEMORY, RAISED, GONE = "late", "ended", "memory", "raised", "gone"
 """Kinds of `WorkerError`; gone: an earlier call has ended the process that a lease is of, or its node is lost."""

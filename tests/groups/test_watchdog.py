@@ -29,8 +29,8 @@ from slurm_rlhf.nodes.node_look import NodeView, look
 from slurm_rlhf.observe.timing import LEARNED, UNKNOWN
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
+from slurm_rlhf.polling import UNDER_WAY
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.workers.under_way import UNDER_WAY
 
 pytestmark = [pytest.mark.slow]
 

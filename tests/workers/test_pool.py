@@ -21,8 +21,8 @@ from worker_pids import pids_of
 from slurm_rlhf.cluster.processes import KEYS, running
 from slurm_rlhf.errors import WorkerError
 from slurm_rlhf.observe.stacks import Frame
+from slurm_rlhf.polling import UNDER_WAY
 from slurm_rlhf.workers.pool import WORKER, Code, WorkerPool, stacks_of_workers
-from slurm_rlhf.workers.under_way import UNDER_WAY
 
 pytestmark = pytest.mark.slow
 
