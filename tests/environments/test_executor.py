@@ -106,6 +106,16 @@ def test_an_executor_plays_one_episode_at_a_time_and_then_the_next(tmp_path: Pat
     assert [played.turn("4", number=one).logs["played"] for one in (4, 3)] == [3, 2]
 
 
+def test_an_episode_that_is_given_up_lets_go_of_what_it_holds(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    held = f"try:\n                {ASK}\n            finally:\n                open({str(left)!r}, 'a').close()"
+    played = Played(tmp_path, ADDS.replace(ASK, held))
+    played.begin()
+    assert not left.exists()
+    played.instances.drop(0)
+    assert left.exists()
+
+
 def test_an_ask_that_no_turn_is_left_for_gets_no_tokens_and_the_reward_counts(tmp_path: Path) -> None:
     played = Played(tmp_path)
     played.begin(label="")
