@@ -21,7 +21,7 @@ from typing import Any
 
 from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
 from slurm_rlhf.cluster.network import addresses, listening, own_address, unreachable
-from slurm_rlhf.cluster.processes import STORE_FD, die_with_parent, exit_text
+from slurm_rlhf.cluster.processes import STORE_FD, die_with_parent, exit_text, process_state
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.errors import CallTimeout, PlacementError, RoleDied
@@ -93,6 +93,10 @@ class Agent:
                 self._code = code
                 del self._processes[role]
                 yield role, None, exit_text(code)
+            elif process_state(process.pid).startswith("T"):
+                # A torchrun has the store of its ranks, which would wait for ever while they start.
+                print(f"{self._node}: a signal has stopped the process of {role}: it goes on", flush=True)
+                process.send_signal(signal.SIGCONT)
         for engine, how in (news for engines in self._engines for news in engines.ended()):
             print(f"engine {engine}: {how}", flush=True)
             yield ROLLOUT, engine, how

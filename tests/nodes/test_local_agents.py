@@ -79,3 +79,17 @@ def test_a_role_that_was_ended_on_purpose_is_no_news_and_one_whose_torchrun_dies
     os.kill(torchrun(), signal.SIGKILL)
     [end] = until(launcher.ended, "the end of the torchrun")
     assert (end.role, end.node, end.how) == ("actor", HERE, "was killed by SIGKILL")
+
+
+def test_a_torchrun_that_a_signal_has_stopped_goes_on(
+    agents: LocalAgents, launcher: AgentLauncher, tmp_path: Path
+) -> None:
+    """It has the store of its ranks, which wait for it without a limit while they start."""
+    launcher.start("actor", [], ENVIRONMENT)
+    agent = psutil.Process(until(lambda: agents.residents, "the agent")[HERE].pid)
+    torchrun = until(agent.children, "the torchrun")[0]
+    torchrun.suspend()
+    said = "a signal has stopped the process of actor: it goes on"
+    until(lambda: any(said in log.read_text() for log in (tmp_path / "logs").glob("*.log")), "the agent's words")
+    until(lambda: torchrun.status() != psutil.STATUS_STOPPED, "its continuation")
+    assert launcher.ended() == []

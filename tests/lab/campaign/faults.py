@@ -79,10 +79,7 @@ def signals() -> Iterator[Fault]:
         for role in TRAINERS:
             torchrun = f"torchrun of {role}"
             yield Fault("SIGKILL", torchrun, phase, says=rf"role {role} died", limit_s=KILLED_S)
-            # Its ranks do not come before timeout.connect, if they are not there yet; afterwards nobody needs it.
-            stopped, limit_s = rf"{role}: \d+ of \d+ ranks said hello within", 90.0
-            does = EITHER if phase == START else BORNE
-            yield Fault("SIGSTOP", torchrun, phase, does=does, says=stopped, limit_s=limit_s)
+            yield Fault("SIGSTOP", torchrun, phase, does=BORNE)  # its agent continues it
         yield killed(CONDUCTOR, phase)
         yield Fault("SIGSTOP", CONDUCTOR, phase, says="the conductor is gone")
         yield Fault("SIGTERM", CONDUCTOR, phase, does=STOPS, says="SIGTERM", limit_s=KILLED_S)
