@@ -21,7 +21,7 @@ class Lesson(NamedTuple):
 
     prompt: I32
     response: I32
-    mask: Bool  # of the response: True for the words of the assistant
+    mask: Bool  # True for each token of the response that the assistant wrote
 
 
 class Conversation(NamedTuple):

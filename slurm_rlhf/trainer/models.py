@@ -248,7 +248,7 @@ def _load(kind: Any, path: Path, ds: Ds, checkpointing: str, max_len: int) -> An
     switch_off(model)
     fix_frequencies(model, max_len, str(path))
     if not sharded:
-        model.to(local_device())  # what is compared, and compiled, trains: some kernels know no CPU
+        model.to(local_device())  # some kernels know no CPU: models are compared and compiled where they train
     if layout_of(ds, str(path)).packed:
         _compare_packed(model.base_model, str(path))
     checkpoint_layers(model, checkpointing)
