@@ -2,8 +2,8 @@
 # Makes the environment, or reuses it, and runs the tests: bash tests/run.sh [pytest's arguments]
 #
 #   bash tests/run.sh                      all tests but -m full, campaign and gpu, in a session for each core (lanes.py)
-#   bash tests/run.sh -m fast              what starts no process group, engine or Slurm: about two minutes
-#   bash tests/run.sh tests/training -x    any arguments of pytest: one session
+#   bash tests/run.sh -m fast              what starts no process group, engine or Slurm: about two minutes, in two sessions
+#   bash tests/run.sh tests/trainer -x    any arguments of pytest: one session
 #   bash tests/run.sh -m campaign          faults in every phase of real runs, here and on Slurm: an hour
 #   bash tests/run.sh -m gpu               the acceptance kit on this machine's GPUs, in the GPU environment: ten minutes
 #                                          at most, then a table, gpu_report.md and gpu_report.json (--gpu_report=DIR)
@@ -75,7 +75,7 @@ fi
 cd "$root"
 # Each of the hundreds of processes would compile the package anew.
 unset PYTHONDONTWRITEBYTECODE
-if (($#)); then
+if (($#)) && [[ $* != "-m fast" ]]; then
   exec .venv/bin/python -m pytest "$@"
 fi
-exec .venv/bin/python tests/support/lanes.py
+exec .venv/bin/python tests/support/lanes.py "$@"

@@ -193,8 +193,8 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
     from slurm_rlhf.rewards.weighted import WeightedRewards
 
     if inputs.environments is not None:
-        beside = ", and other rewards are added" if isinstance(inputs.reward, WeightedRewards) else ""
-        yield f"rewards: by the environment in {inputs.environments.file}{beside}"
+        others = ", and other rewards are added" if isinstance(inputs.reward, WeightedRewards) else ""
+        yield f"rewards: by the environment in {inputs.environments.file}{others}"
         yield from inputs.environments.lines()
         return
     if config.reward.model_name_or_path:

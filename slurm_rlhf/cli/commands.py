@@ -8,7 +8,7 @@ A command, `["bench sync"]` with a space where it is a part of another one:
     about         its help page's text
     files         "needed" or "optional" configuration files and keys; absent: it takes other words
     plain         true: its words are taken as they are, none is an option
-    missing       what to say, beside the usage, to a user who has left out the needed file
+    missing       what to say, with the usage, to a user who has left out the needed file
     keys          groups and keys of the configuration that it reads; "*": all but those in `without`
     default_keys  overrides if no file is given
     options       name -> about, kind (switch, text, int or float), default, least, most, step (the number's factor)

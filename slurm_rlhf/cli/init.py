@@ -158,8 +158,8 @@ def migrate(arguments: Arguments) -> int:
     found = translate(_script(words[1:], arguments), {name: one.keys for name, one in commands().items()}, words[0])
     print(found.toml(), end="")
     flags = len(found.values) + len(found.left_out)
-    told = f"{len(found.values)} of {flags} flags translated; the others are at the end, with advice"
-    print(f"{told}. The file is for `slurm-rlhf {found.command}`", file=sys.stderr)
+    text = f"{len(found.values)} of {flags} flags translated; the others are at the end, with advice"
+    print(f"{text}. The file is for `slurm-rlhf {found.command}`", file=sys.stderr)
     return 0
 
 

@@ -86,8 +86,8 @@ def _unexpected(error: Exception) -> int:
     for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
         if f"{entry}/" in places and not package.is_relative_to(Path(entry).resolve()):
             first = f"{type(error).__name__}: {error}"
-            told = f"a module in {entry} does not work here: {first}. Take {entry} out of PYTHONPATH (unset PYTHONPATH)"
-            print(f"slurm-rlhf: error: {told}", file=sys.stderr)
+            text = f"a module in {entry} does not work here: {first}. Take {entry} out of PYTHONPATH (unset PYTHONPATH)"
+            print(f"slurm-rlhf: error: {text}", file=sys.stderr)
             return ConfigError.exit_code
     cause = system_cause(text) or "this is a bug in slurm_rlhf, not in your input"
     print(printable(f"{text}slurm-rlhf: {cause}"), file=sys.stderr)

@@ -1,7 +1,7 @@
 """Run `slurm-rlhf pipeline FILE.toml`: stages as jobs of Slurm that wait for each other, or here one after the other.
 
 `FILE.toml --only=NAME` runs one stage in this process: each job and each child is that. What a stage was made with is
-beside its files, so a stage that is done and has not changed does not run again.
+next to its files, so a stage that is done and has not changed does not run again.
 """
 
 from __future__ import annotations

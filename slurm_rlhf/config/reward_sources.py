@@ -12,8 +12,8 @@ from slurm_rlhf.config.ranges import URLS
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import RewardPart
 
-ENVIRONMENT, BESIDE = "environment", "source"
-"""Components of the reward where env.path has another source beside it: the environment's, and that of a source that
+ENVIRONMENT, OTHER_SOURCE = "environment", "source"
+"""Components of the reward where env.path has another source next to it: the environment's, and that of a source that
 is no entry of reward.sources."""
 SOURCES = ("remote_url", "function", "preset", "model")
 PRESET_LIBRARIES = {
@@ -40,7 +40,7 @@ def in_workers(config: Config) -> dict[str, str]:
 
 
 def part_problems(config: Config) -> Iterator[str]:
-    """Check the entries and what is beside them."""
+    """Check the entries and the keys that exclude them."""
     reward = config.reward
     names = [part.name for part in reward.sources]
     for name, count in Counter(names).items():

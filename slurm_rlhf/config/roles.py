@@ -203,7 +203,7 @@ _ACTOR_ALONE: dict[str, Any] = {
 def of_command(config: Config, command: str) -> Config:
     """Return the configuration by which a command's ranks are placed, its nodes examined and its job submitted.
 
-    In a stage the actor is the only role, and the run directory is beside its output_dir. Its ranks read the data and
+    In a stage the actor is the only role, and the run directory is next to its output_dir. Its ranks read the data and
     write the model, also inside a container. Raises DataError if they are inside one and the data is missing.
     """
     if command not in STAGES:

@@ -150,11 +150,11 @@ class Reward:
     """How programs run with reward.preset = code. auto: the best that the node has: bubblewrap, apptainer, landlock;
     `slurm-rlhf docs sandbox` says what each can do. none: unprotected."""
     workers: Annotated[int, NOT_NEGATIVE] = 2
-    """Processes beside the conductor that run the reward function; 0: the conductor runs it itself, where it can hang,
+    """Processes next to the conductor that run the reward function; 0: the conductor runs it itself, where it can hang,
     crash or fill the memory of the run, and what a script passes to slurm_rlhf.train."""
     workers_num_nodes: Annotated[int, NOT_NEGATIVE] = 0
     """Nodes for workers alone: the last ones of the Slurm allocation, with reward.workers and env.workers processes on
-    each, in a step `workers`, and no ranks. 0: workers run beside the conductor."""
+    each, in a step `workers`, and no ranks. 0: workers run on the conductor's node."""
     memory_mb: Annotated[int, NOT_NEGATIVE] = 0
     """Memory of a worker in MiB, past which it is replaced; 0: no limit."""
     on_error: Annotated[float | Literal["skip", "fail"], ANY] = "fail"
@@ -306,7 +306,7 @@ class Distill:
     teacher gives it less the policy's (on-policy distillation, the reverse KL divergence). Size and ZeRO stage are
     those of ref. Without a source of rewards the teacher alone says what is better."""
     coef: Annotated[float, POSITIVE] = 1.0
-    """Weight of the teacher beside the advantages of the reward."""
+    """Weight of the teacher, which is added to the advantages of the reward."""
 
 
 @dataclass(slots=True)

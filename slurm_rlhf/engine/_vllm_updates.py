@@ -142,7 +142,7 @@ class Adapters:
     def load(self, version: int, tensors: Mapping[str, Tensor], in_use: set[Adapter]) -> None:
         """Make the adapter of policy `version` the current one, and drop older ones but those `in_use`.
 
-        Raises SyncError where there is no room beside these: responses are older than train.async_queue_size allows.
+        Raises SyncError where these leave no room: responses are older than train.async_queue_size allows.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.request import LoRARequest

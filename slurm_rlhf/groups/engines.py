@@ -90,7 +90,7 @@ class Engines:
     def begin(self, all_at_once: bool, note: Callable[[str], None]) -> None:
         """Ask each engine to start as soon as all of its ranks are there. One that fails to start ends the run.
 
-        `all_at_once`: so does one whose ranks do not come. Otherwise that is told with `note`, and the run goes on.
+        `all_at_once`: so does one whose ranks do not come. Otherwise `note` says so, and the run goes on.
         """
         self._all_at_once, self._note, self._late = all_at_once, note, False
         for engine, unit in self._units.items():
@@ -208,8 +208,8 @@ class Engines:
         for engine in new:
             log.info("engine %d takes part from policy version %d on", engine, version)
             if (unit := before[engine]).life:
-                told = f"engine {engine} on {unit.node} takes part again from policy version {version} on, "
-                self.tell(f"{told}{time.monotonic() - unit.lost_at:.1f} s after it was lost", ENGINE_JOINED, engine)
+                text = f"engine {engine} on {unit.node} takes part again from policy version {version} on, "
+                self.tell(f"{text}{time.monotonic() - unit.lost_at:.1f} s after it was lost", ENGINE_JOINED, engine)
 
     def look(self) -> None:
         """Ask engines to start whose ranks are there, end what is left of lost ones, and start those again.

@@ -37,7 +37,7 @@ class Unit:
     state: State = "starting"
     life: int = 0  # number of starts after the first: what an earlier life has left to say does not count
     began: float = 0.0  # time of the present start
-    asked: bool = False  # its processes were asked to load the model, or told to end if it is lost
+    asked: bool = False  # its processes were asked to load the model, or to end if it is lost
     version: int | None = None  # version of the policy from which it takes part; None: it gets no prompts
     lost_at: float = 0.0
     why: str = ""  # reason why it is lost, or has ended

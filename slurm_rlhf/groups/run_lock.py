@@ -158,7 +158,7 @@ def refuse_restart(file: Path, moved: bool, lead_s: float) -> None:
         return
     file.unlink()
     raise ConfigError(
-        f"{count} times in a row this run was told to stop before it had done a single step, so it does not requeue "
+        f"{count} times in a row this run had to stop before it had done a single step, so it does not requeue "
         f"itself once more: ask for more time (--time), or let it stop later (slurm.signal_lead_s = {lead_s:g}, and "
         "--signal=B:USR1@SECONDS in the batch script). Checkpoints are intact."
     )

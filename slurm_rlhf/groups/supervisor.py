@@ -291,7 +291,7 @@ class Supervisor:
         for engine, how in self._engine_ends.news(launcher.ended() if launcher else ()):
             node, ranks = engines.node(engine), [g.ranks for g in self._ranks.tp_groups if g.engine == engine]
             logs = self._logs.of_ranks(ROLLOUT, node, ranks[0])
-            # One that ends while it starts has told nobody why.
+            # One that ends while it starts has not said why.
             why = f"{how}.\n{self._logs.quote(logs)}" if engine not in engines.up else how
             if not self._leaving.is_set() and not self._goes_on_without(engine, why):
                 self._fail(ROLLOUT, (node,), how, logs)

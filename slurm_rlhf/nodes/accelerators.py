@@ -53,24 +53,24 @@ def judge_accelerators(answers: Answers, wanted: Wanted, granted_by: str) -> lis
     built = sorted({str(said["cuda_build"]) for said in answers.values()})
     if not wanted.slots and any(built):
         why = next((f" ({said['said']})" for said in answers.values() if said.get("said")), "")
-        told = (
+        text = (
             f"there is no GPU here{why}, and the environment holds the CUDA builds (torch for CUDA {built[-1]}), "
             f"whose vLLM does not run on CPUs: {granted_by}, or make the CPU environment: bash "
             "sbatch/environment.sh --cpu"
         )
-        return [failed(told, "")]
+        return [failed(text, "")]
     if wanted.slots and not all(built):
-        told = (
+        text = (
             "torch is a CPU build here, so the ranks compute on CPUs although there are GPUs. The GPU environment: "
             "bash sbatch/environment.sh --gpu"
         )
-        return [warned(told, "")]
+        return [warned(text, "")]
     for rule in (_absent, _sliced, _old_driver, _busy):
         found = {node: list(rule(node, answers[node], wanted)) for node in wanted.slots if node in answers}
         if problems := [line for lines in found.values() for line in lines]:
             remedy = _REMEDIES[rule.__name__].format(granted_by=granted_by)
-            told = f"GPUs cannot be used:{shortened_lines(problems, _SHOWN)}\n{remedy[0].upper()}{remedy[1:]}."
-            return [failed(told, "", *(node for node, lines in found.items() if lines))]
+            text = f"GPUs cannot be used:{shortened_lines(problems, _SHOWN)}\n{remedy[0].upper()}{remedy[1:]}."
+            return [failed(text, "", *(node for node, lines in found.items() if lines))]
     return _unlike(answers, wanted)
 
 
@@ -151,11 +151,11 @@ def _unlike(answers: Answers, wanted: Wanted) -> list[Finding]:
     if not sizes or (len(kinds) == 1 and max(sizes) <= (1 + _UNLIKE) * min(sizes)):
         return []
     listed = [f"{len(found)} x {name} ({min(found) / 1024:.0f} GiB)" for name, found in sorted(kinds.items())]
-    told = (
+    text = (
         f"GPUs of unlike kinds or sizes: {', '.join(listed)}. Ranks of a role wait for the slowest of them, and what "
         "does not fit the smallest does not fit; better give each role GPUs of one kind"
     )
-    return [warned(told, "")]
+    return [warned(text, "")]
 
 
 def _cards(said: Mapping[str, Any], slots: int) -> list[GpuState]:

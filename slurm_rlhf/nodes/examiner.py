@@ -123,7 +123,7 @@ def _subnet(interface: str, address: str) -> str:
 def _exported(environ: Mapping[str, str]) -> list[str]:
     """Say which exported names of interfaces do not exist here. `^` and `=` are NCCL's; gloo takes names alone."""
     there = {name for name, _ in addresses()}
-    told = []
+    problems = []
     for variable in INTERFACES:
         value = environ.get(variable, "")
         names = [name.partition(":")[0] for name in value.lstrip("=").split(",") if name]
@@ -131,8 +131,8 @@ def _exported(environ: Mapping[str, str]) -> list[str]:
             continue
         exact = value.startswith("=") or variable.startswith("GLOO")
         if not any(mine == name or (not exact and mine.startswith(name)) for name in names for mine in there):
-            told.append(f"{variable}={value}, and its interfaces are {', '.join(sorted(there))}")
-    return told
+            problems.append(f"{variable}={value}, and its interfaces are {', '.join(sorted(there))}")
+    return problems
 
 
 def _free(place: Path) -> tuple[int, int]:
@@ -209,7 +209,7 @@ class Examiner:
         return replace(collect(self._orders, self._node, os.environ), reached=reach(peers, timeouts.CONNECT_S))
 
     def groups(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Start a process for each seat of `order`; return the reports of all of them."""
+        """Start the processes of `order`; return the reports of all of them."""
         assert self._host is not None, "the orders said nothing of groups"
         return list(self._host.run({**order, "secret": self._secret}, os.environ))
 
@@ -268,17 +268,19 @@ class GroupHost:
         os.close(writing)
 
     def run(self, order: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """Let the seats of `order` go through their stages; yield their reports until all have ended."""
+        """Let the processes of `order` go through their stages; yield their reports until all have ended."""
         interface = environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         named = [] if is_loopback(self._address) else [str(own) for name, own in addresses() if name == interface]
         address = [*named, self._address][0]
         place = convert(order["place"], Topology)
         node = place.nodes[0].name
-        seats = [[seat, slot, visible_gpus(place, node, [slot], environ)] for seat, slot in order["seats"]]
+        processes = [
+            [process, slot, visible_gpus(place, node, [slot], environ)] for process, slot in order["processes"]
+        ]
         assert self._process.stdin is not None
         assert self._process.stderr is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended
-            self._process.stdin.write(json.dumps({**order, "seats": seats, "address": address}) + "\n")
+            self._process.stdin.write(json.dumps({**order, "processes": processes, "address": address}) + "\n")
             self._process.stdin.flush()
         for line in self._reports:
             if (report := json.loads(line)) == {"end": True}:
@@ -286,11 +288,11 @@ class GroupHost:
             yield report
         said = self._process.stderr.read().strip().splitlines() or ["without a word"]
         error = f"the process that imports torch has ended: {said[-1]}"
-        mine = {seat for seat, _ in order["seats"]}
+        mine = {process for process, _ in order["processes"]}
         for name, members in (group for stage in order["stages"] for group in stage):
-            yield from ({"seat": seat, "group": name, "error": error} for seat in mine.intersection(members))
+            yield from ({"process": process, "group": name, "error": error} for process in mine.intersection(members))
 
     def end(self) -> None:
         """End the process and what it started."""
         with self._process, self._reports:
-            self._process.kill()  # its seats go with it
+            self._process.kill()  # its children go with it

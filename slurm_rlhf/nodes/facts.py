@@ -1,4 +1,4 @@
-"""What the conductor tells agents to start, and what it asks of a node and is told: records that travel as JSON."""
+"""What the conductor has agents start, what it asks of a node and what it gets: records that travel as JSON."""
 
 from __future__ import annotations
 

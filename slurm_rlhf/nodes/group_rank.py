@@ -1,6 +1,6 @@
 """Be the ranks of a node in the collectives: `python -m slurm_rlhf.nodes.group_rank SOCKET PIPE PARENT`.
 
-Imports torch once and forks a process for each seat, so that a node of eight ranks costs one import. No model is
+Imports torch once and forks a process for each rank, so that a node of eight ranks costs one import. No model is
 loaded. An order is a line of the input, a report a line in PIPE; SOCKET is where the store listens.
 """
 
@@ -40,7 +40,7 @@ def main() -> None:
 
 def measure(order: dict[str, Any], listening: int, tell: Tell) -> None:
     """Fork a process for each rank that `order` lists, and end those that are not through after `limit_s`."""
-    children = {_fork(order, seat, visible, listening, tell): seat for seat, _, visible in order["seats"]}
+    children = {_fork(order, process, visible, listening, tell): process for process, _, visible in order["processes"]}
     end = time.monotonic() + order["limit_s"]
     while children:
         child, _ = os.waitpid(-1, os.WNOHANG)
@@ -53,7 +53,7 @@ def measure(order: dict[str, Any], listening: int, tell: Tell) -> None:
     tell({"end": True})
 
 
-def _fork(order: dict[str, Any], seat: int, visible: dict[str, str], listening: int, tell: Tell) -> int:
+def _fork(order: dict[str, Any], process: int, visible: dict[str, str], listening: int, tell: Tell) -> int:
     parent = os.getpid()
     child = os.fork()
     if child:
@@ -61,14 +61,14 @@ def _fork(order: dict[str, Any], seat: int, visible: dict[str, str], listening: 
     try:
         die_with_parent(parent)
         os.environ.update(visible)
-        _take_part(order, seat, listening, tell)
+        _take_part(order, process, listening, tell)
     finally:
         os._exit(0)  # the error was sent; nothing of the parent's may run twice
     raise AssertionError("not reached")
 
 
-def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> None:
-    """Go through the stages. After an error the seat goes on: the pairs of a node after a broken one are measured."""
+def _take_part(order: dict[str, Any], process: int, listening: int, tell: Tell) -> None:
+    """Go through the stages. A group that fails does not end it: the later pairs of a node are measured, too."""
     import torch
     from torch.distributed import TCPStore
 
@@ -77,25 +77,26 @@ def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> 
     protect(order["secret"])
     torch.set_num_threads(1)
     end = time.monotonic() + order["limit_s"]
-    first = seat == 0
+    first = process == 0
     own_socket = {"master_listen_fd": os.dup(listening)} if first else {}
     limit = timedelta(seconds=order["limit_s"])
     # Without the store nothing is known of any group: what goes wrong here is no report.
     store = TCPStore(order["host"], order["port"], is_master=first, wait_for_workers=False, timeout=limit, **own_socket)
-    for name, seats in ((name, seats) for stage in order["stages"] for name, seats in stage if seat in seats):
+    groups = [group for stage in order["stages"] for group in stage]
+    for name, processes in [group for group in groups if process in group[1]]:
         own = signed(store, f"{order['name']}/{name}")
-        rank = seats.index(seat)
-        if not _together(own, rank, len(seats), end, timeouts.GROUP_S[order["backend"]]):
-            tell({"seat": seat, "group": name, "late": True})
+        rank = processes.index(process)
+        if not _together(own, rank, len(processes), end, timeouts.GROUP_S[order["backend"]]):
+            tell({"process": process, "group": name, "late": True})
             continue
-        tell({"seat": seat, "group": name, "together": True})
+        tell({"process": process, "group": name, "together": True})
         try:
-            tell({"seat": seat, "group": name, **_measure(order, own, rank, len(seats))})
+            tell({"process": process, "group": name, **_measure(order, own, rank, len(processes))})
         except Exception as error:
-            tell({"seat": seat, "group": name, "error": str(error).strip().splitlines()[0][:300]})
+            tell({"process": process, "group": name, "error": str(error).strip().splitlines()[0][:300]})
     store.add("through", 1)
     if first:
-        _stay(store, order["seats_in_all"])
+        _stay(store, order["processes_in_all"])
 
 
 def _together(store: Any, rank: int, world: int, end: float, group_s: float) -> bool:
@@ -114,10 +115,10 @@ def _together(store: Any, rank: int, world: int, end: float, group_s: float) -> 
     return bool(store.get("go") == b"yes")
 
 
-def _stay(store: Any, seats: int) -> None:
+def _stay(store: Any, processes: int) -> None:
     """Keep the store until all others are through with it."""
     end = time.monotonic() + timeouts.GROUP_LEAVE_S
-    while store.add("through", 0) < seats and time.monotonic() < end:
+    while store.add("through", 0) < processes and time.monotonic() < end:
         time.sleep(_POLL_S)
 
 

@@ -14,8 +14,8 @@ MOST_ROUNDS = 4
 """Partners of a node, at most: more say nothing more about it, and take longer."""
 
 
-class Seat(NamedTuple):
-    """Name a process of the tests: it stands for the ranks on one slot of a node."""
+class GroupProcess(NamedTuple):
+    """Name a process that measures: it stands for the ranks on one slot of a node."""
 
     node: str
     slot: int
@@ -23,19 +23,19 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Describe one group of processes; `seats` are indexes into `Lineup.seats`."""
+    """Describe one group of processes; `processes` are indexes into `Lineup.processes`."""
 
     name: str
     kind: str
-    seats: tuple[int, ...]
+    processes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Lineup:
-    """Hold processes and the stages that they go through; the groups of a stage share no seat."""
+    """Hold processes and the stages that they go through; the groups of a stage share no process."""
 
     name: str
-    seats: tuple[Seat, ...]
+    processes: tuple[GroupProcess, ...]
     stages: tuple[tuple[Group, ...], ...]
 
     @property
@@ -44,7 +44,7 @@ class Lineup:
 
     def nodes(self, group: Group) -> tuple[str, ...]:
         """Return the nodes of a group, each once."""
-        return tuple(dict.fromkeys(self.seats[seat].node for seat in group.seats))
+        return tuple(dict.fromkeys(self.processes[process].node for process in group.processes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Outcome:
 
 def links(nodes: Sequence[str], slots: Mapping[str, int]) -> Lineup:
     """Pair the nodes anew in each round, as in a tournament; `slots`: the slot that stands for a node."""
-    seats = tuple(Seat(node, slots.get(node, 0)) for node in nodes)
+    processes = tuple(GroupProcess(node, slots.get(node, 0)) for node in nodes)
     table: list[int | None] = [*range(len(nodes)), *([None] if len(nodes) % 2 else [])]
     rounds = []
     for _ in range(min(len(table) - 1, MOST_ROUNDS) if len(nodes) > 1 else 0):
@@ -84,7 +84,7 @@ def links(nodes: Sequence[str], slots: Mapping[str, int]) -> Lineup:
         pairs = list(zip(table[:half], reversed(table[half:]), strict=True))
         rounds.append(tuple(_link(nodes, a, b) for a, b in pairs if a is not None and b is not None))
         table = [table[0], table[-1], *table[1:-1]]
-    return Lineup("links", seats, tuple(rounds))
+    return Lineup("links", processes, tuple(rounds))
 
 
 def _link(nodes: Sequence[str], one: int, other: int) -> Group:
@@ -99,11 +99,13 @@ def role_groups(ranks: RankMap, without: Collection[str] = ()) -> Lineup:
     """
     slots = {(share.node, slot) for shares in ranks.roles.values() for share in shares for slot in share.gpus}
     order = {node.name: number for number, node in enumerate(ranks.topology.nodes)}
-    seats = tuple(Seat(*at) for at in sorted(slots, key=lambda at: (order[at[0]], at[1])) if at[0] not in without)
-    number = {seat: index for index, seat in enumerate(seats)}
+    processes = tuple(
+        GroupProcess(*at) for at in sorted(slots, key=lambda at: (order[at[0]], at[1])) if at[0] not in without
+    )
+    number = {process: index for index, process in enumerate(processes)}
 
     def members(places: Iterator[tuple[str, int]]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(number[seat] for place in places if (seat := Seat(*place)) in number))
+        return tuple(dict.fromkeys(number[process] for place in places if (process := GroupProcess(*place)) in number))
 
     engines = [Group(f"engine {tp.engine}", TP, members((tp.node, slot) for slot in tp.gpus)) for tp in ranks.tp_groups]
     stages = [engines]
@@ -114,8 +116,8 @@ def role_groups(ranks: RankMap, without: Collection[str] = ()) -> Lineup:
     everyone = members(place for role in (ACTOR, ROLLOUT) for place in _places(ranks, role))
     if set(everyone) != set(actor):
         stages.append([Group("weight sync", SYNC, everyone)])
-    kept = [tuple(group for group in stage if len(group.seats) > 1) for stage in stages]
-    return Lineup("groups", seats, tuple(stage for stage in kept if stage))
+    kept = [tuple(group for group in stage if len(group.processes) > 1) for stage in stages]
+    return Lineup("groups", processes, tuple(stage for stage in kept if stage))
 
 
 def _places(ranks: RankMap, role: str) -> Iterator[tuple[str, int]]:
@@ -123,21 +125,21 @@ def _places(ranks: RankMap, role: str) -> Iterator[tuple[str, int]]:
 
 
 def orders_for(lineup: Lineup, node: str) -> dict[str, Any]:
-    """Return what the agent of `node` is told: its seats with their slots, and the groups in which they are."""
-    mine = {number: seat.slot for number, seat in enumerate(lineup.seats) if seat.node == node}
+    """Return what the agent of `node` gets: its processes with their slots, and the groups in which they are."""
+    mine = {number: process.slot for number, process in enumerate(lineup.processes) if process.node == node}
     stages = [
-        [[group.name, list(group.seats)] for group in stage if any(seat in mine for seat in group.seats)]
+        [[group.name, list(group.processes)] for group in stage if any(process in mine for process in group.processes)]
         for stage in lineup.stages
     ]
-    return {"name": lineup.name, "seats": [[seat, slot] for seat, slot in mine.items()], "stages": stages}
+    return {"name": lineup.name, "processes": [[process, slot] for process, slot in mine.items()], "stages": stages}
 
 
 def outcomes(lineup: Lineup, reports: Sequence[Mapping[str, Any]]) -> list[Outcome]:
     """Put together what the members reported of each group; the last report of a member counts."""
     of: dict[str, dict[int, Mapping[str, Any]]] = {group.name: {} for group in lineup.groups}
     for report in reports:
-        if report.get("group") in of and isinstance(report.get("seat"), int):
-            of[report["group"]][report["seat"]] = report
+        if report.get("group") in of and isinstance(report.get("process"), int):
+            of[report["group"]][report["process"]] = report
     return [_outcome(lineup, group, of[group.name]) for group in lineup.groups]
 
 
@@ -145,16 +147,16 @@ def _outcome(lineup: Lineup, group: Group, reports: Mapping[int, Mapping[str, An
     """Judge one group. Only what went wrong after all members had come is the group's fault."""
     nodes = lineup.nodes(group)
 
-    def where(seats: Iterable[int]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(lineup.seats[seat].node for seat in seats))
+    def where(processes: Iterable[int]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(lineup.processes[process].node for process in processes))
 
-    late = [seat for seat in group.seats if seat not in reports or "late" in reports[seat]]
-    broken = [seat for seat, said in reports.items() if said.get("error")]
-    stuck = [seat for seat, said in reports.items() if "together" in said]
+    late = [process for process in group.processes if process not in reports or "late" in reports[process]]
+    broken = [process for process, said in reports.items() if said.get("error")]
+    stuck = [process for process, said in reports.items() if "together" in said]
     if broken:
         return Outcome(group, nodes, None, str(reports[broken[0]]["error"]), where(broken))
     if late:
-        absent = [seat for seat in late if seat not in reports]
+        absent = [process for process in late if process not in reports]
         return Outcome(group, nodes, None, "not all of its ranks came in time", where(absent), tried=False)
     if stuck:
         return Outcome(group, nodes, None, "they did not get through", where(stuck))

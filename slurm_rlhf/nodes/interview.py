@@ -101,12 +101,12 @@ class Interview:
         return [max(each, again.get(each.group, each), key=_rate) for each in seen]
 
     def measure_groups(self, lineup: Lineup, topology: Topology, until: float) -> list[Outcome]:
-        """Let a process for each seat of `lineup` go through its groups."""
+        """Let the processes of `lineup` go through their groups."""
         if not lineup.groups:
             return []
-        first = lineup.seats[0].node
+        first = lineup.processes[0].node
         known = {node.name: node for node in topology.nodes}
-        taking_part = dict.fromkeys(seat.node for seat in lineup.seats)
+        taking_part = dict.fromkeys(process.node for process in lineup.processes)
         calls = {}
         for node in taking_part:
             place = known.get(node, topology.nodes[0])
@@ -116,7 +116,7 @@ class Interview:
                 "host": self.met[first].address,
                 "port": self.met[first].port,
                 "backend": "nccl" if self._on_gpus(topology) else "gloo",
-                "seats_in_all": len(lineup.seats),
+                "processes_in_all": len(lineup.processes),
                 "limit_s": max(self.left(until) - timeouts.REPORT_S, timeouts.REPORT_S),
             }
             calls[node] = self._ask(node, "groups", order, list[dict[str, Any]])

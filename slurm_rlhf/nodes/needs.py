@@ -23,7 +23,7 @@ from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.http import Health, health_of
 
 _FILES_OF_A_RANK = 4
-_FILES_BESIDE = 32
+_FILES_OTHER_SOURCE = 32
 _FP32 = 4
 _ADAM = 12  # bytes of a parameter: a master copy and two moments, all fp32
 
@@ -95,7 +95,7 @@ def space_of(config: Config) -> Space | None:
     saved = [role for role in running_roles(config) if role.kind == "trained"]
     width = _FP32 if config.ds.param_dtype == "fp32" else 2
     one = sum(models[role.name].parameters * (width + _ADAM) for role in saved)
-    files = _FILES_BESIDE + sum(_FILES_OF_A_RANK * role.ranks(config) for role in saved)
+    files = _FILES_OTHER_SOURCE + sum(_FILES_OF_A_RANK * role.ranks(config) for role in saved)
     there = size_of(RunDirectory(Path(config.run_dir)).checkpoints)
     return Space(one, files, config.ckpt.max_num, there)
 

@@ -27,12 +27,12 @@ def answers(facts: Facts, nodes: Sequence[str], said: str, started: str) -> Chec
         return Check("answers", f"{len(nodes)} of {len(nodes)} nodes")
     lines = said.strip().splitlines()[-8:]
     words = "".join(f"\n    {line}" for line in lines)
-    told = f"no answer from {shortened(silent, 4)}{'; the launcher says:' if lines else ''}{words}"
+    text = f"no answer from {shortened(silent, 4)}{'; the launcher says:' if lines else ''}{words}"
     remedy = (
         f"If that names nothing to mend: {started} did not run there. Install the environment on a file system that "
         f"all nodes share, or at the same place on each; leave a broken node out with {exclude(*silent)}"
     )
-    return Check("answers", "", [failed(told, remedy, *silent)])
+    return Check("answers", "", [failed(text, remedy, *silent)])
 
 
 def names(facts: Facts) -> Check:
@@ -79,8 +79,8 @@ def interfaces(facts: Facts, here: str) -> Check:
             said = f"{node} reaches the conductor by {interface} in {subnet or 'no subnet'}, most by {most} in {net}"
             remedy = f"export NCCL_SOCKET_IFNAME={most} GLOO_SOCKET_IFNAME={most}, or {exclude(node)}"
             found.append(warned(said, remedy, node))
-    told = ", ".join(f"{interface} in {subnet}" for interface, subnet in dict.fromkeys(seen.values()))
-    return Check("interfaces", told or "loopback", found)
+    text = ", ".join(f"{interface} in {subnet}" for interface, subnet in dict.fromkeys(seen.values()))
+    return Check("interfaces", text or "loopback", found)
 
 
 def clocks(facts: Facts) -> Check:
@@ -104,8 +104,8 @@ def servers(found: Sequence[Health]) -> Check:
         "answers"
     )
     away = [warned(f"{one.key}: {one.url} is not there: {one.away}", remedy) for one in found if one.away]
-    told = "; ".join(f"{one.url} serves {one.serves or one.key}" for one in found if not one.away)
-    return Check("servers", told, away)
+    text = "; ".join(f"{one.url} serves {one.serves or one.key}" for one in found if not one.away)
+    return Check("servers", text, away)
 
 
 def _duration(seconds: float) -> str:
@@ -167,7 +167,7 @@ def _far_below(rates: Mapping[tuple[str, ...], float], mbits: Mapping[str, int])
 
 
 def groups(outcomes: Sequence[Outcome]) -> Check:
-    """Name groups that do not work, and those that are slow beside groups of their kind and size."""
+    """Name groups that do not work, and those that are slow compared with groups of their kind and size."""
     found = [_broken(each) for each in outcomes if each.error]
     for each in outcomes:
         peers = [
@@ -206,11 +206,11 @@ def _broken(outcome: Outcome) -> Finding:
 def _called(outcome: Outcome) -> str:
     if outcome.group.kind == LINK:
         return f"the pair {outcome.group.name}"
-    return f"{outcome.group.kind} group {outcome.group.name} ({len(outcome.group.seats)} ranks)"
+    return f"{outcome.group.kind} group {outcome.group.name} ({len(outcome.group.processes)} ranks)"
 
 
 def _alike(one: Outcome, other: Outcome) -> bool:
-    same = one.group.kind == other.group.kind and len(one.group.seats) == len(other.group.seats)
+    same = one.group.kind == other.group.kind and len(one.group.processes) == len(other.group.processes)
     return same and len(one.nodes) == len(other.nodes)
 
 

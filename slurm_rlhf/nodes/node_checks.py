@@ -17,7 +17,7 @@ Facts = Mapping[str, NodeFacts]
 MIB = 1 << 20
 SHM_OF_A_RANK = 32 * MIB
 """What NCCL takes of shared memory for a rank: buffers of some MiB for each neighbour."""
-FILES_BESIDE = 256
+FILES_OTHER_SOURCE = 256
 FILES_OF_A_RANK = 8
 """Sockets of a rank to each other rank, in all groups; libraries and logs have the rest."""
 
@@ -57,7 +57,7 @@ def shared_memory(facts: Facts, needs: Needs) -> Check:
 def limits(facts: Facts, needs: Needs) -> Check:
     """Name nodes whose limits on open files or locked memory are too low."""
     found: list[Finding] = []
-    files = FILES_BESIDE + FILES_OF_A_RANK * sum(needs.ranks_on.values())
+    files = FILES_OTHER_SOURCE + FILES_OF_A_RANK * sum(needs.ranks_on.values())
     for node, each in facts.items():
         if UNKNOWN < each.most_files < files:
             said = f"{node}: a process may open {each.most_files} files, and a rank of this run may need {files}"
@@ -119,7 +119,7 @@ _MAKE_ROOM = "Free space, keep fewer (ckpt.max_num), or take another disk (run_d
 
 
 def run_directory(facts: Facts, needs: Needs, token: str) -> Check:
-    """Name nodes that do not see the canary, which holds `token`, or cannot write beside it."""
+    """Name nodes that do not see the canary, which holds `token`, or cannot write next to it."""
     found: list[Finding] = []
     blind = tuple(node for node, each in facts.items() if each.canary != token)
     if blind:
@@ -170,8 +170,8 @@ def space(facts: Facts, needs: Needs) -> Check:
     if quota is not None and quota.free_files is not None and (files < 0 or quota.free_files < files):
         files, of_files = quota.free_files, f"your quota on {place} (by `{quota.by}`)"
     found = _lacking_bytes(of_bytes, want, free + want.there) or _lacking_files(of_files, want, files)
-    told = f"{want.kept} checkpoints of {_size(want.one)} each, {_size(free)} free"
-    return Check("disk space", told, found)
+    text = f"{want.kept} checkpoints of {_size(want.one)} each, {_size(free)} free"
+    return Check("disk space", text, found)
 
 
 def _lacking_bytes(place: str, want: Space, room: int) -> list[Finding]:

@@ -27,7 +27,7 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
-HEIRS = 2
+SUCCESSORS = 2
 """Nodes that wait: one acts where the other is down, too."""
 _FIRST_S = 2.0
 _LONGEST_S = 15.0
@@ -36,10 +36,10 @@ _LONGEST_S = 15.0
 WAIT, LEAVE, REQUEUE, CANCEL = "wait", "leave", "requeue", "cancel"
 
 
-def heirs(ranks: RankMap, first: str) -> list[str]:
+def successors(ranks: RankMap, first: str) -> list[str]:
     """Return the nodes that wait: the first ones with an engine that are not `first`."""
     nodes = (share.node for share in ranks.roles.get(ROLLOUT, ()) if share.node != first)
-    return list(dict.fromkeys(nodes))[:HEIRS]
+    return list(dict.fromkeys(nodes))[:SUCCESSORS]
 
 
 def decide(job: Job | None, restarts: int, chain: bool) -> str:
@@ -70,8 +70,8 @@ def last_words(run_dir: Path, job: Job) -> str:
 
 
 @dataclass(slots=True)
-class Heir:
-    """Is what is left of a job on `node`."""
+class Successor:
+    """Watches on `node` whether the first node of the job is lost, and ends or requeues the job then."""
 
     job: str  # number of the job
     restarts: int
@@ -135,7 +135,7 @@ def await_end(spec: StepSpec, ranks: RankMap, node: str, endpoint: tuple[str, in
     """Wait for the end of a job whose conductor, at `endpoint`, is gone, and see to it; this process ends with it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # scancel ends it at once, and it requeues no cancelled job
     slurm = read_slurm(os.environ)
-    if slurm is None or node not in heirs(ranks, slurm.job_nodes[0]):
+    if slurm is None or node not in successors(ranks, slurm.job_nodes[0]):
         return
     job, first, run_dir = str(slurm.job_id), slurm.job_nodes[0], Path(spec.run_dir)
     by_hand = f"scontrol requeue {job}, where that has not happened yet: it goes on from the newest checkpoint, if any"
@@ -144,7 +144,7 @@ def await_end(spec: StepSpec, ranks: RankMap, node: str, endpoint: tuple[str, in
         return
     config = load_config(RunDirectory(run_dir).config, [])
     limit_s = config.timeout.node_down
-    heir = Heir(job, slurm.restart_count, first, node, run_dir, endpoint, config.slurm.chain)
+    successor = Successor(job, slurm.restart_count, first, node, run_dir, endpoint, config.slurm.chain)
     print(f"{node} waits for slurmctld to mark {first} down, {limit_s:g} s at most (timeout.node_down)", flush=True)
-    if not wait_until(heir.settled, limit_s, _FIRST_S, _LONGEST_S):
+    if not wait_until(successor.settled, limit_s, _FIRST_S, _LONGEST_S):
         print(f"slurmctld has not marked {first} down within {limit_s:g} s (timeout.node_down): {by_hand}")

@@ -65,7 +65,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """Return what is wrong beside the nodes that are left out."""
+        """Return what is wrong apart from the nodes that are left out."""
         gone = set(self.left_out)
         found = [finding for check in self.checks for finding in check.findings]
         return [each for each in found if not (each.nodes and set(each.nodes) <= gone)]

@@ -99,11 +99,11 @@ class SlurmContinuation(Continuation):
             cwd=self._slurm.submit_dir,  # SLURM_SUBMIT_DIR of the next job: scripts find their files by it
         )
         if submitted.returncode == 0:
-            told = f"requeue is not allowed here ({why}); job {submitted.stdout.strip()} follows this one"
-            return Arrangement(told, True)
-        told = submitted.stderr.strip()
-        told = f"neither requeue ({why}) nor sbatch ({told}) worked; submit the same command to go on"
-        return Arrangement(told, False)
+            text = f"requeue is not allowed here ({why}); job {submitted.stdout.strip()} follows this one"
+            return Arrangement(text, True)
+        text = submitted.stderr.strip()
+        text = f"neither requeue ({why}) nor sbatch ({text}) worked; submit the same command to go on"
+        return Arrangement(text, False)
 
 
 class ChainContinuation(SlurmContinuation):
@@ -121,8 +121,8 @@ class ChainContinuation(SlurmContinuation):
             return ""
         done = command(["scancel", "--state=PENDING", *which])
         if done.returncode:
-            told = done.stderr.strip()
-            return f"jobs {', '.join(which)}, which wait to go on with this run, could not be cancelled: {told}"
+            text = done.stderr.strip()
+            return f"jobs {', '.join(which)}, which wait to go on with this run, could not be cancelled: {text}"
         return f"the jobs that waited to go on with this run are cancelled: {', '.join(which)}"
 
     def _copies(self) -> list[str]:
@@ -153,9 +153,9 @@ def _waiting(name: str) -> list[tuple[str, str, str]]:
     return [line.partition(" ") for line in command(words).stdout.splitlines()]
 
 
-def is_away(told: str) -> bool:
+def is_away(text: str) -> bool:
     """Tell whether a command of Slurm failed because its controller is away."""
-    return any(word in told for word in _AWAY)
+    return any(word in text for word in _AWAY)
 
 
 def _what(job: str) -> list[str]:

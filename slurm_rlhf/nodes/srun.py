@@ -220,7 +220,7 @@ def container_of(config: Config) -> Container:
 
 
 def nodes_step(topology: Topology, container: Container = HOST) -> Step:
-    """Return the step with an agent on each node of the job, beside the roles."""
+    """Return the step with an agent on each node of the job, which is no role."""
     step = workers_step(topology, [node.name for node in topology.nodes], Path(), container)
     return replace(step, name="nodes", cpus=0, output="")
 

@@ -115,16 +115,16 @@ def slurm_executor(config: Config, folder: Path) -> Any:
 
 def slurm_parameters(config: Config) -> dict[str, Any]:
     """Return the parameters of submitit's executor of Slurm; pure. Raises ConfigError, PlacementError."""
-    slurm, beside = config.slurm, config.cluster.spares + config.reward.workers_num_nodes
+    slurm, extra = config.slurm, config.cluster.spares + config.reward.workers_num_nodes
     known = ("partition", "account", "qos", "constraint", "exclude", "mem", "exclusive", "dependency", "setup")
     others = ("gpus_per_node", "cpus_per_task", "reservation")  # submitit has no parameters for these
     more = {
-        "nodes": config.slurm.nodes or wanted_nodes(config) + beside,
+        "nodes": config.slurm.nodes or wanted_nodes(config) + extra,
         "ntasks-per-node": 1,
         "signal": f"B:{SIGNAL.name.removeprefix('SIG')}@{int(slurm.signal_lead_s)}",
         "requeue": True,
         # A node that is down would end the job, and with it the run that goes on with a spare one, or other workers.
-        **({"no-kill": True} if beside else {}),
+        **({"no-kill": True} if extra else {}),
         **{name.replace("_", "-"): value for name in others if (value := getattr(slurm, name))},
     }
     return {
@@ -144,7 +144,7 @@ def _minutes(config: Config) -> int:
     if limit * 60 <= slurm.signal_lead_s:
         raise ConfigError(
             f"slurm.signal_lead_s = {slurm.signal_lead_s:g} is all of slurm.time = {slurm.time}: the run would be "
-            "told to save before it started. Lower slurm.signal_lead_s or raise slurm.time"
+            "asked to save before it started. Lower slurm.signal_lead_s or raise slurm.time"
         )
     return limit
 
@@ -206,8 +206,8 @@ class TrainJob:
         self._watch.start()
         self._wait()
         if child.returncode:
-            told = child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
-            how = "was cancelled (SIGTERM)" if told else exit_text(child.returncode)
+            cancelled = child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+            how = "was cancelled (SIGTERM)" if cancelled else exit_text(child.returncode)
             raise RunError(f"slurm-rlhf {self.command} {how}:\n{''.join(lines) or '(it said nothing)'}")
         return dict(json.loads((Path(self.run_dir) / "summary.json").read_text(encoding="utf-8")))
 

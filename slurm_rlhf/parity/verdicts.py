@@ -91,7 +91,7 @@ TEXT = """A cluster has a queue and every user of it knows two numbers: how long
 When 7 people share 8 cards, the arithmetic is simple; with 300 people and 96 nodes it is a matter of policy. So the
 scheduler keeps an account: who asked for what, who used how much, and who has waited since Monday. A job that names
 its needs well, say 4 nodes for 90 minutes, slips into a gap that a careless one cannot fill. In the evening the gaps
-are larger, and a patient program that saves its state, ends when it is told to, and begins again where it was, will
+are larger, and a patient program that saves its state, ends when it is asked to, and begins again where it was, will
 find 2 hours here and 3 hours there, until its work is done. """
 
 

@@ -63,7 +63,7 @@ class Topology:
             raise PlacementError(
                 f"reward.workers_num_nodes = {count}, and no node is left for ranks: there is only {names}. Start the "
                 f"run in a Slurm allocation with {count} more (sbatch --nodes), or set the key to 0: workers then run "
-                "beside the conductor"
+                "next to the conductor"
             )
         return replace(self, nodes=self.nodes[:left], workers=tuple(node.name for node in self.nodes[left:]))
 

@@ -112,7 +112,7 @@ class EngineLeader(EngineWorker, EngineCalls):
 
     def drop(self) -> None:
         """Drop what is in flight between two steps."""
-        self._drop(RunError(f"{self.place} was told to drop its requests"))
+        self._drop(RunError(f"{self.place} had to drop its requests"))
         self._error = None
 
     def sleep(self) -> int:

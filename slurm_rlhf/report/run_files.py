@@ -73,7 +73,7 @@ MOST_EVALUATIONS = 8
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     """Read the figures in `folder`, {"title", "eval", "datasets"}; skip files that are incomplete.
 
-    Beside it are those of a directory of `slurm-rlhf eval` alone, which has no other title.
+    Next to it are those of a directory of `slurm-rlhf eval` alone, which has no other title.
     """
     steps = sorted(folder.glob("step_*.json"))
     others = sorted(folder.glob(f"*/{EVALUATED}"), key=lambda path: path.stat().st_mtime)[-MOST_EVALUATIONS:]

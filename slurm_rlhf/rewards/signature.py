@@ -50,7 +50,7 @@ OF_TRL: dict[str, Argument] = {
     "log_extra": lambda items, step: _ignored,
     "log_metric": lambda items, step: _ignored,
 }
-"""Keyword of TRL -> how it is made; columns of the data come beside them."""
+"""Keyword of TRL -> how it is made; columns of the data come with them."""
 _MARKS = ("completions", "completion_ids")
 ENVIRONMENTS = "environments"
 """Keyword of TRL for the objects that have played the episodes."""

@@ -1,4 +1,4 @@
-"""Make the source of rewards that the configuration names; an environment's rewards are one beside the others."""
+"""Make the source of rewards that the configuration names; an environment's rewards are one of several."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurm_rlhf.config.keys import changed
-from slurm_rlhf.config.reward_sources import BESIDE, ENVIRONMENT, settings_of
+from slurm_rlhf.config.reward_sources import ENVIRONMENT, OTHER_SOURCE, settings_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import REWARD_SOURCES, RewardPart
 from slurm_rlhf.rewards.function import RewardFunction
@@ -40,7 +40,7 @@ def reward_source(
         alone = changed(config, settings_of(part))
         found.append((part, None if part.model else _one_source(alone, printed, note, nodes)))
     if not reward.sources and any(getattr(reward, name) for name in REWARD_SOURCES):
-        found.append((RewardPart(name=BESIDE), _one_source(config, printed, note, nodes)))
+        found.append((RewardPart(name=OTHER_SOURCE), _one_source(config, printed, note, nodes)))
     if not found:  # a teacher alone says what is better
         return episode_rewards
     if len(found) == 1 and not reward.sources:

@@ -93,7 +93,7 @@ class Prediction:
                 self._seconds.setdefault(phase, deque(maxlen=LAST)).append(timings[name])
 
     def compared(self) -> dict[str, PhaseSeconds]:
-        """Predict the phases, and put what was measured beside; empty before the first step."""
+        """Predict the phases, each with what was measured; empty before the first step."""
         known = self.speeds
         if not self._lengths or self.models is None or known is None:
             return {}

@@ -225,12 +225,12 @@ class Reporting:
             kept = f"saved at step {step}/{self._total}"
         else:
             kept = "no step was done, so there is nothing to save"
-        told = f"stopped by {why}; {kept}"
+        text = f"stopped by {why}; {kept}"
         # Before the request for another allocation: Slurm may end this process by it.
         asked = [(run_log.REQUEUE, f"asks to go on later, because {why}")] if goes_on else []
-        self._end("stopped", (run_log.STOP, told), *asked)
+        self._end("stopped", (run_log.STOP, text), *asked)
         if self._state is not None:
-            self.note(told)
+            self.note(text)
 
     def failed(self, error: BaseException) -> None:
         """Report that `error` ends the run; the function that catches it prints the message."""

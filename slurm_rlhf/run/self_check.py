@@ -54,7 +54,7 @@ class PromptFindings:
         try:
             return cls(shares, missing_eos(tokenizer))
         except ModelError as error:
-            return cls(shares, f"whether the chat template ends answers with an end token cannot be told: {error}")
+            return cls(shares, f"whether the chat template ends answers with an end token is not known: {error}")
 
 
 @dataclass(slots=True)

@@ -293,7 +293,7 @@ def ways(config: Config, trainers: Collection[str]) -> Iterator[str]:
     for role in padded:
         text = text_config(read_config(role, Path(ROLES[role].model(config)[1])))
         yield f"{role} padded ({text.get('model_type')}, ds.packing_samples = {ds.packing_samples})"
-    told = {
+    in_use = {
         "sequences packed": not padded,
         "layers compiled": ds.compile,
         "Liger's kernels": ds.use_liger_kernel,
@@ -306,7 +306,7 @@ def ways(config: Config, trainers: Collection[str]) -> Iterator[str]:
         == "inflight",
         "KV cache kept over updates": config.vllm.keep_kv_cache,
     }
-    yield from (words for words, used in told.items() if used)
+    yield from (words for words, is_used in in_use.items() if is_used)
 
 
 def sampling_nodes(ranks: RankMap) -> list[str]:

@@ -135,8 +135,8 @@ class Environments:
         for name, found in self.described.items():
             kind = self.tokens[found.kind]
             names = [schema["function"]["name"] for schema in found.schemas]
-            told = f"tools {', '.join(names)}, calls in the format {kind.reader.name}" if kind.reader else found.kind
-            yield f"environment{name and ' '}{name}: {told}"
+            text = f"tools {', '.join(names)}, calls in the format {kind.reader.name}" if kind.reader else found.kind
+            yield f"environment{name and ' '}{name}: {text}"
 
     def begin(self, prompt: Prompt, sampling: Sampling, sample: int) -> Episode:
         """Begin an episode."""
@@ -149,7 +149,7 @@ class Environments:
         self.host.close()
 
     async def encode(self, work: Callable[[], T]) -> T:
-        """Do work with tokenizer and chat template, beside the loop."""
+        """Do work with tokenizer and chat template, in other threads than the loop's."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def lose(self, error: UserError) -> None:

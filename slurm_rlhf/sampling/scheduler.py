@@ -176,7 +176,7 @@ class Scheduler:
         return self._works.setdefault(engine, EngineWork(engine))
 
     def _send(self, work: EngineWork) -> None:
-        """Send what an engine was not told of; one call at least is there for what it owes."""
+        """Send what an engine does not know of; one call at least is there for what it owes."""
         sent, work.unsent = work.unsent, []
         for sampling, alike in itertools.groupby(sent, key=lambda request: request.group.sampling):
             self._call(work, list(alike), sampling)

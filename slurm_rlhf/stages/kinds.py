@@ -167,7 +167,7 @@ class DpoTrainer(AnswerTrainer):
     def prepare(self, examples: Examples, record: StageRecord, signals: StopSignals) -> bool:
         """Compute the log-probs of the reference, which is the model as it starts, or read those of an earlier start.
 
-        They are kept beside the checkpoint, under a hash of the model and the examples by which the directories beside
+        They are kept next to the checkpoint, under a hash of the model and the examples, by which directories next to
         it find them, too.
         """
         config, columns = self.config, examples.experience.columns

@@ -36,7 +36,7 @@ PROGRESS_LINES = 40  # about so many
 
 
 class StageTrainer(TrainedModel):
-    """Trains the model of a stage on one rank; a base class beside the one of the kind of model."""
+    """Trains the model of a stage on one rank; a second base class, next to that of the kind of model."""
 
     name: ClassVar[str]
     """Name of its command, of its group of keys, and of the model's state in a checkpoint."""

@@ -175,7 +175,7 @@ NAME = "packed"
 """Attention implementation of transformers that `register` adds."""
 
 ROW = "packed_row"
-"""Argument of `attention` beside those that all attention of transformers knows. Compiled layers hand it on unread: a
+"""Argument of `attention` besides those that all attention of transformers knows. Compiled layers hand it on unread: a
 graph that had numbers out of it would be made anew for other lengths."""
 
 

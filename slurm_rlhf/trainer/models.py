@@ -189,7 +189,7 @@ def _compare_logits(policy: PolicyModule, path: str) -> None:
 
 
 def _compare_packed(body: Any, path: str) -> None:
-    """Compare two texts in one row with each alone, and the second beside another first; raises ModelError."""
+    """Compare two texts in one row with each alone, and the second behind another first; raises ModelError."""
     lengths, device = (9, 5), body.device
     bounds = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
     place = torch.cat([torch.arange(length, device=device) for length in lengths])
@@ -208,7 +208,7 @@ def _compare_packed(body: Any, path: str) -> None:
     if not (off <= limits[0] and seen <= limits[1]):
         raise ModelError(
             f"{path}: packed into one row its texts are not what they are alone (hidden states differ by {off:.2g}, by "
-            f"{seen:.2g} beside another text, limits {limits[0]:g} and {limits[1]:g}): it has layers that carry a "
+            f"{seen:.2g} next to another text, limits {limits[0]:g} and {limits[1]:g}): it has layers that carry a "
             "state from token to token, or attention of its own. Set ds.packing_samples = never."
         )
 

@@ -94,7 +94,7 @@ class TrainedModel(ABC):
 
 
 class MeasuredModel(TrainedModel):
-    """Tells its speed before the first step of a run; a base class beside the one of the kind of model."""
+    """Tells its speed before the first step of a run; a second base class, next to that of the kind of model."""
 
     def measure(self, exp: Experience, micro: list[list[int]], backward: bool) -> tuple[float, float, float, float]:
         """Return the seconds of a pass over micro-batches, the CPU seconds of each thread, and two more rates.

@@ -314,7 +314,7 @@ class Preemption:
 
     def note(self, peer: Peer, ranks: Iterable[Peer], count: int) -> None:
         """Note that `peer` got SIGTERM; `ranks`: those of its role now, of which `count` make a preemption."""
-        log.info("%s was told to terminate", peer)
+        log.info("%s was asked to terminate", peer)
         self._told.add(peer)
         if not self._noticed and sum(each in self._told for each in ranks) == count:
             self._noticed = True

@@ -1,4 +1,4 @@
-"""Code of users in processes of its own, beside the conductor or on nodes of their own.
+"""Code of users in processes of its own, on the conductor's node or on nodes of their own.
 
 What lives here: `process` (the program of a worker, which makes one object and calls its methods, and
 the messages to it), `pool` (starts workers, gives each call a deadline, and replaces a

@@ -241,7 +241,7 @@ class WorkServer(ThreadingHTTPServer, ABC):
     daemon_threads = True
     request_queue_size = 256
     beat_s: float | None = None
-    """Seconds after which a client that waits is told that the call goes on; None: never, its own time-out counts."""
+    """Seconds after which a client that waits hears that the call goes on; None: never, its own time-out counts."""
 
     def __init__(self, address: tuple[str, int], pool: WorkerPool, timeout_s: float, serves: str, token: str) -> None:
         """`timeout_s`: of a call; `serves`: what, for people; `token`: what a request has to bring; empty: nothing."""

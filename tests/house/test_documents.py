@@ -113,3 +113,20 @@ def test_the_reference_has_every_key_with_its_default() -> None:
     for name, _, default, text in rows:
         assert default == default_text(all_keys()[name])
         assert text.replace("\\|", "|") == " ".join(documentation()[name].split())
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+GLOSSARY = re.compile(
+    r"\b(doors?|possession|casualt(y|ies)|heirs?|seats?|storms?|standing|hearing|desk|scene|beside|told)\b",
+    re.IGNORECASE,
+)
+"""Words that a reader would have to look up here, or that stand for something else."""
+WRITTEN = {".py", ".md", ".toml", ".json", ".sh", ".js", ".html", ".def"}
+
+
+def test_the_product_and_its_pages_use_the_words_of_the_field() -> None:
+    files = [path for room in ("slurm_rlhf", "sbatch", ".github") for path in (ROOT / room).rglob("*")]
+    written = [path for path in [ROOT / "README.md", *files] if path.suffix in WRITTEN]
+    assert len(written) > 300
+    assert [f"{path}: {found[0]}" for path in written for found in GLOSSARY.finditer(path.read_text("utf-8"))] == []

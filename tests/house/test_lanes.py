@@ -123,6 +123,10 @@ def test_every_test_file_is_in_one_lane(tmp_path: Path) -> None:
         collected += [line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line]
     assert sorted(collected) == sorted(f"tests/{file}" for file in files)
     assert collected[0] == f"tests/runs/{lanes.FIRST}"
+    halves = lanes.halves(tmp_path / "tests").values()
+    assert sorted(word for words in halves for word in words[2:]) == sorted(
+        f"{tmp_path}/tests/{file}" for file in files
+    )
 
 
 def test_the_files_that_the_lanes_name_are_there() -> None:

@@ -1,4 +1,4 @@
-"""`slurm-rlhf sft`, `rm` and `dpo` beside TRL's trainers: the same model, examples and order; losses and tokens/s.
+"""`slurm-rlhf sft`, `rm` and `dpo` next to TRL's trainers: the same model, examples and order; losses and tokens/s.
 
     python tests/lab/stage_race.py
 

@@ -110,7 +110,7 @@ def measured(order, store, rank, world):
 group_rank._measure = measured
 with socket.create_server(("127.0.0.1", 0)) as listening:
     order = {"secret": "s", "limit_s": 60.0, "host": "127.0.0.1", "port": listening.getsockname()[1], "name": "links"}
-    order |= {"backend": "gloo", "seats": [[0, 0, {}]], "seats_in_all": 1}
+    order |= {"backend": "gloo", "processes": [[0, 0, {}]], "processes_in_all": 1}
     order["stages"] = [[["a - b", [0]]], [["a - c", [0]]]]
     group_rank.measure(order, listening.fileno(), lambda report: print(json.dumps(report), flush=True))
 """

@@ -19,7 +19,7 @@ from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS
 from slurm_rlhf.cluster.slurm_job import Job
 from slurm_rlhf.nodes import orphan
 from slurm_rlhf.nodes.children import EngineRanks
-from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Heir, await_end, decide, heirs, mark
+from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Successor, await_end, decide, mark, successors
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -45,7 +45,7 @@ def test_the_first_nodes_with_engines_wait(engines: tuple[str, ...], expected: l
     if engines:
         other = place(Topology.uniform(engines, 4), [RoleSize("rollout", len(engines), 2, engines=2 * len(engines))])
         ranks = replace(ranks, roles={**ranks.roles, "rollout": other.roles["rollout"]})
-    assert heirs(ranks, "n1") == expected
+    assert successors(ranks, "n1") == expected
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ class Slurm:
         calls = (self.bin / "calls").read_text().splitlines()
         return [call for call in calls if not call.startswith("scontrol show")]
 
-    def heir(self, node: str = "gpu002", endpoint: tuple[str, int] = NOBODY) -> Heir:
-        return Heir("12", 0, "gpu001", node, self.run_dir, endpoint)
+    def successor(self, node: str = "gpu002", endpoint: tuple[str, int] = NOBODY) -> Successor:
+        return Successor("12", 0, "gpu001", node, self.run_dir, endpoint)
 
 
 @pytest.fixture
@@ -111,13 +111,13 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 
 def test_one_of_those_left_requeues_the_job_once(controller: Slurm) -> None:
-    heir, second, twin = controller.heir(), controller.heir("gpu003"), controller.heir()
+    successor, second, twin = controller.successor(), controller.successor("gpu003"), controller.successor()
     controller.says(nodes="gpu[001-003]")
-    assert not heir.settled()
+    assert not successor.settled()
     controller.program("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    assert not heir.settled()
+    assert not successor.settled()
     controller.says()
-    assert not heir.settled()
+    assert not successor.settled()
     assert controller.done == ["scontrol requeue 12"]
     assert mark(controller.run_dir, "12", 0).read_text() == (
         "its first node gpu001 was down, and with it the conductor: gpu002 has requeued it\n"
@@ -125,22 +125,22 @@ def test_one_of_those_left_requeues_the_job_once(controller: Slurm) -> None:
     assert second.settled()  # slurmctld is slow, and says the same
     assert twin.settled()  # of another step on the same node
     controller.says("PENDING", restarts=1, nodes="(null)")
-    assert heir.settled()
+    assert successor.settled()
     controller.says(restarts=1)  # and it has lost its first node once more: that is for those of the new start
-    assert heir.settled()
+    assert successor.settled()
     assert controller.done == ["scontrol requeue 12"]
 
 
 def test_the_second_acts_when_the_first_does_not(controller: Slurm) -> None:
     controller.says()
-    assert not controller.heir("gpu003").settled()
+    assert not controller.successor("gpu003").settled()
     assert controller.done == ["scontrol requeue 12"]
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "FAILED", "PREEMPTED"])
 def test_a_job_that_ends_is_left_alone(controller: Slurm, state: str) -> None:
     controller.says(state)
-    assert controller.heir().settled()
+    assert controller.successor().settled()
     assert controller.done == []
 
 
@@ -148,22 +148,22 @@ def test_a_conductor_that_answers_is_left_alone(controller: Slurm) -> None:
     """It was stopped for a while, or this node was cut off."""
     controller.says()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert controller.heir(endpoint=server.getsockname()).settled()
+        assert controller.successor(endpoint=server.getsockname()).settled()
     assert not (controller.bin / "calls").exists()
 
 
 def test_a_job_that_is_not_to_be_requeued_is_cancelled(controller: Slurm) -> None:
     controller.says(requeue=0)
-    assert not controller.heir().settled()
+    assert not controller.successor().settled()
     assert controller.done == ["scancel 12"]
     assert "gpu002 has cancelled it" in mark(controller.run_dir, "12", 0).read_text()
 
 
 def test_a_job_whose_requeue_is_refused_is_cancelled_but_not_while_slurmctld_is_away(controller: Slurm) -> None:
-    heir = controller.heir()
+    successor = controller.successor()
     for controller.refusal in ("Unable to contact slurm controller", "refused"):
         controller.says()
-        assert not heir.settled()
+        assert not successor.settled()
     assert controller.done == [*["scontrol requeue 12"] * 2, "scancel 12"]
     assert "(scontrol requeue: refused): gpu002 has cancelled it" in mark(controller.run_dir, "12", 0).read_text()
 

@@ -20,12 +20,12 @@ FAST = 1e8  # bytes per second
 
 
 def reports(lineup: Lineup, rate: Any) -> list[dict[str, Any]]:
-    """What all seats report; `rate` of a group's nodes in bytes per second."""
+    """What all processes report; `rate` of a group's nodes in bytes per second."""
     return [
-        {"seat": seat, "group": group.name, "latency_s": 1e-4, "size": 1 << 20}
+        {"process": process, "group": group.name, "latency_s": 1e-4, "size": 1 << 20}
         | dict.fromkeys(("there_s", "back_s"), (1 << 20) / rate(set(lineup.nodes(group))))
         for group in lineup.groups
-        for seat in group.seats
+        for process in group.processes
     ]
 
 
@@ -44,10 +44,10 @@ def test_every_node_has_partners_and_no_round_uses_a_node_twice(count: int) -> N
     lineup = links(names, {})
     met = dict.fromkeys(names, 0)
     for stage in lineup.stages:
-        seats = [seat for group in stage for seat in group.seats]
-        assert len(seats) == len(set(seats))
-        for seat in seats:
-            met[names[seat]] += 1
+        processes = [process for group in stage for process in group.processes]
+        assert len(processes) == len(set(processes))
+        for process in processes:
+            met[names[process]] += 1
     assert len({group.name for group in lineup.groups}) == len(lineup.groups)  # no pair meets twice
     assert min(met.values()) >= min(count - 1, 3)
     assert max(met.values()) <= 4
@@ -56,19 +56,21 @@ def test_every_node_has_partners_and_no_round_uses_a_node_twice(count: int) -> N
 
 def test_the_groups_are_those_of_the_rank_map() -> None:
     lineup = role_groups(ranks())
-    found = {(group.kind, group.name): group.seats for group in lineup.groups}
-    assert len(lineup.seats) == 16
-    assert {seat.node for seat in lineup.seats} == {"n1", "n2"}
+    found = {(group.kind, group.name): group.processes for group in lineup.groups}
+    assert len(lineup.processes) == 16
+    assert {process.node for process in lineup.processes} == {"n1", "n2"}
     assert len(found["ZeRO", "actor"]) == 12
     assert len(found["sync", "weight sync"]) == 16
     assert [lineup.nodes(group) for group in lineup.stages[0]] == [("n1",), ("n2",)]
-    assert [len(group.seats) for group in lineup.stages[0]] == [2, 2]
+    assert [len(group.processes) for group in lineup.stages[0]] == [2, 2]
     without = role_groups(ranks(), {"n2"})
-    assert {seat.node for seat in without.seats} == {"n1"}
-    assert len(without.groups[1].seats) == 6
+    assert {process.node for process in without.processes} == {"n1"}
+    assert len(without.groups[1].processes) == 6
     order = orders_for(lineup, "n2")
-    assert {slot for _, slot in order["seats"]} == set(range(8))
-    assert all(any(seat in group[1] for seat, _ in order["seats"]) for stage in order["stages"] for group in stage)
+    assert {slot for _, slot in order["processes"]} == set(range(8))
+    assert all(
+        any(process in group[1] for process, _ in order["processes"]) for stage in order["stages"] for group in stage
+    )
 
 
 def test_nodes_without_ranks_have_no_groups() -> None:
@@ -96,7 +98,11 @@ def test_a_slow_pair_is_named() -> None:
 
 def test_pairs_that_were_not_tried_are_one_warning() -> None:
     lineup = links(NODES, {})
-    late = [{"seat": seat, "group": group.name, "late": True} for group in lineup.groups for seat in group.seats]
+    late = [
+        {"process": process, "group": group.name, "late": True}
+        for group in lineup.groups
+        for process in group.processes
+    ]
     (finding,) = judge_links(outcomes(lineup, late)).findings
     assert (finding.verdict, finding.nodes) == (WARNING, ())
     assert finding.said == f"{len(lineup.groups)} pairs were not tried: not all of its ranks came in time"
@@ -127,9 +133,9 @@ def test_a_slow_engine_is_named() -> None:
 def test_a_group_that_fails_names_those_who_say_so() -> None:
     lineup = role_groups(ranks())
     said = reports(lineup, lambda nodes: FAST)
-    broken = [{"seat": 3, "group": "actor", "error": "Connection refused"}]
+    broken = [{"process": 3, "group": "actor", "error": "Connection refused"}]
     check = judge_groups(
-        outcomes(lineup, [each for each in said if each["group"] != "actor" or each["seat"] != 3] + broken)
+        outcomes(lineup, [each for each in said if each["group"] != "actor" or each["process"] != 3] + broken)
     )
     (finding,) = check.findings
     assert (finding.verdict, finding.nodes) == (FAILED, ("n1",))
@@ -139,7 +145,7 @@ def test_a_group_that_fails_names_those_who_say_so() -> None:
 def test_a_rank_that_stands_still_and_one_that_never_came() -> None:
     lineup = role_groups(ranks())
     said = [each for each in reports(lineup, lambda nodes: FAST) if each["group"] != "weight sync"]
-    begun = [{"seat": seat, "group": "weight sync", "together": True} for seat in range(16)]
+    begun = [{"process": process, "group": "weight sync", "together": True} for process in range(16)]
     (stuck,) = judge_groups(outcomes(lineup, said + begun)).findings
     assert stuck.verdict == FAILED
     assert "they did not get through" in stuck.said

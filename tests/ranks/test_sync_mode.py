@@ -179,7 +179,7 @@ def test_what_nobody_wants_any_more_is_dropped_and_holds_no_update() -> None:
     role.handle(weights)
     assert weights.answer is None
     role.handle(dropped)
-    assert "was told to drop its requests" in str(unwanted.answer)
+    assert "had to drop its requests" in str(unwanted.answer)
     assert weights.answer == SyncReport()
     again = ask(role)
     while role.busy():

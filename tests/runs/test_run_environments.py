@@ -51,7 +51,7 @@ class Environment:
 '''
 
 
-BESIDE = """
+OTHER_SOURCE = """
 [[reward.sources]]
 name = "model"
 weight = 0.0
@@ -73,7 +73,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
     """A run with an environment, and beside it a reward model whose scores are logged and have no weight."""
     folder = tmp_path_factory.mktemp("learned")
     config, game = workspace(folder), folder / "game.py"
-    config.write_text(config.read_text() + BESIDE)
+    config.write_text(config.read_text() + OTHER_SOURCE)
     game.write_text(LOOK)
     words = (*TURNS, f"--reward.model_name_or_path={make_reward(folder / 'scores')}", "--ckpt.save_steps=0")
     code, output = train(config, folder / "run", *words, f"--env.path={game}", warm=True)
@@ -129,7 +129,7 @@ def _status(run: Run) -> str:
 @pytest.mark.full  # test_run_training has the command, and generate below the environments
 def test_eval_plays_the_environment(learned: Learned, tmp_path: Path) -> None:
     config = tmp_path / "eval.toml"
-    config.write_text(learned.config.read_text().replace(BESIDE, ""))
+    config.write_text(learned.config.read_text().replace(OTHER_SOURCE, ""))
     for name in ("eval.jsonl", "prompts.jsonl", "model"):
         (tmp_path / name).symlink_to(learned.config.parent / name)
     words = ("--reward.remote_url=", "--rollout.max_new_tokens=4", f"--env.path={learned.game}")

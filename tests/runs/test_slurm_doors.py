@@ -117,7 +117,7 @@ def test_submitit_is_preempted_and_timed_out_goes_on_and_gives_the_summary(
     output = Path(job.paths.stdout).read_text()
     assert len(set(re.findall(r"\(([^)]*)\) - Caught signal SIGUSR2 on gpu001: ", output))) == 2  # each is said twice
     assert output.count("resuming from") == 2
-    assert "was told to terminate" in next((run_dir / "logs").glob("conductor.*.log")).read_text()
+    assert "was asked to terminate" in next((run_dir / "logs").glob("conductor.*.log")).read_text()
     header = Path(job.paths.submission_file).read_text()
     assert "#SBATCH --signal=B:USR2@60\n" in header
     assert "\nsrun" not in header

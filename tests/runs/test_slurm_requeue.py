@@ -136,7 +136,7 @@ def preempt(slurm: Cluster, job: int, run_dir: Path, holds: Holds) -> None:
     )
     wait_for_restart(slurm, job, run_dir, 2)
     slurm.wait_until(lambda: slurm.job(urgent)["JobState"] == "RUNNING", "start of the urgent job")
-    assert "was told to terminate" in next((run_dir / "logs").glob("conductor.*.log")).read_text()
+    assert "was asked to terminate" in next((run_dir / "logs").glob("conductor.*.log")).read_text()
     holds.let_go("reward-hang")
     release.touch()
     assert slurm.wait_over(urgent) == ("COMPLETED", 0)

@@ -106,7 +106,7 @@ def assert_a_killed_rank_is_started_again(slurm: Cluster, run_dir: Path) -> None
     assert timeless(after) == timeless(before)
     assert after != before  # some were done once more
     assert re.search(r"role actor died: rank [23] on gpu002 \(pid \d+\) was killed by SIGKILL", said_events(run_dir))
-    assert "was told to terminate" not in (run_dir / "logs" / "conductor.gpu001.0.log").read_text()
+    assert "was asked to terminate" not in (run_dir / "logs" / "conductor.gpu001.0.log").read_text()
 
 
 def assert_hang_is_told_of_every_node(slurm: Cluster, run_dir: Path, holds: Holds) -> None:

@@ -28,7 +28,7 @@ _STEP = ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """Hold what a launcher told one of its processes: rank `rank` of `size`, in the variable `variable`."""
+    """Hold what a launcher says to one of its processes: rank `rank` of `size`, in the variable `variable`."""
 
     by: str  # mpirun, mpiexec or srun
     variable: str
@@ -113,7 +113,11 @@ def place_processes(config: Config, processes: Sequence[Process], start: Launche
     for asked, key, why in (
         (colocations(config), "train.colocate_...", slot),
         (config.cluster.spares, "cluster.spares", slot),
-        (config.reward.workers_num_nodes, "reward.workers_num_nodes", f"{slot}, and workers run beside the conductor"),
+        (
+            config.reward.workers_num_nodes,
+            "reward.workers_num_nodes",
+            f"{slot}, and workers run on the conductor's node",
+        ),
         (config.slurm.container, "slurm.container", f"put it between them: {start.by} ... apptainer exec IMAGE ..."),
     ):
         if asked:

@@ -1,5 +1,5 @@
 "use strict";
-// What all sections share: elements, numbers as text, colours, the tip beside the pointer. Texts of users go into
+// What all sections share: elements, numbers as text, colours, the tip next to the pointer. Texts of users go into
 // the page as text nodes only, never as HTML.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);

@@ -1,7 +1,7 @@
 "use strict";
 // The curves: which metrics share a plot, and how several runs do.
 
-// [title, {metric: its name beside the title} or a pattern, options]; `absent`: why a run may not have the plot.
+// [title, {metric: its name next to the title} or a pattern, options]; `absent`: why a run may not have the plot.
 const PLOTS = [
   ["Reward", { reward: "reward", accuracy: "accuracy" }, { bands: { reward: ["reward_std", "reward_min", "reward_max"] } }],
   ["Evaluation", /^eval(\/[^/]+\/(mean|maj@\d+))?$/, { exact: true, absent: "no eval.datasets" }],

@@ -108,7 +108,7 @@ function drawEvents(events, scale, height) {
 
 let clips = 0;
 
-// Cuts what lies outside of the axes, as the points beside the zoomed part do.
+// Cuts what lies outside of the axes, as the points outside of the zoomed part do.
 function clipped(scale, width, height, ...children) {
   const id = `clip${clips++}`;
   const { margin } = scale;

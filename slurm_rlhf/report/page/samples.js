@@ -50,8 +50,8 @@ function tokenSpans(sample, colouring) {
     const amount = known ? strength(value) : 0;
     const fill = amount < 0 ? "var(--c0)" : "var(--c4)";
     const style = amount ? `background:color-mix(in srgb, ${fill} ${Math.round(70 * Math.abs(amount))}%, transparent)` : null;
-    const told = known ? tipped(`${JSON.stringify(token)}\nlog-prob ${number(sample.logprobs[place])}${sample.actor_logprobs.length ? `, of the actor ${number(sample.actor_logprobs[place])}` : ""}`) : {};
-    return el("span", { class: "token", style, ...told }, token);
+    const tip = known ? tipped(`${JSON.stringify(token)}\nlog-prob ${number(sample.logprobs[place])}${sample.actor_logprobs.length ? `, of the actor ${number(sample.actor_logprobs[place])}` : ""}`) : {};
+    return el("span", { class: "token", style, ...tip }, token);
   });
 }
 

@@ -42,8 +42,8 @@ function gantt(rows, steps, names, width) {
   ]);
   const spans = steps.flatMap((step) => step.spans.map(([row, name, begin, end]) => {
     const from = x(step.began - first + begin);
-    const told = `${rows[row].role} ${rows[row].rank}: ${names[name]}, ${seconds(end - begin)} (step ${step.step})`;
-    return svg("rect", { class: "mark", x: from, y: top + row * rowHeight + 1, width: Math.max(0.6, x(step.began - first + end) - from), height: rowHeight - 2, fill: workColour(names[name]), ...tipped(told) });
+    const text = `${rows[row].role} ${rows[row].rank}: ${names[name]}, ${seconds(end - begin)} (step ${step.step})`;
+    return svg("rect", { class: "mark", x: from, y: top + row * rowHeight + 1, width: Math.max(0.6, x(step.began - first + end) - from), height: rowHeight - 2, fill: workColour(names[name]), ...tipped(text) });
   }));
   const borders = steps.map((step) => [
     svg("line", { class: "gridline", x1: x(step.began - first), x2: x(step.began - first), y1: 0, y2: bottom }),
