@@ -220,7 +220,9 @@ class StageKeys:
     output_dir: FilePath = ""
     """Where the trained model goes."""
     learning_rate: Annotated[float, POSITIVE] = 1e-5
-    """Peak learning rate of AdamW, cosine schedule."""
+    """Peak learning rate of AdamW."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
+    """constant, linear or cosine, after a warm-up of actor.lr_warmup_ratio; the last two end at actor.lr_min_ratio."""
     batch_size: Annotated[int, COUNT] = 64
     """Examples per optimizer step, over all ranks."""
     max_epochs: Annotated[int, COUNT] = 1
@@ -252,7 +254,7 @@ class Dpo(StageKeys):
     """`slurm-rlhf dpo` only."""
 
     learning_rate: Annotated[float, POSITIVE] = 5e-7
-    """Peak learning rate of AdamW, cosine schedule."""
+    """Peak learning rate of AdamW."""
     loss_type: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
     """dpo, ipo and kto compare with the model as it starts; simpo and orpo need no reference. kto takes no pairs, but
     answers that are called good or bad."""

@@ -44,8 +44,8 @@ class StageTrainer(TrainedModel):
     """Whether the model is measured by the examples that it was trained on if there are no others."""
 
     def __init__(self, config: Config, total_steps: int) -> None:
-        learning_rate = get(config, f"{self.name}.learning_rate")
-        super().__init__(config, Schedule.of(config, learning_rate, total_steps, kind="cosine"))
+        keys = get(config, self.name)
+        super().__init__(config, Schedule.of(config, keys.learning_rate, total_steps, keys.lr_scheduler))
 
     @staticmethod
     @abstractmethod

@@ -28,7 +28,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: Config, peak: float, total_steps: int, kind: str = "") -> Schedule:
-        """Read warm-up and end, and without `kind` that too, from the actor's settings, which all models share."""
+        """Read warm-up and end from the actor's settings, which all models share, and the kind unless it is given."""
         actor = config.actor
         return cls(kind or actor.lr_scheduler, peak, total_steps, actor.lr_warmup_ratio, actor.lr_min_ratio)
 

@@ -87,7 +87,7 @@ def make_job(directory: Path) -> None:
     (directory / "job.toml").write_text(
         '[actor]\nmodel_name_or_path = "model"\n[data]\nmax_len = 16\n[ds]\nparam_dtype = "fp32"\n'
         '[train]\nmax_tokens_per_gpu = 64\n[dpo]\ndataset = "pairs.jsonl"\noutput_dir = "out"\nbatch_size = 8\n'
-        "max_epochs = 3\nlearning_rate = 1e-3\nsave_steps = 7\n"
+        "max_epochs = 3\nlearning_rate = 1e-3\nlr_scheduler = \"linear\"\nsave_steps = 7\n"
     )
 
 
@@ -117,6 +117,7 @@ def test_it_learns_to_prefer(trained: Path) -> None:
     assert (rows[0]["margin"], rows[0]["loss"]) == (pytest.approx(0, abs=1e-5), pytest.approx(np.log(2), abs=1e-5))
     assert rows[-1]["preferred"] == 1.0
     assert rows[-1]["margin"] > 0.5
+    assert [row["lr"] for row in rows] == pytest.approx(np.linspace(1e-3, 1e-4, 12))  # to actor.lr_min_ratio
     assert (trained / "out" / "config.json").is_file()
 
 
