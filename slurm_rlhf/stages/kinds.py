@@ -104,7 +104,7 @@ class RmTrainer(StageTrainer, HeadTrainer):
     def export_hf(self, directory: Path) -> None:
         module, backend, rank = self.backend.module, self.backend, self.world.rank
         (head,) = [module.value_head.exact("weight").detach().cpu() for _ in backend.gathered(module.value_head)]
-        # Of a score, no probability: vLLM would take the sigmoid.
+        # A score is no probability: without this vLLM takes its sigmoid.
         settings = {"pad_token_id": self.pad, "problem_type": "regression", **self.statistics}
         source = Path(self.config.actor.model_name_or_path)
         save_reward(module.model, backend.gathered(module.model), head, settings, source, directory, rank)
