@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +50,17 @@ class RunDirectory:
     def aside(self, path: Path, number: int) -> Path:
         """Return the path for the file of an earlier start: metrics.1.jsonl for metrics.jsonl."""
         return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+    def put_aside(self) -> str:
+        """Move what an earlier start has measured aside; return the new name of its metrics, empty without any."""
+        if not self.metrics.exists():
+            return ""
+        number = next(n for n in count(1) if not self.aside(self.metrics, n).exists())
+        measured = (self.metrics, self.tensorboard, self.trackers, self.evaluations, self.samples, self.timeline)
+        for path in measured:
+            if path.exists():
+                path.rename(self.aside(path, number))
+        return self.aside(self.metrics, number).name
 
     def make(self) -> None:
         """Make the directories; only the owner can enter `.control`, which holds the keys.

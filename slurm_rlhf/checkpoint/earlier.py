@@ -30,21 +30,25 @@ def changed_keys(earlier: Path, config: Config) -> list[str]:
     ]
 
 
-def refuse_other_scale(changes: Iterable[str]) -> None:
-    """Raise ConfigError if the adapters would count more or less than before; `changes`: of `changed_keys`."""
+def refuse_other_scale(changes: Iterable[str], directory: str = "run_dir") -> None:
+    """Raise ConfigError if the adapters would count more or less than before.
+
+    `changes`: of `changed_keys`; `directory`: the key of what a new run needs another of.
+    """
     for change in changes:
         if change.startswith(f"{_SCALE} "):
             raise ConfigError(
                 f"{change}: the adapters in the checkpoint were trained with the first value, and with the other one "
-                f"the policy would be another at once. Restore {_SCALE}, or give another --run_dir for a new run"
+                f"the policy would be another at once. Restore {_SCALE}, or give another --{directory} for a new "
+                "run"
             )
 
 
-def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str], directory: str = "run_dir") -> None:
     """Raise ConfigError if the actor's model has other contents than `before`; both: path -> `model_contents`."""
     if before and set(before.values()) != set(now.values()):
         raise ConfigError(
             f"{_MODEL} is {''.join(now)}, which holds another model than {''.join(before)} did when this run started: "
             "its checkpoint would be trained against another reference. Give the model that it started from, or "
-            "another --run_dir for a new run"
+            f"another --{directory} for a new run"
         )

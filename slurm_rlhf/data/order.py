@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slurm_rlhf.errors import CheckpointError, DataError
 
-KEYS = {
-    "prompts": "the number of usable prompts in data.prompt_dataset",
-    "batch_size": "rollout.batch_size",
-    "seed": "train.seed",
-    "shuffle": "data.shuffle",
-}
-"""Field that a checkpoint's order depends on -> what the user calls it."""
+
+class OrderKeys(NamedTuple):
+    """Name the keys of the configuration that an order follows from, and the one of its directory."""
+
+    dataset: str = "data.prompt_dataset"
+    batch_size: str = "rollout.batch_size"
+    directory: str = "run_dir"
 
 
 @dataclass(slots=True)
@@ -40,13 +40,14 @@ class PromptOrder:
     seed: int
     shuffle: bool = True
     fingerprint: str = ""  # hash of the PromptSet, so that a run is not resumed on other data
+    keys: OrderKeys = field(default_factory=OrderKeys)
     place: int = field(default=0, init=False)  # the next one that was never handed out
     again: list[int] = field(default_factory=list, init=False)  # handed out, given back; they come first, in order
 
     def __post_init__(self) -> None:
         if self.prompts < self.batch_size:
             raise DataError(
-                f"the data set holds {self.prompts} usable prompts, fewer than rollout.batch_size = "
+                f"the data set holds {self.prompts} usable prompts, fewer than {self.keys.batch_size} = "
                 f"{self.batch_size}: lower it or bring more prompts"
             )
 
@@ -110,19 +111,24 @@ class PromptOrder:
 
         Raises CheckpointError when the data, the batch size or the seed differ: the position would mean other prompts.
         """
+        dataset, batch_size, directory = self.keys
+        called = {
+            **{"prompts": f"the number of usable prompts in {dataset}", "batch_size": batch_size},
+            **{"seed": "train.seed", "shuffle": "data.shuffle"},
+        }
         for name, now in self._identity().items():
             before = state.get(name)
             if before == now:
                 continue
             what = (
-                "the rows of data.prompt_dataset, or their tokens (data.input_key, data.input_template, tokenizer), "
-                "are others than"
+                f"the rows of {dataset}, or their tokens (data.input_key, data.input_template, tokenizer), are others "
+                "than"
                 if name == "fingerprint"
-                else f"{KEYS[name]} is {now!r} and was {before!r}"
+                else f"{called[name]} is {now!r} and was {before!r}"
             )
             raise CheckpointError(
                 f"{what} when the checkpoint was written, and its place in the order of prompts would mean other ones: "
-                "restore it, or start a new run in another --run_dir"
+                f"restore it, or start a new run in another --{directory}"
             )
 
     def rewind(self) -> None:

@@ -171,6 +171,7 @@ class Trackers:
         for name in dict.fromkeys(config.logger.use):
             if name != TENSORBOARD:
                 log_file = self._directory.logs / f"tracker.{name}.log"
+                log_file.parent.mkdir(parents=True, exist_ok=True)
                 self._sinks[name] = ProcessSink(name, log_file, config.timeout.tracker)
         for name in list(self._sinks):
             self._guarded(name, lambda sink, name=name: self._say(sink.open(self._run(name))))  # type: ignore[misc]

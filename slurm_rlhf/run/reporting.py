@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +95,11 @@ class Reporting:
             self._trackers.close(failed=False)
             self._trackers = Trackers(self._config, self._directory, self.note)
         # Lines after the checkpoint belong to steps that will be done again.
-        if checkpoint is None:
-            self._put_aside()
+        if checkpoint is None and (kept := self._directory.put_aside()):
+            self.note(
+                "there is no checkpoint to go on from, so the run starts at step 1; what an earlier start has measured "
+                f"is kept as {kept}"
+            )
         dropped = truncate_after(self._directory.metrics, state.step)
         self.recorder.begin(state.step)
         self._trackers.open()
@@ -109,24 +111,6 @@ class Reporting:
             again = f", {dropped} later steps are done again" if dropped else ""
             self.note(f"resuming from {checkpoint} at step {state.step}/{total}{again}")
         self.note(f"run directory {self._directory.root}, {total} steps")
-
-    def _put_aside(self) -> None:
-        """Move the metrics of an earlier start aside that has left no checkpoint to go on from."""
-        if not self._directory.metrics.exists():
-            return
-        number = next(n for n in count(1) if not self._directory.aside(self._directory.metrics, n).exists())
-        directory = self._directory
-        moved = (
-            *(directory.metrics, directory.tensorboard, directory.trackers),
-            *(directory.evaluations, directory.samples, directory.timeline),
-        )
-        for path in moved:
-            if path.exists():
-                path.rename(self._directory.aside(path, number))
-        self.note(
-            f"there is no checkpoint to go on from, so the run starts at step 1; what an earlier start has measured is "
-            f"kept as {self._directory.aside(self._directory.metrics, number).name}"
-        )
 
     def stepping(self) -> None:
         """Report that start-up is over."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.algorithms.packed import masked_sum, response_sums
 from slurm_rlhf.algorithms.preferences import LOSSES, WITHOUT_REFERENCE, Pairs, bradley_terry, judged, kto, kto_kl
-from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Config, Data, Ds
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
@@ -105,7 +104,8 @@ class RmTrainer(StageTrainer, HeadTrainer):
     def export_hf(self, directory: Path) -> None:
         module, backend, rank = self.backend.module, self.backend, self.world.rank
         (head,) = [module.value_head.exact("weight").detach().cpu() for _ in backend.gathered(module.value_head)]
-        settings = {"pad_token_id": self.pad, **self.statistics}
+        # A score is no probability: without this vLLM takes its sigmoid.
+        settings = {"pad_token_id": self.pad, "problem_type": "regression", **self.statistics}
         source = Path(self.config.actor.model_name_or_path)
         save_reward(module.model, backend.gathered(module.model), head, settings, source, directory, rank)
 
@@ -173,7 +173,7 @@ class DpoTrainer(AnswerTrainer):
         config, columns = self.config, examples.experience.columns
         if config.dpo.loss_type in WITHOUT_REFERENCE:
             return True
-        model = model_contents(Path(config.actor.model_name_or_path))
+        (model,) = record.model.values()
         name = f"reference-{model[:16]}-{fingerprint(examples)[:16]}-{config.ds.param_dtype}.npy"
         file = record.root / name
         known = [path for path in (file, *sorted(record.root.parent.glob(f"*.run/{name}"))) if path.is_file()]

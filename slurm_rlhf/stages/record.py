@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,9 +19,10 @@ from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.errors import CheckpointError, UserError, printable
+from slurm_rlhf.errors import CheckpointError, printable
 from slurm_rlhf.observe.run_log import truncate_after
 from slurm_rlhf.observe.run_status import append_metrics, write_summary
+from slurm_rlhf.observe.trackers import Trackers
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.trainer.distributed import World
 
@@ -34,7 +33,7 @@ _CONFIG = "config.toml"
 class StageRecord:
     """Writes metrics, a log and, until the model is written, checkpoints to `<output_dir>.run`.
 
-    Rank 0 writes; `save` is collective.
+    Rank 0 writes; `save` is collective. Metrics go to trackers, too, inside a `with` block behind `begin`.
     """
 
     def __init__(self, name: str, config: Config, world: World) -> None:
@@ -42,12 +41,15 @@ class StageRecord:
         self._name = name
         self._config = config
         self._world = world
-        self._paths = RunDirectory(Path(of_command(config, name).run_dir))
+        own = of_command(config, name)
+        self._paths = RunDirectory(Path(own.run_dir))
+        self._trackers = Trackers(own, self._paths, self.say)
         self._checkpoints = CheckpointDir(self._paths.root)
         self.root = self._paths.root
         """Directory of all that it writes."""
         self._steps = 0  # optimizer steps from the first session to the end
-        self._model: Mapping[str, str] = {}  # path of the first model -> hash of its contents
+        self.model: Mapping[str, str] = {}
+        """Path of the first model -> hash of its contents."""
 
     def begin(
         self, steps: int, model: Mapping[str, str] | None = None, order: PromptOrder | None = None
@@ -60,12 +62,11 @@ class StageRecord:
         checkpoint = self._checkpoints.resolve(self._config.resume)
         state = self._checkpoints.load_state(checkpoint, [self._name]) if checkpoint else {}
         changes = changed_keys(checkpoint / _CONFIG, self._config) if checkpoint else []
-        self._model = model or {}
-        with self._in_its_words():
-            refuse_other_model(state.get("model", {}), self._model)
-            refuse_other_scale(changes)
-            if state and order is not None:
-                order.load_state_dict(state["order"])
+        self.model = model or {}
+        refuse_other_model(state.get("model", {}), self.model, f"{self._name}.output_dir")
+        refuse_other_scale(changes, f"{self._name}.output_dir")
+        if state and order is not None:
+            order.load_state_dict(state["order"])
         if state and state["steps"] != steps:
             raise CheckpointError(
                 f"{checkpoint} is of a training of {state['steps']} steps, and this one has {steps}: the learning rate "
@@ -76,9 +77,8 @@ class StageRecord:
         if self._world.rank == 0:
             self._paths.root.mkdir(parents=True, exist_ok=True)
             self._paths.config.write_text(dump_toml(self._config), encoding="utf-8")
-            paths, metrics = self._paths, self._paths.metrics
-            if checkpoint is None and metrics.exists():
-                metrics.rename(next(free for n in itertools.count(1) if not (free := paths.aside(metrics, n)).exists()))
+            if checkpoint is None:
+                self._paths.put_aside()
             truncate_after(self._paths.metrics, state.get("step", 0))
         self._steps = steps
         self._summarize("running", state.get("step", 0))
@@ -86,17 +86,14 @@ class StageRecord:
             self.say(f"warning: changed since step {state['step']}: {', '.join(changes)}")
         return checkpoint, state
 
-    @contextmanager
-    def _in_its_words(self) -> Iterator[None]:
-        """Name the keys of the stage in errors that name those of a run."""
-        own = {"rollout.batch_size": "batch_size", "data.prompt_dataset": "dataset", "run_dir": "output_dir"}
-        try:
-            yield
-        except UserError as error:
-            text = str(error)
-            for key, leaf in own.items():
-                text = text.replace(key, f"{self._name}.{leaf}")
-            raise type(error)(text) from None
+    def __enter__(self) -> StageRecord:
+        if self._world.rank == 0:
+            self._trackers.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._world.rank == 0:
+            self._trackers.close(failed=kind is not None)
 
     def _summarize(self, status: str, step: int) -> None:
         if self._world.rank == 0:
@@ -119,6 +116,7 @@ class StageRecord:
         """Write the metrics of a step."""
         if self._world.rank == 0:
             append_metrics(self._paths.metrics, step, metrics)
+            self._trackers.metrics(step, metrics)
 
     def save(self, step: int, steps: int, order: dict[str, Any], write: Callable[[Path], object]) -> None:
         """Save a checkpoint, in place of the one before; `write` is called on each rank with the same directory."""
@@ -129,7 +127,7 @@ class StageRecord:
         dist.barrier()
         write(self._checkpoints.of(step).with_suffix(".tmp") / self._name)
         if self._world.rank == 0:
-            self._checkpoints.commit(step, {"step": step, "steps": steps, "order": order, "model": self._model})
+            self._checkpoints.commit(step, {"step": step, "steps": steps, "order": order, "model": self.model})
             self._checkpoints.prune(1)
 
     @property

@@ -22,7 +22,7 @@ from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_jobs import StageKeys
-from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.order import OrderKeys, PromptOrder
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.records import F32, Experience
@@ -132,7 +132,8 @@ def read_inputs(config: Config, name: str) -> StageInputs:
     if count < batch:
         raise DataError(f"{keys.dataset}: {count} usable examples, fewer than {name}.batch_size = {batch}: lower it")
     shuffle, seed = config.data.shuffle, config.train.seed
-    order = PromptOrder(count, batch, keys.max_epochs, seed, shuffle, fingerprint(examples))
+    called = OrderKeys(*(f"{name}.{key}" for key in OrderKeys("dataset", "batch_size", "output_dir")))
+    order = PromptOrder(count, batch, keys.max_epochs, seed, shuffle, fingerprint(examples), called)
     return StageInputs(examples, held_out, order, min(order.total, keys.max_steps or order.total))
 
 
@@ -157,7 +158,7 @@ def train_stage(config: Config, name: str) -> int:
     record.say(f"{len(examples)} examples, {len(examples.dropped)} dropped as too long, {steps} steps")
     trainer = stage_trainer(config, name)(config, steps)
     done = state.get("step", 0)
-    with StopSignals() as signals:
+    with StopSignals() as signals, record:
         prepared = all(trainer.prepare(each, record, signals) for each in (examples, held_out) if each)
         if prepared and checkpoint:
             trainer.load(checkpoint / name)

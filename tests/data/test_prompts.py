@@ -15,7 +15,7 @@ from lookalikes import llama_like
 from random_models import tiny_tokenizer
 
 from slurm_rlhf.config.schema import Data
-from slurm_rlhf.data.order import KEYS, PromptOrder
+from slurm_rlhf.data.order import OrderKeys, PromptOrder
 from slurm_rlhf.data.prompts import CHUNK, PromptSet
 from slurm_rlhf.data.rows import read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -211,20 +211,23 @@ def test_shuffle_depends_on_seed_and_episode() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"prompts": 9}, {"batch_size": 3}, {"seed": 2}, {"shuffle": False}, {"fingerprint": "y"}]
+    ("name", "value", "told"),
+    [
+        ("prompts", 9, "the number of usable prompts in {} is 9 and was 10 when"),
+        ("batch_size", 3, "{} is 3 and was 2 when"),
+        ("seed", 2, "train.seed is 2 and was 1 when"),
+        ("shuffle", False, "data.shuffle is False and was True when"),
+        ("fingerprint", "y", "the rows of {}, or their tokens (data.input_key,"),
+    ],
 )
-def test_other_data_does_not_resume(change: dict[str, object]) -> None:
-    order = PromptOrder(10, 2, 1, seed=1, fingerprint="x")
+@pytest.mark.parametrize("keys", [OrderKeys(), OrderKeys("sft.dataset", "sft.batch_size", "sft.output_dir")])
+def test_other_data_does_not_resume(name: str, value: object, told: str, keys: OrderKeys) -> None:
+    order = PromptOrder(10, 2, 1, seed=1, fingerprint="x", keys=keys)
     order.next()
-    name, value = next(iter(change.items()))
     with pytest.raises(CheckpointError) as caught:
-        replace(order, **change).load_state_dict(order.state_dict())
-    told = str(caught.value)
-    if name == "fingerprint":
-        assert told.startswith("the rows of data.prompt_dataset, or their tokens ")
-    else:
-        assert told.startswith(f"{KEYS[name]} is {value!r} and was {getattr(order, name)!r} when the checkpoint was")
-    assert "restore it, or start a new run in another --run_dir" in told
+        replace(order, **{name: value}).load_state_dict(order.state_dict())
+    assert str(caught.value).startswith(told.format(keys.batch_size if name == "batch_size" else keys.dataset))
+    assert f"restore it, or start a new run in another --{keys.directory}" in str(caught.value)
     replace(order, episodes=5).check(order.state_dict())
 
 

@@ -1,12 +1,13 @@
-"""A whole pipeline on the quickstart's task, and what each of its models makes of held-out preferences.
+"""A whole pipeline on the quickstart's task: what a reward model changes, and what a student learns of its teacher.
 
     bash sbatch/quickstart.sh --train.max_steps=1            # once: it makes runs/quickstart_input
     python tests/lab/stage_chain.py --out=runs/chain
 
-sft of a careless pupil, a reward model of preferences, PPO against it, and a student, as the pupil was, into which the
-model of PPO is distilled. Preferred is the sum that is rounded to tens, over an exact one: which of two sums is right a
-model of this size does not learn from pairs (0.53 to 0.64 of held-out ones). `eval` says which share of a model's
-answers to held-out problems is a multiple of ten.
+sft of a careless pupil, a reward model of preferences, and PPO against it. Preferred is the sum that is rounded to
+tens, over an exact one: which of two sums is right a model of this size does not learn from pairs (0.53 to 0.64 of
+held-out ones). The share of a model's answers to held-out problems that are multiples of ten says what it made of it.
+A teacher is the pupil after exact sums; it is distilled into the pupil by sbatch/recipes/distill.toml. The share of
+right answers says how near the student comes.
 Started again, it goes on.
 """
 
@@ -24,22 +25,26 @@ import task
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "sbatch" / "quickstart.toml"
 SFT = ROOT / "sbatch" / "quickstart_sft.toml"
+DISTILL_RECIPE = ROOT / "sbatch" / "recipes" / "distill.toml"
 STAGES: dict[str, tuple[str, list[str], dict[str, str]]] = {
-    "sft": ("sft", [str(SFT)], {}),
-    "pupil": ("eval", [str(QUICKSTART), "judge.toml"], {"model": "{sft}"}),
+    "sft": ("sft", [str(SFT), "input.toml"], {}),
     "rm": ("rm", [str(SFT), "rm.toml"], {"actor.model_name_or_path": "{sft}"}),
     "ppo": (
         "train",
-        [str(QUICKSTART), "ppo.toml"],
+        [str(QUICKSTART), "input.toml", "ppo.toml"],
         {"actor.model_name_or_path": "{sft}", "reward.model_name_or_path": "{rm}"},
     ),
-    "teacher": ("eval", [str(QUICKSTART), "judge.toml"], {"model": "{ppo}"}),
-    "distilled": (
+    "pupil_rounded": ("eval", [str(QUICKSTART), "input.toml", "rounded.toml"], {"model": "{sft}"}),
+    "ppo_rounded": ("eval", [str(QUICKSTART), "input.toml", "rounded.toml"], {"model": "{ppo}"}),
+    "teacher": ("sft", [str(SFT), "teacher.toml"], {"actor.model_name_or_path": "{sft}"}),
+    "student": (
         "train",
-        [str(QUICKSTART), "distill.toml"],
-        {"actor.model_name_or_path": "{sft}", "algo.distill.model_name_or_path": "{ppo}"},
+        [str(DISTILL_RECIPE), str(QUICKSTART), "input.toml", "distill.toml"],
+        {"actor.model_name_or_path": "{sft}", "algo.distill.model_name_or_path": "{teacher}"},
     ),
-    "student": ("eval", [str(QUICKSTART), "judge.toml"], {"model": "{distilled}"}),
+    "pupil_right": ("eval", [str(QUICKSTART), "input.toml"], {"model": "{sft}"}),
+    "teacher_right": ("eval", [str(QUICKSTART), "input.toml"], {"model": "{teacher}"}),
+    "student_right": ("eval", [str(QUICKSTART), "input.toml"], {"model": "{student}"}),
 }
 """Stage -> (command, files, keys)."""
 PAIRS = 12_000
@@ -61,6 +66,16 @@ normalize_enable = true
 [eval]
 dataset = ""
 """
+INPUT = """
+[actor]
+model_name_or_path = "{given}/untrained"
+[sft]
+dataset = "{given}/sft.jsonl"
+[data]
+prompt_dataset = "{given}/train.jsonl"
+[eval]
+dataset = "{given}/eval.jsonl"
+"""
 JUDGE = """
 [reward]
 remote_url = "rounded.py"
@@ -71,15 +86,22 @@ ROUNDED = '''"""The share of answers that are multiples of ten."""
 def reward_func(responses, **kwargs):
     return [float(response.endswith("0")) for response in responses]
 '''
+TEACHER = """
+[sft]
+dataset = "{given}/train.jsonl"
+learning_rate = 1e-3
+max_epochs = 3
+max_steps = 0
+[data]
+output_key = "label"
+"""
 DISTILL = """
+[train]
+max_steps = 150
 [reward]
 remote_url = ""
 [eval]
 dataset = ""
-[algo.advantage]
-estimator = "group_norm"
-[algo.kl]
-init_coef = 0.0
 """
 
 
@@ -113,8 +135,9 @@ def write_files(given: Path, out: Path) -> None:
         pairs = [(row["input"], *rounded(int(row["label"]), rng)) for row in problems]
         rows = [dict(zip(("input", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, text in (("rm", RM), ("ppo", PPO), ("distill", DISTILL), ("judge", JUDGE)):
-        (out / f"{name}.toml").write_text(text)
+    files = {"input": INPUT, "rm": RM, "ppo": PPO, "rounded": JUDGE, "teacher": TEACHER, "distill": DISTILL}
+    for name, text in files.items():
+        (out / f"{name}.toml").write_text(text.replace("{given}", str(given)))
     (out / "rounded.py").write_text(ROUNDED)
     stages = ['run_dir = "."\n']
     for name, (command, files, keys) in STAGES.items():
@@ -131,25 +154,30 @@ def rounded(total: int, rng: random.Random) -> tuple[str, str]:
 
 
 def found(out: Path) -> dict[str, Any]:
-    """Return the share of rounded answers of each model that `eval` has judged, and the figures of rm."""
+    """Return what `eval` has found of each model, the figures of rm, and how far the student was from its teacher."""
     rows = [json.loads(line) for line in (out / "rm" / "model.run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (out / "student" / "metrics.jsonl").read_text().splitlines()]
     return {
-        "rounded": {
+        "shares": {
             name: json.loads((out / name / "eval.json").read_text())["eval"]
             for name, (command, *_) in STAGES.items()
             if command == "eval"
         },
         "rm": {name: value for name, value in rows[-1].items() if name.startswith("eval/")},
+        "teacher_gap": [row["teacher_gap"] for row in steps],
     }
 
 
 def show(result: dict[str, Any]) -> str:
     """Write the results for a reader."""
+    said = {"rounded": "are multiples of ten", "right": "are right"}
     lines = [
-        f"{name:<8} {value:.3f} of its answers to held-out problems are multiples of ten"
-        for name, value in result["rounded"].items()
+        f"{model:<8} {value:.3f} of its answers to held-out problems {said[what]}"
+        for (model, what), value in ((name.split("_"), value) for name, value in result["shares"].items())
     ]
     lines.append(f"the reward model prefers the rounded one of {result['rm']['eval/accuracy']:.3f} of held-out pairs")
+    gaps = result["teacher_gap"]
+    lines.append(f"log-prob of the teacher less that of the student: {gaps[0]:.2f} at first, {gaps[-1]:.2f} at last")
     return "\n".join(lines)
 
 

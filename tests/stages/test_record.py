@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.order import OrderKeys, PromptOrder
 from slurm_rlhf.errors import CheckpointError, ConfigError
+from slurm_rlhf.observe.sinks import TrackedRun
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.stages.record import StageRecord
 from slurm_rlhf.trainer.distributed import World
@@ -32,8 +35,10 @@ def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path) -
     for start in range(3):
         record = StageRecord("sft", config, world)
         assert record.begin(9) == (None, {})
-        record.step(1, {"loss": float(start)})
+        with record:
+            record.step(1, {"loss": float(start)})
     names = ["config.toml", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl", "summary.json"]
+    names += ["tensorboard", "tensorboard.1", "tensorboard.2"]
     assert sorted(path.name for path in (tmp_path / "out.run").iterdir()) == names
     assert [row["loss"] for row in rows(tmp_path)] == [2.0]
 
@@ -62,7 +67,8 @@ def test_a_checkpoint_goes_on_under_its_own_keys(tmp_path: Path, capsys: pytest.
     """Those that change the training are told, and those that change what its state means are refused."""
     config, world = Config(), World(0, 1, torch.device("cpu"))
     config.sft.output_dir, model = str(tmp_path / "out"), {"model": "1"}
-    record, order = StageRecord("sft", config, world), PromptOrder(40, 4, 1, 0)
+    keys = OrderKeys("sft.dataset", "sft.batch_size", "sft.output_dir")
+    record, order = StageRecord("sft", config, world), PromptOrder(40, 4, 1, 0, keys=keys)
     record.begin(9, model, order)
     record.save(3, 9, order.state_dict(), lambda directory: (directory / "weights").write_bytes(b"w") and None)
     RunDirectory(tmp_path / "out.run").config.unlink()
@@ -70,9 +76,48 @@ def test_a_checkpoint_goes_on_under_its_own_keys(tmp_path: Path, capsys: pytest.
     StageRecord("sft", config, world).begin(9, model, order)
     assert "sft: warning: changed since step 3: sft.learning_rate 1e-05 -> 0.5\n" in capsys.readouterr().out
     with pytest.raises(CheckpointError, match=r"^sft\.batch_size is 8 and was 4 .* in another --sft\.output_dir"):
-        StageRecord("sft", config, world).begin(5, model, PromptOrder(40, 8, 1, 0))
+        StageRecord("sft", config, world).begin(5, model, PromptOrder(40, 8, 1, 0, keys=keys))
     with pytest.raises(ConfigError, match=r"holds another model than model did .* another --sft\.output_dir"):
         StageRecord("sft", config, world).begin(9, {"model": "2"}, order)
     config.lora.alpha = 64.0
     with pytest.raises(ConfigError, match=r"^lora\.alpha 16\.0 -> 64\.0: the adapters in the checkpoint were trained"):
         StageRecord("sft", config, world).begin(9, model, order)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_trackers_get_what_a_stage_measures_from_its_first_rank(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+
+    class Tracker:
+        def __init__(self, name: str, log: Path, close_s: float) -> None:
+            assert log.parent.is_dir()
+
+        def open(self, run: TrackedRun) -> str:
+            calls.append((run.name, run.directory, run.config["sft.batch_size"]))
+            return "wandb: sync it"
+
+        def news(self) -> str:
+            return ""
+
+        def metrics(self, step: int, metrics: dict[str, float]) -> None:
+            calls.append((step, metrics))
+
+        def close(self, failed: bool) -> None:
+            calls.append(failed)
+
+    monkeypatch.setattr("slurm_rlhf.observe.trackers.ProcessSink", Tracker)
+    config, world = Config(), World(rank, 2, torch.device("cpu"))
+    config.sft.output_dir, config.logger.use = str(tmp_path / "out"), ["wandb"]
+    for failure in (None, RuntimeError):
+        record = StageRecord("sft", config, world)
+        record.begin(9)
+        with pytest.raises(RuntimeError) if failure else nullcontext(), record:
+            record.step(1, {"loss": 0.5})
+            if failure:
+                raise failure
+    opened = ("out.run", str(tmp_path / "out.run" / "trackers" / "wandb"), config.sft.batch_size)
+    one = [opened, (1, {"loss": 0.5})]
+    assert calls == ([*one, False, *one, True] if rank == 0 else [])
+    assert capsys.readouterr().out == ("sft: wandb: sync it\n" * 2 if rank == 0 else "")

@@ -58,6 +58,7 @@ def test_a_pass_that_is_cut_off_goes_on_and_serves_other_trainings(
         read = examples()
         record = StageRecord("dpo", config, World(0, 1, torch.device("cpu")))
         record.root.mkdir(exist_ok=True)
+        record.model = {config.actor.model_name_or_path: "hash"}
         computer = Computer(config, last)
         done = computer.prepare(read, record, computer.signals)
         return done, computer.pieces, read.experience.columns.get("ref_logprobs")

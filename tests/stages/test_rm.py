@@ -32,6 +32,13 @@ from slurm_rlhf.stages.kinds import RmTrainer
 from slurm_rlhf.trainer.frozen import RewardModel
 
 PAIR = {"input": "1+1=", "chosen": "2", "rejected": "13"}
+VLLM = """
+import json, sys
+from vllm import LLM
+llm = LLM(sys.argv[1], runner="pooling", dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=8)
+found = llm.classify([{"prompt_token_ids": ids} for ids in json.load(open(sys.argv[2]))], use_tqdm=False)
+print("SCORES " + json.dumps([score for each in found for score in each.outputs.probs]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +192,27 @@ def test_transformers_and_the_reward_role_give_the_scores_that_it_was_measured_b
     with torch.no_grad():
         logits = theirs(ids, attention_mask=(ids != theirs.config.pad_token_id).long()).logits[:, 0]
     np.testing.assert_allclose(logits.numpy(), scores, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.full  # it starts an engine for itself
+def test_vllm_gives_the_scores_of_transformers(trained: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    tokenizer = Tokenizer.load(trained / "out")
+    found = load_pairs(trained / "pairs.jsonl", tokenizer, Data(max_len=16)).experience
+    given = [ids.tolist() for ids in np.split(found.token_ids, found.token_offsets[1:-1])]
+    (trained / "given.json").write_text(json.dumps(given))
+    cpu = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    scored = run([sys.executable, "-c", VLLM, "out", "given.json"], trained, cpu | quiet)
+    finished(scored)
+    theirs = AutoModelForSequenceClassification.from_pretrained(trained / "out", dtype="auto")
+    with torch.no_grad():
+        scores = [theirs(torch.tensor([ids])).logits.item() for ids in given]
+    assert min(scores) < -1 < 1 < max(scores), "scores, no probabilities"
+    assert json.loads(scored.stdout.split("SCORES ")[1].splitlines()[0]) == pytest.approx(scores, abs=1e-5)
 
 
 @pytest.mark.slow
