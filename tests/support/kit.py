@@ -95,6 +95,9 @@ CHECKS = (
     Check("sleep", "an engine gives up its memory and comes back", "kit_engine:sleep", 90),
     Check("zero 2", "two ranks of ZeRO-2 against one rank", "kit_train:zero2", 90),
     Check("zero 3", "two ranks of ZeRO-3 against one rank", "kit_train:zero3", 90),
+    Check("ulysses", "two ranks that share rows against one rank", "kit_train:ulysses", 90),
+    Check("layers", "torch.compile, Liger, flash attention by name", "kit_layers:layers", 90),
+    Check("lora", "GRPO with adapters, on one GPU", "kit_train:lora", 120),
     Check("ppo colocated", "PPO, TP 1, all roles share GPUs, with sleep", "kit_train:ppo_colocated", 150),
     Check(
         "ppo tp 1",
