@@ -173,16 +173,21 @@ def predict(
         """Return the seconds until all roles have worked for theirs."""
         crowd = sum(ROLES[role].ranks(config) * each for role, each in seconds.items())
         crowd *= cores.threads / cores.count if cores else 0.0
-        return max(crowd, *(sum(seconds.get(role, 0.0) for role in group) for group in slots))
+        return max(crowd, apart(seconds))
 
+    def apart(seconds: Mapping[str, float]) -> float:
+        """Return them for roles that leave each other their slots, but share nothing else."""
+        return max(sum(seconds.get(role, 0.0) for role in group) for group in slots)
+
+    rest = apart(forward) - apart({role: seconds for role, seconds in forward.items() if role != REWARD})
     phases = {
         "sampling": max(sampling(config, models[ROLLOUT], gpu, share, batch.prompt, rates) for share in shares),
-        "forward": together({role: seconds for role, seconds in forward.items() if role != REWARD}),
+        "forward": together(forward) - rest,
         "update": together(update),
         "sync": sync_s,
     }
     if REWARD in work:
-        phases["reward"] = together(forward) - phases["forward"]
+        phases["reward"] = rest
     training = sum(phases.values()) - phases["sampling"]
     ahead = config.vllm.sync_mode == "inflight"
     step = max(phases["sampling"], training) if ahead else phases["sampling"] + training

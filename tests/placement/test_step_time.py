@@ -131,7 +131,7 @@ def test_a_reward_model_has_a_phase_of_what_other_passes_leave(colocated: str, r
     plain = step("recipes/ppo", *keys)
     found = step("recipes/ppo", *keys, "--reward.model_name_or_path=rm", "--reward.remote_url=")
     assert found.phases["reward"] == pytest.approx(passes * plain.phases["forward"], rel=0.1)
-    assert {name: found.phases[name] for name in plain.phases} == plain.phases
+    assert {name: found.phases[name] for name in plain.phases} == pytest.approx(plain.phases)
     assert found.step == pytest.approx(sum(found.phases.values()))
 
 
@@ -178,3 +178,7 @@ def test_on_cpus_a_step_takes_what_was_measured_and_ranks_share_the_cores() -> N
     prefill = batch_flops(shape, [8] * 8, False, 0) / 1e12  # nothing is shared of prompts below a block
     assert alone["sampling"] == pytest.approx(prefill + 8 * (0.01 + 8 * 2 * shape.active / 1e12), rel=0.02)
     assert alone["sampling"] == crowded["sampling"]
+    config.reward.model_name_or_path = "rm"
+    judged = predict(config, models | {"reward": shape}, gpu, Links(1e9, 1e9), 0.0, lengths, rates, Cores(1, 1)).phases
+    assert judged["reward"] == 0  # it shares the core with the other passes, and is ready when they are
+    assert judged["forward"] == pytest.approx(4 * alone["forward"], rel=0.1)
