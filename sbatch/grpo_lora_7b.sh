@@ -18,7 +18,7 @@
 #
 #   sbatch sbatch/grpo_lora_7b.sh [--KEY=VALUE ...]            from the top of the checkout; keys: grpo_lora_7b.toml
 #   sbatch --gres=gpu:4 sbatch/grpo_lora_7b.sh --actor.num_gpus_per_node=4 --vllm.num_engines=2 \
-#     --vllm.tensor_parallel_size=2 --vllm.gpu_memory_utilization=0.45 --train.max_tokens_per_gpu=4096   4 x 40 GB
+#     --vllm.tensor_parallel_size=2 --vllm.gpu_memory_utilization=0.45 --train.gradient_checkpointing=full   4 x 40 GB
 #
 # Ten minutes before its time is up the run saves and requeues itself, and goes on from there.
 # Where requeueing is forbidden, a chain of jobs goes on with it; what is left of the chain goes when it is finished:

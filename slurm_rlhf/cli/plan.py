@@ -19,7 +19,7 @@ from slurm_rlhf.config.keys import changed, get
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import sent_parameters
 from slurm_rlhf.config.pipeline import TRAIN, TRAINING
-from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines, of_command
+from slurm_rlhf.config.roles import REWARD, ROLLOUT, colocations, has_engines, has_reward, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.config.text import dump_toml
@@ -228,7 +228,7 @@ def show_plan(arguments: Arguments) -> int:
         if transfer:
             print(f"\n{draw_transfer(transfer, rates)}")
         if time:
-            print(f"\n{draw_step(time, memory.size.name)}")
+            print(f"\n{draw_step(time, memory.size.name, has_reward(config))}")
     sys.stdout.flush()
     require_fit(memory)
     return 0
@@ -338,8 +338,8 @@ def prompt_tokens(config: Config) -> int:
     return round(statistics.mean(len(prompt.token_ids) for prompt in prompts))
 
 
-def draw_step(time: StepTime, gpu: str) -> str:
-    """Format the seconds of a step for a terminal."""
+def draw_step(time: StepTime, gpu: str, rewards: bool) -> str:
+    """Format the seconds of a step for a terminal; `rewards`: something gives rewards."""
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.phases.items())
     text = (
         f"a step, predicted and not measured, for prompts of {time.mean_prompt:.0f} and responses of "
@@ -347,6 +347,8 @@ def draw_step(time: StepTime, gpu: str) -> str:
         f"{time.step:.3g} s on {gpu} ({phases}); it waits for {time.binds}. MFU {time.mfu:.0%}, of the update "
         f"{time.mfu_update:.0%}; {time.tokens_per_gpu:.0f} tokens/s/GPU; GPUs idle {time.idle:.0%}."
     )
+    if rewards and REWARD not in time.phases:
+        text += " The reward is a function's, whose time is not predicted."
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
 
 

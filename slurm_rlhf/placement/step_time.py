@@ -6,7 +6,8 @@ at 36 to 41 % of the peak, decoding reads memory at about 80 % of the data sheet
 beforehand: a run measures its own (`measured`).
 
 Lengths of responses follow a log-normal distribution that is cut off at rollout.max_new_tokens. Balance and padding are
-those of `algorithms.batching` for these lengths. Rewards by a function take no time of a GPU and are left out.
+those of `algorithms.batching` for these lengths. Rewards by a function take no time of a GPU and are left out; of those
+by a model the seconds count that the other passes do not cover.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, actor_is_reference, roles_by_slots
+from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.roles import ACTOR, REWARD, ROLES, ROLLOUT, actor_is_reference, roles_by_slots
 from slurm_rlhf.config.rules import before_update
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.gpus import GIB, Gpu
@@ -31,9 +33,14 @@ CPU_BLOCK = 128  # tokens of a block of vLLM's prefix cache on CPUs
 SIGMA = 0.7  # standard deviation of the logarithm of a response's length
 MEAN = 0.42  # mean length of responses, as a share of the longest, where none is given
 PROMPT = 300  # mean tokens of a prompt, where none is given
-AGAIN = {"full": 1.0, "selective": 0.10, "off": 0.0}
-"""Share of a forward pass that a backward pass computes again: norms, rotations and activations move about 160 kB for a
-token and layer of a 7B model, a sixteenth of the time of its matrix products on H100."""
+AGAIN = {"full": 0.53, "selective": 0.49, "off": 0.0}
+"""Share of the seconds of a forward pass by which a backward pass is longer that computes again.
+
+Updates took 1 / 0.85 and 1 / 0.86 times as long, and a forward pass is a third of one. With 0.49 and the rate below
+Llama 3 8B updates at 36 %, as in torchtitan. Source: a model of 0.8 B on an H200, docs/cluster.md.
+"""
+FASTER = (("ds.compile", 1.21), ("ds.use_liger_kernel", 1.17))
+"""Key -> how many times as fast passes are with it; at most one is on. Measured for updates; source: as of AGAIN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class Rates:
     step_s: float = 1.5e-3  # an engine's step takes so much more than its model
     layer_s: float = 20e-6  # a layer's two sums over TP ranks take so much more than their bytes
     block: int = 1  # tokens; of a prompt whole blocks are computed once for all of its responses
+    faster: Sequence[tuple[str, float]] = FASTER
 
 
 RATES = Rates()
@@ -89,7 +97,7 @@ def measured(forward: Probe, update: Probe, sampling: tuple[Probe, Probe], optim
     decoded, step_s = Probe.line(*sampling)
     # What an engine reads in each step is in `step_s`.
     shares = {"update": trained / peak, "forward": 1.0, "prefill": decoded / peak, "memory": math.inf, "optimizer": 1.0}
-    rates = Rates(**shares, step_s=step_s, layer_s=0.0, block=CPU_BLOCK)
+    rates = Rates(**shares, step_s=step_s, layer_s=0.0, block=CPU_BLOCK, faster=())
     return Gpu("CPU", 1 << 20, peak / 1e12, optimizer / 1e9, ""), rates
 
 
@@ -110,7 +118,7 @@ USUAL_LINKS = Links(100 * GIGABIT, 800 * GIGABIT)
 class StepTime:
     """Hold the predicted seconds of a step and what follows from them."""
 
-    phases: Mapping[str, float]  # sampling, forward, update, sync
+    phases: Mapping[str, float]  # sampling, forward, update, sync; reward, where a model gives it
     step: float
     binds: str  # name of the phase or part that a step waits for longest
     idle: float  # share of all GPU seconds without work
@@ -165,15 +173,22 @@ def predict(
         """Return the seconds until all roles have worked for theirs."""
         crowd = sum(ROLES[role].ranks(config) * each for role, each in seconds.items())
         crowd *= cores.threads / cores.count if cores else 0.0
-        return max(crowd, *(sum(seconds.get(role, 0.0) for role in group) for group in slots))
+        return max(crowd, apart(seconds))
 
+    def apart(seconds: Mapping[str, float]) -> float:
+        """Return them for roles that leave each other their slots, but share nothing else."""
+        return max(sum(seconds.get(role, 0.0) for role in group) for group in slots)
+
+    rest = apart(forward) - apart({role: seconds for role, seconds in forward.items() if role != REWARD})
     phases = {
         "sampling": max(sampling(config, models[ROLLOUT], gpu, share, batch.prompt, rates) for share in shares),
-        "forward": together(forward),
+        "forward": together(forward) - rest,
         "update": together(update),
         "sync": sync_s,
     }
-    training = phases["forward"] + phases["update"] + sync_s
+    if REWARD in work:
+        phases["reward"] = rest
+    training = sum(phases.values()) - phases["sampling"]
     ahead = config.vllm.sync_mode == "inflight"
     step = max(phases["sampling"], training) if ahead else phases["sampling"] + training
     ranks = {role: ROLES[role].ranks(config) for role in models}
@@ -271,6 +286,7 @@ class Work:
         """
         seconds = flops * self._imbalance(tokens) / ROLES[self.role].ranks(self.config)
         seconds /= share * self.gpu.bf16_tflops * 1e12
+        seconds /= math.prod(times for key, times in self.rates.faster if get(self.config, key))
         if self.config.ds.zero_stage == 3 and ROLES[self.role].kind == "trained":
             micros = math.ceil(sum(self.batch.lengths) / ROLES[self.role].ranks(self.config) / tokens)
             size = (2 if half(self.config) else 4) * tensors(self.shape, ROLES[self.role].head)[0]
@@ -278,7 +294,18 @@ class Work:
             far = least if self.config.ds.hpz_size > 1 else passes * micros
             gathered = size * (far / self._link() + max(0, passes * micros - far) / self.links.inside)
             seconds = max(seconds, gathered)  # while a layer computes the next one is gathered
-        return seconds
+        return seconds + passes * self._exchanged() / self._link()
+
+    def _exchanged(self) -> float:
+        """Count the bytes that a rank sends in a pass for ds.ulysses_size: queries, keys, values, what attention gives.
+
+        Keys and values are sent as often as the ranks need (`trainer.ulysses`), and layers wait for them.
+        """
+        shape, size = self.shape, self.config.ds.ulysses_size
+        heads = 2 * shape.heads + 2 * math.lcm(shape.kv_heads, size)
+        tokens = sum(self.batch.lengths) / ROLES[self.role].ranks(self.config)
+        of_token = heads * shape.head_dim * (2 if half(self.config) else 4) * shape.layers
+        return tokens * of_token * (size - 1) / size
 
     def _imbalance(self, tokens: int) -> float:
         """Return the tokens on the critical path over the mean of the ranks, as batches are cut."""
@@ -315,7 +342,7 @@ def sampling(
     prompts = len(share) * (1 - shared + shared / samples)
     seconds = prompts * batch_flops(shape, [prompt], backward=False, head_tokens=0) / peak
     sums = (rates.layer_s + 4e-9) * shape.layers if tp > 1 else 0.0
-    waiting, now, context = [*share[::-1]], 0, 0.0
+    waiting, now, context, held_tokens = [*share[::-1]], 0, 0.0, 0.0
     running: list[int] = []  # the step in which each ends
     while waiting or running:
         while waiting and len(running) < places:
@@ -326,11 +353,15 @@ def sampling(
         read = (held * min(1.0, _touched(shape, len(running))) + context * of_token) / memory
         computed = 2.0 * shape.active * len(running) / peak
         seconds += steps * (max(read, computed) + rates.step_s + sums)
+        held_tokens += steps * context
         context += len(running) * steps / 2
         now = running[0]
         while running and running[0] == now:
             heapq.heappop(running)
             context -= context / (len(running) + 1)
+    # An update finds so many tokens in flight in the mean, whose keys and values are computed anew after it.
+    if config.vllm.sync_mode == "inflight" and not config.vllm.keep_kv_cache and not config.lora.rank:
+        seconds += 2.0 * shape.active * held_tokens / now / peak
     return seconds
 
 

@@ -40,7 +40,10 @@ from slurm_rlhf.records import I32, Experience
 from slurm_rlhf.wire.calls import EngineCalls, PassRequest, SamplingRequest, TrainerCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
-MEASURED = {"sampling": "time/rollout", "forward": "time/forward", "update": "time/update"}
+MEASURED = {
+    **{"sampling": "time/rollout", "forward": "time/forward", "update": "time/update"},
+    "reward": "time/reward",
+}
 """Phase of a prediction -> the metric with its seconds. Those of weight updates depend on links of unknown speed."""
 
 LAST = 16
@@ -51,7 +54,7 @@ LAST = 16
 class PhaseSeconds:
     """Hold the seconds of a phase, medians of the last steps."""
 
-    predicted: float
+    predicted: float | None  # None: of a reward by a function nothing is known
     measured: float
 
 
@@ -102,14 +105,18 @@ class Prediction:
             for step in self._lengths
         ]
         return {
-            phase: PhaseSeconds(median(each[phase] for each in found), median(seconds))
+            phase: PhaseSeconds(median(each[phase] for each in found) if phase in found[0] else None, median(seconds))
             for phase, seconds in self._seconds.items()
         }
 
 
 def words(compared: Mapping[str, PhaseSeconds]) -> str:
     """Put predicted and measured seconds side by side; empty: nothing was compared."""
-    pairs = [f"{phase} {each.predicted:.3g}/{each.measured:.3g}" for phase, each in compared.items()]
+    pairs = [
+        f"{phase} {'of a function, not predicted' if each.predicted is None else format(each.predicted, '.3g')}/"
+        f"{each.measured:.3g}"
+        for phase, each in compared.items()
+    ]
     return f"seconds of a step, predicted/measured: {', '.join(pairs)}" if pairs else ""
 
 

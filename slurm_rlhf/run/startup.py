@@ -27,6 +27,7 @@ from slurm_rlhf.nodes.environment import role_environment
 from slurm_rlhf.observe.run_log import read_events
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.step_time import AGAIN, FASTER
 from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.rewards.weighted import WeightedRewards
@@ -289,14 +290,16 @@ class Startup:
 def ways(config: Config, trainers: Collection[str]) -> Iterator[str]:
     """Say how models compute and, as far as it is not the default, what ranks exchange and how engines sample."""
     ds, padded = config.ds, [role for role in trainers if not ROLES[role].layout(config).packed]
-    yield f"activation checkpointing {config.checkpointing}"
+    again = AGAIN[config.checkpointing] / 3  # a forward pass is a third of an update
+    longer = f" (updates {1 + again:.2f} times as long)" if again else ""
+    yield f"activation checkpointing {config.checkpointing}{longer}"
     for role in padded:
         text = text_config(read_config(role, Path(ROLES[role].model(config)[1])))
         yield f"{role} padded ({text.get('model_type')}, ds.packing_samples = {ds.packing_samples})"
     in_use = {
         "sequences packed": not padded,
-        "layers compiled": ds.compile,
-        "Liger's kernels": ds.use_liger_kernel,
+        f"layers compiled ({dict(FASTER)['ds.compile']} times as fast)": ds.compile,
+        f"Liger's kernels ({dict(FASTER)['ds.use_liger_kernel']} times as fast)": ds.use_liger_kernel,
         f"attention {ds.attn_implementation}": ds.attn_implementation != "sdpa",
         f"{ds.ulysses_size} ranks for a sequence": ds.ulysses_size > 1,
         f"parameters copied by {ds.hpz_size} ranks": ds.hpz_size > 1,

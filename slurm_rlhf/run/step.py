@@ -209,7 +209,8 @@ class TrainingStep:
             if not (asked or batch.rewards):
                 asked = [self.reward.begin(owners, batch.trajectories, batch.step)]
             if REWARD in self.roles:
-                one_at_a_time(self.config, asked)
+                with self.phases("reward"):
+                    one_at_a_time(self.config, asked)
             fill_passes(self.config, self.roles, experience)
         with self.phases("reward"):
             return batch.rewards or self.reward.wait(asked, len(batch.trajectories), batch.step)

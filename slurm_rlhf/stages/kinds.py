@@ -26,6 +26,7 @@ from slurm_rlhf.stages.examples import Examples, load_examples, load_judged, loa
 from slurm_rlhf.stages.record import StageRecord, StopSignals
 from slurm_rlhf.stages.stage import AnswerTrainer, StageTrainer, fingerprint
 from slurm_rlhf.trainer.batch import to_device
+from slurm_rlhf.trainer.distributed import barrier
 from slurm_rlhf.trainer.export import classifier, save_reward
 from slurm_rlhf.trainer.frozen import last_token
 from slurm_rlhf.trainer.trainers import HeadTrainer
@@ -208,7 +209,7 @@ class DpoTrainer(AnswerTrainer):
         first = int(np.searchsorted(begins, int(kept), side="right")) - 1
         found = [np.fromfile(parts, np.float32, int(begins[first]))] if first else []
         record.say(f"computing the reference's log-probs of {many - first} examples, once")
-        dist.barrier()
+        barrier()
         if self.world.rank == 0:
             with parts.open("ab") as file:
                 file.truncate(4 * int(begins[first]))

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.checkpoint.earlier import changed_keys, refuse_other_model, refuse_other_scale
 from slurm_rlhf.cluster.stop import INTERRUPT, STOP_FILE, TERM, USR1, Reason
@@ -24,7 +22,7 @@ from slurm_rlhf.observe.run_log import truncate_after
 from slurm_rlhf.observe.run_status import append_metrics, write_summary
 from slurm_rlhf.observe.trackers import Trackers
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.trainer.distributed import World
+from slurm_rlhf.trainer.distributed import World, barrier
 
 _CONFIG = "config.toml"
 """File of a checkpoint with the configuration that wrote it."""
@@ -73,7 +71,7 @@ class StageRecord:
                 f"follows their number. Restore {self._name}.max_steps, {self._name}.max_epochs and the examples, or "
                 "add --resume=never"
             )
-        dist.barrier()  # all have read before anything is written
+        barrier()  # all have read before anything is written
         if self._world.rank == 0:
             self._paths.root.mkdir(parents=True, exist_ok=True)
             self._paths.config.write_text(dump_toml(self._config), encoding="utf-8")
@@ -124,7 +122,7 @@ class StageRecord:
             path = self._checkpoints.begin(step)
             (path / self._name).mkdir()
             (path / _CONFIG).write_text(dump_toml(self._config), encoding="utf-8")
-        dist.barrier()
+        barrier()
         write(self._checkpoints.of(step).with_suffix(".tmp") / self._name)
         if self._world.rank == 0:
             self._checkpoints.commit(step, {"step": step, "steps": steps, "order": order, "model": self.model})
@@ -138,7 +136,7 @@ class StageRecord:
     def stopped(self, step: int) -> None:
         """Tell that the training stops behind `step`, which is saved. Collective."""
         self._summarize("stopped", step)
-        dist.barrier()
+        barrier()
         if self._world.rank == 0:
             (self.root / STOP_FILE).unlink(missing_ok=True)  # it would stop the next start, too
 
@@ -147,7 +145,7 @@ class StageRecord:
         if self._world.rank == 0:
             shutil.rmtree(self._paths.checkpoints, ignore_errors=True)
         self._summarize("finished", self._steps)
-        dist.barrier()
+        barrier()
 
 
 REASONS = {signal.SIGTERM: TERM, signal.SIGINT: INTERRUPT, signal.SIGUSR1: USR1}

@@ -90,6 +90,16 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def barrier() -> None:
+    """Wait for all ranks of the role, on NCCL by a sum on this rank's GPU.
+
+    Unless the GPU is named, torch takes the current one, which is the same, and warns. With `device_id` the group
+    would know it, too, but then NCCL connects at once, and splits further groups off with all ranks.
+    """
+    device = local_device()
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
 def all_agree(value: bool, world: World) -> bool:
     """Tell whether `value` is true on every rank. Collective."""
     answer = torch.tensor(float(value), device=world.device)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import CheckpointError, RunError
-from slurm_rlhf.trainer.distributed import World
+from slurm_rlhf.trainer.distributed import World, barrier
 from slurm_rlhf.trainer.lora import settings_of
 from slurm_rlhf.trainer.optimizer_state import AsyncSave, Fragment, ShardReader, check_sizes, done, flush, write_shard
 from slurm_rlhf.trainer.train_settings import TrainSettings, learning_rate
@@ -123,7 +123,7 @@ class Trainer(ABC):
             return self._saver.begin(fragments, self.world.device, write)
         self._saver.wait()
         write(fragments)
-        torch.distributed.barrier()
+        barrier()
         return done()
 
     def load(self, directory: Path) -> None:

@@ -231,9 +231,11 @@ def test_seconds_of_phases_stand_beside_their_prediction(tmp_path: Path, server:
     account.started()
     assert account.compared() == {}
     for seconds in (60.0, 5.0, 6.0, 7.0):  # kernels are compiled in the first step
-        times = {"time/step": 2 * seconds, "time/update": seconds, "time/rollout": seconds / 2}
+        times = {"time/step": 2 * seconds, "time/update": seconds, "time/rollout": seconds / 2, "time/reward": 0.5}
         account.step(1, FOUR, CallSpans(Clock()).take(), times)
     found = account.compared()
+    assert words(found).endswith(", reward of a function, not predicted/0.5")
+    assert found.pop("reward").predicted is None
     assert {phase: each.measured for phase, each in found.items()} == {"update": 6.0, "sampling": 3.0}
     assert all(0 < each.predicted < 1 for each in found.values())
     assert found["update"].measured == 6.0

@@ -15,6 +15,7 @@ from slurm_rlhf.algorithms.layout import ROWS
 from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import Scoring
@@ -57,7 +58,8 @@ class Run:
         config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.train.batch_size = 2, 2, 4
         for name, value in keys.items():
             put(config, name.replace("__", "."), value)
-        self.roles = {name: Rank(answer) for name, answer in (("actor", -1.0), ("reference", -2.0), ("critic", 0.5))}
+        answers = (("actor", -1.0), ("reference", -2.0), ("critic", 0.5), ("reward", 0.0))
+        self.roles = {name: Rank(answer) for name, answer in answers}
         self.roles = {name: self.roles[name] for name in roles}
         prompts = [Prompt(i, "", np.array([9], dtype=np.int32)) for i in range(2)]
         found = []
@@ -71,7 +73,9 @@ class Run:
             )
         found[3].rollout_logprobs[1] = logprob
         reward = Scoring(RewardFunction(reward_func, "", taken(reward_func, "reward_func")), 10.0)
-        step = make_step(config, self.roles, reward=reward, kl=KLController(config.algo.kl.init_coef, 0.0, 1))
+        self.phases: list[str] = []  # as they begin, each again after one inside it
+        kl, phases = KLController(config.algo.kl.init_coef, 0.0, 1), Phases(self.phases.append)
+        step = make_step(config, self.roles, reward=reward, kl=kl, phases=phases)
         config.vllm.sync_mode = "inflight" if self.VERSION else "drain"  # no engines are asked
         self.batch = Batch(3, prompts, found, {}, 1.0, {})
         self.experience, self.metrics = step.collect(self.batch, self.VERSION)
@@ -122,6 +126,13 @@ def test_a_truncated_response_is_in_no_term_of_the_loss(masked: bool) -> None:
     assert_allclose(actor.columns["nll_weights"], np.where(left, 1 / kept, 0), rtol=1e-6)
     assert run.experience.action_mask.all()  # what compares log-probs goes on with all of them
     assert run.metrics["kl"] == pytest.approx(sum(LENGTHS) / 4 / 2)
+
+
+def test_the_turn_of_a_reward_model_counts_for_rewards() -> None:
+    """And not for the passes of other roles; without one nothing is waited for before these."""
+    for roles, begin in ((["actor", "reward"], ["forward", "reward", "forward", ""]), (["actor"], ["forward", ""])):
+        run = Run(roles, train__colocate_all=True, algo__advantage__estimator="rloo")
+        assert run.phases[: len(begin) + 1] == [*begin, "reward"]
 
 
 def test_shuffled_rewards_are_those_that_are_trained_on() -> None:

@@ -31,7 +31,7 @@ NODES = {"ppo_7b": 2, "ppo_7b_1node": 1, "ppo_32b": 16, "grpo_7b": 2, "grpo_32b"
 ON_A_NODE = dict.fromkeys(NODES, 8) | {"grpo_lora_7b": 1}
 MODELS = {name: "32B" if "32b" in name else "7B" for name in NODES}
 SMALL_GPUS = ("--actor.num_gpus_per_node=4", "--vllm.num_engines=2", "--vllm.tensor_parallel_size=2")
-SMALL_GPUS += ("--vllm.gpu_memory_utilization=0.45", "--train.max_tokens_per_gpu=4096")
+SMALL_GPUS += ("--vllm.gpu_memory_utilization=0.45", "--train.gradient_checkpointing=full")
 GPUS = ("nvidia_h100_80gb_hbm3", "NVIDIA A100-SXM4-80GB", "h200")
 FOUR = ("--actor.num_nodes=4", "--critic.num_nodes=4", "--ref.num_nodes=4", "--vllm.num_engines=4")
 FOUR_SMALLER = ("--train.max_tokens_per_gpu=8192", "--train.forward_max_tokens_per_gpu=16384")

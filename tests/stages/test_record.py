@@ -22,7 +22,7 @@ from slurm_rlhf.trainer.distributed import World
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, which waits for no other."""
-    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
 
 
 def rows(directory: Path) -> list[dict[str, float]]:

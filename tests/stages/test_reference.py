@@ -40,7 +40,7 @@ class Computer(DpoTrainer):
 def test_a_pass_that_is_cut_off_goes_on_and_serves_other_trainings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor, op=None: None)
     config = Config()
     config.actor.model_name_or_path = str(make_tiny(tmp_path / "model"))

@@ -32,6 +32,21 @@ def zero3(place: Place) -> Finding:
     return _zero(place, 3)
 
 
+def ulysses(place: Place) -> Finding:
+    """Two ranks that compute each row together."""
+    return _zero(place, 2, {"ds.ulysses_size": 2})
+
+
+def lora(place: Place) -> Finding:
+    """Adapters go to an engine that has the base model, on the GPU that both share."""
+    words = ["--lora.rank=8", "--lora.alpha=16", "--actor.learning_rate=0.01", "--algo.kl.init_coef=0.05"]
+    words += ["--algo.advantage.estimator=group_norm", "--vllm.enforce_eager=true"]
+    finding, rows = _ppo(place, "bf16", "ipc", *words, *colocated(1))
+    moved = max(row["kl"] for row in rows)
+    assert moved > 1e-4, f"the policy with its adapter is still the base model: KL {moved:.1e} after {STEPS} steps"
+    return Finding(f"{finding.figure}; KL to the base {moved:.1e}", {**finding.figures, "kl": moved})
+
+
 def ppo_colocated(place: Place) -> Finding:
     """Engine, actor, critic and reference in turns on one GPU; with CUDA graphs, which sleep has to keep.
 
@@ -93,8 +108,8 @@ def judged(rows: list[dict[str, Any]], log: str, dtype: str, backend: str) -> tu
     ), rows
 
 
-def _zero(place: Place, stage: int) -> Finding:
-    """`training_ranks`'s steps by one rank and by two; with one GPU both are on it."""
+def _zero(place: Place, stage: int, keys: dict[str, Any] | None = None) -> Finding:
+    """`training_ranks`'s steps by one rank and by two, with `keys`; with one GPU both are on it."""
     scratch = Path(place.scratch)
     model = make_tiny(scratch / "model")
     case = {"name": "case", "kind": "policy", "zero_stage": stage, "max_tokens": 40}
@@ -102,7 +117,8 @@ def _zero(place: Place, stage: int) -> Finding:
     for ranks in (1, 2):
         out = scratch / f"ranks{ranks}"
         out.mkdir()
-        _start_ranks(ranks, {"model": str(model), "out": str(out), "cases": [case]}, out)
+        cases = [case | {"keys": keys or {}} if ranks > 1 else case]
+        _start_ranks(ranks, {"model": str(model), "out": str(out), "cases": cases}, out)
         found.append(out / "case")
     return compared(*found, stage)
 

@@ -136,7 +136,7 @@ def assert_checked(trainer: Any, max_tokens: int, param_dtype: str) -> None:
     from slurm_rlhf.run.self_check import few
 
     exp = few(make_experience(0), trainer.world.size)
-    part, micro = share(exp, trainer.world.rank, trainer.world.size, max_tokens)
+    part, micro = share(exp, trainer.world.rank, trainer.world.size, max_tokens, trainer.layout)
     random = torch.get_rng_state()
     found = trainer.self_check(part, micro)
     assert torch.equal(torch.get_rng_state(), random)

@@ -8,7 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 from waiting import HANG_S
+
+from slurm_rlhf.trainer.distributed import barrier
 
 STORE = """
 import time
@@ -76,3 +80,17 @@ def test_a_process_ends_while_gloo_lets_go_of_its_last_tensor() -> None:
         [sys.executable, "-c", LATE], env=alone, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("gpus", "named"), [(True, [3]), (False, None)])
+def test_ranks_wait_for_each_other_on_the_gpu_that_is_theirs(
+    monkeypatch: pytest.MonkeyPatch, gpus: bool, named: list[int] | None
+) -> None:
+    """It is named only where NCCL waits: gloo knows no device."""
+    told: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setattr(dist, "barrier", lambda **how: told.append(how["device_ids"]))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    barrier()
+    assert told == [named]

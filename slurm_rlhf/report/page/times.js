@@ -83,7 +83,7 @@ function timesSection() {
     const found = [];
     if (run.times.steps.length) found.push(stackedPlot(`${name}seconds of each step, by phase`, run.times));
     const phases = Object.entries(run.summary.phases || {});
-    const pair = ([phase, each]) => `${phase} ${seconds(each.predicted)} / ${seconds(each.measured)}`;
+    const pair = ([phase, each]) => `${phase} ${each.predicted === null ? "not predicted" : seconds(each.predicted)} / ${seconds(each.measured)}`;
     if (phases.length) found.push(el("p", {}, `${name}predicted / measured seconds of a step: ${phases.map(pair).join(", ")}`));
     if (Object.keys(run.role_times).length) found.push(roleBars(`${name}seconds of a step, by role`, run.role_times));
     return found;
