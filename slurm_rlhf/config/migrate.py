@@ -49,10 +49,16 @@ def _over(whole: float, part: float) -> float:
 
 
 def openrlhf(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
-    """Choose the longest response where OpenRLHF gives it what its prompt leaves, and the default here is too long."""
-    most = values.get("data.max_len", math.inf)
+    """Choose the longest response where OpenRLHF gives it what its prompt leaves, and the default here is too long.
+
+    A chat template is in the place of the template of a prompt there, and around it here.
+    """
+    if command != "train":
+        return {"data.input_template": None} if values.get("data.apply_chat_template") else {}
+    most, kind = values.get("data.max_len", math.inf), said.text("algo.advantage.is_correction_type")
     short = most <= Config().rollout.max_new_tokens and "rollout.max_new_tokens" not in values
-    return {"rollout.max_new_tokens": most // 2} if command == "train" and short else {}
+    found: Values = {"rollout.max_new_tokens": most // 2} if short else {}
+    return found | ({"algo.correction.level": "geometric"} if kind == "seq-mask-tis" else {})
 
 
 def verl(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
@@ -60,10 +66,16 @@ def verl(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
     actor, gpus = "actor_rollout_ref.actor.", said.number("trainer.nnodes") * said.number("trainer.n_gpus_per_node")
     clip = [said.number(f"{actor}clip_ratio_{side}") for side in ("low", "high")]
     width = said.number("actor_rollout_ref.rollout.tensor_model_parallel_size")
-    found: Values = {"vllm.num_engines": _over(gpus, width), "actor.eps_clip_low_high": clip if any(clip) else None}
+    found: Values = {
+        "vllm.num_engines": _over(gpus, width),
+        "actor.eps_clip_low_high": clip if clip != [0.2, 0.2] else None,
+    }
     if not (said.true(f"{actor}use_kl_loss") or said.true("algorithm.use_kl_in_reward")):
         found["algo.kl.init_coef"] = 0.0
-    if not values.keys() & {"reward.model_name_or_path", "reward.remote_url"}:
+    taught = "algo.distill.model_name_or_path" in values and not said.true(
+        "distillation.distillation_loss.use_task_rewards"
+    )
+    if not (taught or values.keys() & {"reward.model_name_or_path", "reward.remote_url"}):
         found["reward.preset"] = "math"
     return found
 
@@ -187,7 +199,7 @@ def translate(script: str, read: Mapping[str, Collection[str]] | None = None, pe
     keys = (read or {}).get(book.command, ())
     if not said:
         raise ConfigError("no flag in the command: quote it whole, with all of its words")
-    said = [each for each in said if each.words not in (["None"], ["null"])]
+    said = [each for each in said if each.words not in (["None"], ["null"], [""])]
     known = [each for each in said if not each.unknown]
     names = {each.name for each in known}
     defaults = [Setting(name, _words(value), "") for name, value in book.defaults.items() if name not in names]
