@@ -138,15 +138,15 @@ def _taken(text: str, known: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _holds(condition: str, known: dict[str, list[str]]) -> bool:
-    """Judge a condition: a variable that the script does not assign is empty, and like no text."""
-    if "&&" in condition or "||" in condition:
-        either = [[_holds(part, known) for part in side.split("&&")] for side in condition.split("||")]
-        return any(map(all, either))
-    if not (found := _TEST.search(_replaced(condition, known))):
-        return True
-    if found[1]:
-        return (found[2].strip("\"'") == "" or "$" in found[2]) is (found[1] == "z")
-    return (found[3].strip("\"'") == found[5].strip("\"'")) is (found[4] != "!=")
+    """Judge a condition: a variable that the script does not assign is empty, and like no text.
+
+    What is no comparison of texts holds.
+    """
+    tests = []
+    for kind, text, left, sign, right in _TEST.findall(_replaced(condition, known)):
+        one, other = (part.strip("\"'") for part in (left or text, right))
+        tests.append((one == other or (kind != "" and "$" in one)) is (kind == "z" or sign in ("=", "==")))
+    return (all if "&&" in condition else any)(tests or [True])
 
 
 def _computed(text: str, known: dict[str, list[str]]) -> str:

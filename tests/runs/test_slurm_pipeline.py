@@ -91,7 +91,7 @@ def test_from_a_base_model_to_an_evaluated_policy(slurm: Cluster) -> None:
         ["ppo", "train", "done:"],
         ["judged", "eval", "done:"],
     ]
-    print(*lines, slurm.run(COMMAND, "report", str(out)), sep="\n", flush=True)
+    print(*lines, slurm.run(COMMAND, "report", str(out), f"--output={out}.html"), sep="\n", flush=True)
     assert slurm.left(out, *slurm.names) == []
 
 
