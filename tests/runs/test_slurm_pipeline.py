@@ -74,7 +74,7 @@ def test_from_a_base_model_to_an_evaluated_policy(slurm: Cluster) -> None:
     assert [slurm.wait_over(job) for job in first[:3]] == [("COMPLETED", 0), ("COMPLETED", 0), ("FAILED", 2)]
     assert slurm.wait_over(first[3])[0] == "CANCELLED"
     assert "32 responses do not divide into optimizer steps" in (out / f"ppo.{first[2]}.log").read_text()
-    print(slurm.run(COMMAND, "status", str(out)), flush=True)
+    assert f"job {first[2]}: FAILED, see {out}/ppo.{first[2]}.log" in slurm.run(COMMAND, "status", str(out))
 
     (root / "run.toml").write_text(toml(RUN))
     assert ended(slurm, file) == ["ppo", "judged"]
@@ -99,9 +99,10 @@ def ended(slurm: Cluster, file: Path) -> list[str]:
     """Run what is left of a pipeline to its end; the names of its stages."""
     state = file.parent / "out" / "pipeline.json"
     before = json.loads(state.read_text())["jobs"]
-    print(slurm.run(COMMAND, "pipeline", str(file)), flush=True)
+    said = slurm.run(COMMAND, "pipeline", str(file))
     now = json.loads(state.read_text())["jobs"]
     jobs = {name: int(job) for name, job in now.items() if before.get(name) != job}
+    assert bool(jobs) is ("all stages are done" not in said), said
     for name, job in jobs.items():
         assert slurm.wait_over(job) == ("COMPLETED", 0), (file.parent / "out" / f"{name}.{job}.log").read_text()
     return list(jobs)
