@@ -365,7 +365,7 @@ def tracker_problems(config: Config) -> Iterator[str]:
                 f"pip install 'slurm_rlhf[{name}]' (from a checkout: pip install '.[{name}]')"
             )
     for line in config.slurm.setup:
-        for variable in secrets_set(line):
+        for variable in filter(_NAME.search, _SET.findall(line)):  # `export WANDB_API_KEY=...`
             yield (
                 f"slurm.setup sets {variable}, and the configuration is copied to run_dir/config.toml and to the "
                 "trackers: set it in your own environment, or log in once (`wandb login`, `hf auth login`)"
@@ -383,8 +383,3 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
         if _NAME.search(name) and len(value) >= _SHORTEST:
             text = text.replace(value, f"${name}")
     return text
-
-
-def secrets_set(text: str) -> list[str]:
-    """Name the variables that hold secrets and that a line of shell sets: `export WANDB_API_KEY=...`."""
-    return [name for name in _SET.findall(text) if _NAME.search(name)]

@@ -55,10 +55,13 @@ def openrlhf(said: PeerFigures, values: Mapping[str, Any], command: str) -> Valu
     """
     if command != "train":
         return {"data.input_template": None} if values.get("data.apply_chat_template") else {}
-    most, kind = values.get("data.max_len", math.inf), said.text("algo.advantage.is_correction_type")
-    short = most <= Config().rollout.max_new_tokens and "rollout.max_new_tokens" not in values
-    found: Values = {"rollout.max_new_tokens": most // 2} if short else {}
-    return found | ({"algo.correction.level": "geometric"} if kind == "seq-mask-tis" else {})
+    most, found = values.get("data.max_len", math.inf), dict[str, Any]()
+    if most <= Config().rollout.max_new_tokens and "rollout.max_new_tokens" not in values:
+        found["rollout.max_new_tokens"] = most // 2
+    kinds = map(said.text, ("algo.advantage.is_correction_type", "vllm_is_correction_type"))
+    if "algo.correction.level" in values and "seq-mask-tis" in kinds:
+        found["algo.correction.level"] = "geometric"
+    return found
 
 
 def verl(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
@@ -66,16 +69,12 @@ def verl(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
     actor, gpus = "actor_rollout_ref.actor.", said.number("trainer.nnodes") * said.number("trainer.n_gpus_per_node")
     clip = [said.number(f"{actor}clip_ratio_{side}") for side in ("low", "high")]
     width = said.number("actor_rollout_ref.rollout.tensor_model_parallel_size")
-    found: Values = {
-        "vllm.num_engines": _over(gpus, width),
-        "actor.eps_clip_low_high": clip if clip != [0.2, 0.2] else None,
-    }
+    clip = clip if clip != [0.2, 0.2] else []
+    found: Values = {"vllm.num_engines": _over(gpus, width), "actor.eps_clip_low_high": clip or None}
     if not (said.true(f"{actor}use_kl_loss") or said.true("algorithm.use_kl_in_reward")):
         found["algo.kl.init_coef"] = 0.0
-    taught = "algo.distill.model_name_or_path" in values and not said.true(
-        "distillation.distillation_loss.use_task_rewards"
-    )
-    if not (taught or values.keys() & {"reward.model_name_or_path", "reward.remote_url"}):
+    alone = said.true("distillation.enabled") and not said.true("distillation.distillation_loss.use_task_rewards")
+    if not (alone or values.keys() & {"reward.model_name_or_path", "reward.remote_url"}):
         found["reward.preset"] = "math"
     return found
 

@@ -147,11 +147,15 @@ def test_a_stage_goes_to_its_command(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("words", "expected"),
     [
         ("train_ppo_ray --enable_vllm_is_correction", ["token", "clip", [0.5, 5.0]]),
-        ("train_ppo_ray --vllm_is_correction_type icepop", ["", "", []]),
+        ("train_ppo_ray --vllm_is_correction_type seq-mask-tis", ["", "", []]),
         (
             "train_ppo_ray --algo.advantage.is_correction_enable --algo.advantage.is_correction_type seq-mask-tis "
             "--algo.advantage.is_correction_threshold 0.9 1.1",
             ["geometric", "mask", [0.9, 1.1]],
+        ),
+        (
+            "train_ppo_ray --enable_vllm_is_correction --vllm_is_correction_type icepop",
+            ["token", "mask", [0.5, 5.0]],
         ),
     ],
 )
