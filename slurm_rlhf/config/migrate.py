@@ -240,7 +240,8 @@ def _look_up(found: Translation, book: Dictionary, said: Setting, read: Collecti
         except BadValue as error:
             why = str(error)
     if why and said.flag:
-        found.left_out.append(f"{' '.join([said.flag, *said.words])}: {why}")
+        words = ["..."] if said.name in ("logger.wandb.key", "use_wandb", "hub_token") else said.words  # secrets
+        found.left_out.append(f"{' '.join([said.flag, *words])}: {why}")
 
 
 def _take(found: Translation, key: Key, said: Setting, values: Mapping[str, str]) -> None:

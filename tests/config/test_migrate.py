@@ -172,7 +172,10 @@ def test_the_correction_for_engines_has_its_rule(words: str, expected: list[obje
     [
         ("train_sft", {"data.input_template": "User: {}\nAssistant: ", "sft.save_steps": 0}),
         ("train_sft --data.apply_chat_template", {"data.input_template": ""}),
-        ("train_dpo --model.ipo_enable", {"dpo.loss_type": "ipo", "data.input_template": ""}),
+        (
+            "train_dpo --model.ipo_enable",
+            {"dpo.loss_type": "ipo", "data.input_template": "", "dpo.output_dir": "./ckpt"},
+        ),
     ],
 )
 def test_what_stages_of_openrlhf_do_unasked(words: str, expected: dict[str, object]) -> None:
@@ -212,6 +215,11 @@ def test_a_key_that_is_said_twice_keeps_the_first() -> None:
     found = translate("--pretrain a --actor.model_name_or_path b")
     assert found.values["actor.model_name_or_path"] == "a"
     assert found.left_out[0] == "--actor.model_name_or_path b: --pretrain says actor.model_name_or_path already"
+
+
+def test_a_secret_of_the_script_does_not_get_into_the_file() -> None:
+    found = translate("--pretrain a --use_wandb 0123 --logger.wandb.key=4567")
+    assert [line.partition(":")[0] for line in found.left_out[:2]] == ["--use_wandb ...", "--logger.wandb.key ..."]
 
 
 def test_a_value_of_another_kind_is_left_out_with_the_reason() -> None:
