@@ -68,7 +68,8 @@ def check_stage(config: Config, stage: str) -> None:
     keys: StageKeys = get(config, stage)
     problems = [*key_problems(config), *layer_problems(config)]
     problems += _output(f"{stage}.output_dir", keys.output_dir, "where to write the trained model")
-    problems += _new(f"{stage}.output_dir", keys.output_dir)
+    if keys.output_dir and (out := Path(keys.output_dir)).is_dir() and any(out.iterdir()):
+        problems += [f"{stage}.output_dir: {out} is there already and is not empty: remove it or name another one"]
     problems += _data(f"{stage}.dataset", keys.dataset)
     if keys.eval_dataset:
         problems += _data(f"{stage}.eval_dataset", keys.eval_dataset)
@@ -251,11 +252,6 @@ def _output(key: str, value: str, what: str) -> Iterator[str]:
             yield f"{key}: {there} is a file, not a directory: name another place than {value}"
         elif not os.access(there, os.W_OK | os.X_OK):
             yield f"{key}: you may not write to {there}: name another place than {value}"
-
-
-def _new(key: str, value: str) -> Iterator[str]:
-    if value and Path(value).is_dir() and any(Path(value).iterdir()):
-        yield f"{key}: {value} is there already and is not empty: remove it or name another directory"
 
 
 def _file(key: str, value: str, what: str) -> Iterator[str]:

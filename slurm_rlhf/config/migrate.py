@@ -278,10 +278,14 @@ def _put(found: Translation, name: str, value: Any) -> None:
 
 
 def _fit(found: Translation) -> None:
-    """Leave out what breaks a rule here, so that `check` finds none: defaults, words and switches, then numbers."""
+    """Leave out what breaks a rule here, so that `check` finds none: defaults, words and switches, then numbers.
+
+    Before them what has no effect.
+    """
     while said := _problems(found):
         named = [key for key in sorted(found.values, key=said[0].rfind, reverse=True) if key in said[0]]
-        named.sort(key=lambda name: (name not in found.defaults, all_keys()[name].kind in ("int", "float")))
+        idle, number = said[0].partition(" = ")[0] if " no effect " in said[0] else "", ("int", "float")
+        named.sort(key=lambda name: (name != idle, name not in found.defaults, all_keys()[name].kind in number))
         wrong = next((name for name in named if said[0] not in _problems(found, name)), None)
         if wrong is None:
             return  # a rule about what is not set here, which `check` tells

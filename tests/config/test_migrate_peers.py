@@ -127,6 +127,11 @@ def test_a_script_of_verl_becomes_a_file_that_loads(tmp_path: Path, capsys: pyte
             "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2",
             {"actor.sapo_temperature_neg": 1.1},
         ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv actor_rollout_ref.actor.clip_ratio_c=10 "
+            "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2",
+            {"actor.policy_loss_type": "dppo_tv", "actor.dual_clip": 0.0},  # named at the end
+        ),
         ("custom_reward_function.path=/f.py", {"reward.remote_url": "/f.py", "reward.preset": ""}),
         (
             "algorithm.rollout_correction.rollout_is=token",
