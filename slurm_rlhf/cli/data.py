@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurm_rlhf.cli.commands import Arguments
-from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.load import joined, load_config
 from slurm_rlhf.config.rules import key_problems
@@ -98,7 +97,7 @@ def _named(config: Config) -> Iterator[tuple[str, str, str]]:
             yield key.name, name, MODEL
         if key.kind == "path" and key.name.endswith("dataset"):
             yield from ((key.name, name, DATA) for part in parts(value) if (name := _absent(part)))
-    yield from (("eval.datasets", name, DATA) for one in data_sets(config) if (name := _absent(one.path)))
+    yield from (("eval.datasets.path", name, DATA) for one in config.eval.datasets if (name := _absent(one.path)))
     if "/" in config.ds.attn_implementation:
         yield "ds.attn_implementation", config.ds.attn_implementation, KERNEL
 

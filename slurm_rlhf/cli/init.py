@@ -79,7 +79,7 @@ def write_files(arguments: Arguments) -> int:
     except RunError as error:
         print(f"warning: {error}. The files are written without information on the cluster", file=sys.stderr)
         partitions = []
-    start = choose(names[0], given, partitions, _question if asked else _default)
+    start = choose(names[0], given, partitions, _question if asked else lambda question, default: default)
     files = {f"{start.name}.toml": toml(start), f"{start.name}_reward.py": filled("reward.py.txt")}
     if partitions:
         files[f"{start.name}.sh"] = script(start)
@@ -144,10 +144,6 @@ def next_steps(start: NewRun, slurm: bool) -> list[str]:
 
 def _question(question: str, default: str) -> str:
     return input(f"{question} [{default}] ").strip() or default
-
-
-def _default(question: str, default: str) -> str:
-    return default
 
 
 def migrate(arguments: Arguments) -> int:

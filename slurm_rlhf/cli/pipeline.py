@@ -51,7 +51,7 @@ def pipeline(arguments: Arguments) -> int:
     whole.root.mkdir(parents=True, exist_ok=True)
     jobs: dict[str, str] = {}
     _write(whole.root / FILE, {"file": str(whole.file), "jobs": jobs})
-    if "local" in arguments.options or "SLURM_JOB_ID" in os.environ or shutil.which("sbatch") is None:
+    if not left or "local" in arguments.options or "SLURM_JOB_ID" in os.environ or shutil.which("sbatch") is None:
         code = _run_here(whole, left)
         if code == 0:
             print(f"all stages are done: `slurm-rlhf report {whole.root}` shows them on one page")
@@ -194,6 +194,7 @@ def pipeline_lines(whole: Pipeline) -> tuple[list[str], bool]:
             text = "begun, and not done" if state else "not begun"
         before = before and text.startswith("done: ")
         ended = f"; job {job}: {known[0].state}" if known and known[0].state in OVER and not before else ""
+        ended += f", see {known[0].output}" if ended and Path(known[0].output).is_file() else ""
         lines.append(f"{stage.name:<{width}}  {stage.command:<8}  {text}{ended}{_progress(stage)}")
     return lines, over
 

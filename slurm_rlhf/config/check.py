@@ -68,7 +68,8 @@ def check_stage(config: Config, stage: str) -> None:
     keys: StageKeys = get(config, stage)
     problems = [*key_problems(config), *layer_problems(config)]
     problems += _output(f"{stage}.output_dir", keys.output_dir, "where to write the trained model")
-    problems += _new(f"{stage}.output_dir", keys.output_dir)
+    if keys.output_dir and (out := Path(keys.output_dir)).is_dir() and any(out.iterdir()):
+        problems += [f"{stage}.output_dir: {out} is there already and is not empty: remove it or name another one"]
     problems += _data(f"{stage}.dataset", keys.dataset)
     if keys.eval_dataset:
         problems += _data(f"{stage}.eval_dataset", keys.eval_dataset)
@@ -253,11 +254,6 @@ def _output(key: str, value: str, what: str) -> Iterator[str]:
             yield f"{key}: you may not write to {there}: name another place than {value}"
 
 
-def _new(key: str, value: str) -> Iterator[str]:
-    if value and Path(value).is_dir() and any(Path(value).iterdir()):
-        yield f"{key}: {value} is there already and is not empty: remove it or name another directory"
-
-
 def _file(key: str, value: str, what: str) -> Iterator[str]:
     yield from _needed(key, value, what)
     if value and not Path(value).is_file():
@@ -365,7 +361,7 @@ def tracker_problems(config: Config) -> Iterator[str]:
                 f"pip install 'slurm_rlhf[{name}]' (from a checkout: pip install '.[{name}]')"
             )
     for line in config.slurm.setup:
-        for variable in secrets_set(line):
+        for variable in filter(_NAME.search, _SET.findall(line)):  # `export WANDB_API_KEY=...`
             yield (
                 f"slurm.setup sets {variable}, and the configuration is copied to run_dir/config.toml and to the "
                 "trackers: set it in your own environment, or log in once (`wandb login`, `hf auth login`)"
@@ -383,8 +379,3 @@ def without_secrets(text: str, environment: Mapping[str, str]) -> str:
         if _NAME.search(name) and len(value) >= _SHORTEST:
             text = text.replace(value, f"${name}")
     return text
-
-
-def secrets_set(text: str) -> list[str]:
-    """Name the variables that hold secrets and that a line of shell sets: `export WANDB_API_KEY=...`."""
-    return [name for name in _SET.findall(text) if _NAME.search(name)]

@@ -49,10 +49,19 @@ def _over(whole: float, part: float) -> float:
 
 
 def openrlhf(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
-    """Choose the longest response where OpenRLHF gives it what its prompt leaves, and the default here is too long."""
-    most = values.get("data.max_len", math.inf)
-    short = most <= Config().rollout.max_new_tokens and "rollout.max_new_tokens" not in values
-    return {"rollout.max_new_tokens": most // 2} if command == "train" and short else {}
+    """Choose the longest response where OpenRLHF gives it what its prompt leaves, and the default here is too long.
+
+    A chat template is in the place of the template of a prompt there, and around it here.
+    """
+    if command != "train":
+        return {"data.input_template": None} if values.get("data.apply_chat_template") else {}
+    most, found = values.get("data.max_len", math.inf), dict[str, Any]()
+    if most <= Config().rollout.max_new_tokens and "rollout.max_new_tokens" not in values:
+        found["rollout.max_new_tokens"] = most // 2
+    kinds = map(said.text, ("algo.advantage.is_correction_type", "vllm_is_correction_type"))
+    if "algo.correction.level" in values and "seq-mask-tis" in kinds:
+        found["algo.correction.level"] = "geometric"
+    return found
 
 
 def verl(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
@@ -60,10 +69,12 @@ def verl(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
     actor, gpus = "actor_rollout_ref.actor.", said.number("trainer.nnodes") * said.number("trainer.n_gpus_per_node")
     clip = [said.number(f"{actor}clip_ratio_{side}") for side in ("low", "high")]
     width = said.number("actor_rollout_ref.rollout.tensor_model_parallel_size")
-    found: Values = {"vllm.num_engines": _over(gpus, width), "actor.eps_clip_low_high": clip if any(clip) else None}
+    clip = clip if clip != [0.2, 0.2] else []
+    found: Values = {"vllm.num_engines": _over(gpus, width), "actor.eps_clip_low_high": clip or None}
     if not (said.true(f"{actor}use_kl_loss") or said.true("algorithm.use_kl_in_reward")):
         found["algo.kl.init_coef"] = 0.0
-    if not values.keys() & {"reward.model_name_or_path", "reward.remote_url"}:
+    alone = said.true("distillation.enabled") and not said.true("distillation.distillation_loss.use_task_rewards")
+    if not (alone or values.keys() & {"reward.model_name_or_path", "reward.remote_url"}):
         found["reward.preset"] = "math"
     return found
 
@@ -187,7 +198,7 @@ def translate(script: str, read: Mapping[str, Collection[str]] | None = None, pe
     keys = (read or {}).get(book.command, ())
     if not said:
         raise ConfigError("no flag in the command: quote it whole, with all of its words")
-    said = [each for each in said if each.words not in (["None"], ["null"])]
+    said = [each for each in said if each.words not in (["None"], ["null"], [""])]
     known = [each for each in said if not each.unknown]
     names = {each.name for each in known}
     defaults = [Setting(name, _words(value), "") for name, value in book.defaults.items() if name not in names]
@@ -229,7 +240,8 @@ def _look_up(found: Translation, book: Dictionary, said: Setting, read: Collecti
         except BadValue as error:
             why = str(error)
     if why and said.flag:
-        found.left_out.append(f"{' '.join([said.flag, *said.words])}: {why}")
+        words = ["..."] if said.name in ("logger.wandb.key", "use_wandb", "hub_token") else said.words  # secrets
+        found.left_out.append(f"{' '.join([said.flag, *words])}: {why}")
 
 
 def _take(found: Translation, key: Key, said: Setting, values: Mapping[str, str]) -> None:
@@ -266,10 +278,14 @@ def _put(found: Translation, name: str, value: Any) -> None:
 
 
 def _fit(found: Translation) -> None:
-    """Leave out what breaks a rule here, so that `check` finds none: defaults, words and switches, then numbers."""
+    """Leave out what breaks a rule here, so that `check` finds none: defaults, words and switches, then numbers.
+
+    Before them what has no effect.
+    """
     while said := _problems(found):
         named = [key for key in sorted(found.values, key=said[0].rfind, reverse=True) if key in said[0]]
-        named.sort(key=lambda name: (name not in found.defaults, all_keys()[name].kind in ("int", "float")))
+        idle, number = said[0].partition(" = ")[0] if " no effect " in said[0] else "", ("int", "float")
+        named.sort(key=lambda name: (name != idle, name not in found.defaults, all_keys()[name].kind in number))
         wrong = next((name for name in named if said[0] not in _problems(found, name)), None)
         if wrong is None:
             return  # a rule about what is not set here, which `check` tells

@@ -11,6 +11,8 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from operator import add, floordiv, mul, sub
 from typing import Any, NamedTuple
 
@@ -18,12 +20,12 @@ from slurm_rlhf.errors import ConfigError
 
 _HEREDOC = re.compile(r"<<-?[ \t]*['\"]?(\w+)['\"]?[^\n]*\n(.*?)\n[ \t]*\1[ \t]*(?:\n|$)", re.DOTALL)
 _ARRAY = re.compile(
-    r"^[ \t]*(?:declare -a |readonly |export )?(\w+)\+?=\((.*?)\)[ \t]*(?:#[^\n]*)?$", re.DOTALL | re.MULTILINE
+    r"^[ \t]*(?:declare -a |readonly |export )?(\w+)(\+?)=\((.*?)\)[ \t]*(?:#[^\n]*)?$", re.DOTALL | re.MULTILINE
 )
 _SUM = re.compile(r"\$\(\(((?:[^()\n]|\([^()\n]*\))*)\)\)")
 _SCALAR = re.compile(
     r"^[ \t]*(?:export |readonly |local )?(\w+)=("
-    rf"\"[^\"\n]*\"|'[^'\n]*'|{_SUM.pattern}|\$\{{\w+:?-\"[^\"\n]*\"\}}|[^\s;#()\"'`]*)[ \t]*;?[ \t]*(?:#[^\n]*)?$",
+    rf"\"[^\"]*\"|'[^']*'|{_SUM.pattern}|\$\{{\w+:?-\"[^\"\n]*\"\}}|[^\s;#()\"'`]*)[ \t]*;?[ \t]*(?:#[^\n]*)?$",
     re.MULTILINE,
 )
 _USE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-([^${}]*))?\})")
@@ -32,7 +34,24 @@ _ARGUMENTS = re.compile(r'"\$(?:[@*]|\{[@*](?::\d+)?\})"|\$(?:[@*]|\{[@*](?::\d+
 _ENDS = ("|", "||", "&&", ";", "&", ">", ">>", "2>&1", "&>", "&>>", "<")
 _DEPTH = 8  # variables that name variables
 _OPERATORS: dict[Any, Any] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv}
-_HYDRA = re.compile(r"\+{0,2}((?:\w+\.)+\w+)=(.*)", re.DOTALL)
+_HYDRA = re.compile(r"\+{0,2}(\w+(?:\.\w+)*)=(.*)", re.DOTALL)
+_BREAK = re.compile(r"(?:^|;)[ \t]*(then|else|fi|esac)(?=[ \t;]|$)|(;;)", re.MULTILINE)
+_PATTERN = re.compile(r"[ \t]*\(?([^()=$;#]+)\)(.*)")
+_TEST = re.compile(r"\[\[? +(?:-([nz]) +(\S*)|(\S+) +(==?|!=) +(\S+)) +\]\]?")
+
+
+@dataclass(slots=True)
+class _Branches:
+    """Holds an `if`, or a `case` with its word, which is open."""
+
+    word: str | None
+    now: bool = False  # the lines that follow are run
+    done: bool = False  # a branch is found
+
+    def turn(self, wanted: bool) -> None:
+        """Begin a branch: of those that are wanted the first is run."""
+        self.now = wanted and not self.done
+        self.done |= wanted
 
 
 class Setting(NamedTuple):
@@ -79,19 +98,55 @@ def commands(script: str) -> Iterator[list[str]]:
     bodies = [found[2] for found in _HEREDOC.finditer(joined)]
     text = _HEREDOC.sub("\n", joined)
     known = {"HOME": ["~"], "PWD": ["."]}
-    for found in _SCALAR.finditer(text):
-        value = _computed(found[2], known).strip("\"'")
-        if "$(" not in value and "`" not in value:
-            known.setdefault(found[1], [_replaced(value, known)])
-    text = _computed(text, known)
+    text = "\n".join(_taken(text, known))
     for found in _ARRAY.finditer(text):
-        known[found[1]] = known.get(found[1], []) + _split(found[2])
+        known[found[1]] = known.get(found[1], []) * bool(found[2]) + _split(found[3])
     text = _ARRAY.sub("", text)
     for command in [*_lines(text), *bodies]:
         words = [each for word in _split(command) for each in _expanded(word, known)]
         ends = [place for place, word in enumerate(words) if word in _ENDS]
         for first, last in zip([-1, *ends], [*ends, len(words)], strict=True):
             yield words[first + 1 : last]
+
+
+def _taken(text: str, known: dict[str, list[str]]) -> Iterator[str]:
+    """Yield the lines that are run, with sums computed, and put what they assign into `known`.
+
+    Of branches between which the script alone does not decide the first is run.
+    """
+    levels: list[_Branches] = []
+    for whole in _lines(_BREAK.sub(r"\n\1\2\n", text)):
+        line = _computed(whole, known)
+        word, _, rest = line.strip().partition(" ")
+        if word in ("if", "case"):
+            levels.append(
+                _Branches(_replaced(rest.removesuffix(" in").strip("\"' "), known) if word == "case" else None)
+            )
+        elif levels and word in ("fi", "esac"):
+            levels.pop()
+        elif levels and word == ";;":
+            levels[-1].now = False
+        elif levels and (one := levels[-1]).word is not None and not one.now and (found := _PATTERN.match(line)):
+            one.turn("$" in one.word or any(fnmatch(one.word, each.strip(" \"'")) for each in found[1].split("|")))
+            line = found[2]
+        if levels and word in ("if", "elif", "else"):
+            levels[-1].turn(word == "else" or _holds(rest, known))
+        elif all(level.now for level in levels) and word not in ("then", "fi", "esac", ";;"):
+            if (said := _SCALAR.match(line)) and "$(" not in said[2] and "`" not in said[2]:
+                known[said[1]] = [_replaced(said[2].strip("\"'"), known)]
+            yield line
+
+
+def _holds(condition: str, known: dict[str, list[str]]) -> bool:
+    """Judge a condition: a variable that the script does not assign is empty, and like no text.
+
+    What is no comparison of texts holds.
+    """
+    tests = []
+    for kind, text, left, sign, right in _TEST.findall(_replaced(condition, known)):
+        one, other = (part.strip("\"'") for part in (left or text, right))
+        tests.append((one == other or (kind != "" and "$" in one)) is (kind == "z" or sign in ("=", "==")))
+    return (all if "&&" in condition else any)(tests or [True])
 
 
 def _computed(text: str, known: dict[str, list[str]]) -> str:
@@ -137,10 +192,11 @@ def _split(text: str) -> list[str]:
 
 
 def _expanded(word: str, known: dict[str, list[str]]) -> list[str]:
-    """Replace variables in a word; an array, or a text that stands alone, becomes several words."""
+    """Replace variables in a word; an array, or a text of several lines, becomes several words."""
     whole = _USE.fullmatch(word)
-    if whole and len(values := known.get(whole[1] or whole[2], [])) > 1:
-        return [each for value in values for each in _expanded(value, known)]
+    if whole and (len(values := known.get(whole[1] or whole[2], [""])) != 1 or "\n" in values[0]):
+        parts = [part for value in values for part in (value.split() if "\n" in value else [value])]
+        return [each for part in parts for each in _expanded(part, known)]
     return [_replaced(word, known)]
 
 
@@ -155,7 +211,7 @@ def _replaced(word: str, known: dict[str, list[str]]) -> str:
 
 def _value(found: re.Match[str], known: dict[str, list[str]]) -> str:
     values = known.get(found[1] or found[2])
-    if values is not None:
+    if values is not None and (any(values) or found[3] is None):
         return " ".join(values)
     return found[0] if found[3] is None else found[3].strip("\"'")
 
@@ -179,8 +235,8 @@ def python_settings(script: str, table: Mapping[str, Any]) -> tuple[str, list[Se
         has = " and ".join(derived or classes) or "none"
         raise ConfigError(f"no script of {table['name']} that is known: migrate reads {table['reads']}; this has {has}")
     assigned = [(node.targets[0], node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-    known = _known(assigned)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    known = _known(assigned, [call for call in calls if _name(call) == "add_argument"])
     found = [said for call in calls for said in _arguments(call, classes[0], table["calls"], known)]
     uses = [(name, *row) for name in used for row in table["uses"].get(name, {}).items()]
     found += [Setting(each, [str(value)], name if value is True else "") for name, each, value in uses]
@@ -192,9 +248,15 @@ def python_settings(script: str, table: Mapping[str, Any]) -> tuple[str, list[Se
     return table["classes"][classes[0]], [*_attributes(assigned, known), *flags, *found]
 
 
-def _known(assigned: list[tuple[ast.expr, ast.expr]]) -> dict[str, Any]:
-    """Return the names that the script assigns, and assigns once, with the values of literals."""
+def _known(assigned: list[tuple[ast.expr, ast.expr]], options: list[ast.Call]) -> dict[str, Any]:
+    """Return the names that the script assigns, and assigns once, with the values of literals.
+
+    `args.NAME` has the default of the option of the script's own that is called so.
+    """
     known: dict[str, Any] = {}
+    for call in options:
+        name = str(_literal(call.args[0], {}) if call.args else "").lstrip("-").replace("-", "_")
+        known |= {f"args.{name}": _literal(each.value, {}) for each in call.keywords if each.arg == "default"}
     for target, value in assigned:
         if isinstance(target, ast.Name):
             known[target.id] = None if target.id in known else _literal(value, known)
@@ -210,8 +272,8 @@ def _attributes(assigned: list[tuple[ast.expr, ast.expr]], known: Mapping[str, A
 
 def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:
     """Return the value of a literal, of a name that has one, or of an f-string of them; None of anything else."""
-    if isinstance(node, ast.Name):
-        return known.get(node.id)
+    if isinstance(node, ast.Name | ast.Attribute):
+        return known.get(ast.unparse(node))
     if isinstance(node, ast.JoinedStr):
         parts = [_literal(part.value if isinstance(part, ast.FormattedValue) else part, known) for part in node.values]
         return None if None in parts else "".join(map(str, parts))

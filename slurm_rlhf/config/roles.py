@@ -67,11 +67,6 @@ def algorithm_of(config: Config) -> Algorithm:
     return find_algorithm(config.algo.advantage.estimator)
 
 
-def has_critic(config: Config) -> bool:
-    """Tell whether a value model is trained."""
-    return algorithm_of(config).needs_critic
-
-
 def has_teacher(config: Config) -> bool:
     """Tell whether a teacher stands in the place of the reference."""
     return bool(config.algo.distill.model_name_or_path)
@@ -150,7 +145,7 @@ class RoleSpec:
 
 _RUNS: dict[str, Callable[[Config], bool]] = {
     ACTOR: lambda config: True,
-    CRITIC: has_critic,
+    CRITIC: lambda config: algorithm_of(config).needs_critic,
     REFERENCE: lambda config: has_reference(config) and not actor_is_reference(config),
     REWARD: lambda config: bool(config.reward.model_name_or_path),
     ROLLOUT: has_engines,

@@ -33,14 +33,9 @@ def facts(config: Config) -> dict[str, Any]:
         "engines": has_engines(config),
         "programs": runs_programs(config),
         "teacher": has_teacher(config),
-        "turns": in_turns(config),
+        "turns": config.train.colocate_all and has_engines(config),  # on the same accelerators
         "workers": in_workers(config),
     }
-
-
-def in_turns(config: Config) -> bool:
-    """Tell whether engines and trainers take turns on the same accelerators."""
-    return config.train.colocate_all and has_engines(config)
 
 
 def row_problems(group: str, config: Config, **values: Any) -> Iterator[str]:

@@ -187,15 +187,11 @@ def split_overrides(words: list[str]) -> tuple[list[tuple[str, list[str]]], list
         if equals:
             found.append((name, [value]))
             continue
-        following = _following(words, position)[: _takes(name, words[position : position + 1])]
+        end = next((i for i in range(position, len(words)) if words[i].startswith("--")), len(words))
+        following = words[position:end][: _takes(name, words[position : position + 1])]
         position += len(following)
         found.append((name, following))
     return found, stray
-
-
-def _following(words: list[str], start: int) -> list[str]:
-    end = next((i for i in range(start, len(words)) if words[i].startswith("--")), len(words))
-    return words[start:end]
 
 
 def _takes(name: str, first: list[str]) -> int | None:

@@ -89,10 +89,10 @@ def download(name: str, key: str = "", kind: str = "model", wanted: Sequence[str
     try:
         return str(snapshot_download(name, repo_type=kind, allow_patterns=list(wanted), etag_timeout=10))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ").removesuffix(".")
         where, typed = f"{key}: {name}" if key else name, "" if kind == "model" else f" --repo-type {kind}"
         raise ModelError(
-            f"{where}: no such directory, and the Hugging Face hub did not give a {kind} of that name: {said} Where "
+            f"{where}: no such directory, and the Hugging Face hub did not give a {kind} of that name: {said}. Where "
             f"there is no network: `slurm-rlhf prefetch FILE.toml` or `hf download {name}{typed}` on a login node, "
             f"which shares its cache (HF_HOME) with the compute nodes, or `hf download {name}{typed} --local-dir DIR` "
             "elsewhere, and give DIR"

@@ -89,7 +89,7 @@ def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: 
         examples, refused = error.examples, error.rows
     found, width, long = examples.experience, examples.width, examples.dropped
     view = DataView(key, str(path), found.lengths.tolist())
-    ids = np.split(found.token_ids, found.token_offsets[1:-1])
+    ids = np.split(found.token_ids, found.token_offsets[1:-1])[: len(found.lengths)]
     masks = np.split(found.action_mask, found.action_offsets[1:-1])
     whole = [b"|".join(part.tobytes() for part in ids[first : first + width]) for first in range(0, len(ids), width)]
     texts = [tokenizer.decode(ids[first].tolist()) for first in range(0, len(ids), width)]

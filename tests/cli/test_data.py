@@ -135,3 +135,5 @@ def test_it_names_rows_that_a_stage_refuses_and_reads_held_out_ones_whole(
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "left out" in line][-1] == "  left out: and 2 more"
     assert "  1 examples" in lines
+    assert main(["data", str(file), *words, "--data.filter=none=2"]) == 0
+    assert "  0 examples" in capsys.readouterr().out.splitlines()

@@ -10,8 +10,10 @@ import pytest
 from pipeline_files import BASE, FILE, made
 from stage_runs import ROOT, run
 
+from slurm_rlhf.cli import pipeline
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cli.pipeline import script
+from slurm_rlhf.cluster.slurm_job import Job
 from slurm_rlhf.config.pipeline import read_pipeline
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
@@ -64,6 +66,23 @@ def test_what_changes_a_stage_is_what_it_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_slurm_knows_of_the_jobs_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage that failed names its log; where nothing is left no job is said to be on its way."""
+    file, out = made(tmp_path), tmp_path / "out"
+    monkeypatch.setattr(pipeline, "ask_jobs", lambda job: [Job(job, job, "FAILED", "", "2:0", "0", "", "", str(file))])
+    monkeypatch.setattr(pipeline.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(pipeline, "_submit", lambda whole, stage, after: stage.name[0])
+    assert main(["pipeline", str(file)]) == 0
+    assert f"`slurm-rlhf status {out}` shows how far they are" in capsys.readouterr().out
+    assert main(["status", str(out)]) == 0
+    assert f"sft     sft       not begun; job s: FAILED, see {file}\n" in capsys.readouterr().out
+    monkeypatch.setattr(pipeline, "left_of", lambda whole, hashes: [])
+    assert main(["pipeline", str(file)]) == 0
+    assert capsys.readouterr().out.endswith(f"all stages are done: `slurm-rlhf report {out}` shows them on one page\n")
+
+
 def test_stages_run_once_again_when_changed_and_not_behind_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,11 +98,16 @@ def test_it_downloads_all_that_is_named_and_says_what_to_write(
         f'  prompt_dataset = "{sums}/main/test*.jsonl"',
         f'  prompt_dataset = "{sums}/main/train*.jsonl"',
     ]
+    assert lines.count("eval.dataset: downloading the data set me/plain") == 1
     assert f'  dataset = "{plain}"' in lines
+    assert "eval.datasets" not in "".join(lines)
     assert (cache / f"models--me--attention/snapshots/{COMMIT}/build/torch/kernel.py").exists()
     assert load_config(file).actor.model_name_or_path == str(model)  # the name is found in the cache
     assert main(["prefetch", str(file), f"--data.prompt_dataset={plain}", f"--eval.dataset={plain}"]) == 0
     assert "dataset =" not in capsys.readouterr().out
+    file.write_text('[[eval.datasets]]\nname = "plain"\npath = "me/plain"\n')
+    assert main(["prefetch", str(file)]) == 0
+    assert capsys.readouterr().out.endswith(f'  write into the file, in [eval.datasets]\n  path = "{plain}"\n')
 
 
 def test_without_a_network_it_is_one_line(
@@ -116,6 +121,7 @@ def test_without_a_network_it_is_one_line(
         "slurm-rlhf: error: data.prompt_dataset: me/sums: no such directory, and the Hugging Face hub"
     )
     assert "`hf download me/sums --repo-type dataset` on a login node" in err
+    assert "of that name: ConnectError: [Errno 111] Connection refused. Where there is no network: " in err
     assert len(err.strip().splitlines()) == 1
 
 

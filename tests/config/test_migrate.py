@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.config.keys import all_keys, get, peers
+from slurm_rlhf.cli.commands import commands
+from slurm_rlhf.config.keys import all_keys, changed, get, peers
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.config.rules import rule_problems
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 
 PROGRAM = "openrlhf.cli.train_ppo_ray"
@@ -141,6 +143,47 @@ def test_a_stage_goes_to_its_command(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "lr_warmup_ratio = 0.03  # OpenRLHF's default" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train_ppo_ray --enable_vllm_is_correction", ["token", "clip", [0.5, 5.0]]),
+        ("train_ppo_ray --vllm_is_correction_type seq-mask-tis", ["", "", []]),
+        (
+            "train_ppo_ray --algo.advantage.is_correction_enable --algo.advantage.is_correction_type seq-mask-tis "
+            "--algo.advantage.is_correction_threshold 0.9 1.1",
+            ["geometric", "mask", [0.9, 1.1]],
+        ),
+        (
+            "train_ppo_ray --enable_vllm_is_correction --vllm_is_correction_type icepop",
+            ["token", "mask", [0.5, 5.0]],
+        ),
+    ],
+)
+def test_the_correction_for_engines_has_its_rule(words: str, expected: list[object]) -> None:
+    found = translate(f"python3 -m openrlhf.cli.{words} --pretrain a")
+    config = changed(Config(), found.values)
+    assert [config.algo.correction.level, config.algo.correction.mode, config.algo.correction.thresholds] == expected
+    assert config.ckpt.save_steps == 0
+    assert list(rule_problems(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train_sft", {"data.input_template": "User: {}\nAssistant: ", "sft.save_steps": 0}),
+        ("train_sft --data.apply_chat_template", {"data.input_template": ""}),
+        (
+            "train_dpo --model.ipo_enable",
+            {"dpo.loss_type": "ipo", "data.input_template": "", "dpo.output_dir": "./ckpt"},
+        ),
+    ],
+)
+def test_what_stages_of_openrlhf_do_unasked(words: str, expected: dict[str, object]) -> None:
+    read = {name: one.keys for name, one in commands().items()}
+    found = translate(f"deepspeed --module openrlhf.cli.{words} --model.model_name_or_path a", read)
+    assert {name: get(changed(Config(), found.values), name) for name in expected} == expected
+
+
 def test_a_command_in_quotes_is_found() -> None:
     found = translate(f'srun bash -c "pip install x && python3 -m {PROGRAM} --pretrain a --max_len 64" &>> log')
     said = {name: value for name, value in found.values.items() if name not in found.defaults}
@@ -165,13 +208,18 @@ def test_values_that_are_called_otherwise_here_are_translated() -> None:
     found = translate(f"python3 -m {PROGRAM} --lr_scheduler cosine_with_min_lr --save_steps -1")
     assert found.values["actor.lr_scheduler"] == "cosine"
     assert found.values["ckpt.save_steps"] == 0
-    assert len(found.left_out) == len(peers()["openrlhf"]["train"]["notes"])
+    assert found.left_out == peers()["openrlhf"]["notes"]
 
 
 def test_a_key_that_is_said_twice_keeps_the_first() -> None:
     found = translate("--pretrain a --actor.model_name_or_path b")
     assert found.values["actor.model_name_or_path"] == "a"
     assert found.left_out[0] == "--actor.model_name_or_path b: --pretrain says actor.model_name_or_path already"
+
+
+def test_a_secret_of_the_script_does_not_get_into_the_file() -> None:
+    found = translate("--pretrain a --use_wandb 0123 --logger.wandb.key=4567")
+    assert [line.partition(":")[0] for line in found.left_out[:2]] == ["--use_wandb ...", "--logger.wandb.key ..."]
 
 
 def test_a_value_of_another_kind_is_left_out_with_the_reason() -> None:

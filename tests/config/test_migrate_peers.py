@@ -122,6 +122,16 @@ def test_a_script_of_verl_becomes_a_file_that_loads(tmp_path: Path, capsys: pyte
         ("algorithm.use_kl_in_reward=True", {"algo.kl.init_coef": 0.001, "algo.kl.estimator": "k1"}),
         ("reward_model.enable=True reward_model.model.path=/rm", {"reward.model_name_or_path": "/rm"}),
         ("reward_model.model.path=/rm", {"reward.model_name_or_path": "", "reward.preset": "math"}),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=sapo +actor_rollout_ref.actor.policy_loss.tau_neg=1.1 "
+            "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2",
+            {"actor.sapo_temperature_neg": 1.1},
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv actor_rollout_ref.actor.clip_ratio_c=10 "
+            "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2",
+            {"actor.policy_loss_type": "dppo_tv", "actor.dual_clip": 0.0},  # named at the end
+        ),
         ("custom_reward_function.path=/f.py", {"reward.remote_url": "/f.py", "reward.preset": ""}),
         (
             "algorithm.rollout_correction.rollout_is=token",
@@ -132,6 +142,11 @@ def test_a_script_of_verl_becomes_a_file_that_loads(tmp_path: Path, capsys: pyte
             "+reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
             "+reward_model.reward_kwargs.overlong_buffer_cfg.len=128",
             {"reward.overlong_buffer_len": 128},
+        ),
+        (
+            "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=/t "
+            "distillation.distillation_loss.use_task_rewards=False",
+            {"algo.distill.model_name_or_path": "/t", "reward.preset": ""},
         ),
         (
             "algorithm.norm_adv_by_std_in_grpo=False algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2",
@@ -155,6 +170,7 @@ from trl.rewards import accuracy_reward
 raise SystemExit("a script that is read and not run")
 NAME = "org/model"
 samples = 4
+parser.add_argument("--top-temperature", type=float, default=0.9)
 args = parse()
 
 def main():
@@ -174,6 +190,7 @@ def main():
         logging_steps=1,
         report_to="none",
         made_up=3,
+        temperature=args.top_temperature,
     )
     training_args.max_steps = 7
     trainer = GRPOTrainer(
@@ -197,6 +214,7 @@ def test_a_python_script_of_trl_is_read_and_not_run(tmp_path: Path) -> None:
         "algo.advantage.estimator": "group_norm",
         "algo.advantage.no_std_norm": True,
         "rollout.n_samples_per_prompt": 4,
+        "rollout.temperature": 0.9,  # the default of the script's own option
         "rollout.batch_size": 4,  # 2 examples x 8 steps, 4 responses to a prompt
         "train.batch_size": 16,
         "train.max_steps": 7,
@@ -288,7 +306,11 @@ def test_flags_in_the_docstring_of_a_script(tmp_path: Path) -> None:
         ("python -m trl.scripts.kto", "dpo", {"dpo.loss_type": "kto", "dpo.learning_rate": 1e-6}),
         ("python examples/scripts/reward_modeling.py", "rm", {"rm.learning_rate": 1e-4}),
         ("trl grpo --use_vllm --num-generations 2", "train", {"rollout.n_samples_per_prompt": 2}),
-        ("trl rloo", "train", {"algo.advantage.estimator": "rloo", "algo.kl.init_coef": 0.05}),
+        (
+            "trl rloo",
+            "train",
+            {"algo.advantage.estimator": "rloo", "algo.kl.init_coef": 0.05, "rollout.n_samples_per_prompt": 2},
+        ),
     ],
 )
 def test_command_lines_of_trl(line: str, command: str, expected: dict[str, Any], tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pipeline_files import RUN, chain
 from sums_task import toml
-from training_runs import CONFIG, workspace
 from waiting import HANG_S
 from warm_runs import WarmRun
 
@@ -19,42 +19,6 @@ from slurm_rlhf.cli.main import main
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "pipeline"]
-STAGES = """
-[[stage]]
-name = "sft"
-command = "sft"
-files = ["base.toml"]
-
-[[stage]]
-name = "rm"
-command = "rm"
-files = ["base.toml"]
-keys = { actor.model_name_or_path = "{sft}" }
-
-[[stage]]
-name = "ppo"
-command = "train"
-files = ["run.toml"]
-keys.actor = { model_name_or_path = "{sft}" }
-keys.reward = { model_name_or_path = "{rm}", remote_url = "" }
-keys.eval = { dataset = "" }
-
-[[stage]]
-name = "judged"
-command = "eval"
-files = ["run.toml"]
-keys = { model = "{ppo}" }
-"""
-BASE = {
-    "actor.model_name_or_path": "model",
-    "data.max_len": 16,
-    "data.output_key": "label",
-    "ds.param_dtype": "fp32",
-    "sft.dataset": "prompts.jsonl",
-    "rm.dataset": "pairs.jsonl",
-    **{f"{name}.{key}": value for name in ("sft", "rm") for key, value in (("batch_size", 20), ("max_steps", 2))},
-}
-RUN = {**CONFIG, "algo.advantage.estimator": "group_norm", "algo.kl.init_coef": 0.0, "train.max_steps": 1}
 
 
 def call(file: Path) -> tuple[int, str]:
@@ -66,14 +30,9 @@ def call(file: Path) -> tuple[int, str]:
 
 
 def test_what_a_stage_makes_is_trained_on_and_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    workspace(tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
-    pairs = [{"input": row["input"], "chosen": row["label"], "rejected": row["label"] + "0"} for row in rows]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (tmp_path / "base.toml").write_text(toml(BASE))
+    file = chain(tmp_path)
     (tmp_path / "run.toml").write_text(toml({**RUN, "train.batch_size": 5}))
-    file, out = tmp_path / "chain.toml", tmp_path / "runs" / "chain"
-    file.write_text(STAGES)
+    out = tmp_path / "runs" / "chain"
     assert main(["check", str(file)]) == 2
     found = capsys.readouterr()
     assert "rm: steps: 2, each with 20 examples" in found.out

@@ -1,11 +1,13 @@
-"""A pipeline of two stages with a tiny model, and its inputs."""
+"""Pipelines of two and of four stages with a tiny model, and their inputs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from sums_task import toml
 from tiny_models import make_tiny
+from training_runs import CONFIG, workspace
 
 FILE = """
 run_dir = "out"
@@ -54,3 +56,53 @@ def made(root: Path) -> Path:
     (root / "base.toml").write_text(BASE)
     (root / "stages.toml").write_text(FILE)
     return root / "stages.toml"
+
+
+CHAIN = """
+[[stage]]
+name = "sft"
+command = "sft"
+files = ["base.toml"]
+
+[[stage]]
+name = "rm"
+command = "rm"
+files = ["base.toml"]
+keys = { actor.model_name_or_path = "{sft}" }
+
+[[stage]]
+name = "ppo"
+command = "train"
+files = ["run.toml"]
+keys.actor = { model_name_or_path = "{sft}" }
+keys.reward = { model_name_or_path = "{rm}", remote_url = "" }
+keys.eval = { dataset = "" }
+
+[[stage]]
+name = "judged"
+command = "eval"
+files = ["run.toml"]
+keys = { model = "{ppo}" }
+"""
+CHAIN_BASE = {
+    "actor.model_name_or_path": "model",
+    "data.max_len": 16,
+    "data.output_key": "label",
+    "ds.param_dtype": "fp32",
+    "sft.dataset": "prompts.jsonl",
+    "rm.dataset": "pairs.jsonl",
+    **{f"{name}.{key}": value for name in ("sft", "rm") for key, value in (("batch_size", 20), ("max_steps", 2))},
+}
+RUN = {**CONFIG, "algo.advantage.estimator": "group_norm", "algo.kl.init_coef": 0.0, "train.max_steps": 1}
+
+
+def chain(root: Path) -> Path:
+    """A pipeline of sft, rm, PPO's kin against that reward model and an evaluation, and its inputs."""
+    workspace(root)
+    rows = [json.loads(line) for line in (root / "prompts.jsonl").read_text().splitlines()]
+    pairs = [{"input": row["input"], "chosen": row["label"], "rejected": row["label"] + "0"} for row in rows]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (root / "base.toml").write_text(toml(CHAIN_BASE))
+    (root / "run.toml").write_text(toml(RUN))
+    (root / "chain.toml").write_text(CHAIN)
+    return root / "chain.toml"
