@@ -87,7 +87,7 @@ def make_job(directory: Path) -> None:
     (directory / "job.toml").write_text(
         '[actor]\nmodel_name_or_path = "model"\n[data]\nmax_len = 16\n[ds]\nparam_dtype = "fp32"\n'
         '[train]\nmax_tokens_per_gpu = 64\n[dpo]\ndataset = "pairs.jsonl"\noutput_dir = "out"\nbatch_size = 8\n'
-        "max_epochs = 3\nlearning_rate = 1e-3\nlr_scheduler = \"linear\"\nsave_steps = 7\n"
+        'max_epochs = 3\nlearning_rate = 1e-3\nlr_scheduler = "linear"\nsave_steps = 7\n'
     )
 
 
