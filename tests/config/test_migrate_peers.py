@@ -296,7 +296,7 @@ def test_flags_in_the_docstring_of_a_script(tmp_path: Path) -> None:
     ("line", "command", "expected"),
     [
         ("trl sft", "sft", {"sft.learning_rate": 2e-5, "sft.batch_size": 8, "data.max_len": 1024}),
-        ("python trl/scripts/sft.py", "sft", {"sft.max_epochs": 3, "actor.lr_min_ratio": 0.0}),
+        ("python trl/scripts/sft.py", "sft", {"sft.max_epochs": 3, "sft.lr_scheduler": "linear"}),
         ("trl sft --report_to wandb --run_name a", "sft", {"logger.use": ["wandb"], "logger.run_name": "a"}),
         (
             "accelerate launch --num_processes 4 trl/scripts/dpo.py",
