@@ -36,6 +36,12 @@ class Examples:
     def __len__(self) -> int:
         return len(self.experience) // self.width
 
+    def contents(self) -> list[bytes]:
+        """Return the tokens of each example, which are equal where two examples are."""
+        ids = np.split(self.experience.token_ids, self.experience.token_offsets[1:-1])[: len(self.experience)]
+        firsts = range(0, len(ids), self.width)
+        return [b"|".join(part.tobytes() for part in ids[first : first + self.width]) for first in firsts]
+
     def rows(self, examples: Sequence[int]) -> list[int]:
         """List the rows of the examples."""
         return [example * self.width + place for example in examples for place in range(self.width)]

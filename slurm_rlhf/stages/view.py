@@ -91,9 +91,8 @@ def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: 
     view = DataView(key, str(path), found.lengths.tolist())
     ids = np.split(found.token_ids, found.token_offsets[1:-1])[: len(found.lengths)]
     masks = np.split(found.action_mask, found.action_offsets[1:-1])
-    whole = [b"|".join(part.tobytes() for part in ids[first : first + width]) for first in range(0, len(ids), width)]
     texts = [tokenizer.decode(ids[first].tolist()) for first in range(0, len(ids), width)]
-    view.facts += _facts("examples", whole, texts, view)
+    view.facts += _facts("examples", examples.contents(), texts, view)
     view.facts.append(f"{int(found.action_mask.sum())} of {len(found.token_ids)} tokens are in the loss")
     view.dropped = _unread(path, len(examples) + len(long) + len(refused), data.max_samples, data) + _refused(refused)
     if long:

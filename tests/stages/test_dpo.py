@@ -83,7 +83,7 @@ def make_job(directory: Path) -> None:
     (directory / "slurm-rlhf").write_text("import sys\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n")
     make_tiny(directory / "model")
     rows = [{"input": f"{a}+{b}=", "chosen": "12", "rejected": "345"} for a in range(8) for b in range(4)]
-    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:-1], rows[0]]))
     (directory / "job.toml").write_text(
         '[actor]\nmodel_name_or_path = "model"\n[data]\nmax_len = 16\n[ds]\nparam_dtype = "fp32"\n'
         '[train]\nmax_tokens_per_gpu = 64\n[dpo]\ndataset = "pairs.jsonl"\noutput_dir = "out"\nbatch_size = 8\n'
@@ -107,6 +107,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = dpo(directory)
     assert done.returncode == 0, done.stderr
     assert "dpo: computing the reference's log-probs of 32 examples, once" in done.stdout
+    assert "dpo: warning: examples that are equal to earlier ones: 1 (`slurm-rlhf data` shows" in done.stdout
     return directory
 
 
