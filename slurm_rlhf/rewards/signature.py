@@ -29,6 +29,7 @@ ARGUMENTS: dict[str, Argument] = {
     "finish_reasons": lambda items, step: [item["finish_reason"] for item in items],
     "versions": lambda items, step: [item["version"] for item in items],
     "turns": lambda items, step: [item["turns"] for item in items],
+    "dialogues": lambda items, step: [copy.deepcopy(item["dialogue"]) for item in items],
     "step": lambda items, step: step,
 }
 """Name -> how it is made. All but `step` are lists with one entry per response, and copies: what a function changes in
@@ -39,7 +40,7 @@ BY_PLACE = ("queries", "prompts", "labels")
 
 
 def _completion(item: Item) -> Any:
-    return item["response"] if item["messages"] is None else [{"role": "assistant", "content": item["response"]}]
+    return item["response"] if item["messages"] is None else copy.deepcopy(item["dialogue"])
 
 
 OF_TRL: dict[str, Argument] = {
