@@ -5,8 +5,10 @@ This file loads neither numpy nor the schema, so that a worker starts quickly.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -119,8 +121,32 @@ class RewardFunction:
         return parse_answer(self.answer(items, step), len(trajectories), self.where, self.arguments.trl)
 
 
-def served(source: str, function: str, plugins: Sequence[str]) -> RewardFunction:
-    """Load the function in a worker: that of the file `source`, or one that a file of `plugins` registers."""
+def importable(name: str) -> dict[str, Any]:
+    """Say how workers import a function that the script itself has registered: its place, and where modules are.
+
+    Raises ConfigError for one that only the script's own process has.
+    """
+    function = _REGISTERED[name]
+    module, known = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", "")
+    if module == "__main__" or getattr(sys.modules.get(module), known, None) is not function:
+        raise ConfigError(
+            f"reward.workers: the reward function {name} is defined in the script or notebook itself, which workers "
+            "cannot import: put it into a module and import it from there, or set config.reward.workers = 0, and it "
+            "runs in this process"
+        )
+    return {"place": [module, known], "path": [str(Path(one).absolute()) for one in sys.path]}
+
+
+def served(
+    source: str, function: str, plugins: Sequence[str], place: Sequence[str] = (), path: Sequence[str] = ()
+) -> RewardFunction:
+    """Load the function in a worker: that of the file `source`, or one that a file of `plugins` registers.
+
+    `place`: the module and the name of one that a script has registered; `path`: where the script finds modules.
+    """
+    if place:
+        sys.path += [one for one in path if one not in sys.path]
+        register_reward(getattr(import_module(place[0]), place[1]), function, replace=True)
     for plugin in plugins if function else ():
         run_file(Path(plugin), "train.plugins", ConfigError)
     return RewardFunction.named(function) if function else RewardFunction.load(source)
