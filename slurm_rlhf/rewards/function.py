@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurm_rlhf.errors import ConfigError, RewardError, meant
 from slurm_rlhf.rewards.items import Item, items_of
-from slurm_rlhf.rewards.signature import Taken, taken
+from slurm_rlhf.rewards.signature import Taken, of_trl, taken
 from slurm_rlhf.user_files import file_of, line_of, note_origin, run_file, same_place, text_of
 
 if TYPE_CHECKING:
@@ -86,10 +86,14 @@ class RewardFunction:
         file = Path(source).absolute()
         if not file.is_file():
             raise ConfigError(f"{KEY}: no such file: {source or repr('')}: name a Python file with {FUNCTION}")
-        function = getattr(run_file(file, KEY, RewardError), FUNCTION, None)
+        module = run_file(file, KEY, RewardError)
+        rewards = of_trl(module)
+        name = FUNCTION if hasattr(module, FUNCTION) or len(rewards) != 1 else rewards[0]
+        function = getattr(module, name, None)
         if not callable(function):
-            raise RewardError(f"{file} does not define {FUNCTION}(queries, prompts, labels, **kwargs): add it")
-        return cls(function, file, taken(function, f"{_defined(file, function)}: {FUNCTION}"), FUNCTION, input_key)
+            several = f"; its rewards for TRL are {', '.join(rewards)}: name one of them so" if rewards else ": add it"
+            raise RewardError(f"{file} does not define {FUNCTION}(queries, prompts, labels, **kwargs){several}")
+        return cls(function, file, taken(function, f"{_defined(file, function)}: {name}"), name, input_key)
 
     @property
     def where(self) -> str:

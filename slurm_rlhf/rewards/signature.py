@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from slurm_rlhf.errors import RewardError
@@ -141,6 +141,13 @@ def taken(function: Callable[..., Any], where: str) -> Taken:
     if all_names:
         names += [name for name in ARGUMENTS if name not in names and name not in places]
     return Taken(places, tuple(names))
+
+
+def of_trl(module: ModuleType) -> list[str]:
+    """Name the public functions that a file itself defines as rewards for TRL."""
+    functions = [one for one in vars(module).values() if inspect.isfunction(one) and one.__module__ == module.__name__]
+    public = [one for one in functions if not one.__name__.startswith("_")]
+    return [one.__name__ for one in public if not inspect.signature(one).parameters.keys().isdisjoint(_MARKS)]
 
 
 def _places(placed: list[inspect.Parameter], open_places: bool) -> tuple[str, ...]:

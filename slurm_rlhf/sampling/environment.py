@@ -130,6 +130,16 @@ class Environments:
                         f"{self.file} needs (columns: {', '.join(prompt.row)}): add it, or give the parameter a default"
                     )
 
+    def try_out(self, prompt: Prompt, where: str) -> None:
+        """Begin an episode with a row, and give it up. Raises EpisodeError."""
+        episode = Turns(self, prompt, Sampling(max_new_tokens=self.config.rollout.max_new_tokens), 0)
+        try:
+            asyncio.run(episode.reset())
+        except (EpisodeError, ModelError) as error:
+            raise EpisodeError(f"{where}, row {prompt.index}: {error}") from error
+        finally:
+            episode.drop()
+
     def lines(self) -> Iterator[str]:
         """Describe each environment to the user."""
         for name, found in self.described.items():
@@ -186,18 +196,22 @@ class Turns(Episode):
         self._turns = 0
 
     async def start(self) -> Trajectory | None:
-        environments, row = self._environments, self._prompt.row
-        data = replaced(environments.config.data, input_key=self._prompt.input_key)
-        plain = [{"role": "user", "content": self._prompt.text}]
-        messages = prompt_messages(row, data) if data.input_key in row else plain
         try:
-            begun = await self._home.begin(self._started(row, messages))
-            await environments.encode(partial(self._begin, begun))
+            await self.reset()
         except Homeless:
             return await self._anew()
         except (EpisodeError, ModelError) as error:
             return self._lost(error)
         return None
+
+    async def reset(self) -> None:
+        """Have the environment begin, and make the prompt. Raises Homeless, EpisodeError or ModelError."""
+        environments, row = self._environments, self._prompt.row
+        data = replaced(environments.config.data, input_key=self._prompt.input_key)
+        plain = [{"role": "user", "content": self._prompt.text}]
+        messages = prompt_messages(row, data) if data.input_key in row else plain
+        begun = await self._home.begin(self._started(row, messages))
+        await environments.encode(partial(self._begin, begun))
 
     def _started(self, row: dict[str, Any], messages: Messages) -> Start:
         sampling, text, environments = self._sampling, self._prompt.text, self._environments

@@ -77,7 +77,9 @@ OPENRLHF = {
         "    return torch.tensor([len(q) - len(p) for q, p in zip(queries, prompts)], dtype=torch.bfloat16)\n"
     ),
 }
+TRL["any name"] = "def _own(completions): ...\n\ndef length_reward(completions):\n    return [1.0, 0.5]\n"
 EXPECTED = {
+    "any name": [1, 0.5],
     "length": [17, 2],
     "tokens": [3, 1],
     "column": [1, 0],
@@ -136,6 +138,14 @@ def test_a_function_knows_which_words_the_policy_wrote(tmp_path: Path, taken: st
     assert RewardFunction.load(str(tmp_path / "reward.py"))([prompt], [found]).rewards.tolist() == [0]
     exact = Preset("exact", "").answer(items_of([prompt], [found]), 1)["rewards"]
     assert exact == Preset("regex", "4").answer(items_of([prompt], [found]), 1)["rewards"] == [0]
+
+
+def test_where_a_file_has_several_rewards_of_trl_one_is_to_be_named(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def one(completions): ...\n\ndef two(completions): ...\n")
+    with pytest.raises(
+        RewardError, match=r"does not define reward_func\(.*; its rewards for TRL are one, two: name one"
+    ):
+        RewardFunction.load(str(tmp_path / "reward.py"))
 
 
 def test_a_function_of_the_environments_is_refused_with_what_to_use(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from training_runs import COMMAND, Run, metrics, saved, summary, timeless, train
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
-RECIPES = sorted({path.stem for path in (SBATCH / "recipes").glob("*.toml")} - {"code_grpo", "distill"})
-"""All but those with a reward or a teacher of their own."""
+RECIPES = sorted({path.stem for path in (SBATCH / "recipes").glob("*.toml")} - {"code_grpo", "distill", "tools_grpo"})
+"""All but those with a reward, a teacher or tools of their own: test_run_environments learns by the last."""
 ALIKE = {"grpo_lora"}
 """Recipes that are run elsewhere: test_run_lora has adapters."""
 SMALL = (
