@@ -82,17 +82,18 @@ SHEETS: dict[str, object] = {
     "data.apply_chat_template": True,
     "data.max_len": 24,
     "actor.model_name_or_path": "model",
+    "actor.learning_rate": 2e-4,
     "env.path": "sheet.py",
     "env.max_turns": 2,
     "env.workers": 1,
     "reward.remote_url": "",
     "reward.preset": "exact",
     "reward.workers": 1,
-    "rollout.batch_size": 16,
+    "rollout.batch_size": 32,
     "rollout.n_samples_per_prompt": 8,
     "rollout.max_new_tokens": 1,
-    "train.batch_size": 128,
-    "train.max_steps": 30,
+    "train.batch_size": 256,
+    "train.max_steps": 40,
     "eval.dataset": "",
     "logger.tensorboard": False,
 }
@@ -101,12 +102,12 @@ SHEETS: dict[str, object] = {
 
 def sheets(folder: Path) -> Path:
     """The quickstart's model, which may call `read`; additions, and the hundreds of their sums, each as often."""
-    with_tool(quickstart_model(folder), folder / "model", like="4")
+    with_tool(quickstart_model(folder), folder / "model", like="1")
     draw, rows = random.Random(1), list[dict[str, str]]()
     while len(rows) < 4000:
         one, other = draw.randrange(100, 900), draw.randrange(100, 900)
         if (hundreds := (one + other) // 100) == 2 + len(rows) % 8:
-            rows.append({"input": "+", "problem": f"{one}+{other}=", "label": str(hundreds)})
+            rows.append({"input": "5", "problem": f"{one}+{other}=", "label": str(hundreds)})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "sheet.py").write_text(SHEET)
     (folder / "run.toml").write_text(toml(SHEETS))
@@ -125,7 +126,7 @@ def test_the_quickstarts_model_learns_to_call_a_tool_and_to_use_what_it_says(tmp
     accuracy = [row["accuracy"] for row in rows]
     print([round(value, 3) for value in accuracy], [round(row["tools/calls"], 2) for row in rows])
     assert one_turn == 1 / 8
-    assert accuracy[0] < 2 * one_turn
+    assert accuracy[0] < one_turn  # it answers at once, mostly with a 1, and calls in a fifth of the episodes
     assert statistics.mean(accuracy[-8:]) > 3 * one_turn
     assert statistics.mean(row["tools/calls"] for row in rows[-8:]) > 0.5
     assert all(row["tools/raised"] == row["tools/unreadable"] == row["lost"] == 0 for row in rows)

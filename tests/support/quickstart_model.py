@@ -35,7 +35,7 @@ def quickstart_model(directory: Path) -> Path:
 
 
 def with_tool(model: Path, directory: Path, like: str) -> None:
-    """Write a copy that calls the tool by one token more, which it samples as often as `like` before it learns."""
+    """Write a copy that calls the tool by one token more, which it samples where it would `like`, but less often."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
@@ -43,6 +43,6 @@ def with_tool(model: Path, directory: Path, like: str) -> None:
     tokenizer.chat_template = TEMPLATE
     policy.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     rows = policy.get_input_embeddings().weight.data
-    rows[-1] = rows[tokenizer.convert_tokens_to_ids(like)]
+    rows[-1] = 0.9 * rows[tokenizer.convert_tokens_to_ids(like)]
     policy.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
