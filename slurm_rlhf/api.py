@@ -31,8 +31,8 @@ def train(
     Roles start as processes of their own on this machine, or on the nodes of the Slurm allocation of this process.
     `config` is not changed. config.run_dir must be set; a run goes on from its newest checkpoint there.
 
-    reward: a function that replaces reward.remote_url, with the same arguments. It is called in this process, so the
-    script or notebook may define it.
+    reward: a function that replaces reward.remote_url, with the same arguments, from a module that workers can import.
+    With config.reward.workers = 0 it is called in this process, so the script or notebook may define it.
     prompts: texts, or rows as in a JSONL file (dicts with data.input_key, and data.label_key for the reward), instead
     of data.prompt_dataset. They are written to the run directory.
     algorithm: the name of one, a record, or an advantage function (which then needs no critic). Advantages are computed
@@ -107,7 +107,6 @@ def _take_reward(config: Config, reward: Callable[..., Any]) -> None:
         raise ConfigError(f"reward takes a function, got {reward!r}: a file goes into config.reward.remote_url")
     register_reward(reward, replace=True)
     config.reward.function = getattr(reward, "__name__", type(reward).__name__)
-    config.reward.workers = 0
     config.reward.remote_url = config.reward.model_name_or_path = ""
 
 

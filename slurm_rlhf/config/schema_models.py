@@ -151,7 +151,7 @@ class Reward:
     `slurm-rlhf docs sandbox` says what each can do. none: unprotected."""
     workers: Annotated[int, NOT_NEGATIVE] = 2
     """Processes next to the conductor that run the reward function; 0: the conductor runs it itself, where it can hang,
-    crash or fill the memory of the run, and what a script passes to slurm_rlhf.train."""
+    crash or fill the memory of the run. What a script itself defines needs 0."""
     workers_num_nodes: Annotated[int, NOT_NEGATIVE] = 0
     """Nodes for workers alone: the last ones of the Slurm allocation, with reward.workers and env.workers processes on
     each, in a step `workers`, and no ranks. 0: workers run on the conductor's node."""

@@ -145,6 +145,12 @@ class ToolReader:
         return json.dumps(call.arguments) if self.as_text else call.arguments
 
 
+def written(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Make the message of a turn as rewards get it: all that the policy wrote, and the calls in it."""
+    made = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+    return {"role": "assistant", "content": text} | ({"tool_calls": made} if made else {})
+
+
 def answers(messages: Messages) -> Messages:
     """Number the messages of tools by the calls that they answer."""
     return [{**message, "tool_call_id": f"call{place:05d}"} for place, message in enumerate(messages)]

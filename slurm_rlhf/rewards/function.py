@@ -5,14 +5,16 @@ This file loads neither numpy nor the schema, so that a worker starts quickly.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurm_rlhf.errors import ConfigError, RewardError, meant
 from slurm_rlhf.rewards.items import Item, items_of
-from slurm_rlhf.rewards.signature import Taken, taken
+from slurm_rlhf.rewards.signature import Taken, of_trl, taken
 from slurm_rlhf.user_files import file_of, line_of, note_origin, run_file, same_place, text_of
 
 if TYPE_CHECKING:
@@ -84,10 +86,14 @@ class RewardFunction:
         file = Path(source).absolute()
         if not file.is_file():
             raise ConfigError(f"{KEY}: no such file: {source or repr('')}: name a Python file with {FUNCTION}")
-        function = getattr(run_file(file, KEY, RewardError), FUNCTION, None)
+        module = run_file(file, KEY, RewardError)
+        rewards = of_trl(module)
+        name = FUNCTION if hasattr(module, FUNCTION) or len(rewards) != 1 else rewards[0]
+        function = getattr(module, name, None)
         if not callable(function):
-            raise RewardError(f"{file} does not define {FUNCTION}(queries, prompts, labels, **kwargs): add it")
-        return cls(function, file, taken(function, f"{_defined(file, function)}: {FUNCTION}"), FUNCTION, input_key)
+            several = f"; its rewards for TRL are {', '.join(rewards)}: name one of them so" if rewards else ": add it"
+            raise RewardError(f"{file} does not define {FUNCTION}(queries, prompts, labels, **kwargs){several}")
+        return cls(function, file, taken(function, f"{_defined(file, function)}: {name}"), name, input_key)
 
     @property
     def where(self) -> str:
@@ -119,8 +125,32 @@ class RewardFunction:
         return parse_answer(self.answer(items, step), len(trajectories), self.where, self.arguments.trl)
 
 
-def served(source: str, function: str, plugins: Sequence[str]) -> RewardFunction:
-    """Load the function in a worker: that of the file `source`, or one that a file of `plugins` registers."""
+def importable(name: str) -> dict[str, Any]:
+    """Say how workers import a function that the script itself has registered: its place, and where modules are.
+
+    Raises ConfigError for one that only the script's own process has.
+    """
+    function = _REGISTERED[name]
+    module, known = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", "")
+    if module == "__main__" or getattr(sys.modules.get(module), known, None) is not function:
+        raise ConfigError(
+            f"reward.workers: the reward function {name} is defined in the script or notebook itself, which workers "
+            "cannot import: put it into a module and import it from there, or set config.reward.workers = 0, and it "
+            "runs in this process"
+        )
+    return {"place": [module, known], "path": [str(Path(one).absolute()) for one in sys.path]}
+
+
+def served(
+    source: str, function: str, plugins: Sequence[str], place: Sequence[str] = (), path: Sequence[str] = ()
+) -> RewardFunction:
+    """Load the function in a worker: that of the file `source`, or one that a file of `plugins` registers.
+
+    `place`: the module and the name of one that a script has registered; `path`: where the script finds modules.
+    """
+    if place:
+        sys.path += [one for one in path if one not in sys.path]
+        register_reward(getattr(import_module(place[0]), place[1]), function, replace=True)
     for plugin in plugins if function else ():
         run_file(Path(plugin), "train.plugins", ConfigError)
     return RewardFunction.named(function) if function else RewardFunction.load(source)

@@ -13,8 +13,9 @@ class Item(TypedDict):
     """Describes a response, with the prompt that it answers."""
 
     prompt: str  # as the model got it, template included
-    messages: list[dict[str, Any]] | None  # None: the prompt is a plain text
+    messages: list[dict[str, Any]] | None  # None: the prompt is a plain text, without an environment
     response: str
+    dialogue: list[dict[str, Any]]  # messages behind the prompt, those of the policy as `assistant`
     prompt_ids: list[int]
     response_ids: list[int]
     label: Any
@@ -29,8 +30,9 @@ def items_of(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], inpu
     return [
         Item(
             prompt=prompt.text,
-            messages=given if isinstance(given := prompt.row.get(input_key), list) else None,
+            messages=_messages(prompt, found, prompt.row.get(input_key)),
             response=found.text,
+            dialogue=found.dialogue or answered(found.text),
             prompt_ids=found.prompt_ids.tolist(),
             response_ids=found.response_ids.tolist(),
             label=prompt.label,
@@ -41,6 +43,22 @@ def items_of(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], inpu
         )
         for prompt, found in zip(prompts, trajectories, strict=True)
     ]
+
+
+def answered(text: str) -> list[dict[str, Any]]:
+    """Make the dialogue of one answer."""
+    return [{"role": "assistant", "content": text}]
+
+
+def last_turn(item: Item) -> str:
+    """Return what the policy wrote last; without an environment the response."""
+    return str(item["dialogue"][-1]["content"])
+
+
+def _messages(prompt: Prompt, found: Trajectory, given: Any) -> list[dict[str, Any]] | None:
+    if isinstance(given, list):
+        return given
+    return [{"role": "user", "content": prompt.text if given is None else str(given)}] if found.dialogue else None
 
 
 def by_prompt(prompts: Sequence[Prompt]) -> list[list[int]]:

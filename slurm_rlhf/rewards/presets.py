@@ -1,7 +1,8 @@
 """Rewards that need no code: reward.preset. They run in workers, as a user's function does.
 
-A reward is 1 or 0, but for `length`. To add one: a function of `PRESETS`, its name in `reward.preset`, and the library
-that it needs, if any, in `config.reward_sources.PRESET_LIBRARIES` and the extra `rewards`.
+A reward is 1 or 0, but for `length`. Of an episode the last turn is judged: what its environment said is no answer. To
+add one: a function of `PRESETS`, its name in `reward.preset`, and the library that it needs, if any, in
+`config.reward_sources.PRESET_LIBRARIES` and the extra `rewards`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.rewards.items import Item
+from slurm_rlhf.rewards.items import Item, last_turn
 from slurm_rlhf.rewards.reasoning_gym import task_score
 from slurm_rlhf.sandbox.box import chosen
 from slurm_rlhf.sandbox.code_tests import Test, read_tests, share_passed
@@ -23,8 +24,8 @@ Score = Callable[[Item], float | None]
 
 
 def _exact(value: str) -> Score:
-    """Compare the whole response with the label, but for space around them."""
-    return lambda item: float(item["response"].strip() == _label(item))
+    """Compare the whole turn with the label, but for space around them."""
+    return lambda item: float(last_turn(item).strip() == _label(item))
 
 
 def _regex(value: str) -> Score:
@@ -35,7 +36,7 @@ def _regex(value: str) -> Score:
         raise RewardError(f"reward.preset_value = {value!r} is no regular expression: {error}") from None
 
     def score(item: Item) -> float:
-        found = [*pattern.finditer(item["response"])]
+        found = [*pattern.finditer(last_turn(item))]
         if not found or not pattern.groups:
             return float(bool(found))
         return float((found[-1].group(1) or "").strip() == _label(item))
@@ -58,7 +59,7 @@ def _json_schema(value: str) -> Score:
 
     def score(item: Item) -> float:
         try:
-            return float(validator.is_valid(json.loads(item["response"])))
+            return float(validator.is_valid(json.loads(last_turn(item))))
         except (ValueError, RecursionError):  # nested too deeply to be read, or compared with the schema
             return 0.0
 
@@ -86,7 +87,7 @@ def _math(value: str) -> Score:
         if item["label"] is None:
             return None
         gold = read(_label(item)) or read(f"${_label(item)}$")
-        return float(math_verify.verify(gold, read(item["response"]), timeout_seconds=timeouts.MATH_S))
+        return float(math_verify.verify(gold, read(last_turn(item)), timeout_seconds=timeouts.MATH_S))
 
     return score
 
@@ -102,7 +103,7 @@ def code_score(sandbox: str) -> Score:
     OSError where the sandbox does not start.
     """
     kind = chosen(sandbox)
-    return lambda item: share_passed(item["response"], tests_of(item), kind)
+    return lambda item: share_passed(last_turn(item), tests_of(item), kind)
 
 
 def tests_of(item: Item) -> list[Test]:

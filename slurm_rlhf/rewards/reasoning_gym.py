@@ -19,7 +19,7 @@ from typing import Any
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.errors import ConfigError, RewardError, meant
-from slurm_rlhf.rewards.items import Item
+from slurm_rlhf.rewards.items import Item, last_turn
 from slurm_rlhf.wire import timeouts
 
 KEY = "data.reasoning_gym"
@@ -77,8 +77,8 @@ def task_score(item: Item) -> float:
         )
     from reasoning_gym.utils import extract_answer
 
-    answer = extract_answer(item["response"])
-    answer = item["response"].strip() if answer is None else answer
+    answer = extract_answer(last_turn(item))
+    answer = last_turn(item).strip() if answer is None else answer
     return float(_scorer(row[TASK])(answer, ast.literal_eval(row[ENTRY])))
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError, WorkerError
-from slurm_rlhf.rewards.items import Item
+from slurm_rlhf.rewards.items import Item, answered
 from slurm_rlhf.rewards.pooled import CalledRewards
 from slurm_rlhf.rewards.scored import KEYS, Rewards, parse_answer
 from slurm_rlhf.workers.http import UNANSWERED, Servers, WorkServer, token_of
@@ -101,7 +101,8 @@ def items_in(body: dict[str, Any]) -> list[Item]:
         Item(
             prompt=prompt,
             messages=None,
-            response=query.removeprefix(prompt),
+            response=(response := query.removeprefix(prompt)),
+            dialogue=answered(response),
             prompt_ids=[],
             response_ids=[],
             label=label,

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from slurm_rlhf.errors import RewardError
@@ -29,6 +29,7 @@ ARGUMENTS: dict[str, Argument] = {
     "finish_reasons": lambda items, step: [item["finish_reason"] for item in items],
     "versions": lambda items, step: [item["version"] for item in items],
     "turns": lambda items, step: [item["turns"] for item in items],
+    "dialogues": lambda items, step: [copy.deepcopy(item["dialogue"]) for item in items],
     "step": lambda items, step: step,
 }
 """Name -> how it is made. All but `step` are lists with one entry per response, and copies: what a function changes in
@@ -39,7 +40,7 @@ BY_PLACE = ("queries", "prompts", "labels")
 
 
 def _completion(item: Item) -> Any:
-    return item["response"] if item["messages"] is None else [{"role": "assistant", "content": item["response"]}]
+    return item["response"] if item["messages"] is None else copy.deepcopy(item["dialogue"])
 
 
 OF_TRL: dict[str, Argument] = {
@@ -140,6 +141,13 @@ def taken(function: Callable[..., Any], where: str) -> Taken:
     if all_names:
         names += [name for name in ARGUMENTS if name not in names and name not in places]
     return Taken(places, tuple(names))
+
+
+def of_trl(module: ModuleType) -> list[str]:
+    """Name the public functions that a file itself defines as rewards for TRL."""
+    functions = [one for one in vars(module).values() if inspect.isfunction(one) and one.__module__ == module.__name__]
+    public = [one for one in functions if not one.__name__.startswith("_")]
+    return [one.__name__ for one in public if not inspect.signature(one).parameters.keys().isdisjoint(_MARKS)]
 
 
 def _places(placed: list[inspect.Parameter], open_places: bool) -> tuple[str, ...]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.reward_sources import ENVIRONMENT, OTHER_SOURCE, settings_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import REWARD_SOURCES, RewardPart
-from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.function import RewardFunction, importable
 from slurm_rlhf.rewards.model import RewardSource, episode_rewards
 from slurm_rlhf.rewards.pooled import PooledRewards
 from slurm_rlhf.rewards.server import RemoteRewards
@@ -28,8 +29,7 @@ def reward_source(
     """Make the source that `reward` and `env` name, None for a reward model alone; `close_source` ends it.
 
     `printed`: the file for what functions print in workers; None: it is printed as usual. `note` tells the user of
-    servers that do not answer. `nodes`: where workers run; empty: here. A function that the script itself has
-    registered runs in this process: no other knows it.
+    servers that do not answer. `nodes`: where workers run; empty: here.
     Raises ConfigError, RewardError.
     """
     reward = config.reward
@@ -60,9 +60,10 @@ def _one_source(
         value = reward.sandbox if reward.preset == "code" else reward.preset_value
         code = Code("slurm_rlhf.rewards.presets", "Preset", {"name": reward.preset, "value": value})
         return PooledRewards(code, config, printed, nodes)
-    if not reward.workers or is_of_script(reward.function):
+    if not reward.workers:
         return RewardFunction.of(reward, config.data.input_key)
-    given = {"source": reward.remote_url, "function": reward.function, "plugins": config.train.plugins}
+    given: dict[str, Any] = {"source": reward.remote_url, "function": reward.function, "plugins": config.train.plugins}
+    given |= importable(reward.function) if is_of_script(reward.function) else {}
     return PooledRewards(Code("slurm_rlhf.rewards.function", "served", given), config, printed, nodes)
 
 

@@ -29,7 +29,7 @@ from slurm_rlhf.environments.executor import EXECUTOR
 from slurm_rlhf.environments.host import Homeless, Host
 from slurm_rlhf.environments.kinds import COLUMN
 from slurm_rlhf.environments.records import Answer, Begun, Messages, Start, ToolCall, Tools, Turn
-from slurm_rlhf.environments.tool_calls import tool_reader, without_end
+from slurm_rlhf.environments.tool_calls import tool_reader, without_end, written
 from slurm_rlhf.environments.turn_tokens import TurnTokens
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut, meant
 from slurm_rlhf.records import F32, I32, LENGTH, LOST, REPETITION, Bool, Prompt, Sampling, Trajectory, VersionSpan
@@ -130,6 +130,16 @@ class Environments:
                         f"{self.file} needs (columns: {', '.join(prompt.row)}): add it, or give the parameter a default"
                     )
 
+    def try_out(self, prompt: Prompt, where: str) -> None:
+        """Begin an episode with a row, and give it up. Raises EpisodeError."""
+        episode = Turns(self, prompt, Sampling(max_new_tokens=self.config.rollout.max_new_tokens), 0)
+        try:
+            asyncio.run(episode.reset())
+        except (EpisodeError, ModelError) as error:
+            raise EpisodeError(f"{where}, row {prompt.index}: {error}") from error
+        finally:
+            episode.drop()
+
     def lines(self) -> Iterator[str]:
         """Describe each environment to the user."""
         for name, found in self.described.items():
@@ -181,22 +191,27 @@ class Turns(Episode):
         self._sampled: list[bool] = []
         self._digests: list[tuple[int, int]] = []
         self._versions: list[VersionSpan] = []
+        self._dialogue: Messages = []
         self._sums = Answer(counts={})
         self._turns = 0
 
     async def start(self) -> Trajectory | None:
-        environments, row = self._environments, self._prompt.row
-        data = replaced(environments.config.data, input_key=self._prompt.input_key)
-        plain = [{"role": "user", "content": self._prompt.text}]
-        messages = prompt_messages(row, data) if data.input_key in row else plain
         try:
-            begun = await self._home.begin(self._started(row, messages))
-            await environments.encode(partial(self._begin, begun))
+            await self.reset()
         except Homeless:
             return await self._anew()
         except (EpisodeError, ModelError) as error:
             return self._lost(error)
         return None
+
+    async def reset(self) -> None:
+        """Have the environment begin, and make the prompt. Raises Homeless, EpisodeError or ModelError."""
+        environments, row = self._environments, self._prompt.row
+        data = replaced(environments.config.data, input_key=self._prompt.input_key)
+        plain = [{"role": "user", "content": self._prompt.text}]
+        messages = prompt_messages(row, data) if data.input_key in row else plain
+        begun = await self._home.begin(self._started(row, messages))
+        await environments.encode(partial(self._begin, begun))
 
     def _started(self, row: dict[str, Any], messages: Messages) -> Start:
         sampling, text, environments = self._sampling, self._prompt.text, self._environments
@@ -213,6 +228,7 @@ class Turns(Episode):
         if self._tokens.reader is not None:
             text = environments.tokenizer.decode(found.response_ids.tolist(), skip_special_tokens=False)
             calls = self._tokens.reader.read(without_end(text, environments.tokenizer), self._tools.schemas)
+        self._dialogue.append(written(found.text, calls))
         try:
             answer = await self._home.turn(Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason))
             self._add(answer)
@@ -272,6 +288,8 @@ class Turns(Episode):
             ids = self._tokens.behind(before, answer.messages or [], calls, self._tools.schemas)
         if len(before) + len(ids) >= self._environments.config.data.max_len:
             return False
+        text = answer.text if answer.ids is None else self._environments.tokenizer.decode(ids)
+        self._dialogue += answer.messages or ([{"role": "user", "content": text}] if text else [])
         self._ids += ids
         self._logprobs += [0.0] * len(ids)
         self._sampled += [False] * len(ids)
@@ -333,4 +351,5 @@ class Turns(Episode):
             counts=self._sums.counts,
             digests=[] if reason == LOST else self._digests,
             turns=self._turns,
+            dialogue=self._dialogue,
         )

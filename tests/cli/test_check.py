@@ -163,3 +163,24 @@ def test_rewards_that_fail_are_told_whatever_they_get(file: Path, capsys: pytest
     assert (code, err) == (0, "")
     assert "warning: step 0: the rewards of 2 of 4 responses failed (2 raised), the first: raised: " in out
     assert "reward.py:2: reward_func raised ZeroDivisionError" in out
+
+
+def test_an_environment_that_cannot_begin_is_told_with_row_and_line(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = """class Environment:
+    def reset(self, row):
+        return {"a": "?"}[row["input"]]
+    def step(self, messages):
+        return None, 1.0, True
+"""
+    Path("game.py").write_text(code)
+    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
+    words = ("base.toml", "run.toml", "--env.path=game.py")
+    status, _, err = checked(capsys, *words)
+    assert status == 2
+    assert err.startswith("slurm-rlhf: error: data.prompt_dataset, row 0: ")
+    assert f"{Path('game.py').absolute()}:3: Environment.reset raised KeyError: " in err
+    assert "Traceback" not in err
+    Path("game.py").write_text(code.replace('[row["input"]]', '.get("b")'))
+    assert checked(capsys, *words)[0] == 0

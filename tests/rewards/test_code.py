@@ -8,7 +8,7 @@ import pytest
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.errors import ConfigError, RewardError
-from slurm_rlhf.rewards.items import Item
+from slurm_rlhf.rewards.items import Item, answered
 from slurm_rlhf.rewards.presets import Preset
 from slurm_rlhf.rewards.reasoning_gym import task_rows
 from slurm_rlhf.sandbox import box
@@ -21,6 +21,7 @@ def item(response: str, row: dict[str, Any], label: Any = None) -> Item:
         prompt="p",
         messages=None,
         response=response,
+        dialogue=answered(response),
         prompt_ids=[1],
         response_ids=[1],
         label=label,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import pytest
 from waiting import HANG_S, scaled
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RewardError
+from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.rewards import function
+from slurm_rlhf.rewards.function import register_reward
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.rewards.sources import close_source, reward_source
@@ -173,3 +177,30 @@ def assert_scored(run: Run, count: int) -> None:
     expected = ["late", "ended"] * (count // 100) + [""] * (count - len(bad))
     assert [why.partition(":")[0] for why in found.failed.tolist()] == expected
     assert found.rewards.tolist() == [-1.0] * len(bad) + [float(len(text)) for text in responses[len(bad) :]]
+
+
+def test_a_function_of_a_script_runs_in_workers_or_by_name_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers import it from its module; one of the script itself they have not, and the error says what to write."""
+    monkeypatch.setattr(function, "_REGISTERED", {})
+    (tmp_path / "my_rewards.py").write_text(
+        "import os\n\ndef pid(responses):\n    return [float(os.getpid())] * len(responses)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config, (prompts, found) = Config(), sampled(["a", "b"], 2)
+    config.reward.function, config.reward.workers = "pid", 1
+    register_reward(importlib.import_module("my_rewards").pid)
+    source = reward_source(config)
+    try:
+        assert source is not None
+        assert source(prompts, found).rewards[0] not in (0, np.float32(os.getpid()))
+    finally:
+        close_source(source)
+    register_reward(lambda responses: [float(os.getpid())] * len(responses), "pid", replace=True)
+    with pytest.raises(ConfigError, match=r"pid is defined in the script .* or set config\.reward\.workers = 0"):
+        reward_source(config)
+    config.reward.workers = 0
+    here = reward_source(config)
+    assert here is not None
+    assert here(prompts, found).rewards.tolist() == [np.float32(os.getpid())] * 2

@@ -12,7 +12,7 @@ import pytest
 from slurm_rlhf.config.reward_sources import preset
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.rewards.items import Item
+from slurm_rlhf.rewards.items import Item, answered
 from slurm_rlhf.rewards.presets import Preset
 from slurm_rlhf.wire.timeouts import MATH_S
 
@@ -22,6 +22,7 @@ def item(response: str, label: Any = "4", tokens: int = 1) -> Item:
         prompt="2+2=",
         messages=None,
         response=response,
+        dialogue=answered(response),
         prompt_ids=[],
         response_ids=[0] * tokens,
         label=label,

@@ -14,6 +14,8 @@ from slurm_rlhf.environments.records import Answer, Begun, Start, ToolCall, Turn
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.items import items_of
+from slurm_rlhf.rewards.presets import Preset
 
 ROWS: list[dict[str, Any]] = [
     {"input": "2+2=", "label": "4", "ground_truth": "4", "task": "sums"},
@@ -75,7 +77,9 @@ OPENRLHF = {
         "    return torch.tensor([len(q) - len(p) for q, p in zip(queries, prompts)], dtype=torch.bfloat16)\n"
     ),
 }
+TRL["any name"] = "def _own(completions): ...\n\ndef length_reward(completions):\n    return [1.0, 0.5]\n"
 EXPECTED = {
+    "any name": [1, 0.5],
     "length": [17, 2],
     "tokens": [3, 1],
     "column": [1, 0],
@@ -105,6 +109,43 @@ def test_reward_functions(tmp_path: Path, name: str) -> None:
     skipped = [False] * 2 if answer.skipped is None else answer.skipped.tolist()
     values = [None if out else value for out, value in zip(skipped, answer.rewards.tolist(), strict=True)]
     assert values == EXPECTED[name]
+
+
+EPISODE = [
+    {
+        "role": "assistant",
+        "content": "<call>",
+        "tool_calls": [{"function": {"name": "ask", "arguments": {"q": "2+2"}}}],
+    },
+    {"role": "tool", "name": "ask", "content": "4"},
+    {"role": "assistant", "content": "3"},
+]
+CALLED = """
+def reward_func({taken}, **kwargs):
+    asked = [call["function"]["arguments"]["q"] for turn in {taken}[0] for call in turn.get("tool_calls") or ()]
+    assert asked == ["2+2"] and [turn["role"] for turn in {taken}[0]] == ["assistant", "tool", "assistant"]
+    return [float({taken}[0][-1]["content"] == kwargs["{label}"][0])]
+"""
+"""As TRL's grpo_agent.py reads the turns: a tool that gave the right answer is not the policy's answer."""
+
+
+@pytest.mark.parametrize(("taken", "label"), [("completions", "label"), ("dialogues", "labels")])
+def test_a_function_knows_which_words_the_policy_wrote(tmp_path: Path, taken: str, label: str) -> None:
+    (tmp_path / "reward.py").write_text(CALLED.format(taken=taken, label=label))
+    ids, floats, mask = np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, np.bool_)
+    prompt = Prompt(0, "2+2=", ids, "4", ROWS[0])
+    found = Trajectory(0, 0, ids, ids, floats, mask, "stop", "<call>43", [], turns=2, dialogue=EPISODE)
+    assert RewardFunction.load(str(tmp_path / "reward.py"))([prompt], [found]).rewards.tolist() == [0]
+    exact = Preset("exact", "").answer(items_of([prompt], [found]), 1)["rewards"]
+    assert exact == Preset("regex", "4").answer(items_of([prompt], [found]), 1)["rewards"] == [0]
+
+
+def test_where_a_file_has_several_rewards_of_trl_one_is_to_be_named(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def one(completions): ...\n\ndef two(completions): ...\n")
+    with pytest.raises(
+        RewardError, match=r"does not define reward_func\(.*; its rewards for TRL are one, two: name one"
+    ):
+        RewardFunction.load(str(tmp_path / "reward.py"))
 
 
 def test_a_function_of_the_environments_is_refused_with_what_to_use(tmp_path: Path) -> None:

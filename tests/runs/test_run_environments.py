@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from env_server import EnvServer
 from generation_runs import COMMAND, generation_workspace, lines_of
+from quickstart_model import quickstart_model, with_tool
+from sums_task import toml
 from tiny_models import make_reward
+from training_runs import COMMAND as TRAIN
 from training_runs import Run, metrics, started, timeless, train, workspace
 from waiting import HANG_S, until
 
@@ -22,7 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 TURNS = (
     *("--reward.remote_url=", "--rollout.max_new_tokens=4"),
     *("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0", "--train.max_epochs=1"),
-    *("--rollout.batch_size=16", "--train.batch_size=64", "--train.max_steps=48", "--eval.dataset="),
+    *("--rollout.batch_size=16", "--train.batch_size=64", "--train.max_steps=8", "--eval.dataset="),
 )
 LOOK = '''
 class Environment:
@@ -57,11 +62,81 @@ name = "model"
 weight = 0.0
 model = true
 """
+SBATCH = Path(__file__).parents[2] / "sbatch"
 STATUS = [sys.executable, "-m", "slurm_rlhf.cli", "status"]
 
 
+SHEET = """
+class Environment:
+    '''Has the problem on a sheet of paper, which the policy sees by the tool alone.'''
+
+    def reset(self, problem: str, **columns) -> None:
+        self.problem = problem
+
+    def read(self) -> str:
+        '''Reads the problem.'''
+        return self.problem
+"""
+SHEETS: dict[str, object] = {
+    "data.prompt_dataset": "rows.jsonl",
+    "data.apply_chat_template": True,
+    "data.max_len": 24,
+    "actor.model_name_or_path": "model",
+    "actor.learning_rate": 2e-4,
+    "env.path": "sheet.py",
+    "env.max_turns": 2,
+    "env.workers": 1,
+    "reward.remote_url": "",
+    "reward.preset": "exact",
+    "reward.workers": 1,
+    "rollout.batch_size": 32,
+    "rollout.n_samples_per_prompt": 8,
+    "rollout.max_new_tokens": 1,
+    "train.batch_size": 256,
+    "train.max_steps": 28,
+    "eval.dataset": "",
+    "logger.tensorboard": False,
+}
+"""What is the user's, and sizes; all else is sbatch/recipes/tools_grpo.toml and sbatch/quickstart.toml."""
+
+
+def sheets(folder: Path) -> Path:
+    """The quickstart's model, which may call `read`; additions, and the hundreds of their sums, each as often."""
+    with_tool(quickstart_model(folder), folder / "model", like="1")
+    draw, rows = random.Random(1), list[dict[str, str]]()
+    while len(rows) < 4000:
+        one, other = draw.randrange(100, 900), draw.randrange(100, 900)
+        if (hundreds := (one + other) // 100) == 2 + len(rows) % 8:
+            rows.append({"input": "5", "problem": f"{one}+{other}=", "label": str(hundreds)})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "sheet.py").write_text(SHEET)
+    (folder / "run.toml").write_text(toml(SHEETS))
+    return folder / "run.toml"
+
+
+@pytest.mark.parametrize("seed", [7, *(pytest.param(seed, marks=pytest.mark.full) for seed in (8, 9))])
+def test_the_quickstarts_model_learns_to_call_a_tool_and_to_use_what_it_says(tmp_path: Path, seed: int) -> None:
+    """One turn cannot know more than the prompt, which is the same in all rows: at best it says the commonest label."""
+    config, files = sheets(tmp_path), [str(SBATCH / name) for name in ("recipes/tools_grpo.toml", "quickstart.toml")]
+    code, output = train(config, tmp_path / "run", f"--train.seed={seed}", command=[*TRAIN, *files], warm=True)
+    assert code == 0, output
+    labels = Counter(json.loads(line)["label"] for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+    one_turn = max(labels.values()) / labels.total()
+    rows = metrics(tmp_path / "run")
+    accuracy = [row["accuracy"] for row in rows]
+    print([round(value, 3) for value in accuracy], [round(row["tools/calls"], 2) for row in rows])
+    assert one_turn == 1 / 8
+    # At first it calls in three of ten episodes, and adds badly behind a call. Four seeds end above 0.58 in 40 steps.
+    assert accuracy[0] < 1.5 * one_turn
+    assert statistics.mean(accuracy[-8:]) > 2.5 * one_turn
+    assert all(row["tools/raised"] == row["tools/unreadable"] == row["lost"] == 0 for row in rows)
+    assert "calls of tools" in _status(tmp_path / "run")
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "tools/calls" in report
+
+
 @dataclass(frozen=True)
-class Learned:
+class Played:
     config: Path
     words: tuple[str, ...]
     run_dir: Path
@@ -69,71 +144,77 @@ class Learned:
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> Learned:
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     """A run with an environment, and beside it a reward model whose scores are logged and have no weight."""
-    folder = tmp_path_factory.mktemp("learned")
+    folder = tmp_path_factory.mktemp("played")
     config, game = workspace(folder), folder / "game.py"
     config.write_text(config.read_text() + OTHER_SOURCE)
     game.write_text(LOOK)
     words = (*TURNS, f"--reward.model_name_or_path={make_reward(folder / 'scores')}", "--ckpt.save_steps=0")
     code, output = train(config, folder / "run", *words, f"--env.path={game}", warm=True)
     assert code == 0, output
-    return Learned(config, words, folder / "run", game)
+    return Played(config, words, folder / "run", game)
 
 
-def test_two_turns_learn_what_one_cannot(learned: Learned) -> None:
-    """The digit that counts is known after the first turn only: without a look at it, 0.5 is the most."""
-    rows = metrics(learned.run_dir)
+def test_each_turn_is_trained_on_and_counted(played: Played) -> None:
+    rows = metrics(played.run_dir)
     rewards = [row["reward"] for row in rows]
-    print([round(reward, 3) for reward in rewards])
-    # Five seeds end between 0.99 and 1, two of them with the instructions of AVX2 alone; without learning, at 0.
-    assert statistics.mean(rewards[-8:]) > 0.85
     assert all(row["turns"] == 2.0 for row in rows)
     assert all(row["lost"] == row["tools/calls"] == 0 for row in rows)
     assert all(row["rollout_logprob_diff_max"] < 1e-5 for row in rows)
     assert all(row["response_length"] <= 8 for row in rows)  # without the six tokens of the environment
-    samples = [json.loads(line) for line in (learned.run_dir / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (played.run_dir / "samples.jsonl").read_text().splitlines()]
     assert {sample["observed"][1] - sample["observed"][0] for sample in samples} == {6}
     assert [row["reward/environment"] for row in rows] == rewards
-    assert len({row["reward/model"] for row in rows} - {0.0}) > 10
+    assert len({row["reward/model"] for row in rows} - {0.0}) == 8
 
 
-def test_resumed_and_paused_in_the_middle_it_writes_the_same_metrics(learned: Learned, tmp_path: Path) -> None:
+def test_resumed_and_paused_in_the_middle_it_writes_the_same_metrics(played: Played, tmp_path: Path) -> None:
     """Stopped after two steps; then it plays on a server, which dies, and comes back when `status` shows the pause."""
-    words = (*learned.words, "--train.max_steps=6")
-    with started(learned.config, tmp_path / "run", *words, f"--env.path={learned.game}", warm=True) as run:
+    words = (*played.words, "--train.max_steps=6")
+    with started(played.config, tmp_path / "run", *words, f"--env.path={played.game}", warm=True) as run:
         run.wait_for_step(2)
         run.process.terminate()
         assert run.wait()[0] == 143
-    server = EnvServer(learned.game)
+    server = EnvServer(played.game)
     try:
-        with started(learned.config, tmp_path / "run", *words, f"--env.path={server.url}", warm=True) as run:
+        with started(played.config, tmp_path / "run", *words, f"--env.path={server.url}", warm=True) as run:
             run.wait_for_log("resuming from")
             server.kill()
-            shown = until(lambda: re.search("^ *paused .*", _status(run), re.M), "the pause in `status`", 0.2)
+            shown = until(lambda: re.search("^ *paused .*", _going_on(run), re.M), "the pause in `status`", 0.2)
             server.start()
             code, output = run.wait()
     finally:
         server.kill()
     assert code == 0, output
     assert f"the run waits for a server: {server.url}: ConnectError" in shown[0]
-    assert timeless(metrics(tmp_path / "run")) == timeless(metrics(learned.run_dir)[:6])
+    assert timeless(metrics(tmp_path / "run")) == timeless(metrics(played.run_dir)[:6])
 
 
-def _status(run: Run) -> str:
+def _going_on(run: Run) -> str:
     assert run.process.poll() is None, run.wait()
-    command = [*STATUS, str(run.run_dir)]
+    return _status(run.run_dir)
+
+
+def _status(run_dir: Path) -> str:
+    command = [*STATUS, str(run_dir)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S).stdout
 
 
-@pytest.mark.full  # test_run_training has the command, and generate below the environments
-def test_eval_plays_the_environment(learned: Learned, tmp_path: Path) -> None:
+@pytest.mark.full  # a tool is learned above; test_run_training has the command, and generate below the environments
+def test_two_turns_learn_what_one_cannot_and_eval_plays_them(played: Played, tmp_path: Path) -> None:
+    """The digit that counts is known after the first turn only: without a look at it, 0.5 is the most."""
+    words = (*played.words, f"--env.path={played.game}", "--train.max_steps=48")
+    code, output = train(played.config, tmp_path / "run", *words, warm=True)
+    assert code == 0, output
+    # Five seeds end between 0.99 and 1, two of them with the instructions of AVX2 alone; without learning, at 0.
+    assert statistics.mean(row["reward"] for row in metrics(tmp_path / "run")[-8:]) > 0.85
     config = tmp_path / "eval.toml"
-    config.write_text(learned.config.read_text().replace(OTHER_SOURCE, ""))
+    config.write_text(played.config.read_text().replace(OTHER_SOURCE, ""))
     for name in ("eval.jsonl", "prompts.jsonl", "model"):
-        (tmp_path / name).symlink_to(learned.config.parent / name)
-    words = ("--reward.remote_url=", "--rollout.max_new_tokens=4", f"--env.path={learned.game}")
-    words += (f"--model={learned.run_dir}", f"--output={tmp_path / 'out'}", "--eval.temperature=0")
+        (tmp_path / name).symlink_to(played.config.parent / name)
+    words = ("--reward.remote_url=", "--rollout.max_new_tokens=4", f"--env.path={played.game}")
+    words += (f"--model={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--eval.temperature=0")
     code, output = train(config, tmp_path / "out", *words, command=[*COMMAND[:-1], "eval"], warm=True)
     assert code == 0, output
     lines = [json.loads(line) for line in (tmp_path / "out" / "eval.jsonl").read_text().splitlines()]
@@ -150,7 +231,7 @@ GUESSES = (
 )
 
 
-@pytest.mark.full  # two turns learn above
+@pytest.mark.full  # a tool is learned above
 @pytest.mark.parametrize("seed", [7, 8, 9])
 def test_a_guessing_game_is_won_more_often_than_one_guess_can(tmp_path: Path, seed: int) -> None:
     """One guess is right in a third of the games; of three, with answers in between, one always can be."""

@@ -17,8 +17,8 @@ from training_runs import COMMAND, Run, metrics, saved, summary, timeless, train
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
-RECIPES = sorted({path.stem for path in (SBATCH / "recipes").glob("*.toml")} - {"code_grpo", "distill"})
-"""All but those with a reward or a teacher of their own."""
+RECIPES = sorted({path.stem for path in (SBATCH / "recipes").glob("*.toml")} - {"code_grpo", "distill", "tools_grpo"})
+"""All but those with a reward, a teacher or tools of their own: test_run_environments learns by the last."""
 ALIKE = {"grpo_lora"}
 """Recipes that are run elsewhere: test_run_lora has adapters."""
 SMALL = (
@@ -60,6 +60,23 @@ def test_it_trains(name: str, config: Path, tmp_path: Path) -> None:
     assert all(phase["measured"] > 0 for phase in summary["phases"].values())
     assert summary["phases"]["update"]["predicted"] > 0
     assert "seconds of a step, predicted/measured: " in output
+
+
+@pytest.mark.full  # the preset and the sandbox have tests of their own
+def test_code_is_scored_in_the_sandbox(config: Path, tmp_path: Path) -> None:
+    """One or two characters of a model that has learned nothing are a program now and then: some of them pass."""
+    rows = [{"input": f"{n}+{n}=", "tests": [{"input": "", "output": ""}]} for n in range(64)]
+    (tmp_path / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [str(SBATCH / "recipes" / "code_grpo.toml"), str(SBATCH / "quickstart.toml")]
+    words = (f"--data.prompt_dataset={tmp_path / 'code.jsonl'}", "--reward.remote_url=", "--reward.workers=2")
+    words += (*SMALL, "--rollout.max_new_tokens=2", "--rollout.batch_size=32", "--train.batch_size=128")
+    code, output = train(config, tmp_path / "run", *words, command=[*COMMAND, *files], warm=True)
+    assert code == 0, output
+    found = metrics(tmp_path / "run")
+    print([row["accuracy"] for row in found])
+    assert all(row["reward"] == row["accuracy"] < 1 and row.get("reward/failed", 0) == 0 for row in found)
+    assert found[0]["accuracy"] > 0 < found[0]["actor_grad_norm"]
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 # --- run components ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.environments.records import ARGUMENTS, CALLS, ToolCall
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, RewardError
 from slurm_rlhf.records import LENGTH, LOST, REPETITION, STOP, Prompt, Sampling, Trajectory, VersionSpan, digest
+from slurm_rlhf.rewards.items import items_of
 from slurm_rlhf.sampling.environment import Environments, Episode
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}={{ m.content }}*{% endfor %}{% if add_generation_prompt %}a={% endif %}"
@@ -133,6 +134,11 @@ def test_turns_become_one_trajectory(tmp_path: Path, plain: Tokenizer) -> None:
     assert whole.versions == [VersionSpan(0, 5, 3), VersionSpan(5, 6, 4)]
     assert (whole.reward, whole.turns, whole.finish_reason) == (1.25, 2, STOP)
     assert (whole.prompt, whole.sample, whole.engine, whole.key) == (7, 1, 2, "k")
+    (item,) = items_of([Prompt(7, "2+2=", whole.prompt_ids, None, {"input": "2+2=", **row}, "input")], [whole])
+    assert item["messages"] == [{"role": "user", "content": "2+2="}]
+    assert [(one["role"], one["content"]) for one in item["dialogue"]] == [
+        *(("assistant", "35"), ("user", "no="), ("assistant", "4"))
+    ]
     assert "seen" not in row, "the class gets a copy of the row"
 
 
@@ -298,6 +304,12 @@ def test_tools_are_called_and_answer(tmp_path: Path, name: str) -> None:
     assert (whole.reward, whole.turns, whole.counts) == (1.0, 4, {CALLS: 3, ARGUMENTS: 1})
     observed = tokenizer.decode(whole.response_ids[~whole.action_mask].tolist())
     assert [word in observed for word in ("higher", "unknown field `counts`", "right")] == [True] * 3
+    # As TRL's trainer hands them to a reward, but that `content` keeps the text of a call.
+    assert [one["role"] for one in whole.dialogue] == ["assistant", "tool"] * 3 + ["assistant"]
+    assert whole.dialogue[0]["tool_calls"] == [
+        {"type": "function", "function": {"name": "guess", "arguments": {"count": 3}}}
+    ]
+    assert whole.dialogue[1] == {"role": "tool", "name": "guess", "content": "higher"}
     assert whole.response_ids[whole.action_mask].tolist() == [i for one in texts for i in one.response_ids.tolist()]
 
 
