@@ -14,6 +14,7 @@ from waiting import HANG_S
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.rewards import reasoning_gym
+from slurm_rlhf.rewards.items import answered
 from slurm_rlhf.rewards.reasoning_gym import TASK, task_rows, task_score
 
 pytestmark = pytest.mark.slow
@@ -27,7 +28,7 @@ def rows() -> list[dict[str, str]]:
 
 
 def score(row: dict[str, str], response: str) -> float:
-    return task_score(cast("Any", {"row": row, "response": response}))
+    return task_score(cast("Any", {"row": row, "dialogue": answered(response)}))
 
 
 def test_tasks_take_turns_and_their_own_answers_score(rows: list[dict[str, str]]) -> None:
