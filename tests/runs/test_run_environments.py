@@ -130,9 +130,9 @@ def test_the_quickstarts_model_learns_to_call_a_tool_and_to_use_what_it_says(tmp
     assert accuracy[0] < 1.5 * one_turn
     assert statistics.mean(accuracy[-8:]) > 2.5 * one_turn
     assert all(row["tools/raised"] == row["tools/unreadable"] == row["lost"] == 0 for row in rows)
-    assert "calls of tools" in _status(tmp_path / "run")
-    report = (tmp_path / "run" / "report.html").read_text()
-    assert "tools/calls" in report
+    assert f"{rows[-1]['tools/calls']:.3g} calls of tools" in _status(tmp_path / "run", "--watch")
+    data = (tmp_path / "run" / "report.html").read_text().partition('id="data">')[2].partition("</script>")[0]
+    assert min(json.loads(data)["runs"][0]["curves"]["values"]["tools/calls"]) > 0
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ def _going_on(run: Run) -> str:
     return _status(run.run_dir)
 
 
-def _status(run_dir: Path) -> str:
-    command = [*STATUS, str(run_dir)]
+def _status(run_dir: Path, *words: str) -> str:
+    command = [*STATUS, str(run_dir), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S).stdout
 
 
