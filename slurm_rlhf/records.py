@@ -86,7 +86,7 @@ class Trajectory(Record):
     key: str = ""  # name of the request that it answers
     reward: float = 0.0  # by the environment, summed over the turns
     turns: int = 1
-    dialogue: list[dict[str, Any]] = []  # with an environment: messages behind the prompt, the policy's as `assistant`
+    dialogue: str = ""  # with an environment, JSON: messages behind the prompt, the policy's as `assistant`
     score: float | None = None  # by the environment, by the task's own measure
     logs: dict[str, float] = {}  # by the environment, to be averaged and logged
     counts: dict[str, int] = {}  # calls of tools, and errors of tools by kind

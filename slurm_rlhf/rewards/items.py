@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -32,7 +33,7 @@ def items_of(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], inpu
             prompt=prompt.text,
             messages=_messages(prompt, found, prompt.row.get(input_key)),
             response=found.text,
-            dialogue=found.dialogue or answered(found.text),
+            dialogue=json.loads(found.dialogue) if found.dialogue else answered(found.text),
             prompt_ids=found.prompt_ids.tolist(),
             response_ids=found.response_ids.tolist(),
             label=prompt.label,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import time
 from collections import Counter
@@ -351,5 +352,5 @@ class Turns(Episode):
             counts=self._sums.counts,
             digests=[] if reason == LOST else self._digests,
             turns=self._turns,
-            dialogue=self._dialogue,
+            dialogue=json.dumps(self._dialogue),
         )

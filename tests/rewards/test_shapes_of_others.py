@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_a_function_knows_which_words_the_policy_wrote(tmp_path: Path, taken: st
     (tmp_path / "reward.py").write_text(CALLED.format(taken=taken, label=label))
     ids, floats, mask = np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, np.bool_)
     prompt = Prompt(0, "2+2=", ids, "4", ROWS[0])
-    found = Trajectory(0, 0, ids, ids, floats, mask, "stop", "<call>43", [], turns=2, dialogue=EPISODE)
+    found = Trajectory(0, 0, ids, ids, floats, mask, "stop", "<call>43", [], turns=2, dialogue=json.dumps(EPISODE))
     assert RewardFunction.load(str(tmp_path / "reward.py"))([prompt], [found]).rewards.tolist() == [0]
     exact = Preset("exact", "").answer(items_of([prompt], [found]), 1)["rewards"]
     assert exact == Preset("regex", "4").answer(items_of([prompt], [found]), 1)["rewards"] == [0]

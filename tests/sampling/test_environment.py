@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -305,11 +306,10 @@ def test_tools_are_called_and_answer(tmp_path: Path, name: str) -> None:
     observed = tokenizer.decode(whole.response_ids[~whole.action_mask].tolist())
     assert [word in observed for word in ("higher", "unknown field `counts`", "right")] == [True] * 3
     # As TRL's trainer hands them to a reward, but that `content` keeps the text of a call.
-    assert [one["role"] for one in whole.dialogue] == ["assistant", "tool"] * 3 + ["assistant"]
-    assert whole.dialogue[0]["tool_calls"] == [
-        {"type": "function", "function": {"name": "guess", "arguments": {"count": 3}}}
-    ]
-    assert whole.dialogue[1] == {"role": "tool", "name": "guess", "content": "higher"}
+    dialogue = json.loads(whole.dialogue)
+    assert [one["role"] for one in dialogue] == ["assistant", "tool"] * 3 + ["assistant"]
+    assert dialogue[0]["tool_calls"] == [{"type": "function", "function": {"name": "guess", "arguments": {"count": 3}}}]
+    assert dialogue[1] == {"role": "tool", "name": "guess", "content": "higher"}
     assert whole.response_ids[whole.action_mask].tolist() == [i for one in texts for i in one.response_ids.tolist()]
 
 
