@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ from slurm_rlhf.errors import CheckpointError, printable
 from slurm_rlhf.observe.run_log import truncate_after
 from slurm_rlhf.observe.run_status import append_metrics, write_summary
 from slurm_rlhf.observe.trackers import Trackers
+from slurm_rlhf.report.page import write_page
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.trainer.distributed import World, barrier
 
@@ -100,6 +102,8 @@ class StageRecord:
                 self._paths.summary,
                 {"status": status, "steps": step, "total_steps": self._steps, "world": world, "seed": seed},
             )
+            with suppress(OSError):  # the model counts, and `slurm-rlhf report` writes the page again
+                write_page(self._paths.report, [self._paths])
 
     def say(self, text: str) -> None:
         """Print a line, and append it to the log. Rank 0 only; elsewhere nothing happens."""

@@ -13,6 +13,8 @@ from browser import Page, open_page
 from recorded_run import SPITE, write_run
 
 from slurm_rlhf.cli.main import main
+from slurm_rlhf.observe.run_status import append_metrics
+from slurm_rlhf.report.page import write_page
 from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.slow]
@@ -111,6 +113,23 @@ def test_failed_prompts_of_an_evaluation_are_shown(browser: Page, runs: list[Run
     assert cells[3].startswith("0.6667 [")
     failures = browser.value("[...document.querySelectorAll('#evaluation pre.response')].map(p => p.textContent)")
     assert failures == [SPITE] * 8
+    assert browser.complaints == []
+
+
+def test_a_stage_shows_its_losses_and_nothing_of_engines(browser: Page, tmp_path: Path) -> None:
+    stage = RunDirectory(tmp_path / "out.run")
+    stage.root.mkdir()
+    for step in range(1, 5):
+        measured = {"eval/accuracy": 0.9} if step == 4 else {}
+        append_metrics(stage.metrics, step, {"loss": 1 / step, "preferred": 0.5, "time/step": 2.0, **measured})
+    write_page(stage.report, [stage])
+    browser.open(stage.report, 1280, 800, False)
+    assert browser.value("[...document.querySelectorAll('main h2')].map(h => h.textContent)") == [
+        *("Curves", "Where the time goes", "Configuration")
+    ]
+    assert browser.value(PLOTS)[:2] == ["Loss", "Pairs in the right order"]
+    tiles = browser.value("[...document.querySelectorAll('.tile')].map(t => t.textContent)")
+    assert tiles[1:3] == ["1 → 0.25loss, first → last step", "8 stime of the steps"]
     assert browser.complaints == []
 
 

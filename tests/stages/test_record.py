@@ -37,7 +37,7 @@ def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path) -
         assert record.begin(9) == (None, {})
         with record:
             record.step(1, {"loss": float(start)})
-    names = ["config.toml", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl", "summary.json"]
+    names = ["config.toml", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl", "report.html", "summary.json"]
     names += ["tensorboard", "tensorboard.1", "tensorboard.2"]
     assert sorted(path.name for path in (tmp_path / "out.run").iterdir()) == names
     assert [row["loss"] for row in rows(tmp_path)] == [2.0]

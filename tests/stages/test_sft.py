@@ -99,7 +99,7 @@ def test_metrics_and_log_are_beside_the_model(trained: tuple[Path, str]) -> None
     assert 0 < alone[40] < 0.6 * alone[1]
     left = ["held_out.jsonl", "job.toml", "model", "out", "out.run", "slurm-rlhf", "sums.jsonl"]
     assert sorted(path.name for path in job.iterdir()) == left
-    files = ["config.toml", "metrics.jsonl", "sft.log", "summary.json", "tensorboard"]
+    files = ["config.toml", "metrics.jsonl", "report.html", "sft.log", "summary.json", "tensorboard"]
     assert sorted(path.name for path in (job / "out.run").iterdir()) == sorted([*files, *KEPT])
     assert losses((job / "out.run" / "sft.log").read_text()) == alone
     measured = metrics(job / "out.run")

@@ -3,6 +3,11 @@
 
 // [title, {metric: its name next to the title} or a pattern, options]; `absent`: why a run may not have the plot.
 const PLOTS = [
+  ["Loss", { loss: "in training", "eval/loss": "measured" }],
+  ["Pairs in the right order", { preferred: "in training", "eval/preferred": "measured", "eval/accuracy": "measured" }, { format: percent }],
+  ["Margin of the pairs", { margin: "in training", "eval/margin": "measured" }],
+  ["Log-probs of the answers", { chosen_logprobs: "chosen", rejected_logprobs: "rejected" }],
+  ["Calibration error", { "eval/calibration_error": "measured" }, { format: percent }],
   ["Reward", { reward: "reward", accuracy: "accuracy" }, { bands: { reward: ["reward_std", "reward_min", "reward_max"] } }],
   ["Evaluation", /^eval(\/[^/]+\/(mean|maj@\d+))?$/, { exact: true, absent: "no eval.datasets" }],
   ["KL to the reference", { kl: "KL" }, { absent: "no reference: algo.kl.init_coef = 0" }],
@@ -24,8 +29,8 @@ const PLOTS = [
   ["Policy loss", { policy_loss: "loss" }],
   ["Value loss", { value_loss: "loss" }],
   ["Value and return", { value: "value", return: "return" }],
-  ["Gradient norm", { actor_grad_norm: "actor", critic_grad_norm: "critic" }],
-  ["Learning rate", { actor_lr: "actor", critic_lr: "critic" }],
+  ["Gradient norm", { actor_grad_norm: "actor", critic_grad_norm: "critic", grad_norm: "model" }],
+  ["Learning rate", { actor_lr: "actor", critic_lr: "critic", lr: "model" }],
   ["Ratio of new to old probability", { ratio: "all updates of a step", first_ratio: "first update" }],
   ["Groups with one reward", { reward_constant: "share" }, { format: percent }],
   ["Tokens per second", { "perf/tokens_per_s": "whole step", "perf/rollout_tokens_per_s": "while sampling" }],
@@ -40,6 +45,9 @@ const SAID = [
 ];
 const ON_CURVES = ["resume", "stop", "requeue", "restart", "hang", "error", "warning", "engine lost", "engine joined"];
 
+// Stages (sft, rm, dpo) sample nothing, and have no roles.
+const isStage = (run) => run.curves.values.loss !== undefined;
+const stagesOnly = () => RUNS.every(isStage);
 const recorded = (run, metric) => (run.curves.values[metric] ? present(run.curves.values[metric]) > 0 : false);
 const allMetrics = () => [...new Set(RUNS.flatMap((run) => Object.keys(run.curves.values)))].sort();
 
@@ -125,11 +133,11 @@ function curvesSection() {
     Object.values((options && options.bands) || {}).flat().forEach((metric) => used.add(metric));
     const found = plotsOf(title, metrics, options);
     plots.push(...found);
-    if (!found.length && options && options.absent) absent.push(`${title} (${options.absent})`);
+    if (!found.length && options && options.absent && !stagesOnly()) absent.push(`${title} (${options.absent})`);
   }
   if (!plots.length) return section("curves", "Curves", null, empty("No step is done yet."));
   const others = allMetrics().filter((metric) => !used.has(metric) && !metric.startsWith("time/"));
-  return section("curves", "Curves", `${COMPARES ? comparisonWords() : "Dashed lines: stops, requeues, warnings, errors. Reward: its deviation, and its range, as bands."} Every number is in metrics.jsonl; slurm-rlhf docs metrics says what each is.`,
+  return section("curves", "Curves", `${COMPARES ? comparisonWords() : stagesOnly() ? "" : "Dashed lines: stops, requeues, warnings, errors. Reward: its deviation, and its range, as bands."} Every number is in metrics.jsonl; slurm-rlhf docs metrics says what each is.`,
     viewBar(), el("div", { class: "grid" }, plots.map(linePlot)),
     absent.length ? el("p", { class: "soft small" }, `Not in this run: ${absent.join("; ")}.`) : null,
     others.length ? moreCurves(others) : null);

@@ -77,7 +77,7 @@ function roleBar(role, calls, top, height, x) {
 }
 
 function timesSection() {
-  const about = "Phases of the conductor: each second counts for one of them. By role: mean over the ranks and the last steps; what a rank waits for inside a call counts as work.";
+  const about = stagesOnly() ? null : "Phases of the conductor: each second counts for one of them. By role: mean over the ranks and the last steps; what a rank waits for inside a call counts as work.";
   const parts = RUNS.flatMap((run) => {
     const name = COMPARES ? `${run.name}: ` : "";
     const found = [];
