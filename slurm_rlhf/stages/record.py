@@ -6,7 +6,6 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -102,8 +101,10 @@ class StageRecord:
                 self._paths.summary,
                 {"status": status, "steps": step, "total_steps": self._steps, "world": world, "seed": seed},
             )
-            with suppress(OSError):  # the model counts, and `slurm-rlhf report` writes the page again
+            try:
                 write_page(self._paths.report, [self._paths])
+            except Exception as error:  # whatever it is, the model counts
+                self.say(f"warning: {self._paths.report.name} was not written: {type(error).__name__}: {error}")
 
     def say(self, text: str) -> None:
         """Print a line, and append it to the log. Rank 0 only; elsewhere nothing happens."""

@@ -156,7 +156,7 @@ def train_stage(config: Config, name: str) -> int:
     model = config.actor.model_name_or_path
     checkpoint, state = record.begin(steps, {model: model_contents(Path(model))}, order)
     record.say(f"{len(examples)} examples, {len(examples.dropped)} dropped as too long, {steps} steps")
-    if twice := len(examples) - len(set(examples.contents())):
+    if world.rank == 0 and (twice := len(examples) - len(set(examples.contents()))):
         record.say(f"warning: examples that are equal to earlier ones: {twice} (`slurm-rlhf data` shows some of them)")
     trainer = stage_trainer(config, name)(config, steps)
     done = state.get("step", 0)

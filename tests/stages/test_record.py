@@ -43,6 +43,22 @@ def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path) -
     assert [row["loss"] for row in rows(tmp_path)] == [2.0]
 
 
+def test_a_page_that_cannot_be_written_ends_no_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no number")
+
+    monkeypatch.setattr("slurm_rlhf.stages.record.write_page", broken)
+    config = Config()
+    config.sft.output_dir = str(tmp_path / "out")
+    record = StageRecord("sft", config, World(0, 1, torch.device("cpu")))
+    record.begin(1)
+    record.finished()
+    assert json.loads((tmp_path / "out.run" / "summary.json").read_text())["status"] == "finished"
+    assert "warning: report.html was not written: ValueError: no number" in capsys.readouterr().out
+
+
 def test_a_checkpoint_is_of_one_number_of_steps(tmp_path: Path) -> None:
     config, world = Config(), World(0, 1, torch.device("cpu"))
     config.sft.output_dir = str(tmp_path / "out")
