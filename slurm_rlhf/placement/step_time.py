@@ -30,6 +30,7 @@ from slurm_rlhf.placement.rank_memory import engine, half, tensors, trained, wei
 ADAM_BYTES = 36
 """Bytes of a parameter in a step of AdamW: gradient, parameter and two moments in fp32, read and written."""
 CPU_BLOCK = 128  # tokens of a block of vLLM's prefix cache on CPUs
+CPU_RESPONSE_S = 170e-6  # the conductor asks for a response, takes and decodes it: its CPU time, measured
 SIGMA = 0.7  # standard deviation of the logarithm of a response's length
 MEAN = 0.42  # mean length of responses, as a share of the longest, where none is given
 PROMPT = 300  # mean tokens of a prompt, where none is given
@@ -56,6 +57,7 @@ class Rates:
     layer_s: float = 20e-6  # a layer's two sums over TP ranks take so much more than their bytes
     block: int = 1  # tokens; of a prompt whole blocks are computed once for all of its responses
     faster: Sequence[tuple[str, float]] = FASTER
+    response_s: float = 0.0  # the conductor's work for a response, while it shares its cores with the engines
 
 
 RATES = Rates()
@@ -97,7 +99,7 @@ def measured(forward: Probe, update: Probe, sampling: tuple[Probe, Probe], optim
     decoded, step_s = Probe.line(*sampling)
     # What an engine reads in each step is in `step_s`.
     shares = {"update": trained / peak, "forward": 1.0, "prefill": decoded / peak, "memory": math.inf, "optimizer": 1.0}
-    rates = Rates(**shares, step_s=step_s, layer_s=0.0, block=CPU_BLOCK, faster=())
+    rates = Rates(**shares, step_s=step_s, layer_s=0.0, block=CPU_BLOCK, faster=(), response_s=CPU_RESPONSE_S)
     return Gpu("CPU", 1 << 20, peak / 1e12, optimizer / 1e9, ""), rates
 
 
@@ -179,9 +181,10 @@ def predict(
         """Return them for roles that leave each other their slots, but share nothing else."""
         return max(sum(seconds.get(role, 0.0) for role in group) for group in slots)
 
+    sampled = max(sampling(config, models[ROLLOUT], gpu, share, batch.prompt, rates) for share in shares)
     rest = apart(forward) - apart({role: seconds for role, seconds in forward.items() if role != REWARD})
     phases = {
-        "sampling": max(sampling(config, models[ROLLOUT], gpu, share, batch.prompt, rates) for share in shares),
+        "sampling": sampled + count * rates.response_s,
         "forward": together(forward) - rest,
         "update": together(update),
         "sync": sync_s,

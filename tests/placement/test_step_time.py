@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -178,6 +179,9 @@ def test_on_cpus_a_step_takes_what_was_measured_and_ranks_share_the_cores() -> N
     prefill = batch_flops(shape, [8] * 8, False, 0) / 1e12  # nothing is shared of prompts below a block
     assert alone["sampling"] == pytest.approx(prefill + 8 * (0.01 + 8 * 2 * shape.active / 1e12), rel=0.02)
     assert alone["sampling"] == crowded["sampling"]
+    slow = replace(rates, response_s=rates.response_s + 1.0)  # one conductor, for all engines
+    slowed = predict(config, models, gpu, Links(1e9, 1e9), 0.0, lengths, slow, Cores(99, 1)).phases
+    assert slowed["sampling"] == pytest.approx(alone["sampling"] + 8)
     config.reward.model_name_or_path = "rm"
     judged = predict(config, models | {"reward": shape}, gpu, Links(1e9, 1e9), 0.0, lengths, rates, Cores(1, 1)).phases
     assert judged["reward"] == 0  # it shares the core with the other passes, and is ready when they are
