@@ -215,6 +215,12 @@ class Experience(Record):
         )
 
 
+def joined(parts: Sequence[Experience]) -> Experience:
+    """Lay experience without columns end to end."""
+    fields = ("prompt_lens", "response_lens", "token_ids", "action_mask", "rewards")
+    return Experience(*(np.concatenate([getattr(part, field) for part in parts]) for field in fields))
+
+
 def _within(offsets: NDArray[np.int64], where: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the positions offsets[i] .. offsets[i + 1] - 1 for each i of `where`."""
     lengths = offsets[where + 1] - offsets[where]

@@ -51,11 +51,13 @@ def _over(whole: float, part: float) -> float:
 def openrlhf(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
     """Choose the longest response where OpenRLHF gives it what its prompt leaves, and the default here is too long.
 
-    A chat template is in the place of the template of a prompt there, and around it here.
+    A chat template is in the place of the template of a prompt there, and around it here. Frozen models are cut there
+    where the trained ones are, at stage 3.
     """
     if command != "train":
         return {"data.input_template": None} if values.get("data.apply_chat_template") else {}
-    most, found = values.get("data.max_len", math.inf), dict[str, Any]()
+    most, stage = values.get("data.max_len", math.inf), 3 if values.get("ds.zero_stage") == 3 else None
+    found: Values = {"ref.zero_stage": stage, "reward.zero_stage": stage}
     if most <= Config().rollout.max_new_tokens and "rollout.max_new_tokens" not in values:
         found["rollout.max_new_tokens"] = most // 2
     kinds = map(said.text, ("algo.advantage.is_correction_type", "vllm_is_correction_type"))
@@ -216,6 +218,8 @@ def translate(script: str, read: Mapping[str, Collection[str]] | None = None, pe
     found.values = every | found.values
     for name in [name for name in found.defaults if found.values.get(name) == all_keys()[name].default]:
         del found.values[name]
+    if found.command == "train":
+        _share(found)
     _fit(found)
     found.left_out += book.notes
     return found
@@ -275,6 +279,26 @@ def _put(found: Translation, name: str, value: Any) -> None:
         found.left_out.append(f"{name}: it follows from values that the script does not have; set it yourself")
     elif value is not None and (value != key.default or found.flags.get(name)):
         found.values[name] = int(value) if key.kind == "int" else value
+
+
+def _share(found: Translation) -> None:
+    """Keep engines that share the trainer's GPUs inside a node, and divide the optimizer's batch over the ranks."""
+    now = changed(Config(), found.values)
+    nodes, gpus, width = now.actor.num_nodes, now.actor.num_gpus_per_node, now.vllm.tensor_parallel_size
+    batch, ranks = now.train.batch_size, nodes * gpus
+    responses = now.rollout.batch_size * now.rollout.n_samples_per_prompt
+    fits = [size for size in range(ranks, responses + 1, ranks) if responses % size == 0] if batch % ranks else []
+    new: Values = {}
+    if now.train.colocate_all and width > gpus:
+        new = {"vllm.tensor_parallel_size": gpus, "vllm.num_engines": nodes}
+        found.left_out.append(
+            f"vllm.tensor_parallel_size = {gpus}, was {width}: an engine is a TP group inside one node, as its ranks "
+            f"talk at each token, and a node has {gpus} GPUs. A model that they do not hold needs larger ones"
+        )
+    if fits:
+        new["train.batch_size"] = near = min(fits, key=lambda size: abs(size - batch))
+        found.left_out.append(f"train.batch_size = {near}, was {batch}: that does not divide over {ranks} ranks")
+    found.values |= new
 
 
 def _fit(found: Translation) -> None:

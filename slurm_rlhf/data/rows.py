@@ -153,7 +153,7 @@ def _columnar(path: Path) -> Iterator[tuple[str, Row]]:
         ) from None
     try:
         with open(path, "rb") as file:
-            batches = ParquetFile(file).iter_batches() if path.suffix == ".parquet" else ipc.open_stream(file)
+            batches = ParquetFile(file).iter_batches(4096) if path.suffix == ".parquet" else ipc.open_stream(file)
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows))
     except (OSError, ArrowException) as error:

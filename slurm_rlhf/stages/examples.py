@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +19,35 @@ from slurm_rlhf.data.prompts import BadRow, prompt_messages, prompt_text, prompt
 from slurm_rlhf.data.rows import Row, cell, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer, continuations
 from slurm_rlhf.errors import DataError, ModelError, shortened
-from slurm_rlhf.records import Experience, Prompt
+from slurm_rlhf.records import Experience, Prompt, Record, joined
+from slurm_rlhf.trainer.distributed import divided
 
 RowAnswers = tuple[dict[str, Any], list[str] | Conversation, float]
 """(a row with its prompt, the answers to it or a whole conversation, the number that the row gives them)."""
 NAMED = 5
 """Rows that cannot be used, of those that a message names."""
+PART = 1024
+"""Rows that a rank reads at a time."""
 
 
-@dataclass(slots=True)
-class Examples:
+class Examples(Record):
     """Hold prompts and answers; example i has the rows i * width to (i + 1) * width - 1."""
 
     experience: Experience  # answers, each with the end-of-sequence token, are responses; rewards: the row's number
     places: list[str]  # where each example stands
     dropped: list[str]  # where those stand that have a sequence longer than data.max_len
+    refused: list[str]  # what is wrong with rows that are no examples
     width: int = 1  # sequences of an example
 
     def __len__(self) -> int:
         return len(self.experience) // self.width
 
     def contents(self) -> list[bytes]:
-        """Return the tokens of each example, which are equal where two examples are."""
+        """Return a hash of each example's tokens."""
         ids = np.split(self.experience.token_ids, self.experience.token_offsets[1:-1])[: len(self.experience)]
         firsts = range(0, len(ids), self.width)
-        return [b"|".join(part.tobytes() for part in ids[first : first + self.width]) for first in firsts]
+        wholes = (b"|".join(part.tobytes() for part in ids[first : first + self.width]) for first in firsts)
+        return [hashlib.blake2b(whole, digest_size=16).digest() for whole in wholes]
 
     def rows(self, examples: Sequence[int]) -> list[int]:
         """List the rows of the examples."""
@@ -56,10 +63,10 @@ class Examples:
 class RefusedRows(DataError):
     """Report rows that are no examples, the first of them by name; `examples` are of the others."""
 
-    def __init__(self, path: Path, rows: list[str], examples: Examples) -> None:
+    def __init__(self, path: Path, examples: Examples) -> None:
+        rows, self.examples = examples.refused, examples
         several = f"{path}: {len(rows)} rows cannot be used: " if len(rows) > 1 else ""
         super().__init__(several + shortened(rows, NAMED, "; "))
-        self.rows, self.examples = rows, examples
 
 
 def of_held_out(data: Data) -> Data:
@@ -131,7 +138,7 @@ def load_judged(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
             dropped.append(alone.places[row])
     if count < 2 or not kept:
         raise DataError(f"{path}: {len(places)} usable examples: KTO compares the answers of two, bring more")
-    return Examples(_packed(kept, numbers), places, dropped, 2)
+    return Examples(_packed(kept, numbers), places, dropped, [], 2)
 
 
 def load_pairs(path: Path, tokenizer: Tokenizer, data: Data, margins: bool = False) -> Examples:
@@ -194,17 +201,40 @@ def _last(value: Any, column: str, where: str) -> tuple[str, list[Any]]:
 def _load(
     path: Path, tokenizer: Tokenizer, data: Data, answered: Callable[[Row, str], RowAnswers], width: int
 ) -> Examples:
+    rows = read_rows(path, data.max_samples, data)
+    some = iter(lambda: list(islice(rows, PART)), [])
+    parts = divided((partial(_part, each, tokenizer, data, answered, width) for each in some), Examples)
+    if not parts:
+        raise DataError(f"{path}: the file holds no examples")
+    examples = Examples(
+        joined([part.experience for part in parts]),
+        [place for part in parts for place in part.places],
+        [place for part in parts for place in part.dropped],
+        [error for part in parts for error in part.refused],
+        width,
+    )
+    if examples.refused:
+        raise RefusedRows(path, examples)
+    if not len(examples):
+        raise DataError(f"{path}: every example is longer than data.max_len = {data.max_len} tokens: raise it")
+    return examples
+
+
+def _part(
+    read: list[tuple[str, Row]],
+    tokenizer: Tokenizer,
+    data: Data,
+    answered: Callable[[Row, str], RowAnswers],
+    width: int,
+) -> Examples:
     end = turn_end(tokenizer)[0] if data.apply_chat_template else ""
     answers: dict[int, list[str]] = {}
     conversations: dict[int, Conversation] = {}
-    values: list[float] = []
-    places: list[str] = []
+    values = [0.0] * len(read)
     refused: dict[int, str] = {}
 
     def rows() -> Iterator[tuple[int, str, Row]]:
-        for index, (where, row) in enumerate(read_rows(path, data.max_samples, data)):
-            places.append(where)
-            values.append(0.0)
+        for index, (where, row) in enumerate(read):
             try:
                 whole, found, values[index] = answered(row, where)
             except (DataError, ModelError) as error:
@@ -226,18 +256,12 @@ def _load(
     talks = encoded([*conversations.values()], tokenizer, ends=not end)
     sequences |= {index: [talk] for index, talk in zip(conversations, talks, strict=True)}
     whole = {index for index, example in sequences.items() if all(_length(one) <= data.max_len for one in example)}
-    kept, dropped = sorted(whole), sorted({*range(len(places))} - whole - {*refused})
+    kept, dropped = sorted(whole), sorted({*range(len(read))} - whole - {*refused})
     packed = _packed(
         [one for index in kept for one in sequences[index]], [values[i] for i in kept for _ in range(width)]
     )
-    examples = Examples(packed, [places[index] for index in kept], [places[index] for index in dropped], width)
-    if refused:
-        raise RefusedRows(path, [refused[index] for index in sorted(refused)], examples)
-    if not places:
-        raise DataError(f"{path}: the file holds no examples")
-    if not kept:
-        raise DataError(f"{path}: every example is longer than data.max_len = {data.max_len} tokens: raise it")
-    return examples
+    places, long = ([read[index][0] for index in some] for some in (kept, dropped))
+    return Examples(packed, places, long, [refused[index] for index in sorted(refused)], width)
 
 
 def _continued(

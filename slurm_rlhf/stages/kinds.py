@@ -6,7 +6,6 @@ SimPO and ORPO train on pairs of answers, KTO on answers alone.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +216,7 @@ class DpoTrainer(AnswerTrainer):
             if self.stops(record, signals):
                 return None
             some = range(first, min(first + self.config.dpo.batch_size, many))
-            piece = replace(examples, experience=whole.select(examples.rows(some)))
+            piece = Examples(whole.select(examples.rows(some)), [], [], [], examples.width)
             found.append(self.of_all(piece, self.logprobs, of_rows=False))
             if self.world.rank == 0:
                 with parts.open("ab") as file:

@@ -25,7 +25,7 @@ from slurm_rlhf.config.schema_jobs import StageKeys
 from slurm_rlhf.data.order import OrderKeys, PromptOrder
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError
-from slurm_rlhf.records import F32, Experience
+from slurm_rlhf.records import F32, Experience, joined
 from slurm_rlhf.stages.examples import Examples, of_held_out
 from slurm_rlhf.stages.record import ELSEWHERE, StageRecord, StopSignals
 from slurm_rlhf.trainer.distributed import join_world, undisturbed
@@ -85,8 +85,8 @@ class StageTrainer(TrainedModel):
         """
         module, experience = self.backend.module, examples.experience
         ranks = self.world.size // self.layout.ranks
-        padded = [*range(len(examples)), *[len(examples) - 1] * (-len(examples) % ranks)]
-        whole = experience.select(examples.rows(padded))
+        last = experience.select(examples.rows([len(examples) - 1]))
+        whole = joined([experience, *[last] * (-len(examples) % ranks)])
         found = torch.zeros(len(whole) if of_rows else len(whole.action_mask))
         with undisturbed(module, self.world.device), torch.no_grad():
             module.eval()
@@ -148,8 +148,8 @@ def train_stage(config: Config, name: str) -> int:
     out = Path(get(config, f"{name}.output_dir"))
     if config.train.threads_per_rank:
         torch.set_num_threads(config.train.threads_per_rank)
-    examples, held_out, order, steps = read_inputs(config, name)
     world = join_world(config.timeout.collective, config.timeout.connect)
+    examples, held_out, order, steps = read_inputs(config, name)
     for problem in stage_shares_problem(config, name, world.size):
         raise ConfigError(problem)
     record = StageRecord(name, config, world)
@@ -183,8 +183,10 @@ def train_stage(config: Config, name: str) -> int:
 def fingerprint(examples: Examples) -> str:
     """Return a hash of the examples' tokens and numbers, and of where answers begin and end."""
     experience, mask = examples.experience, examples.experience.action_mask
-    parts = (experience.token_ids, experience.response_lens, experience.rewards, *(() if mask.all() else (mask,)))
-    return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
+    digest = hashlib.sha256()
+    for part in (experience.token_ids, experience.response_lens, experience.rewards, *(() if mask.all() else (mask,))):
+        digest.update(part.data)
+    return digest.hexdigest()
 
 
 def _train(

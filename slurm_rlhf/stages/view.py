@@ -82,12 +82,11 @@ def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: 
     from slurm_rlhf.stages.stage import stage_trainer
 
     data = of_held_out(config.data) if key.endswith(".eval_dataset") else config.data
-    refused: list[str] = []
     try:
         examples = stage_trainer(config, key.partition(".")[0]).read(path, tokenizer, data)
     except RefusedRows as error:
-        examples, refused = error.examples, error.rows
-    found, width, long = examples.experience, examples.width, examples.dropped
+        examples = error.examples
+    found, width, long, refused = examples.experience, examples.width, examples.dropped, examples.refused
     view = DataView(key, str(path), found.lengths.tolist())
     ids = np.split(found.token_ids, found.token_offsets[1:-1])[: len(found.lengths)]
     masks = np.split(found.action_mask, found.action_offsets[1:-1])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +21,11 @@ from torch import nn
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.process_groups._torch import meet
+from slurm_rlhf.wire.codec import decode, encode
+
+T = TypeVar("T")
+FRAMES = 8
+"""Frames of a record that goes from rank to rank, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +112,31 @@ def all_agree(value: bool, world: World) -> bool:
     answer = torch.tensor(float(value), device=world.device)
     dist.all_reduce(answer, dist.ReduceOp.MIN)
     return bool(answer.item())
+
+
+def divided(jobs: Iterable[Callable[[], T]], kind: type[T]) -> list[T]:
+    """Do each of the jobs on one rank; return what comes of all, of the record `kind`, on every rank. Collective.
+
+    A process that has joined no group does all of them.
+    """
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if size == 1:
+        return [job() for job in jobs]
+    mine = [job() if place % size == rank else None for place, job in enumerate(jobs)]
+    return [_of_rank(place % size, one, kind) for place, one in enumerate(mine)]
+
+
+def _of_rank(source: int, value: T | None, kind: type[T]) -> T:
+    """Return the value of the rank `source`; others have none. Collective."""
+    frames = [] if value is None else [np.frombuffer(frame, np.uint8) for frame in encode(value)]
+    sizes = torch.tensor([*map(len, frames), *[0] * (FRAMES - len(frames))], device=local_device())
+    dist.broadcast(sizes, source)
+    whole = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=sizes.device)
+    if frames:
+        whole.copy_(torch.from_numpy(np.concatenate(frames)))
+    dist.broadcast(whole, source)
+    parts = np.split(whole.cpu().numpy(), np.cumsum(sizes.cpu().numpy()))
+    return decode([part.data for part in parts if len(part)], kind) if value is None else value
 
 
 def device_bytes(device: torch.device) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,15 @@ def test_plan_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str], seve
     assert "Traceback" not in err
     assert max(len(line) for line in err.splitlines()) <= 100
     assert err.count("what helps: ") == 2
+
+
+def test_the_share_of_an_engine_that_fits_is_named(capsys: pytest.CaptureFixture[str], seven: str) -> None:
+    words = (str(SBATCH / "ppo_7b.toml"), seven, *LARGE, "--gpu=h100")
+    code, _, err = plan(capsys, *words, "--vllm.gpu_memory_utilization=0.99")
+    assert code == 2
+    (share,) = re.findall(r"lower vllm\.gpu_memory_utilization to (0\.\d+) \(now 0\.99\)", " ".join(err.split()))
+    assert plan(capsys, *words, f"--vllm.gpu_memory_utilization={share}")[0] == 0
+    assert plan(capsys, *words, f"--vllm.gpu_memory_utilization={float(share) + 0.01}")[0] == 2
 
 
 @pytest.mark.parametrize(

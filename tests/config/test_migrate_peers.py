@@ -345,6 +345,21 @@ def test_a_script_that_is_not_known_is_refused(
     assert capsys.readouterr().out == ""
 
 
+def test_engines_wider_than_a_node_and_a_batch_that_does_not_divide_are_changed_and_said(tmp_path: Path) -> None:
+    """Without the change all sizes of the run were left out, or the engines no longer shared the trainer's GPUs."""
+    script = (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.nnodes=3 trainer.n_gpus_per_node=8 "
+        "data.train_batch_size=192 actor_rollout_ref.rollout.n=5 actor_rollout_ref.actor.ppo_mini_batch_size=64 "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=16"
+    )
+    found = translate(script, READ, "verl")
+    names = ("vllm.tensor_parallel_size", "vllm.num_engines", "train.batch_size", "actor.num_nodes", "ref.zero_stage")
+    assert values(found, tmp_path, *names, "train.colocate_all") == [8, 3, 240, 3, 3, True]
+    engines, batch = (line for line in found.left_out if ", was " in line)
+    assert engines.startswith("vllm.tensor_parallel_size = 8, was 16: an engine is a TP group inside one node")
+    assert batch == "train.batch_size = 240, was 320: that does not divide over 24 ranks"
+
+
 @pytest.mark.parametrize("peer", sorted(peers()))
 def test_the_tables_of_a_peer(peer: str) -> None:
     """Every row leads to a key, and every other name in a row is one of the peer's."""
