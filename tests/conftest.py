@@ -245,7 +245,7 @@ PROBLEMS = pytest.StashKey[list[str]]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Name what failed the session beside its tests."""
+    """Name what failed the session, apart from its tests."""
     for problem in config.stash.get(PROBLEMS, []):
         terminalreporter.write_line(f"SESSION FAILED: {problem}", red=True)
 

@@ -1,4 +1,4 @@
-"""Losses of tokens and responses: aggregation, values, and the terms beside the policy's."""
+"""Losses of tokens and responses: aggregation, values, and the terms besides the policy's."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_plugin_that_fails_is_named_with_its_line(tmp_path: Path, text: str, m
     with pytest.raises(ConfigError, match=message) as caught:
         load_plugins([file])
     assert "take it out of train.plugins" in str(caught.value)
-    plugin(tmp_path, PLUGIN.format(name="mine"))  # mended in an editor beside a notebook
+    plugin(tmp_path, PLUGIN.format(name="mine"))  # mended in an editor while a notebook runs
     load_plugins([file])
     assert find_algorithm("mine")
 

@@ -26,7 +26,7 @@ def outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A TOML file in a directory of its own, beside the files it names; the working directory is another."""
+    """A TOML file in a directory of its own, with the files it names; the working directory is another."""
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     llama_like(project / "model")
     elsewhere.mkdir()
@@ -129,7 +129,7 @@ def test_check_calls_the_reward_function(file: Path, capsys: pytest.CaptureFixtu
     assert main(["check", str(file)]) == 2
     out, err = capsys.readouterr()
     assert "reward.py:2: reward_func raised ZeroDivisionError" in err
-    assert "the first prompt, " in out  # what was read before is told as it goes
+    assert "the first prompt, " in out  # what was read before is shown as it goes
 
 
 def test_check_names_servers_that_are_away(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

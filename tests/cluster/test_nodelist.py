@@ -235,7 +235,7 @@ def test_jobs_as_scontrol_prints_them() -> None:
         (0, "ended with status 0", ""),
         (2, "ended with status 2", ""),
         (128, "ended with status 128", ""),
-        (143, "ended with status 143 (128 + SIGTERM)", ""),  # a conductor that was told to save and leave
+        (143, "ended with status 143 (128 + SIGTERM)", ""),  # a conductor that was asked to save and leave
         (137, "ended with status 137 (128 + SIGKILL)", ""),  # a shell, or srun, tells of its child's signal
         (255, "ended with status 255", ""),
         (-15, "was killed by SIGTERM", ""),

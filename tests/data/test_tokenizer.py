@@ -265,7 +265,7 @@ def test_ends_in_config_json_count_where_there_is_no_generation_config(tmp_path:
 
 
 def test_without_a_template_there_is_nothing_to_tell(tmp_path: Path) -> None:
-    """The same model would be told of one whose answers do not end."""
+    """The same model would be warned of one whose answers do not end."""
     assert missing_eos(Tokenizer.load(llama_like(tmp_path))) == ""
     assert missing_eos(Tokenizer.load(llama_like(tmp_path, template=ANSWERS.replace("END", "")))) != ""
 

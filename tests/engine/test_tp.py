@@ -255,7 +255,7 @@ def test_what_keeps_an_engine_from_starting_is_told(model: Path, tmp_path: Path)
 
 
 def test_an_engine_starts_again_where_a_killed_one_was(pair: RolloutFleet, single: RolloutFleet) -> None:
-    """Even where that one left its shared memory behind; and it ends as it should when it is told to."""
+    """Even where that one left its shared memory behind; and it ends as it should when it is asked to."""
     single_tokens = [t.response_ids.tolist() for t in generate(single, 4, 1)]
     pair.close()
     left = SHARED_MEMORY / f"{segment_prefix(pair.config, EnginePlace(0, 0, 2, ''))}0123-tp:0-[0-1]-cpushm_0"

@@ -77,7 +77,7 @@ def test_a_reward_that_hangs_in_an_evaluation_ends_the_run_in_its_time(
 def test_a_reward_that_raises_in_an_evaluation_costs_no_step(
     tmp_path: Path, stop: Stop, reward: RewardFunction, error: Exception, saved: bool, overlap: bool
 ) -> None:
-    """Of a function or a model. The evaluation is done by the run that goes on, but for one beside the next step."""
+    """Rewards of a function or a model. The run that goes on evaluates, unless the next step was sampled meanwhile."""
     reward.function.__globals__["hang"].clear()
     errors = [error]
 

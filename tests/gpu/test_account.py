@@ -75,7 +75,7 @@ class Clock:
 
 
 class Server:
-    """Ranks that answer when they are told to, or at once where `answers` has something."""
+    """Ranks that answer when they are asked to, or at once where `answers` has something."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}

@@ -109,7 +109,7 @@ def test_an_engine_sees_its_own_gpus_alone(monkeypatch: pytest.MonkeyPatch, rank
 
 
 class Handle:
-    """Engines and trainers that answer at once: who was told what, in order."""
+    """Engines and trainers that answer at once: who was asked for what, in order."""
 
     ready: list[int]
     world = 2

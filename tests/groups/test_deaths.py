@@ -132,7 +132,7 @@ def test_a_node_whose_ranks_are_silent_is_gone_unless_one_of_them_speaks() -> No
 
 
 def test_a_live_node_whose_engine_is_importing_is_not_gone() -> None:
-    """The rank beside it was killed, or ended to start elsewhere: the engine has said no hello, so nobody is heard."""
+    """The other rank was killed, or ended to start elsewhere: the engine has said no hello, so nobody is heard."""
     one = peer("actor", 0, "n1")
     assert silent_nodes([one, peer("actor", 1, "n2", "its torchrun ended: Killed")], []) == set()
     assert silent_nodes([one], []) == set()

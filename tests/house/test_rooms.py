@@ -213,7 +213,7 @@ def test_a_library_behind_a_seam_is_named_by_few(library: str) -> None:
 
 
 def test_weights_are_read_as_data() -> None:
-    """`torch.load` runs code from the file unless it is told not to."""
+    """`torch.load` runs code from the file unless it is asked not to."""
     calls = [
         (f"{module}:{node.lineno}", {word.arg: ast.unparse(word.value) for word in node.keywords})
         for module in MODULES

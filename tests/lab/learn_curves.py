@@ -13,7 +13,7 @@ import numpy as np
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999", "#f0e442")
-"""Wong, Points of view: Color blindness (2011): told apart by all readers."""
+"""Wong, Points of view: Color blindness (2011): distinct for all readers."""
 WIDTH, HEIGHT, MARGIN = 460, 300, 50
 
 

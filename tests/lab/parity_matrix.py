@@ -47,7 +47,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def make_models(chosen: Mapping[str, str]) -> None:
-    """Write a model of each type into the directory named beside it."""
+    """Write a model of each type into the directory that is named with it."""
     for model_type, directory in chosen.items():
         make_model(Path(directory), model_type)
 

@@ -1,4 +1,4 @@
-"""The losses of `slurm-rlhf sft`, `rm` and `dpo` beside TRL's, on the same batch, model and reference, in fp32.
+"""The losses of `slurm-rlhf sft`, `rm` and `dpo` compared with TRL's, on the same batch, model and reference, in fp32.
 
     python tests/lab/stage_losses.py
 

@@ -42,7 +42,7 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "LoRA, 3": (3, LORA),
     "Ulysses, 2": (2, {"ds.ulysses_size": 2}),
 }
-"""Column of the table -> ranks, and keys beside those of `make_config`."""
+"""Column of the table -> ranks, and keys in addition to those of `make_config`."""
 BOUND = 1e-6
 
 

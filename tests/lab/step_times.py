@@ -3,7 +3,7 @@
     python tests/lab/step_times.py runs/quickstart_input
 
 The directory is what the quickstart has made (sbatch/quickstart.sh). Each layout is a run of a few steps, and the table
-has what it printed at its end. Beside other work on the machine the seconds are those of that, too.
+has what it printed at its end. Other work on the machine makes the seconds longer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "ppo, small batches": ("--rollout.batch_size=32", "--train.batch_size=64"),
     "grpo": GRPO,
 }
-"""Name -> keys beside the quickstart's. Each is run with both models."""
+"""Name -> keys that differ from the quickstart's. Each is run with both models."""
 OF_LARGER = ("--rollout.batch_size=16", "--rollout.n_samples_per_prompt=2", "--train.batch_size=16")
 
 

@@ -84,7 +84,7 @@ def test_a_step_that_returns_0_before_anybody_said_done_has_ended(bench: Bench) 
     bench.start("reference")
     (ended,) = bench.news()
     assert (ended.role, ended.how) == ("reference", "ended (srun ended with status 0)")
-    assert bench.launcher.ended() == []  # told once
+    assert bench.launcher.ended() == []  # reported once
 
 
 def test_the_first_task_that_failed_is_named_while_srun_still_waits_for_the_others(bench: Bench) -> None:

@@ -107,7 +107,7 @@ def test_an_engine_that_ended_starts_again_on_a_spare_node_and_no_other_does(ben
 
 
 def test_an_engine_that_stays_on_its_node_needs_no_step(bench: Bench) -> None:
-    """And so no slurmctld, which may be away. Its end is told by its agent."""
+    """And so no slurmctld, which may be away. Its agent reports its end."""
     bench.srun("exec sleep 60")
     bench.engines.start()
     (other,) = bench.play(1, NODES[1])

@@ -98,7 +98,7 @@ def test_their_step_has_all_of_each_node_and_outlives_one() -> None:
     words = step_command(workers_step(topology, ["n3", "n4"], Path("/runs/a/logs")), ["agent"])
     assert {"--job-name=workers", "--nodelist=n3,n4", "--ntasks=2", "--cpus-per-task=8", "--no-kill"} <= set(words)
     assert "--output=/runs/a/logs/workers.%N.log" in words
-    mixed = Topology((Node("g", 8, 64), Node("c", 0, 64)))  # a node without GPUs beside one with them
+    mixed = Topology((Node("g", 8, 64), Node("c", 0, 64)))  # a node without GPUs and one with them
     assert "--gres=none" in step_command(workers_step(mixed, ["c"], Path("logs")), ["agent"])
 
 

@@ -45,7 +45,7 @@ def started(root: Path, *names: str, **settings: Any) -> tuple[Trackers, list[st
 
 
 def three_steps_and_a_resume(root: Path, *names: str) -> list[str]:
-    """Give trackers steps 1 to 3, then in second processes steps 3 and 4; answer what the user is told."""
+    """Give trackers steps 1 to 3, then in second processes steps 3 and 4; return what the user reads."""
     said = []
     for steps in ((1, 2, 3), (3, 4)):
         trackers, told = started(root, *names)
@@ -179,7 +179,7 @@ def test_a_process_that_hangs_holds_nobody_and_is_gone_at_the_end(
 
 
 def _program(root: Path, body: str) -> str:
-    """Write a program that stands for Python, and ignores what it is told to run."""
+    """Write a program that stands for Python, and ignores what it is asked to run."""
     path = root / "python"
     path.write_text(f"#!/bin/bash\ncd {root}\n{body}\n")
     path.chmod(0o755)
@@ -201,7 +201,7 @@ def require(module: str) -> None:
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]]:
-    """A run directory that two trackers were given, its id, what the user was told; both at once, which saves time."""
+    """A run directory that two trackers were given, its id, what the user read; both at once, which saves time."""
     require("wandb")
     require("trackio")
     root = tmp_path_factory.mktemp("tracked")

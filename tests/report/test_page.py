@@ -60,7 +60,7 @@ def test_every_plot_has_marks_and_the_console_is_silent(
     browser: Page, runs: list[RunDirectory], size: tuple[int, int], dark: bool, tmp_path: Path
 ) -> None:
     assert main(["report", str(runs[0].root)]) == 0
-    copied = tmp_path / "elsewhere.html"  # nothing beside it
+    copied = tmp_path / "elsewhere.html"  # no other file is there
     shutil.copy(runs[0].report, copied)
     browser.open(copied, *size, dark)
     assert browser.complaints == []

@@ -136,7 +136,7 @@ def test_the_next_one_waits_for_it_and_so_do_a_stop_and_the_end(checkpoints: Run
     checkpoints.save_once()
     assert checkpoints.directory.latest() == checkpoints.directory.of(2)
     train(checkpoints, actor)
-    checkpoints.save_once()  # beside nothing: it is written at once
+    checkpoints.save_once()  # no step runs: it is written at once
     assert (checkpoints.directory.of(3) / "actor" / "state").read_text() == "3"
     assert actor.calls[:3] == ["save behind", "finish_save", "save behind"]
     assert actor.calls[-1] == "save"
@@ -221,7 +221,7 @@ def stop(tmp_path: Path) -> Iterator[Stop]:
 
 @pytest.fixture(params=[None, sample_beside], ids=["alone", "beside"])
 def run(request: pytest.FixtureRequest, tmp_path: Path, stop: Stop, reward: RewardFunction) -> Callable[..., Any]:
-    """Makes a run, evaluated alone or beside the training."""
+    """Makes a run, evaluated alone or during the training."""
 
     def made(**named: Any) -> TrainingLoop:
         given = {"steps": STEPS, "best_metric": METRIC, "beside": request.param, **named}

@@ -145,7 +145,7 @@ class Played:
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """A run with an environment, and beside it a reward model whose scores are logged and have no weight."""
+    """A run with an environment, and a reward model whose scores are logged and have no weight."""
     folder = tmp_path_factory.mktemp("played")
     config, game = workspace(folder), folder / "game.py"
     config.write_text(config.read_text() + OTHER_SOURCE)

@@ -163,7 +163,7 @@ class Told:
 
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], int, str, Path]:
-    """(what was told of each place, exit code, what it printed, run directory). The last hang is not let go."""
+    """(what was said of each place, exit code, what it printed, run directory). The last hang is not let go."""
     path = tmp_path_factory.mktemp("hangs")
     config = workspace(path)
     holds, told = Holds(config), {}

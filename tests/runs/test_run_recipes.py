@@ -28,7 +28,7 @@ SMALL = (
 MORE = {"dapo": ("--reward.overlong_buffer_len=2", "--rollout.vllm_generate_batch_size=12")}
 """What the quickstart switches off in a recipe, because its answers are short and its batches small."""
 ROLES = {"ppo": {"critic", "reference"}, "reinforce_pp": {"reference"}, "rloo": {"reference"}}
-"""Of a recipe, beside the actor and the engines."""
+"""Roles of a recipe but the actor and the engines."""
 # Of rows of a group without spread there is no gradient: a reward by which responses to a prompt always differ.
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):

@@ -62,7 +62,7 @@ def late(config: Path, place: Path) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def killed(config: Path, late: Run) -> list[str]:
-    """Metrics of a run that was killed beside the other one, with everything it had started."""
+    """Metrics of a run that was killed while the other one ran, with everything it had started."""
     with started(config, config.parent / "killed", *TP, ENDLESS, warm=True) as run:
         run.wait_for_step(2)
         run.end()

@@ -383,7 +383,7 @@ def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, lis
     evaluate, step = turn, [*turn, *learn]
     first = [*turn, *learn[:2], {"actor.self_check"}, *learn[2:]]
     stages = [*start, *first_turn, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
-    # `memory` only looks, beside the others' calls, whenever a report is due.
+    # `memory` only looks, during the others' calls, whenever a report is due.
     left = iter(in_one_piece([call for call in done if call.method not in ("shutdown", "memory")]))
     before = 0
     for stage in stages:

@@ -31,7 +31,7 @@ CANCELLED = ("--no-kill", "--no-requeue")
 def test_the_ranks_leave_by_themselves_and_the_run_goes_on_from_its_checkpoint(
     slurm: Cluster, how: tuple[str, ...]
 ) -> None:
-    """Slurm starts the job again without that node, with `--no-kill` told by another node; else a user does.
+    """Slurm starts the job again without that node, with `--no-kill` another node asks for it; else a user does.
 
     The metrics are those of the calm run, bit for bit; `status` says what happened before and after Slurm knows it.
     """

@@ -114,7 +114,7 @@ def test_each_defect_is_named_with_its_remedy(slurm: Cluster, config: Path) -> N
         assert re.search(words, finding["said"]), finding
         assert remedy in finding["remedy"], finding
     others = [each["name"] for each in report["checks"] if each["findings"] and each["name"] not in expected]
-    assert others in ([], ["GPUs"])  # these nodes have a CPU build beside GPUs that are none
+    assert others in ([], ["GPUs"])  # these nodes have a CPU build, and GPUs that are none
     groups = next(each["said"] for each in report["checks"] if each["name"] == "groups")
     assert "ZeRO group actor (2 ranks)" in groups
     assert "sync group weight sync (4 ranks)" in groups

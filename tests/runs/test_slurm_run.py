@@ -77,7 +77,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     slurm.cluster("crash", "gpu002")  # and with it one of the actor's ranks: the other's collective breaks at once
     slurm.wait_until(lambda: slurm.job(job)["JobState"] != "RUNNING", "end of the job")
     slurm.wait_until(lambda: not slurm.left(second, "gpu001", "gpu003"), "end of its processes")
-    # Slurm had not told the job of it: its node still counts as alive.
+    # Slurm had not informed the job: its node still counts as alive.
     assert "DOWN" not in slurm.run("sinfo", "-h", "-N", "-n", "gpu002", "-o", "%T").upper()
     slurm.restart("gpu002")
     assert slurm.job(job)["ExitCode"] == "1:0"

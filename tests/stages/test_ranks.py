@@ -1,4 +1,4 @@
-"""What three ranks of a stage compute, beside what one computes, on examples of unlike lengths."""
+"""What three ranks of a stage compute, compared with what one computes, on examples of unlike lengths."""
 
 from __future__ import annotations
 

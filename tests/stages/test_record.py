@@ -80,7 +80,7 @@ def test_a_checkpoint_is_of_one_number_of_steps(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_goes_on_under_its_own_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those that change the training are told, and those that change what its state means are refused."""
+    """Those that change the training are named, and those that change what its state means are refused."""
     config, world = Config(), World(0, 1, torch.device("cpu"))
     config.sft.output_dir, model = str(tmp_path / "out"), {"model": "1"}
     keys = OrderKeys("sft.dataset", "sft.batch_size", "sft.output_dir")

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 HOLD = "hold"
-"""Directory of the files, beside the configuration of the run."""
+"""Directory of the files, next to the configuration of the run."""
 LOCK = "lock"
 """A pipe instead of a file: what reads from it keeps the interpreter's lock until the pipe is written to."""
 

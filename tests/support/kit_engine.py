@@ -16,7 +16,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Sampling, pack
 
 SHARE = 0.3
-"""vllm.gpu_memory_utilization: beside it lies the actor's model."""
+"""vllm.gpu_memory_utilization: the actor's model is on the GPU, too."""
 NEW_TOKENS = 48
 MEAN = {"fp32": 1e-4, "bf16": 6e-2}
 LARGEST = {"fp32": 1e-3, "bf16": 0.5}
@@ -79,7 +79,7 @@ def _logprobs(place: Place, dtype: str) -> Finding:
 
 
 def _runner() -> str:
-    """vLLM's model runner: V2 lies in folders of its own, V1 beside them."""
+    """vLLM's model runner: V2 lies in folders of its own, V1 in their parent."""
     runner = type(rollout_engine.engine._core.llm.model_executor.driver_worker.model_runner)
     return f"{'V2' if '.model_runner' in runner.__module__ else 'V1'} ({runner.__module__})"
 

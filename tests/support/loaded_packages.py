@@ -1,4 +1,4 @@
-"""Which packages a command loads: what its start costs, told without a clock."""
+"""Which packages a command loads: what its start costs, measured without a clock."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _MAGIC = 0x3C85F7CE  # of torch's TCPStore: a client begins with it
 _VALIDATE, _SET, _ADD, _DELETE = 0, 1, 4, 8  # its commands, by number
 KINDS = ("garbage", "replay", "store commands", "gloo's greeting", "half a message")
 """What strangers send."""
-LOOK_S = 1.0  # between two looks at who listens: they take the time of whoever attacks beside
+LOOK_S = 1.0  # between two looks at who listens: they take time from whoever attacks meanwhile
 HALF_OPEN = 40  # connections to a port that say half a message and stay
 
 

@@ -34,7 +34,7 @@ class PlayedAgent:
         return request, request.argument(declared) if declared is not None else None
 
     def started(self, store: str = "") -> Any:
-        """What it is told to start: the fields of a `StepSpec`."""
+        """What it is asked to start: the fields of a `StepSpec`."""
         request, (spec, _) = self.asked("start")
         request.reply(store)
         return spec

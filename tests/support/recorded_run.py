@@ -36,7 +36,7 @@ RANKS = RankMap(
 
 
 class Clock:
-    """Says the time that it was told."""
+    """Says the time that it was given."""
 
     def __init__(self, now: float) -> None:
         self.now = now

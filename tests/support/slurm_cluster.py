@@ -144,7 +144,7 @@ class Cluster:
             self.restart(node)
         self.run("scancel", "--user=root")
         nodes = f"NodeName={','.join(self.names)}"
-        self.run("scontrol", "update", nodes, "State=DOWN", "Reason=test")  # ends jobs whose end a node has not told
+        self.run("scontrol", "update", nodes, "State=DOWN", "Reason=test")  # ends jobs whose end a node has not reported
         self.undrain(*self.names)
         whole = [f"{node} idle" for node in self.names]
         self.wait_until(
@@ -194,7 +194,7 @@ class Cluster:
         return self.run("ip", "-n", f"srlhf-{node}", "-4", "-o", "addr", "show", "eth0").split("inet ")[1].split("/")[0]
 
     def processes(self, node: str) -> list[str]:
-        """Command lines of what runs on a node beside Slurm's daemon."""
+        """Command lines of what runs on a node but Slurm's daemon."""
         return [line for _, line in self.numbered(node) if not any(own in line for own in OWN)]
 
     def left(self, run_dir: Path, *nodes: str) -> list[str]:

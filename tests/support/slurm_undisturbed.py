@@ -48,7 +48,7 @@ class Calm:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What its command line gave beside the places and the length."""
+        """What its command line gave but the places and the length."""
         return tiny(self.work)
 
     @property

@@ -48,7 +48,7 @@ def make_config(model: Path, **ds: Any) -> Config:
 
 
 def all_terms(config: Config) -> Config:
-    """A loss of whole responses with every term beside it, all of them means of means."""
+    """A loss of whole responses with every other term, all of them means of means."""
     actor, kl = config.actor, config.algo.kl
     actor.policy_loss_type, actor.eps_clip_low_high, actor.dual_clip = "gspo", [0.05, 0.1], 1.5
     actor.entropy_coef = actor.nll_coef = TERM_COEF

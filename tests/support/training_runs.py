@@ -106,7 +106,7 @@ class Run:
         return "".join(path.read_text() for path in (self.run_dir / "logs").glob("conductor.*.log"))
 
     def endpoint(self) -> str:
-        """Where the conductor listens, as its ranks were told. There must be ranks."""
+        """Where the conductor listens, as its ranks know it. There must be ranks."""
         lines = [
             line for pid, line in _command_lines() if f"--run_dir={self.run_dir}" in line and "--endpoint=" in line
         ]

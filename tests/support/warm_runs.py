@@ -77,7 +77,7 @@ class Forked:
         self.args = list(command)
         self.returncode: int | None = None
         self._forker = forker
-        self._polling = threading.Lock()  # its end is told once, to whoever asks first
+        self._polling = threading.Lock()  # its end is reported once, to whoever asks first
         request = {"command": self.args, "environment": environment, "directory": os.getcwd(), "bound": bound}
         self.pid: int = forker.ask({**request, "kept": list(kept)}, [*files, *kept])
 

@@ -15,7 +15,7 @@ EVALUATED = (
     *("--eval.steps=1", "--eval.overlap=true", "--eval.temperature=1", "--eval.n_samples_per_prompt=4"),
     "--ckpt.best_metric=eval/sampled/mean",
 )
-# A term of the loss beside that of the policy, with a column of weights of its own.
+# A term of the loss in addition to the policy's, with a column of weights of its own.
 NLL = "--actor.nll_coef=0.1"
 SAME = (NORMALIZED, NLL, *EVALUATED)
 WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", *SAME)

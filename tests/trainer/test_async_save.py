@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside the steps; that they are those of a save that waits is in test_trainers.py."""
+"""Checkpoints that are written during the steps; test_trainers.py compares them with those of a save that waits."""
 
 from __future__ import annotations
 

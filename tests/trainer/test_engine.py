@@ -316,7 +316,7 @@ def test_it_samples_with_the_weights_in_training(found: list[dict[str, Any]], ca
         of_case = rank[name(case)]
         assert max(of_case["apart"]) < BOUNDS[case[1]]  # before a step of the optimizer and after it
         assert all(norm > 0 for norm in of_case["trained"])
-        assert of_case["layers"] == ([] if case[2] else [0, 1])  # of the model: each is told when it is reached
+        assert of_case["layers"] == ([] if case[2] else [0, 1])  # layers of the model: each hears when it is reached
         assert (of_case["freed"] > 0) is (case[0] == 3 and case[2])  # only gathered parameters are its own
 
 

@@ -1,4 +1,4 @@
-"""Files of a model run no code: neither Python beside the weights, nor a pickle in their place."""
+"""Files of a model run no code: neither Python next to the weights, nor a pickle in their place."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def test_a_role_that_starts_again_takes_its_new_ranks_and_refuses_the_old(run: Run) -> None:
-    """What has failed for good works again; the old rank is told to end, and one of before that is late is refused."""
+    """What has failed for good works again; the old rank is asked to end, and a late one of before is refused."""
     old = run.start(0, 1)
     run.server.wait_for("actor", 1, HANG_S)
     call = ask(run.server, "actor", 0, "sleep", timeout_s=HANG_S, seconds=60)
@@ -214,7 +214,7 @@ def test_the_clock_leaves_out_what_a_round_took_too_long(monkeypatch: pytest.Mon
 
 
 class Proxy:
-    """Passes TCP on between a rank and the conductor, until it is told to cut."""
+    """Passes TCP on between a rank and the conductor, until it is asked to cut."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self.target = target

@@ -51,7 +51,7 @@ class Hit:
     undo: Callable[[], object] = nothing
     heal: Callable[[], object] = nothing
     at: float = field(default_factory=time.monotonic)
-    events: int = 0  # the run had told of so many before
+    events: int = 0  # the run had reported so many before
     nodes: tuple[str, ...] = ()
 
 

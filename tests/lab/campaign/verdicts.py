@@ -29,7 +29,7 @@ _LISTED_BEFORE = re.compile(r"^ *\d+\. step \d+: .*\n(?= *\d+\. step \d+: )", re
 class Observation:
     """Holds what was seen of one fault."""
 
-    hit_phase: str = ""  # that the run told when the fault struck
+    hit_phase: str = ""  # as the run reported it when the fault struck
     hit_step: int = 0  # steps that were done by then
     printed: int = 0  # characters, before the fault
     pid: int = 0  # of the process that was hit
