@@ -91,7 +91,7 @@ RUNS: dict[str, dict[str, object]] = {
         "rollout.hf_max_num_seqs": 6,
     },
 }
-"""Keys in addition to `COMMON`. All runs have a reference; drain and colocated a critic, too; colocated a reward model."""
+"""Keys besides `COMMON`. All runs have a reference; drain and colocated a critic, too; colocated a reward model."""
 
 
 def write_inputs(path: Path) -> dict[str, Path]:

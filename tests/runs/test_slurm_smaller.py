@@ -37,7 +37,7 @@ def test_without_a_spare_the_run_goes_on_with_a_smaller_actor(slurm: Cluster) ->
     finally:
         slurm.restart("gpu002")
     ended = slurm.wait_over(job)
-    print(f"told after {told:.1f} s")
+    print(f"reported after {told:.1f} s")
     assert ended == ("COMPLETED", 0), said(run_dir)
     assert "left out from now on: gpu002; the run goes on with 1 node" in said(run_dir)
     assert "smaller from now on: actor.num_nodes = 1 (it was 2)" in said(run_dir)

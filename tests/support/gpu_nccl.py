@@ -6,7 +6,7 @@ the stub of `ProcessGroupNCCL` (torch/_C/_distributed_c10d.pyi), which a CPU bui
 - a communicator comes to be with the first operation, when all ranks have entered it; two ranks on one GPU are refused
   unless NCCL_HOSTID tells them apart; NCCL_SOCKET_IFNAME has to name an interface;
 - what is sent lies on the current GPU of the thread: NCCL would make a context on that other one, too;
-- operations run while the host goes on, in order, after what the current stream waits for; between `_start_coalescing` and
+- operations run apart from the host, in order, after what the current stream waits for; between `_start_coalescing` and
   `_end_coalescing` sends and receives return None, and begin together;
 - an operation that is left open by a thread holds back all that the thread asks of any group, which still counts as
   completed; so do operations that their own rank aborts (seen on an H200, torch 2.13, NCCL 2.29.7);

@@ -52,7 +52,7 @@ class Engines:
         future: Future[GenerateAnswer] = Future()
         if batch is None:
             assert method is EngineCalls.drop
-            self._drop(engine, RemoteError("told to drop its requests"))
+            self._drop(engine, RemoteError("asked to drop its requests"))
             return future
         with self._lock:
             if engine in self.lost:

@@ -31,5 +31,5 @@ def seat(number: int) -> dict[str, str]:
 
 
 def device() -> str:
-    """Where a process that has a seat keeps its weights."""
+    """Where a process with an environment of `seat` keeps its weights."""
     return "cuda" if visible() else "cpu"

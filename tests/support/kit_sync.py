@@ -48,7 +48,7 @@ def repair(place: Place) -> Finding:
         began = time.monotonic()
         for peer in (slow, fine):
             told = peer.answer()
-            assert told.get("error") == "SyncBroken", f"a survivor was told {told}"
+            assert told.get("error") == "SyncBroken", f"a survivor heard {told}"
         fleet.peers.remove(dying)
         dying.end()
         sender = fleet.sender(ENGINES - 1, actors=ACTORS, zero=3, **options)
@@ -84,7 +84,7 @@ def _rate(fleet: Fleet, sender: Sender) -> float:
 
 
 def _fleet() -> Fleet:
-    """This process is the first rank: it takes the first seat before anything looks for a GPU."""
+    """This process is the first rank: it takes the first GPU before anything looks for a GPU."""
     os.environ.update(seat(0))
     if device() == "cuda":
         import torch

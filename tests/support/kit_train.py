@@ -139,7 +139,7 @@ def compared(one: Path, two: Path, stage: int) -> Finding:
 
 
 def _start_ranks(ranks: int, request: dict[str, Any], out: Path) -> None:
-    """Ranks of `training_ranks`, each with a seat of its own: torchrun would count on a GPU for each."""
+    """Ranks of `training_ranks`, each with a GPU of its own: torchrun would count on a GPU for each."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,7 +1,7 @@
 """A rank of the rollout role whose followers do what none may: reorder, draw other random numbers, forget a request.
 
 Run as the worker is. MISFIT in the environment says what the follower of engine 0, 1, 2, ... does, comma-separated.
-The engine's digest is not told: these followers go wrong behind its back.
+The engine's digest does not change: these followers go wrong behind its back.
 """
 
 from __future__ import annotations

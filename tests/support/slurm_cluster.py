@@ -144,7 +144,7 @@ class Cluster:
             self.restart(node)
         self.run("scancel", "--user=root")
         nodes = f"NodeName={','.join(self.names)}"
-        self.run("scontrol", "update", nodes, "State=DOWN", "Reason=test")  # ends jobs whose end a node has not reported
+        self.run("scontrol", "update", nodes, "State=DOWN", "Reason=test")  # ends jobs whose end no node reported
         self.undrain(*self.names)
         whole = [f"{node} idle" for node in self.names]
         self.wait_until(

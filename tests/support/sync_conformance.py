@@ -27,7 +27,7 @@ def conform(fleet: Fleet, tmp_path: Path, backend: str) -> None:
         sender.push(hold(make_weights(3), 0, 2), 3)  # the other actor rank never sends
     for peer in waiting:
         answer = peer.answer()
-        assert "the conductor ends the run" in answer.get("message", ""), f"an engine was told {answer}"
+        assert "the conductor ends the run" in answer.get("message", ""), f"an engine heard {answer}"
 
     sender = fleet.sender(2, actors=2, zero=3, **options)
     slow, dying, fine = fleet.peers

@@ -205,7 +205,7 @@ class _Engine:
                 if number == at and act == "leave":
                     break
                 if number == at and act == "abort":
-                    threading.Timer(0.2, lambda: self.group.abort("told by the conductor")).start()
+                    threading.Timer(0.2, lambda: self.group.abort("asked by the conductor")).start()
                 kept[name] = tensor if version % 2 else tensor.clone()
                 if act != "slow" or number == at:
                     time.sleep(seconds)

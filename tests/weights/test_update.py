@@ -106,7 +106,7 @@ def test_an_engine_that_loads_for_long_is_not_suspected_and_one_that_hangs_is(fl
 
 @pytest.mark.parametrize(
     "act, expected",
-    [("raise", "rollout 1 on .*: ValueError: no room for this layer"), ("abort", "rollout 1 .*told by the conductor")],
+    [("raise", "rollout 1 on .*: ValueError: no room for this layer"), ("abort", "rollout 1 .*asked by the conductor")],
 )
 def test_the_sender_learns_why_a_receiver_gave_up(fleet, act, expected):
     sender = fleet.sender(2)
