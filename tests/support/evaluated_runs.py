@@ -87,7 +87,7 @@ def make(
     best_metric: str = "",
     beside: Callable[[Engines], Sample] | None = None,
 ) -> TrainingLoop:
-    """A run of `steps` steps, evaluated after each; `meanwhile` makes of its engines what samples while it trains."""
+    """A run of `steps` steps, evaluated after each; `alongside` makes of its engines what samples while it trains."""
     config = Config(run_dir=str(tmp_path))
     config.ckpt.best_metric, config.ckpt.max_num, config.ckpt.save_steps = best_metric, 1, 2 if best_metric else 20
     config.logger.progress, config.logger.tensorboard = "plain", False
