@@ -313,7 +313,8 @@ def test_what_a_function_changes_does_not_live_on(tmp_path: Path) -> None:
         "    for label, row, ids in zip(labels, rows, response_ids):\n"
         "        label.append('x'); row['level']['name'] = 'x'; row['seen'] = True; ids.clear()\n"
         "    labels.clear(); finish_reasons.clear()\n"
-        "    assert told[0] == ('2', 'easy', None) and told[1] == told[0] and told[2] == ('4', 'hard', None), told\n"
+        "    easy = ('2', 'easy', None)\n"
+        "    assert told[:3] == [easy, easy, ('4', 'hard', None)], told\n"
         "    assert all(len(label) == 2 for label in labels)  # a copy for each response\n"
         "    return [0.0] * len(responses)\n"
     )

@@ -109,7 +109,7 @@ def patterns(fault: Fault, seen: Observation) -> list[str]:
 
 
 def innocents(fault: Fault, told: str) -> list[str]:
-    """List who has died by these words, where the fault was to hit others; empty where it hits a node, or no rank at all.
+    """List who has died by them, where the fault was to hit others; empty where it hits a node, or no rank at all.
 
     While roles start, a rank may be gone before its number is known: then the role is enough.
     """
