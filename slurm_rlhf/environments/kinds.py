@@ -92,10 +92,6 @@ class TextEnvironment(UserClass):
         self.so_far += messages or []
         return Answer(messages, reward=self.number("step", reward), done=bool(done))
 
-    def end(self) -> Answer:
-        self.close()
-        return Answer()
-
 
 class AgentInstance(UserClass):
     """Plays the class of OpenRLHF's agent file, whose texts get no chat template."""
@@ -117,10 +113,6 @@ class AgentInstance(UserClass):
         found = self.scored("step", answer, self.number("step", reward))
         found.text, found.done = str(said), bool(done)
         return found
-
-    def end(self) -> Answer:
-        self.close()
-        return Answer()
 
     def _read(self, name: str, answer: Any, key: str) -> Any:
         if not isinstance(answer, dict) or key not in answer:
@@ -146,10 +138,6 @@ class GymEnvironment(UserClass):
             raise self.wrong("step", answer, "a dict with observations, reward and done")
         messages = self.messages("step", answer["observations"]) if answer["observations"] else None
         return Answer(messages, reward=self.number("step", answer["reward"]), done=bool(answer["done"]))
-
-    def end(self) -> Answer:
-        self.close()
-        return Answer()
 
 
 KINDS: dict[str, Callable[[type, Path], Any]] = {
@@ -225,9 +213,9 @@ def _the_class(module: ModuleType, file: Path) -> Any:
     if len(fit) == 1:
         return fit[0]
     what = f"several classes could be it ({', '.join(one.__name__ for one in fit)})" if fit else f"no class {CLASS}"
-    if not fit and (inner := re.findall(r"^\s+class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)):
-        what += f", and {', '.join(inner)} stands inside a function: move it out of it, with what it needs"
     fix = f"name it {CLASS}, or in the key, {file.name}:NAME, or several in {SEVERAL} = {{name: class}}"
+    if not fit and (inner := re.findall(r"^\s+class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)):
+        what, fix = f"{inner[0]} stands inside a function", "move it to the top of the file, with what it needs of it"
     raise EpisodeError(f"{KEY}: {file}: {what}: {fix}; {PAGE}")
 
 

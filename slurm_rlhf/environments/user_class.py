@@ -92,6 +92,11 @@ class UserClass:
             logs={str(one): self.number(name, value) for one, value in logs.items()},
         )
 
+    def end(self) -> Answer:
+        """End the episode, over or not. Raises EpisodeError."""
+        self.close()
+        return Answer()
+
     def close(self) -> None:
         """Let the environment free what it holds, if it has `close`."""
         if hasattr(self.instance, "close"):

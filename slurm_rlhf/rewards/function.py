@@ -77,7 +77,13 @@ class RewardFunction:
     def named(cls, name: str, input_key: str = "input") -> RewardFunction:
         """Find a function that is registered, or MODULE:NAME. Raises ConfigError, and RewardError as `load`."""
         if ":" in name:
-            return cls._imported(name, input_key)
+            place, _, own = name.partition(":")
+            try:
+                module = import_module(place)
+            except Exception as error:
+                fix = "install it, or name a file, reward.remote_url = FILE.py:NAME"
+                raise RewardError(f"reward.function = {name!r}: cannot be imported: {text_of(error)}: {fix}") from error
+            return cls._of(module, place, own, input_key)
         if name not in _REGISTERED:
             known = ", ".join(sorted(_REGISTERED)) or "none"
             raise ConfigError(
@@ -101,16 +107,6 @@ class RewardFunction:
         if not file.is_file():
             raise ConfigError(f"{KEY}: no such file: {source or repr('')}: name a Python file with {FUNCTION}")
         return cls._of(run_file(file, KEY, RewardError), str(file), name, input_key)
-
-    @classmethod
-    def _imported(cls, source: str, input_key: str) -> RewardFunction:
-        place, _, name = source.partition(":")
-        try:
-            module = import_module(place)
-        except Exception as error:
-            fix = "install it, or name a file, reward.remote_url = FILE.py:NAME"
-            raise RewardError(f"reward.function = {source!r}: cannot be imported: {text_of(error)}: {fix}") from error
-        return cls._of(module, place, name, input_key)
 
     @classmethod
     def _of(cls, module: ModuleType, place: str, name: str, input_key: str) -> RewardFunction:
