@@ -138,8 +138,8 @@ class Reward:
     token: str = ""
     """Where the token for the servers is: `env:VARIABLE`, or a file."""
     function: str = ""
-    """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), or MODULE:NAME of one that
-    Python can import, as trl.rewards:accuracy_reward, instead of a file."""
+    """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file; or
+    MODULE:NAME of one that Python can import, as trl.rewards:accuracy_reward."""
     preset: Preset = ""
     """A reward that needs no code, by the label: math (math-verify), exact; regex (its group is the label, or it is
     found), json_schema, length; code: the share of the row's unit tests that the program in the response passes;
