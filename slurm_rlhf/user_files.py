@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,21 +16,23 @@ from slurm_rlhf.errors import ConfigError, UserError
 
 
 def run_file(file: Path, key: str, error_class: type[UserError], fix: str = "") -> ModuleType:
-    """Run a Python file as a module; its directory is importable for it.
+    """Run a Python file as a module; its directory is importable for it, and the package that it is a part of.
 
     `key`: the key of the configuration that names the file, for messages. If the file raises an exception, this raises
     `error_class` with file and line, and with the advice `fix` at the end. Raises ConfigError for a file that is not
     Python.
     """
     name = f"slurm_rlhf_user_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    root = file.parent
+    while (root / "__init__.py").is_file():  # so that relative imports find their package
+        root, name = root.parent, f"{root.name}.{name}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{key}: {file} is not a Python file: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up by name. Files in its directory come last on the path, so that they hide nothing.
     sys.modules[name] = module
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
+    sys.path += [place for place in dict.fromkeys(map(str, (file.parent, root))) if place not in sys.path]
     _running.append(file)
     try:
         spec.loader.exec_module(module)
@@ -39,6 +42,20 @@ def run_file(file: Path, key: str, error_class: type[UserError], fix: str = "") 
     finally:
         _running.pop()
     return module
+
+
+def file_and_name(text: str) -> tuple[str, str]:
+    """Split FILE.py:NAME, where NAME is what the file defines; empty where the text is a file alone."""
+    file, _, name = text.rpartition(":")
+    return (file, name) if file.endswith(".py") and name.isidentifier() else (text, "")
+
+
+def functions_in(module: ModuleType) -> list[str]:
+    """Name the public functions that a module itself defines."""
+    found = [
+        name for name, one in vars(module).items() if inspect.isfunction(one) and one.__module__ == module.__name__
+    ]
+    return [name for name in found if not name.startswith("_")]
 
 
 _running: list[Path] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import ConfigError, RewardError, WorkerError
+from slurm_rlhf.user_files import file_and_name
 from slurm_rlhf.workers.http import WorkServer, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 
@@ -34,8 +35,8 @@ def serve_environments(arguments: Arguments) -> int:
 
 def _named(arguments: Arguments, word: str, what: str) -> Path:
     path = Path(arguments.one_word(word)).absolute()
-    if not path.exists():
-        raise ConfigError(f"no such file: {path}: name a Python file {what}")
+    if not (file := Path(file_and_name(str(path))[0])).exists():
+        raise ConfigError(f"no such file: {file}: name a Python file {what}")
     return path
 
 

@@ -43,6 +43,7 @@ from slurm_rlhf.config.schema_jobs import StageKeys, minutes
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
 from slurm_rlhf.config.user_data import WHAT, data_files
 from slurm_rlhf.errors import ConfigError, ModelError, UserError
+from slurm_rlhf.user_files import file_and_name
 
 MODEL = "reward.model_name_or_path"
 TEACHER = "algo.distill.model_name_or_path"
@@ -300,7 +301,7 @@ def _reward_file(config: Config) -> Iterator[str]:
 def _file_or_servers(key: str, value: str, what: str) -> Iterator[str]:
     """Check the file or the servers that a key names, if it names any."""
     if not value.startswith(URLS):
-        yield from _file(key, value, what) if value else ()
+        yield from _file(key, file_and_name(value)[0], what) if value else ()
         return
     for url in value.split(","):
         if "@" in url.rpartition("://")[2].partition("/")[0]:

@@ -123,9 +123,9 @@ class Rollout:
 class Env:
     path: FilePath = ""
     """A Python file with a class `Environment`, which answers the policy between its turns, by tools or by text, and
-    gives rewards; or servers of `slurm-rlhf serve-env`, `http://HOST:PORT`, several by comma. With a source of rewards
-    with it both count: `slurm-rlhf docs environments`. rollout.max_new_tokens bounds each turn, data.max_len all
-    turns of an episode."""
+    gives rewards; or FILE.py:NAME, a class or functions, which are tools; or servers of `slurm-rlhf serve-env`,
+    `http://HOST:PORT`, several by comma. With a source of rewards with it both count: `slurm-rlhf docs environments`.
+    rollout.max_new_tokens bounds each turn, data.max_len all turns of an episode."""
     token: str = ""
     """Where the token for the servers is: `env:VARIABLE`, or a file."""
     workers: Annotated[int, COUNT] = 4

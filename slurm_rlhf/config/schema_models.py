@@ -132,12 +132,14 @@ class Reward:
     (two numbers) and one of remote_url, function, preset (and preset_value) or model = true, the model of
     reward.model_name_or_path. Each is a component and a metric, reward/NAME."""
     remote_url: FilePath = ""
-    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF, or a TRL function; or
-    servers, `http://HOST:PORT/...`, several by comma. What they get and answer: `slurm-rlhf docs rewards`."""
+    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF, or a TRL function, or
+    FILE.py:NAME; or servers, `http://HOST:PORT/...`, several by comma. What they get and answer: `slurm-rlhf docs
+    rewards`."""
     token: str = ""
     """Where the token for the servers is: `env:VARIABLE`, or a file."""
     function: str = ""
-    """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file."""
+    """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file; or
+    MODULE:NAME of one that Python can import, as trl.rewards:accuracy_reward."""
     preset: Preset = ""
     """A reward that needs no code, by the label: math (math-verify), exact; regex (its group is the label, or it is
     found), json_schema, length; code: the share of the row's unit tests that the program in the response passes;

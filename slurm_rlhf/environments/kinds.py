@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,7 +26,7 @@ from slurm_rlhf.environments.executor import EXECUTOR, executor_of
 from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
 from slurm_rlhf.environments.user_class import UserClass, answer_calls, columns_of, schemas_of, tools_of
 from slurm_rlhf.errors import EpisodeError, meant
-from slurm_rlhf.user_files import run_file
+from slurm_rlhf.user_files import file_and_name, run_file
 
 KEY = "env.path"
 CLASS, SEVERAL, COLUMN = "Environment", "ENVIRONMENTS", "environment"
@@ -91,10 +92,6 @@ class TextEnvironment(UserClass):
         self.so_far += messages or []
         return Answer(messages, reward=self.number("step", reward), done=bool(done))
 
-    def end(self) -> Answer:
-        self.close()
-        return Answer()
-
 
 class AgentInstance(UserClass):
     """Plays the class of OpenRLHF's agent file, whose texts get no chat template."""
@@ -116,10 +113,6 @@ class AgentInstance(UserClass):
         found = self.scored("step", answer, self.number("step", reward))
         found.text, found.done = str(said), bool(done)
         return found
-
-    def end(self) -> Answer:
-        self.close()
-        return Answer()
 
     def _read(self, name: str, answer: Any, key: str) -> Any:
         if not isinstance(answer, dict) or key not in answer:
@@ -145,10 +138,6 @@ class GymEnvironment(UserClass):
             raise self.wrong("step", answer, "a dict with observations, reward and done")
         messages = self.messages("step", answer["observations"]) if answer["observations"] else None
         return Answer(messages, reward=self.number("step", answer["reward"]), done=bool(answer["done"]))
-
-    def end(self) -> Answer:
-        self.close()
-        return Answer()
 
 
 KINDS: dict[str, Callable[[type, Path], Any]] = {
@@ -182,18 +171,28 @@ def kind_of(made: type) -> str:
     return "text" if free else "tools" if tools_of(made) else ""
 
 
-def load(file: Path) -> dict[str, type]:
+def load(file: Path, name: str = "") -> dict[str, type]:
     """Run the user's file; return its environments by the name in the column `environment`, "" if there is but one.
 
+    `name`: what to take of the file: a class, several by name, a function, which is the tool, or a list of such.
     Raises EpisodeError for a file without a usable class.
     """
     _agent_module()
     module = run_file(file, KEY, EpisodeError)
-    several = getattr(module, SEVERAL, None)
-    found: dict[str, Any] = dict(several) if isinstance(several, Mapping) else {"": _the_class(module, file)}
-    for name, made in found.items():
+    chosen = getattr(module, name or SEVERAL, None)
+    functions: Any = chosen if isinstance(chosen, list | tuple) else [chosen]
+    if all(map(inspect.isfunction, functions)):  # as TRL's trainer takes tools
+        own = {one.__name__: staticmethod(one) for one in functions}
+        chosen = type(name, (), {"reset": lambda self: None, "__module__": module.__name__, **own})
+    if name and chosen is None:
+        known = [one for one, made in vars(module).items() if getattr(made, "__module__", "") == module.__name__]
+        raise EpisodeError(f"{KEY}: {file} does not define {name}{meant(name, known)}; it has {', '.join(known)}")
+    if not name and not isinstance(chosen, Mapping):
+        chosen = _the_class(module, file)
+    found: dict[str, Any] = dict(chosen) if isinstance(chosen, Mapping) else {"": chosen}
+    for entry, made in found.items():
         if not inspect.isclass(made) or not kind_of(made):
-            what = f"{SEVERAL}[{name!r}]" if name else f"its class {getattr(made, '__name__', made)}"
+            what = f"{SEVERAL}[{entry!r}]" if entry else f"its class {getattr(made, '__name__', made)}"
             raise EpisodeError(
                 f"{KEY}: {file}: {what} is no environment: it needs reset and public methods, which are tools, or "
                 f"reset and step(messages); {PAGE}"
@@ -214,7 +213,10 @@ def _the_class(module: ModuleType, file: Path) -> Any:
     if len(fit) == 1:
         return fit[0]
     what = f"several classes could be it ({', '.join(one.__name__ for one in fit)})" if fit else f"no class {CLASS}"
-    raise EpisodeError(f"{KEY}: {file}: {what}: name it {CLASS}, or several in {SEVERAL} = {{name: class}}; {PAGE}")
+    fix = f"name it {CLASS}, or in the key, {file.name}:NAME, or several in {SEVERAL} = {{name: class}}"
+    if not fit and (inner := re.findall(r"^\s+class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)):
+        what, fix = f"{inner[0]} stands inside a function", "move it to the top of the file, with what it needs of it"
+    raise EpisodeError(f"{KEY}: {file}: {what}: {fix}; {PAGE}")
 
 
 def _agent_module() -> ModuleType:
@@ -233,8 +235,9 @@ class Instances:
     """Holds the environments of the episodes that this process plays, by the number of the episode."""
 
     def __init__(self, file: str) -> None:
-        self.file = Path(file)
-        self.classes = load(self.file)
+        path, name = file_and_name(file)
+        self.file = Path(path)
+        self.classes = load(self.file, name)
         if EXECUTOR in map(kind_of, self.classes.values()):
             tokenizer_class()  # now, so that no call of an episode waits for it
         self.played: dict[int, Any] = {}

@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from itertools import accumulate
 from typing import Any
@@ -26,7 +26,7 @@ Schemas = Sequence[dict[str, Any]]
 Read = Callable[[str, Schemas], list[ToolCall]]
 """Reads the calls in a response, special tokens included; the schemas are those of the tools."""
 
-END_OF_THINKING = "</think>"
+THINKING, END_OF_THINKING = "<think>", "</think>"
 DEEPEST = 100
 """Levels of nesting of a call at most."""
 _STRINGS = re.compile(r'"(?:\\.|[^"\\])*+"?', re.DOTALL)
@@ -64,6 +64,13 @@ class ToolFormat:
         found = [call for match in matches for call in self._calls(match.groupdict(), schemas)]
         broken = len(self.mark.findall(text)) - len(matches)
         return found + [ToolCall("", error="the call is not complete, or not in the format of calls")] * broken
+
+    def outside(self, text: str, special: re.Pattern[str], opened: str) -> dict[str, Any]:
+        """Return what stands outside calls and `special` tokens, thoughts apart, as transformers' `parse_response`."""
+        before, _, behind = (opened + text).rpartition(END_OF_THINKING)
+        behind, _, unfinished = behind.partition(THINKING)
+        content = special.sub("", self.call.sub("", behind)).strip()
+        return {"content": content, "reasoning_content": f"{before}{unfinished}".replace(THINKING, "").strip()}
 
     def _calls(self, groups: Mapping[str, str | None], schemas: Schemas) -> Iterator[ToolCall]:
         name, arguments = (groups.get("name") or "").strip(), groups.get("arguments") or "{}"
@@ -128,6 +135,15 @@ class ToolReader:
     name: str  # name of the format
     read: Read
     as_text: bool  # the template takes arguments as JSON text
+    outside: Callable[[str], dict[str, Any]] = lambda text: {}  # what stands outside calls, as fields of a message
+    cut: Callable[[str], str] = str  # makes what `read` and `outside` take of a turn with its special tokens
+
+    def written(self, text: str, plain: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+        """Make the message of a turn as TRL's rewards get it; its content is `plain` where a call is broken."""
+        sound = [{"name": one.name, "arguments": one.arguments} for one in calls if not one.error]
+        found = self.outside(text) if len(sound) == len(calls) else {"content": plain}
+        found = {**found, "tool_calls": [{"type": "function", "function": one} for one in sound]}
+        return {"role": "assistant", "content": "", **{name: value for name, value in found.items() if value}}
 
     def message(self, content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Make the assistant's message with calls, numbered as `answers` does."""
@@ -143,12 +159,6 @@ class ToolReader:
 
     def _arguments(self, call: ToolCall) -> Any:
         return json.dumps(call.arguments) if self.as_text else call.arguments
-
-
-def written(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """Make the message of a turn as rewards get it: all that the policy wrote, and the calls in it."""
-    made = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in calls]
-    return {"role": "assistant", "content": text} | ({"tool_calls": made} if made else {})
 
 
 def answers(messages: Messages) -> Messages:
@@ -176,12 +186,12 @@ def tool_reader(tokenizer: Tokenizer) -> ToolReader:
         except ModelError as error:
             why = why or str(error)
             continue
-        written = without_end(_behind(asked, whole), tokenizer)
-        for name, read in _readers(tokenizer, asked):
-            if (found := read(written, [PROBE_SCHEMA])) == [PROBE]:
-                return ToolReader(name, read, as_text)
+        written = _behind(asked, whole)
+        for one in _readers(tokenizer, asked, as_text):
+            if (found := one.read(one.cut(written), [PROBE_SCHEMA])) == [PROBE]:
+                return one
             why = why or "".join(call.error for call in found)
-        why = why or f"it writes {written!r}, in which none of the known formats finds the call"
+        why = why or f"it writes {without_end(written, tokenizer)!r}, in which none of the known formats finds the call"
     raise ModelError(
         f"calls of tools cannot be read for the chat template of {where}: {why}. Give the tokenizer a "
         "response_template (transformers, `tokenizer.parse_response`), or use a model with one of the formats "
@@ -202,7 +212,7 @@ def without_end(text: str, tokenizer: Tokenizer) -> str:
     return text[: max((at for end in ends if (at := text.rfind(end)) >= 0), default=len(text))]
 
 
-def _readers(tokenizer: Tokenizer, prompt: str) -> Iterator[tuple[str, Read]]:
+def _readers(tokenizer: Tokenizer, prompt: str, as_text: bool) -> Iterator[ToolReader]:
     if template := tokenizer.response_template:
 
         def read(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -213,7 +223,12 @@ def _readers(tokenizer: Tokenizer, prompt: str) -> Iterator[tuple[str, Read]]:
                 return [ToolCall("", error=f"the call cannot be read: {error}")]
             return [_call_of(one) for one in calls]
 
-        yield "response_template", read
+        outside = partial(_transformers.parsed_response, template=template, prompt=prompt, tools=())
+        yield ToolReader("response_template", read, as_text, outside, str)
         return
+    words = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
+    special = re.compile("|".join(map(re.escape, words)))
+    opened = THINKING if prompt.rstrip().endswith(THINKING) else ""
     for one in formats():
-        yield one.name, one.read
+        outside = partial(one.outside, special=special, opened=opened)
+        yield ToolReader(one.name, one.read, as_text, outside, partial(without_end, tokenizer=tokenizer))

@@ -92,6 +92,11 @@ class UserClass:
             logs={str(one): self.number(name, value) for one, value in logs.items()},
         )
 
+    def end(self) -> Answer:
+        """End the episode, over or not. Raises EpisodeError."""
+        self.close()
+        return Answer()
+
     def close(self) -> None:
         """Let the environment free what it holds, if it has `close`."""
         if hasattr(self.instance, "close"):
@@ -116,9 +121,11 @@ LONGEST = 100_000
 
 
 def tools_of(made: type) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of a class that are tools, by name."""
+    """Return the public methods of a class that are tools, by name; but for static ones bound, so without `self`."""
     found = inspect.getmembers(made, inspect.isfunction)
-    return {name: method for name, method in found if not name.startswith("_") and name not in NOT_TOOLS}
+    static = [name for name, _ in found if isinstance(inspect.getattr_static(made, name), staticmethod)]
+    bound = {name: method if name in static else MethodType(method, made) for name, method in found}
+    return {name: method for name, method in bound.items() if not name.startswith("_") and name not in NOT_TOOLS}
 
 
 def schemas_of(made: type, file: str) -> list[dict[str, Any]]:
@@ -127,7 +134,7 @@ def schemas_of(made: type, file: str) -> list[dict[str, Any]]:
     for name, method in tools_of(made).items():
         where = f"{file}:{method.__code__.co_firstlineno}: the tool {made.__name__}.{name}"
         try:
-            found.append(_transformers.json_schema(MethodType(method, object())))
+            found.append(_transformers.json_schema(method))
             arguments_of(method)
         except (ValueError, TypeError, NameError) as error:
             raise EpisodeError(
@@ -141,7 +148,7 @@ def arguments_of(method: Callable[..., Any]) -> type[msgspec.Struct]:
     """Make the record of a tool's arguments, which knows their types. Raises TypeError, NameError."""
     hints = typing.get_type_hints(method)
     fields: list[Any] = []
-    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+    for parameter in inspect.signature(method).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise TypeError(f"{parameter} takes any arguments")
         one = (parameter.name, hints[parameter.name])
@@ -161,17 +168,20 @@ def answer_calls(
     tools, messages, counts = tools_of(type(instance)), Messages(), Counter[str]()
     for call in calls:
         counts[CALLS] += 1
-        kind, answer = _answer(instance, tools, call, value)
+        kind, found = _answer(instance, tools, call, value)
         if kind:
             counts[kind] += 1
-        messages.append({"role": "tool", "name": call.name, "content": cut(answer, LONGEST)})
+        text = found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+        messages.append({"role": "tool", "name": call.name, "content": cut(text, LONGEST)})
+        if isinstance(found, list) and len(text) <= LONGEST:
+            messages[-1]["result"] = json.loads(text)
     return messages, dict(counts)
 
 
 def _answer(
     instance: Any, tools: dict[str, Callable[..., Any]], call: ToolCall, value: Callable[[Any], Any]
-) -> tuple[str, str]:
-    """Return the kind of an error (empty: none) and the text for the policy."""
+) -> tuple[str, Any]:
+    """Return the kind of an error (empty: none), and its text or what the tool has returned."""
     if call.error:
         return UNREADABLE, f"error: {call.error}"
     if call.name not in tools:
@@ -187,4 +197,4 @@ def _answer(
         )
     except Exception as error:
         return RAISED, f"error: {text_of(error)}"
-    return "", found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+    return "", found

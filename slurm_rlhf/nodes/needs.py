@@ -19,6 +19,7 @@ from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.placement.memory import read_models
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory, mount_of, size_of
+from slurm_rlhf.user_files import file_and_name
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.http import Health, health_of
 
@@ -80,7 +81,7 @@ def places_of(config: Config) -> tuple[tuple[str, str], ...]:
     for path, key in (dict.fromkeys((one.path for one in data_sets(config)), "eval.datasets") | sets).items():
         found |= {str(file): key for file in data_files(path)}
     for key, path in (in_workers(config) if config.reward.workers_num_nodes else {}).items():
-        found |= {path: key} if key.endswith(("remote_url", "path")) else {}
+        found |= {file_and_name(path)[0]: key} if key.endswith(("remote_url", "path")) else {}
     for path in config.train.plugins:
         found.setdefault(path, "train.plugins")
     return tuple((key, str(Path(path).absolute())) for path, key in found.items() if path)

@@ -10,12 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurm_rlhf.errors import ConfigError, RewardError, meant
 from slurm_rlhf.rewards.items import Item, items_of
 from slurm_rlhf.rewards.signature import Taken, of_trl, taken
-from slurm_rlhf.user_files import file_of, line_of, note_origin, run_file, same_place, text_of
+from slurm_rlhf.user_files import (
+    file_and_name,
+    file_of,
+    functions_in,
+    line_of,
+    note_origin,
+    run_file,
+    same_place,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from slurm_rlhf.config.schema import Reward
@@ -65,12 +75,21 @@ class RewardFunction:
 
     @classmethod
     def named(cls, name: str, input_key: str = "input") -> RewardFunction:
-        """Find a function that is registered. Raises ConfigError, and RewardError for its signature."""
+        """Find a function that is registered, or MODULE:NAME. Raises ConfigError, and RewardError as `load`."""
+        if ":" in name:
+            place, _, own = name.partition(":")
+            try:
+                module = import_module(place)
+            except Exception as error:
+                fix = "install it, or name a file, reward.remote_url = FILE.py:NAME"
+                raise RewardError(f"reward.function = {name!r}: cannot be imported: {text_of(error)}: {fix}") from error
+            return cls._of(module, place, own, input_key)
         if name not in _REGISTERED:
             known = ", ".join(sorted(_REGISTERED)) or "none"
             raise ConfigError(
                 f"reward.function = {name!r} is not registered{meant(name, _REGISTERED)} (registered: {known}): call "
-                "slurm_rlhf.register_reward in a file that train.plugins names, or pass it to slurm_rlhf.train"
+                "slurm_rlhf.register_reward in a file that train.plugins names, pass it to slurm_rlhf.train, or write "
+                "MODULE:NAME, as trl.rewards:accuracy_reward, where Python can import the module"
             )
         function = _REGISTERED[name]
         file = file_of(function)
@@ -78,21 +97,30 @@ class RewardFunction:
 
     @classmethod
     def load(cls, source: str, input_key: str = "input") -> RewardFunction:
-        """Load the function in the Python file `source`, whose directory is importable for it.
+        """Load the function in the Python file `source`, or FILE.py:NAME; its directory is importable for it.
 
         Raises ConfigError when there is no such file or `source` is a URL, RewardError when the file cannot be run
-        (with the line), does not define `reward_func`, or its signature takes what is not passed.
+        (with the line), does not define the function, or its signature takes what is not passed.
         """
-        file = Path(source).absolute()
+        path, name = file_and_name(source)
+        file = Path(path).absolute()
         if not file.is_file():
             raise ConfigError(f"{KEY}: no such file: {source or repr('')}: name a Python file with {FUNCTION}")
-        module = run_file(file, KEY, RewardError)
-        rewards = of_trl(module)
-        name = FUNCTION if hasattr(module, FUNCTION) or len(rewards) != 1 else rewards[0]
+        return cls._of(run_file(file, KEY, RewardError), str(file), name, input_key)
+
+    @classmethod
+    def _of(cls, module: ModuleType, place: str, name: str, input_key: str) -> RewardFunction:
+        """Find the function in what the user calls `place`; `name` is empty where there is one alone."""
+        rewards = [] if name else of_trl(module)
+        name = name or (rewards[0] if len(rewards) == 1 and not hasattr(module, FUNCTION) else FUNCTION)
         function = getattr(module, name, None)
         if not callable(function):
-            several = f"; its rewards for TRL are {', '.join(rewards)}: name one of them so" if rewards else ": add it"
-            raise RewardError(f"{file} does not define {FUNCTION}(queries, prompts, labels, **kwargs){several}")
+            known = rewards or getattr(module, "__all__", []) or functions_in(module)
+            kind = "rewards for TRL" if rewards else "functions"
+            one = f"; its {kind} are {', '.join(known)}: name one, as {place}:{known[0]}" if known else ": add it"
+            said = f"{FUNCTION}(queries, prompts, labels, **kwargs)" if name == FUNCTION else name
+            raise RewardError(f"{place} does not define {said}{meant(name, known)}{one}")
+        file = Path(place) if Path(place).is_file() else file_of(function)
         return cls(function, file, taken(function, f"{_defined(file, function)}: {name}"), name, input_key)
 
     @property

@@ -10,11 +10,13 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.rewards.items import Item
+from slurm_rlhf.user_files import file_of, functions_in
 
 Argument = Callable[[Sequence[Item], int], Any]
 
@@ -40,7 +42,9 @@ BY_PLACE = ("queries", "prompts", "labels")
 
 
 def _completion(item: Item) -> Any:
-    return item["response"] if item["messages"] is None else copy.deepcopy(item["dialogue"])
+    """Return the response, or its messages; a list that a tool has returned is one, as in TRL."""
+    turns = [turn | {"content": turn.get("result", turn["content"])} for turn in copy.deepcopy(item["dialogue"])]
+    return item["response"] if item["messages"] is None else turns
 
 
 OF_TRL: dict[str, Argument] = {
@@ -110,9 +114,17 @@ def taken(function: Callable[..., Any], where: str) -> Taken:
     Raises RewardError, its message starting with `where`, for a parameter without a default that nothing is passed for.
     """
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin or an extension has none
         return Taken(BY_PLACE, ())
+    parameters = list(signature.parameters.values())
+    if "Callable" in str(signature.return_annotation):
+        name, given = function.__name__, ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty)
+        module = ".".join([*function.__module__.split(".")[:-1], Path(file_of(function)).stem])
+        raise RewardError(
+            f"{where} makes a reward function, and is none: call it in a file of your own, and name that one. Its "
+            f"lines: from {module} import {name}; reward_func = {name}({given})"
+        )
     kinds = inspect.Parameter
     if any(p.name == ENVIRONMENTS and p.default is kinds.empty for p in parameters):
         raise RewardError(
@@ -145,9 +157,8 @@ def taken(function: Callable[..., Any], where: str) -> Taken:
 
 def of_trl(module: ModuleType) -> list[str]:
     """Name the public functions that a file itself defines as rewards for TRL."""
-    functions = [one for one in vars(module).values() if inspect.isfunction(one) and one.__module__ == module.__name__]
-    public = [one for one in functions if not one.__name__.startswith("_")]
-    return [one.__name__ for one in public if not inspect.signature(one).parameters.keys().isdisjoint(_MARKS)]
+    functions = [(name, getattr(module, name)) for name in functions_in(module)]
+    return [name for name, one in functions if not inspect.signature(one).parameters.keys().isdisjoint(_MARKS)]
 
 
 def _places(placed: list[inspect.Parameter], open_places: bool) -> tuple[str, ...]:

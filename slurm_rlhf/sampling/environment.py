@@ -30,7 +30,7 @@ from slurm_rlhf.environments.executor import EXECUTOR
 from slurm_rlhf.environments.host import Homeless, Host
 from slurm_rlhf.environments.kinds import COLUMN
 from slurm_rlhf.environments.records import Answer, Begun, Messages, Start, ToolCall, Tools, Turn
-from slurm_rlhf.environments.tool_calls import tool_reader, without_end, written
+from slurm_rlhf.environments.tool_calls import tool_reader
 from slurm_rlhf.environments.turn_tokens import TurnTokens
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut, meant
 from slurm_rlhf.records import F32, I32, LENGTH, LOST, REPETITION, Bool, Prompt, Sampling, Trajectory, VersionSpan
@@ -225,11 +225,12 @@ class Turns(Episode):
         environments, env = self._environments, self._environments.config.env
         self._turns += 1
         self._append(found)
-        calls = []
-        if self._tokens.reader is not None:
-            text = environments.tokenizer.decode(found.response_ids.tolist(), skip_special_tokens=False)
-            calls = self._tokens.reader.read(without_end(text, environments.tokenizer), self._tools.schemas)
-        self._dialogue.append(written(found.text, calls))
+        calls, message = [], {"role": "assistant", "content": found.text}
+        if (reader := self._tokens.reader) is not None:
+            text = reader.cut(environments.tokenizer.decode(found.response_ids.tolist(), skip_special_tokens=False))
+            calls = reader.read(text, self._tools.schemas)
+            message = reader.written(text, found.text, calls)
+        self._dialogue.append(message)
         try:
             answer = await self._home.turn(Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason))
             self._add(answer)

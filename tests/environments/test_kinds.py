@@ -128,9 +128,9 @@ class Typed:
         return answer
 
 
-def instances(tmp_path: Path, code: str) -> Typed:
+def instances(tmp_path: Path, code: str, name: str = "") -> Typed:
     (tmp_path / "game.py").write_text(code)
-    return Typed(tmp_path / "game.py")
+    return Typed(tmp_path / f"game.py{name and ':'}{name}")
 
 
 def start(**row: Any) -> Start:
@@ -153,6 +153,46 @@ def test_public_methods_are_tools(tmp_path: Path) -> None:
     assert (answer.counts, answer.done) == ({CALLS: 2}, False)
     assert made.turn(7, Turn("that is all")).done
     assert (made.end(7).reward, made.end(8).reward, made.instances.played) == (0.6, 0.0, {})
+
+
+FUNCTIONS = '''
+def rows(first: int, count: int = 2) -> list[int]:
+    """
+    Lists numbers.
+
+    Args:
+        first: The first.
+        count: How many.
+    """
+    return [*range(first, first + count)]
+
+def nothing() -> None:
+    """Does nothing."""
+
+tools = [rows, nothing]
+
+class Static:
+    def reset(self): ...
+
+    rows = staticmethod(rows)
+'''
+
+
+@pytest.mark.parametrize(
+    ("name", "names"), [("rows", ["rows"]), ("tools", ["nothing", "rows"]), ("Static", ["rows"]), ("", ["rows"])]
+)
+def test_functions_alone_are_tools(tmp_path: Path, name: str, names: list[str]) -> None:
+    """As TRL's trainer takes them: FILE.py:NAME names one, or a list; none of their parameters is `self`."""
+    made = instances(tmp_path, FUNCTIONS, name)
+    schemas = [schema["function"] for schema in made.describe()[""].schemas]
+    assert [schema["name"] for schema in schemas] == names
+    assert schemas[-1]["parameters"]["required"] == ["first"]
+    made.begin(0, start())
+    (message,) = made.turn(0, Turn("", [ToolCall("rows", {"first": 3})])).messages or []
+    assert (message["content"], message["result"]) == ("[3, 4]", [3, 4])
+    assert made.end(0).reward == 0.0
+    with pytest.raises(EpisodeError, match=r"does not define row; did you mean rows\?; it has rows, nothing, Static"):
+        instances(tmp_path, FUNCTIONS, "row")
 
 
 @pytest.mark.parametrize(
@@ -250,6 +290,7 @@ def test_the_row_chooses_one_of_several(tmp_path: Path) -> None:
     [
         ("", "no class Environment"),
         ("def Environment(): ...", "no class Environment"),
+        ("def main():\n    class Game: ...", "Game stands inside a function: move it to the top"),
         ("class Environment:\n    def reset(self, row): ...", "its class Environment is no environment"),
         ("class Environment:\n    def step(self, messages): ...", "its class Environment is no environment"),
         ("import nothing_of_that_name", "game.py:1: cannot be imported"),

@@ -89,6 +89,27 @@ def test_calls_are_read_beside_thoughts_and_broken_ones_are_found(tokenizers: di
     assert [bool(call.error) for call in broken] == [True]
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_rewards_get_what_stands_outside_calls(tokenizers: dict[str, Tokenizer], name: str) -> None:
+    """In TRL's shape, as transformers' `parse_response` makes it."""
+    tokenizer, reader = tokenizers[name], tool_reader(tokenizers[name])
+    whole = tokenizer.chat([{"role": "user", "content": "?"}, reader.message("", [PROBE])], answer=False)
+    text = f"<think>who?</think>{'' if name == 'llama_json' else 'I ask. '}{whole.rpartition('<|assistant|>')[2]}"
+    message = reader.written(reader.cut(text), text, reader.read(reader.cut(text), [PROBE_SCHEMA]))
+    called = {"name": PROBE.name, "arguments": PROBE.arguments}
+    assert message == {
+        "role": "assistant",
+        "content": "" if name == "llama_json" else "I ask.",
+        "reasoning_content": "who?",
+        "tool_calls": [{"type": "function", "function": called}],
+    }
+    assert reader.written("<think>so", "", []) == {"role": "assistant", "content": "", "reasoning_content": "so"}
+    broken = [ToolCall("", error="broken"), PROBE]
+    assert reader.written("", "text", broken) == {"role": "assistant", "content": "text"} | {
+        "tool_calls": message["tool_calls"]
+    }
+
+
 def test_several_calls_are_read(tokenizers: dict[str, Tokenizer]) -> None:
     for name in set(TEMPLATES) - {"llama_json"}:
         reader, other = tool_reader(tokenizers[name]), ToolCall(PROBE.name, {"text": "b", "count": 8})
@@ -167,8 +188,16 @@ def test_a_tokenizer_that_says_how_it_is_read_is_read_so(tmp_path: Path) -> None
     }
     with pytest.raises(ModelError, match=r"none of the known formats.*response_template"):
         tool_reader(write_tokenizer(tmp_path / "a", chatml(call)))
-    reader = tool_reader(write_tokenizer(tmp_path / "b", chatml(call), response_template=template))
-    assert reader.name == "response_template"
+    fields = template["fields"]
+    assert isinstance(fields, dict)
+    for close in (">>", ">><|end|>"):  # TRL's for Llama 3 has the end of the turn in it
+        fields["tool_calls"]["close"] = close
+        reader = tool_reader(write_tokenizer(tmp_path / "b", chatml(call), response_template=template))
+        assert reader.name == "response_template"
+        written = reader.cut('So.<<look_up {"text": "slurm-rlhf", "count": 7}>><|end|>')
+        message = reader.written(written, "", reader.read(written, [PROBE_SCHEMA]))
+        assert message == reader.message("So.", [PROBE]) | {"tool_calls": message["tool_calls"]}
+        assert reader.read(written, [PROBE_SCHEMA]) == [PROBE]
     with pytest.raises(ModelError, match="calls of tools cannot be read"):
         tool_reader(write_tokenizer(tmp_path / "c", TEMPLATES["hermes"], response_template=template))
 

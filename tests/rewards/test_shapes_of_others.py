@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from slurm_rlhf.config.check import reward_source
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.environments.kinds import Instances
 from slurm_rlhf.environments.records import Answer, Begun, Start, ToolCall, Turn
 from slurm_rlhf.errors import RewardError
@@ -118,21 +120,24 @@ EPISODE = [
         "content": "<call>",
         "tool_calls": [{"function": {"name": "ask", "arguments": {"q": "2+2"}}}],
     },
-    {"role": "tool", "name": "ask", "content": "4"},
+    {"role": "tool", "name": "ask", "content": "[4]", "result": [4]},
     {"role": "assistant", "content": "3"},
 ]
 CALLED = """
 def reward_func({taken}, **kwargs):
     asked = [call["function"]["arguments"]["q"] for turn in {taken}[0] for call in turn.get("tool_calls") or ()]
     assert asked == ["2+2"] and [turn["role"] for turn in {taken}[0]] == ["assistant", "tool", "assistant"]
+    assert {taken}[0][1]["content"] == {result}
     return [float({taken}[0][-1]["content"] == kwargs["{label}"][0])]
 """
 """As TRL's grpo_agent.py reads the turns: a tool that gave the right answer is not the policy's answer."""
 
 
-@pytest.mark.parametrize(("taken", "label"), [("completions", "label"), ("dialogues", "labels")])
-def test_a_function_knows_which_words_the_policy_wrote(tmp_path: Path, taken: str, label: str) -> None:
-    (tmp_path / "reward.py").write_text(CALLED.format(taken=taken, label=label))
+@pytest.mark.parametrize(
+    ("taken", "label", "result"), [("completions", "label", "[4]"), ("dialogues", "labels", "'[4]'")]
+)
+def test_a_function_knows_which_words_the_policy_wrote(tmp_path: Path, taken: str, label: str, result: str) -> None:
+    (tmp_path / "reward.py").write_text(CALLED.format(taken=taken, label=label, result=result))
     ids, floats, mask = np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, np.bool_)
     prompt = Prompt(0, "2+2=", ids, "4", ROWS[0])
     found = Trajectory(0, 0, ids, ids, floats, mask, "stop", "<call>43", [], turns=2, dialogue=json.dumps(EPISODE))
@@ -141,12 +146,47 @@ def test_a_function_knows_which_words_the_policy_wrote(tmp_path: Path, taken: st
     assert exact == Preset("regex", "4").answer(items_of([prompt], [found]), 1)["rewards"] == [0]
 
 
-def test_where_a_file_has_several_rewards_of_trl_one_is_to_be_named(tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text("def one(completions): ...\n\ndef two(completions): ...\n")
+def test_where_a_file_has_several_rewards_of_trl_one_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text("def one(completions): ...\n\ndef two(completions):\n    return [2.0]\n")
     with pytest.raises(
         RewardError, match=r"does not define reward_func\(.*; its rewards for TRL are one, two: name one"
     ):
-        RewardFunction.load(str(tmp_path / "reward.py"))
+        RewardFunction.load(str(file))
+    assert RewardFunction.load(f"{file}:two").function([]) == [2.0]
+    config = Config()
+    config.reward.remote_url = f"{file}:two"
+    assert not [*reward_source(config)]
+    with pytest.raises(
+        RewardError, match=r"does not define twoo; did you mean two\?; its functions are one, two: name"
+    ):
+        RewardFunction.load(f"{file}:twoo")
+
+
+def test_a_file_of_a_package_is_read_as_its_module_and_a_module_by_its_name(tmp_path: Path) -> None:
+    """As those of trl/rewards: relative imports, and functions that make a reward function."""
+    (tmp_path / "rewards_of_a_package" / "inner").mkdir(parents=True)
+    for place, code in {
+        "__init__.py": "",
+        "tools.py": "def one():\n    return 1.0\n",
+        "inner/__init__.py": "",
+        "inner/more.py": "from collections.abc import Callable\n\nfrom ..tools import one\n\n"
+        "def plain(completions, **kwargs):\n    return [one() for _ in completions]\n\n"
+        "def get_soft(longest: int, most=1.0) -> Callable:\n    return plain\n",
+    }.items():
+        (tmp_path / "rewards_of_a_package" / place).write_text(code)
+    file = tmp_path / "rewards_of_a_package" / "inner" / "more.py"
+    for name in (f"{file}:plain", "rewards_of_a_package.inner.more:plain"):
+        found = RewardFunction.load(name) if ".py" in name else RewardFunction.named(name)
+        assert found.function(["a"]) == [1.0]
+    three_lines = (
+        r"get_soft makes a reward function.*from rewards_of_a_package.inner.more import get_soft; "
+        r"reward_func = get_soft\(longest=...\)"
+    )
+    with pytest.raises(RewardError, match=three_lines):
+        RewardFunction.load(f"{file}:get_soft")
+    with pytest.raises(RewardError, match="No module named 'nothing_of_that_name': install it, or name a file"):
+        RewardFunction.named("nothing_of_that_name:plain")
 
 
 def test_a_function_of_the_environments_is_refused_with_what_to_use(tmp_path: Path) -> None:
