@@ -83,7 +83,8 @@ def main(directory: Path, name: str) -> None:
     shown = [row for row in shown if size(row["label"]) < answer and size(row["input"]) + 1 + answer <= whole]
     answers = [row["label"] for row in shown]
     said = [rng.choice(answers) if rng.random() < GUESSES else own for own in answers]
-    demonstrations = [{"input": row["input"], "output": text} for row, text in zip(shown, said, strict=True)]
+    pairs = dict.fromkeys(zip((row["input"] for row in shown), said, strict=True))  # some tasks ask twice
+    demonstrations = [{"input": question, "output": text} for question, text in pairs]
     for part, rows in (("eval", evaluated), ("sft", demonstrations)):
         (directory / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     for file, text in (("task.toml", TOML), ("sft.toml", SFT_TOML)):
