@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from slurm_rlhf.config.load import joined, load_config
 from slurm_rlhf.config.rules import key_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import toml_value
-from slurm_rlhf.config.user_data import FORMATS, WANTED_FILES, WHAT, data_files, download, parts, remote_name
+from slurm_rlhf.config.user_data import FORMATS, WANTED_FILES, WHAT, data_files, download, has_rows, parts, remote_name
 from slurm_rlhf.errors import ConfigError, DataError, printable
 from slurm_rlhf.report.page import DataView, histogram, tokens_within, write_data_page
 
@@ -69,6 +70,8 @@ def _lines(view: DataView, colour: bool) -> Iterator[str]:
         yield f"    {tokens}{' ...' if count < row.length else ''}"
 
 
+_SHARD = re.compile(r"^\d+$|-.*")  # behind the split in the name of a file
+
 MODEL, DATA, KERNEL = "model", "data set", "kernel"
 FILES = {MODEL: WANTED_FILES, DATA: [f"*{suffix}" for suffix in FORMATS], KERNEL: ["*"]}
 """Kind of repository -> patterns of its files that are downloaded."""
@@ -82,7 +85,10 @@ def prefetch(arguments: Arguments) -> int:
         print("everything that the file names is on this machine, or is no name of the hub: nothing to download")
     for key, name, kind in found:
         print(f"{key}: downloading the {kind} {name}", flush=True)
-        place = Path(download(name, key, "dataset" if kind == DATA else "model", FILES[kind]))
+        asked = (name, key, "dataset" if kind == DATA else "model", FILES[kind])
+        place = Path(download(*asked))
+        if kind == DATA and not any(map(has_rows, place.rglob("*"))):  # but archives or a script
+            place = Path(download(*asked, "refs/convert/parquet"))
         print(f"{key}: {name} is in {place}")
         for line in _to_write(key, place) if kind == DATA else ["the name stays as it is: it is found in the cache"]:
             print(f"  {line}")
@@ -112,10 +118,8 @@ def _to_write(key: str, place: Path) -> Iterator[str]:
         data_files(place)
         names = [str(place)]
     except DataError:
-        files = [file for suffix in FORMATS for file in place.rglob(f"*{suffix}")]
-        names = sorted({str(file.parent / f"{file.stem.partition('-')[0]}*{file.suffix}") for file in files})
+        files = filter(has_rows, place.rglob("*"))
+        names = sorted({str(file.parent / f"{_SHARD.sub('', file.stem)}*{file.suffix}") for file in files})
     group, _, leaf = key.rpartition(".")
     yield f"write into the file, in [{group}]{': one of' if len(names) > 1 else ''}"
     yield from (f"{leaf} = {toml_value(name)}" for name in names)
-    if not names:
-        yield f"nothing: it holds no file of rows ({', '.join(FORMATS)})"

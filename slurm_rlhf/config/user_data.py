@@ -7,12 +7,14 @@ fetched where there is a network.
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from slurm_rlhf.config.keys import get, put
 from slurm_rlhf.config.schema import Config
@@ -27,6 +29,7 @@ KEYS = (
 """Keys that take a name."""
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 """Files to download of a model, without weights in other formats, which are there a second time."""
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -58,7 +61,7 @@ def named(text: str, base: Path) -> str:
 def cached(folder: str) -> Path | None:
     """Find the model OWNER--NAME in the cache; None: it is not there, or was not downloaded to its end.
 
-    Source of the layout: huggingface_hub, `constants.py` and `file_download.py`.
+    Source of the layout: huggingface_hub, `constants.py`, `file_download.py` and `_tree_cache.py`.
     """
     home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     model = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{folder}"
@@ -66,8 +69,13 @@ def cached(folder: str) -> Path | None:
         commit = (model / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
         return None
+    try:
+        listed = json.loads((model / "trees" / f"{commit}.json").read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError):
+        listed = []  # an earlier version has written the cache
     snapshot = model / "snapshots" / commit
-    return snapshot if (snapshot / "config.json").exists() else None
+    needed = ["config.json", *filter(_WEIGHTS.fullmatch, listed)]
+    return snapshot if all((snapshot / name).exists() for name in needed) else None
 
 
 def fetch_models(config: Config, say: Callable[[str], None]) -> None:
@@ -78,25 +86,47 @@ def fetch_models(config: Config, say: Callable[[str], None]) -> None:
             put(config, key, download(name, key))
 
 
-def download(name: str, key: str = "", kind: str = "model", wanted: Sequence[str] = WANTED_FILES) -> str:
+def download(
+    name: str, key: str = "", kind: str = "model", wanted: Sequence[str] = WANTED_FILES, revision: str = ""
+) -> str:
     """Return the directory of a model (or `kind`: dataset) of the hub, with the `wanted` files, downloaded if need be.
 
     Raises ModelError.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    at: dict[str, Any] = {"revision": revision} if revision else {}
     try:
-        return str(snapshot_download(name, repo_type=kind, allow_patterns=list(wanted), etag_timeout=10))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ").removesuffix(".")
-        where, typed = f"{key}: {name}" if key else name, "" if kind == "model" else f" --repo-type {kind}"
-        raise ModelError(
-            f"{where}: no such directory, and the Hugging Face hub did not give a {kind} of that name: {said}. Where "
-            f"there is no network: `slurm-rlhf prefetch FILE.toml` or `hf download {name}{typed}` on a login node, "
-            f"which shares its cache (HF_HOME) with the compute nodes, or `hf download {name}{typed} --local-dir DIR` "
-            "elsewhere, and give DIR"
-        ) from error
+        return str(snapshot_download(name, repo_type=kind, allow_patterns=list(wanted), etag_timeout=10, **at))
+    except Exception as error:  # of the operating system, of three libraries for networks
+        raise ModelError(f"{f'{key}: ' * bool(key)}{name}: {_trouble(error, name, kind)}") from error
+
+
+def _trouble(error: Exception, name: str, kind: str) -> str:
+    """Say in a line why a download failed, and what to do."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ").removesuffix(".")
+    typed = "" if kind == "model" else f" --repo-type {kind}"
+    if isinstance(error, GatedRepoError):
+        page = f"https://huggingface.co/{'' if kind == 'model' else f'{kind}s/'}{name}"
+        return f"its owner has to let you in: accept the terms at {page}, then `hf auth login` (or HF_TOKEN)"
+    if isinstance(error, RevisionNotFoundError):
+        return (
+            f"it holds no rows in files of {', '.join(FORMATS)}, and the hub has not converted it to Parquet: load it "
+            "with the library `datasets`, save it with to_parquet, and name the file"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return f"the Hugging Face hub has no {kind} of that name that you may see: correct it, or `hf auth login` first"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        return f"{HF_HUB_CACHE} takes no more: {said}. Set HF_HOME to a directory with room, for jobs as well"
+    return (
+        f"no such directory, and the Hugging Face hub did not give a {kind} of that name: {said}. Where "
+        f"there is no network: `slurm-rlhf prefetch FILE.toml` or `hf download {name}{typed}` on a login node, "
+        f"which shares its cache (HF_HOME) with the compute nodes, or `hf download {name}{typed} --local-dir DIR` "
+        "elsewhere, and give DIR"
+    )
 
 
 WHAT = "a file or directory of prompts (JSONL, CSV, Parquet or Arrow)"
@@ -156,13 +186,18 @@ def data_files(path: Path | str) -> list[Path]:
     raise DataError(f"no such file: {place}")
 
 
+def has_rows(file: Path) -> bool:
+    """Tell whether a file of a directory holds rows, and not what `datasets` notes about them."""
+    return file.suffix in FORMATS and file.is_file() and not file.name.startswith("dataset_info")
+
+
 def _directory(place: Path) -> list[Path]:
     if (place / "dataset_dict.json").is_file():
         splits = [each.name for each in sorted(place.iterdir()) if (each / "state.json").is_file()]
         raise DataError(f"{place}: holds the splits {', '.join(splits)}: name one, {place / (splits or ['SPLIT'])[0]}")
     if (place / "state.json").is_file():
         return _saved(place)
-    files = [file for file in sorted(place.iterdir()) if file.suffix in FORMATS and file.is_file()]
+    files = [file for file in sorted(place.iterdir()) if has_rows(file)]
     if not files and (place / "data").is_dir():
         return _directory(place / "data")
     if not files:

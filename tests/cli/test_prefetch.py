@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
+import zlib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,14 +14,26 @@ import pytest
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.user_data import data_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+PARQUET = COMMIT[::-1]
 REPOSITORIES = {
     "models/me/tiny": {"config.json": "{}", "tokenizer.json": "{}", "chat_template.jinja": "x", "big.gguf": "no"},
     "datasets/me/sums": {"main/train-00000-of-00001.jsonl": '{"input": "1"}', "main/test.jsonl": "{}", "README.md": ""},
     "datasets/me/plain": {"rows.jsonl": '{"input": "1"}\n'},
     "models/me/attention": {"build/torch/kernel.py": "x = 1"},
+    "models/me/large": {
+        **{"config.json": "{}", "model.safetensors.index.json": "{ }"},
+        **{f"model-0000{n}-of-00002.safetensors": str(n) for n in (1, 2)},
+    },
+    "datasets/me/script": {"script.py": "", "dataset_infos.json": "{}", "rows.zip": ""},
+    "datasets/me/script@parquet": {"default/train/0000.parquet": "x", "default/train/0001.parquet": "y"},
+    "datasets/me/archive": {"rows.zip": ""},
 }
+REFUSED = {"models/me/gated": ("403", "GatedRepo"), "models/me/hidden": ("401", "RepoNotFound")}
+"""Repository -> the status and the error code of an answer."""
+CONVERTED = "refs%2Fconvert%2Fparquet"
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -32,22 +46,31 @@ class Hub(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path.startswith("/api/"):
             name = path.removeprefix("/api/").partition("/revision/")[0].partition("/tree/")[0]
+            if CONVERTED in path or PARQUET in path:
+                name += "@parquet"
+            if name in REFUSED:
+                self._send("{}", status=REFUSED[name])
+                return
             tree = [{"type": "file", "path": file, "size": 1, "oid": "e"} for file in REPOSITORIES.get(name, {})]
             about = {
                 "id": name.partition("/")[2],
-                "sha": COMMIT,
+                "sha": PARQUET if name.endswith("@parquet") else COMMIT,
                 "siblings": [{"rfilename": row["path"]} for row in tree],
             }
-            self._send(json.dumps(tree if "/tree/" in path else about), name in REPOSITORIES)
+            there = "200" if name in REPOSITORIES else "404"
+            code = "RevisionNotFound" if name.endswith("@parquet") else "RepoNotFound"
+            self._send(json.dumps(tree if "/tree/" in path else about), (there, code))
             return
         name, _, rest = path.strip("/").partition("/resolve/")
         name = name if name.startswith("datasets/") else f"models/{name}"
-        file = rest.partition("/")[2]
-        self._send(REPOSITORIES[name][file], file in REPOSITORIES[name])
+        commit, _, file = rest.partition("/")
+        files = REPOSITORIES[f"{name}@parquet" if commit == PARQUET else name]
+        self._send(files[file], commit=commit)
 
-    def _send(self, text: str, there: bool = True) -> None:
-        self.send_response(200 if there else 404)
-        for header, value in {"ETag": '"e"', "X-Repo-Commit": COMMIT, "Content-Length": str(len(text))}.items():
+    def _send(self, text: str, status: tuple[str, str] = ("200", ""), commit: str = COMMIT) -> None:
+        self.send_response(int(status[0]))
+        headers = {"ETag": f'"{zlib.crc32(text.encode())}"', "X-Repo-Commit": commit, "Content-Length": str(len(text))}
+        for header, value in (headers | ({"X-Error-Code": status[1]} if status[0] != "200" else {})).items():
             self.send_header(header, value)
         self.end_headers()
         if self.command == "GET":
@@ -123,6 +146,67 @@ def test_without_a_network_it_is_one_line(
     assert "`hf download me/sums --repo-type dataset` on a login node" in err
     assert "of that name: ConnectError: [Errno 111] Connection refused. Where there is no network: " in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_a_download_that_was_cut_off_goes_on(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The small files of a model come first: config.json says nothing about the weights."""
+    file = tmp_path / "run.toml"
+    file.write_text('[actor]\nmodel_name_or_path = "me/large"\n')
+    assert main(["prefetch", str(file)]) == 0
+    model = cache / f"models--me--large/snapshots/{COMMIT}"
+    part = model / "model-00002-of-00002.safetensors"
+    part.resolve().unlink()
+    assert load_config(file).actor.model_name_or_path == "me/large"
+    assert main(["prefetch", str(file)]) == 0
+    assert part.read_text() == "2"
+    capsys.readouterr()
+    assert main(["prefetch", str(file)]) == 0
+    assert "nothing to download" in capsys.readouterr().out
+
+
+def test_rows_in_archives_or_by_a_script_come_as_parquet(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\nprompt_dataset = "me/script"\n')
+    assert main(["prefetch", str(file)]) == 0
+    place = cache / f"datasets--me--script/snapshots/{PARQUET}/default/train"
+    assert capsys.readouterr().out.endswith(
+        f'  write into the file, in [data]\n  prompt_dataset = "{place}/*.parquet"\n'
+    )
+    assert len(data_files(place / "*.parquet")) == 2
+    assert main(["prefetch", str(file), "--data.prompt_dataset=me/archive"]) == 2
+    assert "me/archive: it holds no rows in files of .jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("me/gated", "its owner has to let you in: accept the terms at https://huggingface.co/me/gated, then `hf auth"),
+        ("me/hidden", "the Hugging Face hub has no model of that name that you may see: correct it, or `hf auth login"),
+        ("me/tiny", "takes no more: [Errno 122] Disk quota exceeded. Set HF_HOME to a directory with room, for jobs"),
+    ],
+)
+def test_a_refusal_and_a_full_disk_say_what_to_do(
+    name: str,
+    said: str,
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    if name == "me/tiny":
+        monkeypatch.setattr("huggingface_hub.file_download._chmod_and_move", full)
+    file = tmp_path / "run.toml"
+    file.write_text(f'[actor]\nmodel_name_or_path = "{name}"\n')
+    assert main(["prefetch", str(file)]) == 2
+    err = capsys.readouterr().err.strip().splitlines()
+    assert f"slurm-rlhf: error: actor.model_name_or_path: {name}: " in err[-1]
+    assert said in err[-1]
+    assert "Traceback" not in "".join(err)
 
 
 def test_what_is_here_is_not_downloaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
