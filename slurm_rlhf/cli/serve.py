@@ -25,8 +25,7 @@ def serve_reward(arguments: Arguments) -> int:
 
 def serve_environments(arguments: Arguments) -> int:
     """Serve the environments of a file, until a signal ends it. Raises as `_serve`."""
-    from slurm_rlhf.environments.host import code_of
-    from slurm_rlhf.environments.server import EnvironmentServer
+    from slurm_rlhf.environments.host import EnvironmentServer, code_of
 
     path = _named(arguments, "Python file", "with environments (slurm-rlhf docs environments)")
     return _serve(arguments, path, code_of(str(path)), EnvironmentServer, 4)

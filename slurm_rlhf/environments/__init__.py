@@ -1,10 +1,10 @@
 """Environments: what answers the policy between its turns, and the tokens and tool calls of the turns.
 
 In processes of the worker pool: `kinds` (the conventions that a user's file may follow, and the environments of many
-episodes), `executor` (OpenRLHF's agents that ask the engine themselves), `user_class` (calls of a user's class,
-methods as tools). In the conductor: `host` (calls those processes, or those of servers by `server`),
-`turn_tokens` (what stands behind a turn that was sampled), `tool_calls` (the calls in its text, by the formats of
-`formats.toml`). Where environments are served to runs: `server`. `records` travels between them.
+episodes), `user_class` (calls of a user's class, methods as tools, OpenRLHF's agents that ask the engine themselves).
+In the conductor: `host` (calls those processes, or those of servers), `tool_calls` (the calls in the text of a turn,
+by the formats of `formats.toml`, and what stands behind it). Where environments are served to runs: `host`, too.
+`records` travels between them.
 
 May import: base modules, config, data, workers. transformers in `_transformers` alone, inside functions. No torch.
 

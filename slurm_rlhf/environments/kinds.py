@@ -21,9 +21,16 @@ from typing import Any
 import msgspec
 
 from slurm_rlhf.environments._transformers import tokenizer_class
-from slurm_rlhf.environments.executor import EXECUTOR, executor_of
 from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
-from slurm_rlhf.environments.user_class import UserClass, answer_calls, columns_of, schemas_of, tools_of
+from slurm_rlhf.environments.user_class import (
+    EXECUTOR,
+    UserClass,
+    answer_calls,
+    columns_of,
+    executor_of,
+    schemas_of,
+    tools_of,
+)
 from slurm_rlhf.errors import EpisodeError, meant
 from slurm_rlhf.user_files import run_file
 
@@ -58,7 +65,7 @@ class ToolEnvironment(UserClass):
         found = inspect.getmembers(sys.modules[self.made.__module__], inspect.isfunction)
         own = [one for _, one in found if one.__module__ == self.made.__module__]
         reward += sum(self._judged(one) for one in own if "environments" in inspect.signature(one).parameters)
-        self.close()
+        super().end()
         return Answer(reward=reward)
 
     def _judged(self, judge: Callable[..., Any]) -> float:
@@ -91,10 +98,6 @@ class TextEnvironment(UserClass):
         self.so_far += messages or []
         return Answer(messages, reward=self.number("step", reward), done=bool(done))
 
-    def end(self) -> Answer:
-        self.close()
-        return Answer()
-
 
 class AgentInstance(UserClass):
     """Plays the class of OpenRLHF's agent file, whose texts get no chat template."""
@@ -116,10 +119,6 @@ class AgentInstance(UserClass):
         found = self.scored("step", answer, self.number("step", reward))
         found.text, found.done = str(said), bool(done)
         return found
-
-    def end(self) -> Answer:
-        self.close()
-        return Answer()
 
     def _read(self, name: str, answer: Any, key: str) -> Any:
         if not isinstance(answer, dict) or key not in answer:
@@ -145,10 +144,6 @@ class GymEnvironment(UserClass):
             raise self.wrong("step", answer, "a dict with observations, reward and done")
         messages = self.messages("step", answer["observations"]) if answer["observations"] else None
         return Answer(messages, reward=self.number("step", answer["reward"]), done=bool(answer["done"]))
-
-    def end(self) -> Answer:
-        self.close()
-        return Answer()
 
 
 KINDS: dict[str, Callable[[type, Path], Any]] = {

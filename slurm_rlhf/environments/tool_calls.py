@@ -3,6 +3,11 @@
 A tokenizer that has a `response_template` is read by it. For others the format is the first in `formats.toml` that
 reads back a call which the chat template has written. Where none does, that is an error at the start: a reader that
 does not fit would find no calls, without a word.
+
+`TurnTokens` makes the tokens of an episode: its prompt, and what stands between two turns that the policy has sampled.
+Sampled tokens are never encoded again. The next prompt is the one before, the sampled tokens, and the tokens of a
+suffix: what the chat template puts behind an answer when messages follow, which is the difference of two renderings of
+a conversation made up for it.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from importlib import resources
 from itertools import accumulate
 from typing import Any
 
-from slurm_rlhf.data.tokenizer import Tokenizer, end_tokens
+from slurm_rlhf.data.tokenizer import ANSWER, Tokenizer, encode_prompts, end_tokens, ids_behind
 from slurm_rlhf.environments import _transformers
 from slurm_rlhf.environments.records import Messages, ToolCall
 from slurm_rlhf.errors import ModelError
@@ -131,18 +136,12 @@ class ToolReader:
 
     def message(self, content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Make the assistant's message with calls, numbered as `answers` does."""
-        made = [
-            {
-                "type": "function",
-                "id": f"call{place:05d}",
-                "function": {"name": call.name, "arguments": self._arguments(call)},
-            }
-            for place, call in enumerate(calls)
-        ]
-        return {"role": "assistant", "content": content, "tool_calls": made}
-
-    def _arguments(self, call: ToolCall) -> Any:
-        return json.dumps(call.arguments) if self.as_text else call.arguments
+        message = written(content, calls)
+        for place, made in enumerate(message["tool_calls"]):
+            made["id"] = f"call{place:05d}"
+            if self.as_text:
+                made["function"]["arguments"] = json.dumps(made["function"]["arguments"])
+        return message
 
 
 def written(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -161,8 +160,8 @@ def tool_reader(tokenizer: Tokenizer) -> ToolReader:
 
     Raises ModelError where the template has no room for tools, and where nothing reads back what it has written.
     """
-    where, question = str(tokenizer.directory), [{"role": "user", "content": "?"}]
-    asked = tokenizer.chat(question, tools=[PROBE_SCHEMA])
+    where = str(tokenizer.directory)
+    asked = tokenizer.chat([QUESTION], tools=[PROBE_SCHEMA])
     if PROBE.name not in asked:
         raise ModelError(
             f"the chat template of {where} does not show tools to the model: use a model whose template does (most "
@@ -172,7 +171,7 @@ def tool_reader(tokenizer: Tokenizer) -> ToolReader:
     for as_text in (False, True):
         reader = ToolReader("", lambda text, schemas: [], as_text)
         try:
-            whole = tokenizer.chat([*question, reader.message("", [PROBE])], tools=[PROBE_SCHEMA], answer=False)
+            whole = tokenizer.chat([QUESTION, reader.message("", [PROBE])], tools=[PROBE_SCHEMA], answer=False)
         except ModelError as error:
             why = why or str(error)
             continue
@@ -217,3 +216,81 @@ def _readers(tokenizer: Tokenizer, prompt: str) -> Iterator[tuple[str, Read]]:
         return
     for one in formats():
         yield one.name, one.read
+
+
+THOUGHT = "<think>\nslurm-rlhf-thought\n</think>\n\n"
+QUESTION = {"role": "user", "content": "?"}
+
+
+class TurnTokens:
+    """Makes the tokens between turns with one model's tokenizer, and its chat template where `templated`."""
+
+    def __init__(self, tokenizer: Tokenizer, templated: bool, reader: ToolReader | None = None) -> None:
+        """Check the chat template; `reader` reads calls of tools, None: the environments have none.
+
+        Raises ModelError for a template that changes earlier messages, or strips their thinking, when others follow.
+        """
+        self.tokenizer, self.templated, self.reader = tokenizer, templated, reader
+        if not templated:
+            return
+        answer = tokenizer.chat([QUESTION, {"role": "assistant", "content": THOUGHT + ANSWER}], answer=False)
+        _, there, self._end = answer.rpartition(ANSWER)
+        if not there or (reader is None and THOUGHT.strip() not in answer):
+            raise self._changes()
+        if reader is None:
+            self.suffix([QUESTION])
+        elif ANSWER not in self.suffix(
+            [{"role": "tool", "name": PROBE.name, "content": ANSWER}], [PROBE], [PROBE_SCHEMA]
+        ):
+            raise ModelError(
+                f"the chat template of {tokenizer.directory} does not show the model what tools answer: use a model "
+                "whose template does, or an environment with step(messages)"
+            )
+
+    def prompt(self, messages: Messages, tools: Schemas = (), where: str = "") -> list[int]:
+        """Encode the prompt of an episode. Raises ModelError."""
+        text = self.tokenizer.chat(messages, where, tools=tools) if self.templated else str(messages[-1]["content"])
+        return encode_prompts([text], self.tokenizer, self.templated)[0]
+
+    def behind(
+        self, before: Sequence[int], messages: Messages, calls: Sequence[ToolCall] = (), tools: Schemas = ()
+    ) -> list[int]:
+        """Encode `messages` behind the tokens so far, whose last are a sampled turn, up to where the next turn starts.
+
+        `calls`: the calls in that turn, which the messages answer; `tools`: what the prompt was made with.
+        """
+        if not self.templated:
+            return self.text_behind(before, str(messages[-1]["content"]))
+        ids = self.text_behind(before, self.suffix(messages, calls, tools))
+        # The template ends the answer with a token that the policy has sampled, unless it was cut off.
+        return ids[1:] if ids[:1] == list(before[-1:]) else ids
+
+    def text_behind(self, before: Sequence[int], text: str) -> list[int]:
+        """Encode a text as it is behind the tokens so far."""
+        return ids_behind(list(before), text, self.tokenizer)
+
+    def suffix(self, messages: Messages, calls: Sequence[ToolCall] = (), tools: Schemas = ()) -> str:
+        """Return what the chat template puts behind an answer: its end, the messages, and the next turn's start.
+
+        Raises ModelError where it changes what stands before.
+        """
+        answer = {"role": "assistant", "content": THOUGHT + ANSWER}
+        if calls and self.reader:
+            answer = self.reader.message(answer["content"], calls)
+        one = self.tokenizer.chat([QUESTION, answer], tools=tools, answer=False)
+        more = self.tokenizer.chat([QUESTION, answer, *(answers(messages) if calls else messages)], tools=tools)
+        if calls and not one.endswith(self._end):
+            kept = without_end(one, self.tokenizer)
+        else:
+            kept = one.removesuffix(self._end)
+        if not more.startswith(kept) or (calls and kept == one):
+            raise self._changes()
+        return more[len(kept) :]
+
+    def _changes(self) -> ModelError:
+        return ModelError(
+            f"the chat template of {self.tokenizer.directory} changes earlier messages when others follow (it strips "
+            "the thinking of earlier turns, say), so that an episode of several turns cannot keep the tokens that were "
+            "sampled: use a model whose template does not, or a copy of its directory with a chat_template.jinja that "
+            "writes every message as if it were the last"
+        )

@@ -30,7 +30,7 @@ class Rewards:
     skipped: Bool | None = None  # [N], responses without a reward, which are not trained on; None: there are none
     failed: NDArray[np.str_] | None = None  # [N], `KIND: why` of each that could not be computed; empty: it could
 
-    def select(self, rows: slice | NDArray[np.int64]) -> Rewards:
+    def select(self, rows: slice) -> Rewards:
         """Return the entries of the responses `rows`, in that order; a value for all of them is that of each."""
 
         def chosen(named: dict[str, F32]) -> dict[str, F32]:

@@ -42,17 +42,19 @@ from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.experience import (
-    counting,
+    Trained,
     fill_advantages,
     fill_correction,
     fill_passes,
+    first_pass,
     loss_mask,
     one_at_a_time,
+    train,
+    update_metrics,
     without_skipped,
 )
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step_metrics import EngineMetrics, agreement_metrics, sample_metrics
-from slurm_rlhf.run.update import Trained, first_pass, train, update_metrics
 from slurm_rlhf.sampling.batches import Batch, EpisodesOver
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_stream import GroupStream
@@ -165,10 +167,9 @@ class TrainingStep:
         experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         lost = mask_not_finite(experience)
         rewards = batch.scored = without_skipped(self.config, experience, self._score(batch, experience))
-        judged = counting(self.config, rewards, batch.step)
-        experience.rewards = judged.rewards
+        experience.rewards = rewards.rewards
         with self.phases("advantages"):
-            metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
+            metrics = fill_advantages(self.config, self.algorithm, experience, rewards, self.kl.coef, self.scale)
             if self.config.vllm.sync_mode == "inflight":
                 metrics |= staleness(batch.trajectories, ages(batch.trajectories, version), experience.action_mask)
             if before_update(self.config):

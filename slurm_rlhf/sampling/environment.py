@@ -26,12 +26,11 @@ from msgspec.structs import replace
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import prompt_messages
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.environments.executor import EXECUTOR
 from slurm_rlhf.environments.host import Homeless, Host
 from slurm_rlhf.environments.kinds import COLUMN
 from slurm_rlhf.environments.records import Answer, Begun, Messages, Start, ToolCall, Tools, Turn
-from slurm_rlhf.environments.tool_calls import tool_reader, without_end, written
-from slurm_rlhf.environments.turn_tokens import TurnTokens
+from slurm_rlhf.environments.tool_calls import TurnTokens, tool_reader, without_end, written
+from slurm_rlhf.environments.user_class import EXECUTOR
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut, meant
 from slurm_rlhf.records import F32, I32, LENGTH, LOST, REPETITION, Bool, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.workers.pool import WorkerNodes

@@ -14,8 +14,15 @@ from chat_templates import TEMPLATES, TOOLS, chatml, write_tokenizer
 
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.environments.records import ToolCall
-from slurm_rlhf.environments.tool_calls import PROBE, PROBE_SCHEMA, ToolFormat, formats, tool_reader, without_end
-from slurm_rlhf.environments.turn_tokens import TurnTokens
+from slurm_rlhf.environments.tool_calls import (
+    PROBE,
+    PROBE_SCHEMA,
+    ToolFormat,
+    TurnTokens,
+    formats,
+    tool_reader,
+    without_end,
+)
 from slurm_rlhf.errors import ModelError
 
 FEW, MANY = 300, 100_000
