@@ -123,7 +123,7 @@ def _answers(part: Part) -> Iterator[str]:
         return
     if not part.model:
         raise ConfigError("model is not set: name what to evaluate, {NAME} for what the stage NAME makes")
-    from slurm_rlhf.generate.eval_job import EvalJob
+    from slurm_rlhf.generate.job import EvalJob
 
     job = EvalJob.prepare(config, Path(part.model), Path(config.run_dir))
     yield from (_data(f"evaluation {one.settings.name}", one.prompts, config) for one in job.sets)
@@ -190,7 +190,7 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
     from slurm_rlhf.rewards.model import Scoring
-    from slurm_rlhf.rewards.weighted import WeightedRewards
+    from slurm_rlhf.rewards.sources import WeightedRewards
 
     if inputs.environments is not None:
         others = ", and other rewards are added" if isinstance(inputs.reward, WeightedRewards) else ""

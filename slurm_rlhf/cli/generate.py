@@ -89,7 +89,7 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps
 def merge_parts(arguments: Arguments) -> int:
     """Put the parts of a job array together. Raises SlurmRlhfError."""
     directory, given = Path(arguments.one_word("run directory")), arguments.options
-    from slurm_rlhf.generate.merge import merge
+    from slurm_rlhf.generate.identity import merge
 
     path, lines, shards = merge(directory, Path(given["output"]) if "output" in given else None, "partial" in given)
     print(f"{lines} lines of {shards} {'shard' if shards == 1 else 'shards'} in {path}")
@@ -105,7 +105,7 @@ def evaluate(arguments: Arguments) -> int:
         raise arguments.error("--model is missing: name the model, run or checkpoint to evaluate")
     config = load_config(arguments.files, arguments.overrides)
     from slurm_rlhf.eval.report import report_text
-    from slurm_rlhf.generate.eval_job import EvalJob
+    from slurm_rlhf.generate.job import EvalJob
 
     job = EvalJob.prepare(config, model, options.get("output"))
     for one in job.sets:

@@ -63,8 +63,7 @@ from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from slurm_rlhf.nodes.agent_server import AgentServer
-    from slurm_rlhf.nodes.agent_steps import AgentSteps
+    from slurm_rlhf.nodes.agent_steps import AgentServer, AgentSteps
 
 
 def train(arguments: Arguments) -> int:

@@ -1,6 +1,6 @@
 """Start the processes of a run, on one machine, under Slurm or under MPI, look at the nodes, and submit runs as jobs.
 
-Agents: `agent` is the task of every step, and `agent_server` the conductor's end of the connections to agents. In the
+Agents: `agent` is the task of every step, and `agent_steps` has the conductor's end of the connections. In the
 step `nodes`, over all nodes from before a run to its end, an agent examines its node (`examiner`, which returns
 `facts`), and looks at its processes in a hang (`node_look`). In a role's step it is the parent of the role's processes
 (`children`, `child_process`), which get an `environment` and start as `facts.StepSpec` says. In the step `workers` it

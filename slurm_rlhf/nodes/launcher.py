@@ -20,7 +20,7 @@ from slurm_rlhf.wire import timeouts
 
 if TYPE_CHECKING:
     from slurm_rlhf.nodes.agent_launcher import AgentEngines
-    from slurm_rlhf.nodes.agent_server import AgentServer
+    from slurm_rlhf.nodes.agent_steps import AgentServer
 
 Environment = Mapping[str, Mapping[str, str]]
 """Node -> variables of its ranks."""

@@ -30,7 +30,7 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.step_time import AGAIN, FASTER
 from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
-from slurm_rlhf.rewards.weighted import WeightedRewards
+from slurm_rlhf.rewards.sources import WeightedRewards
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
@@ -41,8 +41,7 @@ from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.scheduler import Scheduler
-from slurm_rlhf.sampling.waves import ActorWaves, Waves
+from slurm_rlhf.sampling.scheduler import ActorWaves, Scheduler, Waves
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.wire.calls import EngineCalls, StartAnswer, StartCalls
 from slurm_rlhf.wire.handles import EngineHandle, gather

@@ -11,8 +11,7 @@ from typing import Any
 
 from slurm_rlhf.errors import RewardError, cut
 from slurm_rlhf.sandbox import unit_tests
-from slurm_rlhf.sandbox.box import execute
-from slurm_rlhf.sandbox.commands import Limits
+from slurm_rlhf.sandbox.box import Limits, execute
 from slurm_rlhf.wire import timeouts
 
 Test = str | tuple[str, str]

@@ -17,9 +17,8 @@ from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import LOST, STOP, Prompt, Trajectory
 from slurm_rlhf.rewards.model import episode_rewards
 from slurm_rlhf.rewards.scored import Rewards
-from slurm_rlhf.rewards.sources import close_source
+from slurm_rlhf.rewards.sources import close_source, weighted
 from slurm_rlhf.rewards.sources import reward_source as made_source
-from slurm_rlhf.rewards.weighted import weighted
 from slurm_rlhf.run.experience import component_weights
 
 

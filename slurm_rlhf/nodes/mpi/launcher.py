@@ -14,7 +14,7 @@ from typing import Any
 from slurm_rlhf.cluster.processes import KEYS
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.nodes.agent_server import AgentServer
+from slurm_rlhf.nodes.agent_steps import AgentServer
 from slurm_rlhf.nodes.facts import Orders, StepSpec
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.placement.rank_map import RankMap
