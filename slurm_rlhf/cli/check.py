@@ -27,7 +27,7 @@ from slurm_rlhf.workers.http import health_of
 if TYPE_CHECKING:
     from slurm_rlhf.data.prompts import PromptSet
     from slurm_rlhf.records import Prompt, Trajectory
-    from slurm_rlhf.run.run_inputs import Inputs
+    from slurm_rlhf.run.conductor import Inputs
 
 ROWS = 4
 """Rows with which the reward function is called."""
@@ -144,7 +144,7 @@ def _run(config: Config, unmade: Collection[str]) -> Iterator[str]:
 
 def read(config: Config) -> Inputs:
     """Read what a run reads, without notes to the user. Raises UserError."""
-    from slurm_rlhf.run.run_inputs import Inputs
+    from slurm_rlhf.run.conductor import Inputs
 
     return Inputs.read(config, lambda note: None)
 

@@ -18,11 +18,10 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.user_data import data_files
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.examination import examine_nodes
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched
-from slurm_rlhf.nodes.needs import Needs
+from slurm_rlhf.nodes.needs import Needs, Wanted
 from slurm_rlhf.nodes.report import Report
 from slurm_rlhf.placement.rank_map import RankMap
 

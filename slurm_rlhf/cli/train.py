@@ -43,11 +43,11 @@ from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.config.text import listed, split_overrides
 from slurm_rlhf.config.user_data import fetch_models
 from slurm_rlhf.errors import ConfigError, SlurmRlhfError, printable
-from slurm_rlhf.nodes.accelerators import seen_by_processes
 from slurm_rlhf.nodes.examination import examine_nodes
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import (
     Assignment,
+    Communicator,
     Launched,
     Placed,
     Process,
@@ -55,7 +55,7 @@ from slurm_rlhf.nodes.mpi.assignment import (
     place_processes,
     this_process,
 )
-from slurm_rlhf.nodes.mpi.communicator import Communicator
+from slurm_rlhf.nodes.needs import seen_by_processes
 from slurm_rlhf.nodes.node_look import equipment
 from slurm_rlhf.nodes.report import Report
 from slurm_rlhf.placement.rank_map import RankMap, draw

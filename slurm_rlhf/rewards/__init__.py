@@ -2,7 +2,8 @@
 
 What lives here: `items` (what a reward is computed of), `signature` (what a function takes), `function` (load, register
 and call it), `scored` (what it may answer), `pooled` (its calls in workers, and what happens when they fail), `server`
-(over HTTP, by `workers.http`), `sources` (which source a configuration names, and a sum of several), `model` (responses over the reward model's ranks; `Scoring`, which waits).
+(over HTTP, by `workers.http`), `sources` (which source a configuration names, and a sum of several), `model` (responses
+over the reward model's ranks; `Scoring`, which waits).
 
 May import: base modules, algorithms, config, wire, workers. No torch; `function` and what it imports no numpy.
 

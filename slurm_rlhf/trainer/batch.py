@@ -21,7 +21,7 @@ from torch.nn import functional
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.trainer._torch import note_kernel
 from slurm_rlhf.trainer._transformers import boolean_mask
-from slurm_rlhf.trainer.ulysses import SequenceGroup
+from slurm_rlhf.trainer.distributed import SequenceGroup
 
 
 @dataclass(slots=True)

@@ -25,12 +25,11 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec
 from slurm_rlhf.trainer.backends import loading, start_trainer
 from slurm_rlhf.trainer.batch import TokenBatch, collate, column, in_order, optional_column, per_action, to_device
-from slurm_rlhf.trainer.distributed import join_world, seed_rank, speed, undisturbed
+from slurm_rlhf.trainer.distributed import join_world, seed_rank, sequence_group, speed, undisturbed
 from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.lora import attach
 from slurm_rlhf.trainer.models import load_critic, load_policy
 from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
-from slurm_rlhf.trainer.ulysses import sequence_group
 
 LocalParameters = Mapping[str, tuple[int, Tensor]]
 """name -> (index of the first element in the flat parameter, this rank's elements [n]); tied parameters once."""

@@ -26,8 +26,7 @@ from slurm_rlhf.nodes.agent import Agent, client_of
 from slurm_rlhf.nodes.child_process import bound_to_parent, start_child
 from slurm_rlhf.nodes.environment import IGNORED, visible_gpus, without_injected
 from slurm_rlhf.nodes.facts import WORKER_MODULE, Orders, StepSpec, share_on, worker_arguments
-from slurm_rlhf.nodes.mpi.assignment import Assignment
-from slurm_rlhf.nodes.mpi.communicator import Communicator
+from slurm_rlhf.nodes.mpi.assignment import Assignment, Communicator
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.client import ControlClient
