@@ -13,7 +13,7 @@ from slurm_rlhf.workers.pool import Code, WorkerPool
 
 def serve_reward(arguments: Arguments) -> int:
     """Serve a reward function or a reward model, until a signal ends it. Raises as `_serve`."""
-    from slurm_rlhf.rewards.server import ModelServer, RewardServer
+    from slurm_rlhf.rewards.pooled import ModelServer, RewardServer
 
     path = _named(arguments, "Python file, or directory of a reward model", "with reward_func, or a model's directory")
     if path.is_dir():

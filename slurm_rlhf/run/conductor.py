@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
-from slurm_rlhf.checkpoint.earlier import changed_keys, refuse_other_model, refuse_other_scale
+from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_model, refuse_other_scale
 from slurm_rlhf.cluster.resources import current_topology, fits_gpus, node_name
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.check import warnings

@@ -29,7 +29,7 @@ from slurm_rlhf.trainer.distributed import join_world, seed_rank, sequence_group
 from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.lora import attach
 from slurm_rlhf.trainer.models import load_critic, load_policy
-from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
+from slurm_rlhf.trainer.trainer import DTYPES, Schedule, TrainSettings
 
 LocalParameters = Mapping[str, tuple[int, Tensor]]
 """name -> (index of the first element in the flat parameter, this rank's elements [n]); tied parameters once."""

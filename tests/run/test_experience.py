@@ -34,7 +34,7 @@ from slurm_rlhf.run.experience import (
 )
 from slurm_rlhf.run.startup import optimizer_steps
 from slurm_rlhf.run.step_metrics import agreement_metrics
-from slurm_rlhf.trainer.train_settings import Schedule, learning_rate
+from slurm_rlhf.trainer.trainer import Schedule, learning_rate
 from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch
 
 

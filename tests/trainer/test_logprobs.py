@@ -18,8 +18,7 @@ from slurm_rlhf.trainer._deepspeed import import_deepspeed
 from slurm_rlhf.trainer.deepspeed import start_deepspeed
 from slurm_rlhf.trainer.distributed import World
 from slurm_rlhf.trainer.logprobs import HeadMath, LogprobHead, chunked_logprobs
-from slurm_rlhf.trainer.train_settings import Schedule, TrainSettings, learning_rate
-from slurm_rlhf.trainer.trainer import LossScale
+from slurm_rlhf.trainer.trainer import LossScale, Schedule, TrainSettings, learning_rate
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 50, 16, 97, 8
 
