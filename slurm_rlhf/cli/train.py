@@ -58,6 +58,7 @@ from slurm_rlhf.nodes.mpi.assignment import (
 from slurm_rlhf.nodes.needs import seen_by_processes
 from slurm_rlhf.nodes.node_look import equipment
 from slurm_rlhf.nodes.report import Report
+from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.run_directory import RunDirectory
@@ -128,9 +129,10 @@ def led(config: Config, command: str, ranks: RankMap, launcher: Launcher) -> int
         from slurm_rlhf.stages.launch import launch
 
         return launch(config, command, ranks, launcher)
-    from slurm_rlhf.run import conductor
+    from slurm_rlhf.run.conductor import lead_run
 
-    return conductor.run_here(config, ranks, launcher)
+    continuation = continuation_of(config.slurm, Path(config.run_dir), os.environ)
+    return lead_run(config, ranks, launcher, node_name(), continuation)
 
 
 def launcher_on(run_dir: Path, ranks: RankMap, unfit: Mapping[str, str], steps: AgentSteps) -> Launcher:

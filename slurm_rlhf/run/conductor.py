@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
 from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_model, refuse_other_scale
-from slurm_rlhf.cluster.resources import current_topology, fits_gpus, node_name
+from slurm_rlhf.cluster.resources import current_topology, fits_gpus
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.check import warnings
 from slurm_rlhf.config.contents import model_contents
@@ -32,7 +31,6 @@ from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.nodes.launcher import Launcher
-from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe import run_log
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import RankMap
@@ -120,13 +118,6 @@ class Inputs:
         close_source(self.reward)
         if self.environments is not None:
             self.environments.close()
-
-
-def run_here(config: Config, ranks: RankMap, launcher: Launcher) -> int:
-    """Run the conductor on this machine, with the scheduler's way to go on later; return and raise as `lead_run`."""
-    return lead_run(
-        config, ranks, launcher, node_name(), continuation_of(config.slurm, Path(config.run_dir), os.environ)
-    )
 
 
 def lead_run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuation: Continuation) -> int:

@@ -205,15 +205,8 @@ class Communicator:
             ) from None
         self._mpi = MPI
         self._comm: Any = MPI.COMM_WORLD
-        check_world(start, self._comm.size)
-
-    @property
-    def rank(self) -> int:
-        return int(self._comm.rank)
-
-    @property
-    def size(self) -> int:
-        return int(self._comm.size)
+        self.rank, self.size = int(self._comm.rank), int(self._comm.size)
+        check_world(start, self.size)
 
     def gather(self, value: Any, timeout_s: float = timeouts.MPI_S) -> list[Any]:
         """Return the `value` of every rank, in rank order. Blocks until all have called it, or raises CallTimeout."""
