@@ -189,7 +189,7 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
     if inputs.reward is None:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
-    from slurm_rlhf.rewards.model import Scoring
+    from slurm_rlhf.rewards.scored import Scoring
     from slurm_rlhf.rewards.sources import WeightedRewards
 
     if inputs.environments is not None:

@@ -26,7 +26,7 @@ from slurm_rlhf.eval.report import DataSetReport, ScoredResponse, one_line, over
 from slurm_rlhf.eval.verdicts import warnings as share_warnings
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Scoring
 from slurm_rlhf.run_directory import write_atomically
 
 Sample = Callable[[list[Prompt], Sampling, int], list[Trajectory]]

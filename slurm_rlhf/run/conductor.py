@@ -34,8 +34,8 @@ from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.observe import run_log
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.rewards.model import RewardSource
 from slurm_rlhf.rewards.reasoning_gym import task_rows
+from slurm_rlhf.rewards.scored import RewardSource
 from slurm_rlhf.rewards.sources import close_source, reward_source, servers_in
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting

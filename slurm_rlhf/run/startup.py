@@ -29,7 +29,7 @@ from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.step_time import AGAIN, FASTER
 from slurm_rlhf.placement.topology import CPU, GPU
-from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
+from slurm_rlhf.rewards.scored import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.rewards.sources import WeightedRewards
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop

@@ -41,8 +41,7 @@ from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Experience, Prompt, Sampling, Trajectory, pack
-from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.scored import Rewards, Scoring
 from slurm_rlhf.run.experience import (
     Trained,
     fill_advantages,

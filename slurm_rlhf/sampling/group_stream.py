@@ -19,8 +19,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.polling import in_thread
-from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.scored import Rewards, Scoring
 from slurm_rlhf.sampling.batches import (
     Batch,
     EpisodesOver,

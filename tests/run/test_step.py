@@ -18,7 +18,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
 from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Scoring
 from slurm_rlhf.rewards.signature import taken
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch
