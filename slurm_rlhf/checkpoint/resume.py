@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.text import dump_toml, flat, toml_value
+from slurm_rlhf.config.text import dump_toml, flat, stored_keys, toml_value
 from slurm_rlhf.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
@@ -263,10 +263,7 @@ _OF_A_START = ("run_dir", "resume")
 
 def changed_keys(earlier: Path, config: Config) -> list[str]:
     """List the keys that differ from the run that wrote the file `earlier`, as `key was -> is`; none without a file."""
-    try:
-        before = flat(tomllib.loads(earlier.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return []
+    before = stored_keys(earlier)
     now = flat(tomllib.loads(dump_toml(config)))
     return [
         f"{name} {toml_value(before[name])} -> {toml_value(value)}"

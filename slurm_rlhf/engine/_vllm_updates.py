@@ -33,6 +33,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
+from slurm_rlhf.engine._vllm import platform
 from slurm_rlhf.errors import SyncError
 
 if TYPE_CHECKING:
@@ -71,9 +72,8 @@ def _repack_tied_heads(model: Any) -> None:
     On a CPU they multiply with a repacked copy (`cpu_linear`) of the weight, which would stay the old policy's.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not platform().is_cpu():
         return
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
@@ -85,9 +85,7 @@ def _unpack_experts(model: Any) -> None:
 
     Otherwise the old kernel would take the new policy's plain weights for repacked ones.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+    if not platform().is_cpu():
         return
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)

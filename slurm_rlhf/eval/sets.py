@@ -237,7 +237,7 @@ def keep(
     """
     reports = [report_of(one.settings, found, config.train.seed) for one, found in zip(sets, scored, strict=True)]
     write_responses(directory / f"{name}.jsonl", (response for found in scored for response in found))
-    figures = {**about, MEAN: overall(reports), "datasets": [report.to_json() for report in reports]}
+    figures = {**about, MEAN: overall(reports), "datasets": [asdict(report) for report in reports]}
     text = json.dumps(figures, indent=1, ensure_ascii=False) + "\n"
     # A label may hold half a surrogate pair, which no file can.
     write_atomically(directory / f"{name}.json", text.encode("utf-8", "replace").decode())

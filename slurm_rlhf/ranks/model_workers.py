@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from slurm_rlhf.records import (
     SyncReport,
     Trajectory,
 )
-from slurm_rlhf.rewards.items import Item
+from slurm_rlhf.rewards.signature import Item
 from slurm_rlhf.trainer._torch import attention_kernel
 from slurm_rlhf.trainer.distributed import all_agree, device_bytes, release_cache
 from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel
@@ -64,9 +64,6 @@ from slurm_rlhf.wire.calls import (
     TrainerCalls,
 )
 from slurm_rlhf.wire.client import ControlClient
-
-if TYPE_CHECKING:
-    from slurm_rlhf.trainer.trainers import PolicyTrainer
 
 
 class ModelWorker(Worker):

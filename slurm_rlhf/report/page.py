@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ from slurm_rlhf.config.keys import all_keys, documentation, put
 from slurm_rlhf.config.pipeline import EVALUATED
 from slurm_rlhf.config.rules import GROUP, correction_of
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.text import flat
+from slurm_rlhf.config.text import stored_keys
 from slurm_rlhf.errors import cut
 from slurm_rlhf.observe.run_log import (
     REQUEUE,
@@ -90,16 +89,9 @@ class RunFiles:
             timeline=read_rows(directory.timeline),
             layout=read_object(directory.layout),
             summary=read_object(directory.summary),
-            config=_config(directory.config),
+            config=stored_keys(directory.config),
             evaluations=read_evaluations(directory.evaluations),
         )
-
-
-def _config(path: Path) -> dict[str, Any]:
-    try:
-        return flat(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
 
 
 MOST_EVALUATIONS = 8

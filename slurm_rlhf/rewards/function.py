@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slurm_rlhf.errors import ConfigError, RewardError, meant
-from slurm_rlhf.rewards.items import Item, items_of
-from slurm_rlhf.rewards.signature import Taken, of_trl, taken
+from slurm_rlhf.rewards.signature import Item, Taken, items_of, of_trl, taken
 from slurm_rlhf.user_files import file_of, line_of, note_origin, run_file, same_place, text_of
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ import numpy as np
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError, WorkerError, cut
 from slurm_rlhf.records import Prompt, Trajectory
-from slurm_rlhf.rewards.items import Item, answered, by_prompt, items_of
 from slurm_rlhf.rewards.scored import KEYS, Rewards, joined, parse_answer
+from slurm_rlhf.rewards.signature import Item, answered, by_prompt, items_of
 from slurm_rlhf.workers.http import UNANSWERED, Servers, WorkServer, token_of
 from slurm_rlhf.workers.pool import ENDED, GONE, LATE, MEMORY, RAISED, Code, WorkerNodes, WorkerPool
 

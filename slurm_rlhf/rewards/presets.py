@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.rewards.items import Item, last_turn
 from slurm_rlhf.rewards.reasoning_gym import task_score
+from slurm_rlhf.rewards.signature import Item, last_turn
 from slurm_rlhf.sandbox.box import Test, chosen, read_tests, share_passed
 from slurm_rlhf.wire import timeouts
 

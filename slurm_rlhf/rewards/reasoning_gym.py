@@ -19,7 +19,7 @@ from typing import Any
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.errors import ConfigError, RewardError, meant
-from slurm_rlhf.rewards.items import Item, last_turn
+from slurm_rlhf.rewards.signature import Item, last_turn
 from slurm_rlhf.wire import timeouts
 
 KEY = "data.reasoning_gym"

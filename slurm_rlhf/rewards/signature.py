@@ -8,13 +8,79 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.rewards.items import Item
+
+if TYPE_CHECKING:
+    from slurm_rlhf.records import Prompt, Trajectory
+
+
+class Item(TypedDict):
+    """Describes a response, with the prompt that it answers."""
+
+    prompt: str  # as the model got it, template included
+    messages: list[dict[str, Any]] | None  # None: the prompt is a plain text, without an environment
+    response: str
+    dialogue: list[dict[str, Any]]  # messages behind the prompt, those of the policy as `assistant`
+    prompt_ids: list[int]
+    response_ids: list[int]
+    label: Any
+    row: dict[str, Any]  # all columns of the data
+    finish_reason: str
+    version: int  # the oldest policy that sampled a token of it
+    turns: int
+
+
+def items_of(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], input_key: str = "input") -> list[Item]:
+    """Make the items of `trajectories`; `prompts[i]` is the prompt of `trajectories[i]`."""
+    return [
+        Item(
+            prompt=prompt.text,
+            messages=_messages(prompt, found, prompt.row.get(input_key)),
+            response=found.text,
+            dialogue=json.loads(found.dialogue) if found.dialogue else answered(found.text),
+            prompt_ids=found.prompt_ids.tolist(),
+            response_ids=found.response_ids.tolist(),
+            label=prompt.label,
+            row=prompt.row,
+            finish_reason=found.finish_reason,
+            version=min((span.version for span in found.versions), default=0),
+            turns=found.turns,
+        )
+        for prompt, found in zip(prompts, trajectories, strict=True)
+    ]
+
+
+def answered(text: str) -> list[dict[str, Any]]:
+    """Make the dialogue of one answer."""
+    return [{"role": "assistant", "content": text}]
+
+
+def last_turn(item: Item) -> str:
+    """Return what the policy wrote last; without an environment the response."""
+    return str(item["dialogue"][-1]["content"])
+
+
+def _messages(prompt: Prompt, found: Trajectory, given: Any) -> list[dict[str, Any]] | None:
+    if isinstance(given, list):
+        return given
+    return [{"role": "user", "content": prompt.text if given is None else str(given)}] if found.dialogue else None
+
+
+def by_prompt(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """List the places of the responses to each prompt; those to one prompt stand together."""
+    groups: list[list[int]] = []
+    for place, prompt in enumerate(prompts):
+        if not place or prompt is not prompts[place - 1]:
+            groups.append([])
+        groups[-1].append(place)
+    return groups
+
 
 Argument = Callable[[Sequence[Item], int], Any]
 

@@ -19,9 +19,9 @@ from slurm_rlhf.config.schema_models import REWARD_SOURCES, RewardPart
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import F32, LOST, Bool, Prompt, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction, importable
-from slurm_rlhf.rewards.items import by_prompt
 from slurm_rlhf.rewards.pooled import PooledRewards, RemoteRewards
 from slurm_rlhf.rewards.scored import Rewards, RewardSource, episode_rewards
+from slurm_rlhf.rewards.signature import by_prompt
 from slurm_rlhf.user_files import is_of_script
 from slurm_rlhf.workers.http import Servers, servers_of
 from slurm_rlhf.workers.pool import Code, WorkerNodes

@@ -8,9 +8,9 @@ import pytest
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.errors import ConfigError, RewardError
-from slurm_rlhf.rewards.items import Item, answered
 from slurm_rlhf.rewards.presets import Preset
 from slurm_rlhf.rewards.reasoning_gym import task_rows
+from slurm_rlhf.rewards.signature import Item, answered
 from slurm_rlhf.sandbox import box
 
 pytestmark = pytest.mark.slow

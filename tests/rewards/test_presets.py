@@ -12,8 +12,8 @@ import pytest
 from slurm_rlhf.config.reward_sources import preset
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.rewards.items import Item, answered
 from slurm_rlhf.rewards.presets import Preset
+from slurm_rlhf.rewards.signature import Item, answered
 from slurm_rlhf.wire.timeouts import MATH_S
 
 

@@ -14,8 +14,8 @@ from waiting import HANG_S
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.rewards import reasoning_gym
-from slurm_rlhf.rewards.items import answered
 from slurm_rlhf.rewards.reasoning_gym import TASK, task_rows, task_score
+from slurm_rlhf.rewards.signature import answered
 
 pytestmark = pytest.mark.slow
 NAMES = "basic_arithmetic,word_ladder,arc_agi"

@@ -15,8 +15,8 @@ from slurm_rlhf.environments.records import Answer, Begun, Start, ToolCall, Turn
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.items import items_of
 from slurm_rlhf.rewards.presets import Preset
+from slurm_rlhf.rewards.signature import items_of
 
 ROWS: list[dict[str, Any]] = [
     {"input": "2+2=", "label": "4", "ground_truth": "4", "task": "sums"},

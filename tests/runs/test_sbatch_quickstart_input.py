@@ -17,8 +17,8 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.items import items_of
 from slurm_rlhf.rewards.presets import Preset
+from slurm_rlhf.rewards.signature import items_of
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 

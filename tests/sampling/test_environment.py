@@ -18,7 +18,7 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.environments.records import ARGUMENTS, CALLS, ToolCall
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, RewardError
 from slurm_rlhf.records import LENGTH, LOST, REPETITION, STOP, Prompt, Sampling, Trajectory, VersionSpan, digest
-from slurm_rlhf.rewards.items import items_of
+from slurm_rlhf.rewards.signature import items_of
 from slurm_rlhf.sampling.environment import Environments, Episode
 
 CHAT = "{% for m in messages %}{{ m.role[0] }}={{ m.content }}*{% endfor %}{% if add_generation_prompt %}a={% endif %}"
