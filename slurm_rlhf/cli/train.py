@@ -297,7 +297,7 @@ def run_conductor(orders: int) -> int:
 
     Reads what rank 0 has found out from standard input. Raises as `led`.
     """
-    from slurm_rlhf.nodes.mpi.launcher import MpiAgents, MpiLauncher
+    from slurm_rlhf.nodes.mpi.rank import MpiAgents, MpiLauncher
 
     start = json.load(sys.stdin)
     config, ranks = load_config(start["files"], start["overrides"]), RankMap.from_json(start["ranks"])
