@@ -23,7 +23,7 @@ from slurm_rlhf.records import Experience
 from slurm_rlhf.trainer._deepspeed import import_deepspeed
 from slurm_rlhf.trainer.deepspeed import deepspeed_config
 from slurm_rlhf.trainer.distributed import join_world
-from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
+from slurm_rlhf.trainer.trainer import DTYPES, Schedule, TrainSettings
 from slurm_rlhf.wire.calls import TrainBatch
 from slurm_rlhf.wire.client import ControlClient
 

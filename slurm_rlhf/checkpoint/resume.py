@@ -7,6 +7,8 @@
 
 `serial` counts the checkpoints of a run directory in the order in which they were written. The newest checkpoint is the
 one with the highest serial, not step: a run that was resumed from step 10 writes step 15 after the abandoned step 20.
+
+A run or a stage is compared with the one that wrote the checkpoint it goes on from: its keys, and its model.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.errors import CheckpointError
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.text import dump_toml, flat, stored_keys, toml_value
+from slurm_rlhf.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -248,3 +253,44 @@ def _advice(path: Path) -> str:
         if usable is not None and usable != path:
             return f"The newest whole checkpoint there is {usable}"
     return "There is no other checkpoint next to it; --resume never starts from the beginning"
+
+
+_MODEL = "actor.model_name_or_path"
+_SCALE = "lora.alpha"
+_OF_A_START = ("run_dir", "resume")
+"""Keys that say where a run is, and do not change its results."""
+
+
+def changed_keys(earlier: Path, config: Config) -> list[str]:
+    """List the keys that differ from the run that wrote the file `earlier`, as `key was -> is`; none without a file."""
+    before = stored_keys(earlier)
+    now = flat(tomllib.loads(dump_toml(config)))
+    return [
+        f"{name} {toml_value(before[name])} -> {toml_value(value)}"
+        for name, value in now.items()
+        if name in before and before[name] != value and name not in _OF_A_START
+    ]
+
+
+def refuse_other_scale(changes: Iterable[str], directory: str = "run_dir") -> None:
+    """Raise ConfigError if the adapters would count more or less than before.
+
+    `changes`: of `changed_keys`; `directory`: the key of what a new run needs another of.
+    """
+    for change in changes:
+        if change.startswith(f"{_SCALE} "):
+            raise ConfigError(
+                f"{change}: the adapters in the checkpoint were trained with the first value, and with the other one "
+                f"the policy would be another at once. Restore {_SCALE}, or give another --{directory} for a new "
+                "run"
+            )
+
+
+def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str], directory: str = "run_dir") -> None:
+    """Raise ConfigError if the actor's model has other contents than `before`; both: path -> `model_contents`."""
+    if before and set(before.values()) != set(now.values()):
+        raise ConfigError(
+            f"{_MODEL} is {''.join(now)}, which holds another model than {''.join(before)} did when this run started: "
+            "its checkpoint would be trained against another reference. Give the model that it started from, or "
+            f"another --{directory} for a new run"
+        )

@@ -27,7 +27,7 @@ from slurm_rlhf.workers.http import health_of
 if TYPE_CHECKING:
     from slurm_rlhf.data.prompts import PromptSet
     from slurm_rlhf.records import Prompt, Trajectory
-    from slurm_rlhf.run.run_inputs import Inputs
+    from slurm_rlhf.run.conductor import Inputs
 
 ROWS = 4
 """Rows with which the reward function is called."""
@@ -123,7 +123,7 @@ def _answers(part: Part) -> Iterator[str]:
         return
     if not part.model:
         raise ConfigError("model is not set: name what to evaluate, {NAME} for what the stage NAME makes")
-    from slurm_rlhf.generate.eval_job import EvalJob
+    from slurm_rlhf.generate.job import EvalJob
 
     job = EvalJob.prepare(config, Path(part.model), Path(config.run_dir))
     yield from (_data(f"evaluation {one.settings.name}", one.prompts, config) for one in job.sets)
@@ -144,7 +144,7 @@ def _run(config: Config, unmade: Collection[str]) -> Iterator[str]:
 
 def read(config: Config) -> Inputs:
     """Read what a run reads, without notes to the user. Raises UserError."""
-    from slurm_rlhf.run.run_inputs import Inputs
+    from slurm_rlhf.run.conductor import Inputs
 
     return Inputs.read(config, lambda note: None)
 
@@ -189,8 +189,8 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
     if inputs.reward is None:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
-    from slurm_rlhf.rewards.model import Scoring
-    from slurm_rlhf.rewards.weighted import WeightedRewards
+    from slurm_rlhf.rewards.scored import Scoring
+    from slurm_rlhf.rewards.sources import WeightedRewards
 
     if inputs.environments is not None:
         others = ", and other rewards are added" if isinstance(inputs.reward, WeightedRewards) else ""

@@ -18,11 +18,10 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.user_data import data_files
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.examination import examine_nodes
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched
-from slurm_rlhf.nodes.needs import Needs
+from slurm_rlhf.nodes.needs import Needs, Wanted
 from slurm_rlhf.nodes.report import Report
 from slurm_rlhf.placement.rank_map import RankMap
 
@@ -89,7 +88,7 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps
 def merge_parts(arguments: Arguments) -> int:
     """Put the parts of a job array together. Raises SlurmRlhfError."""
     directory, given = Path(arguments.one_word("run directory")), arguments.options
-    from slurm_rlhf.generate.merge import merge
+    from slurm_rlhf.generate.identity import merge
 
     path, lines, shards = merge(directory, Path(given["output"]) if "output" in given else None, "partial" in given)
     print(f"{lines} lines of {shards} {'shard' if shards == 1 else 'shards'} in {path}")
@@ -105,7 +104,7 @@ def evaluate(arguments: Arguments) -> int:
         raise arguments.error("--model is missing: name the model, run or checkpoint to evaluate")
     config = load_config(arguments.files, arguments.overrides)
     from slurm_rlhf.eval.report import report_text
-    from slurm_rlhf.generate.eval_job import EvalJob
+    from slurm_rlhf.generate.job import EvalJob
 
     job = EvalJob.prepare(config, model, options.get("output"))
     for one in job.sets:

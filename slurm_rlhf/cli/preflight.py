@@ -154,9 +154,9 @@ def preflight(arguments: Arguments) -> int:
     """Examine the nodes and print the report. Raises UserError for a configuration that cannot run anywhere."""
     start = launched(os.environ)
     if start is not None:
-        from slurm_rlhf.cli import mpi_start
+        from slurm_rlhf.cli.train import lead_or_follow
 
-        return mpi_start.lead_or_follow(arguments, start)
+        return lead_or_follow(arguments, start)
     config = load_config(arguments.files, arguments.overrides)
     check(config)
     with steps_of(config, Path(config.run_dir)) as steps:

@@ -14,7 +14,7 @@ from slurm_rlhf.workers.pool import Code, WorkerPool
 
 def serve_reward(arguments: Arguments) -> int:
     """Serve a reward function or a reward model, until a signal ends it. Raises as `_serve`."""
-    from slurm_rlhf.rewards.server import ModelServer, RewardServer
+    from slurm_rlhf.rewards.pooled import ModelServer, RewardServer
 
     path = _named(arguments, "Python file, or directory of a reward model", "with reward_func, or a model's directory")
     if path.is_dir():
@@ -26,8 +26,7 @@ def serve_reward(arguments: Arguments) -> int:
 
 def serve_environments(arguments: Arguments) -> int:
     """Serve the environments of a file, until a signal ends it. Raises as `_serve`."""
-    from slurm_rlhf.environments.host import code_of
-    from slurm_rlhf.environments.server import EnvironmentServer
+    from slurm_rlhf.environments.host import EnvironmentServer, code_of
 
     path = _named(arguments, "Python file", "with environments (slurm-rlhf docs environments)")
     return _serve(arguments, path, code_of(str(path)), EnvironmentServer, 4)

@@ -21,7 +21,7 @@ from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, attach_line
 from slurm_rlhf.cluster.slurm_job import OVER, Job, place_in_queue, reason_words, state_words
 from slurm_rlhf.environments.records import CALLS
 from slurm_rlhf.errors import printable, shortened
-from slurm_rlhf.nodes.orphan import last_words
+from slurm_rlhf.nodes.requeue import last_words
 from slurm_rlhf.observe.log_tail import ends_in_error, tail
 from slurm_rlhf.observe.progress import duration
 from slurm_rlhf.observe.run_log import engines_lost, read_events, server_awaited, workers_lost

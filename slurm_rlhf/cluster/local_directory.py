@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 
-from slurm_rlhf.run_directory import MOUNTS, mount_of, size_of
+from slurm_rlhf.run_directory import mount_of, size_of
 from slurm_rlhf.wire import timeouts
 
 _LOCK = ".lock"
@@ -154,15 +154,11 @@ def take_kernel_cache(setting: str, role: str, index: int, limit_gib: float) -> 
 def local_places() -> list[Path]:
     """List directories for local files of a node, best first: on a disk, in memory, on a shared file system."""
     found = dict.fromkeys([Path("/var/tmp"), Path("/tmp")])
-    return sorted(found, key=lambda path: _remoteness(file_system(path)))
+    return sorted(found, key=_remoteness)
 
 
-def file_system(path: Path, table: Path = MOUNTS) -> str:
-    """Return the type of the file system of `path`; empty if the table does not have it."""
-    return mount_of(path, table)[2]
-
-
-def _remoteness(kind: str) -> int:
+def _remoteness(path: Path) -> int:
+    kind = mount_of(path)[2]
     return 2 if kind.startswith(SHARED) else 1 if kind == "tmpfs" else 0
 
 
@@ -181,7 +177,7 @@ def versions_key() -> str:
 def _take(base: Path, role: str, index: int, limit: int) -> KernelCache:
     root = private_directory(base / f"slurm_rlhf_kernels.{os.getuid()}")
     home = root / versions_key()
-    if _remoteness(file_system(root)) == 2:
+    if _remoteness(root) == 2:
         # On a shared file system a lock may work within one node only.
         home = home / platform.node().partition(".")[0]
     with _turn(root):

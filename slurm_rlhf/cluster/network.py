@@ -91,12 +91,16 @@ def listening(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
 
 
-def unreachable(address: str, port: int) -> str:
-    """Say why nobody answers at a port; empty: somebody does. Blocks for 3 s at most."""
+def unreachable(address: str, port: int, timeout_s: float = timeouts.CONNECT_S, listens: bool = True) -> str:
+    """Say why nobody answers at a port; empty: somebody does. Blocks for `timeout_s` at most.
+
+    `listens`: somebody has to listen there. False: a refusal is an answer, too, as the machine is there.
+    """
     try:
-        socket.create_connection((address, port), timeouts.CONNECT_S).close()
+        socket.create_connection((address, port), timeout_s).close()
     except OSError as error:
-        return error.strerror or str(error)
+        answered = isinstance(error, ConnectionRefusedError) and not listens
+        return "" if answered else error.strerror or str(error)
     return ""
 
 

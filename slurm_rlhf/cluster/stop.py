@@ -136,7 +136,8 @@ class Stop:
             None if end is None else time.monotonic() + end - time.time()
         )  # the clock of a node may be set meanwhile
         self._margin_s = margin_s
-        self._droppable = False
+        self.can_drop = False
+        """True while a stop takes effect at once."""
         self._term_at = 0.0
         self._leaving = threading.Event()
 
@@ -168,22 +169,17 @@ class Stop:
     @contextmanager
     def droppable(self) -> Iterator[None]:
         """Let a stop raise StopRequested at once inside the block, or at its begin if it was requested before."""
-        self._droppable = True
+        self.can_drop = True
         try:
             self.check()
             yield
         finally:
-            self._droppable = False
+            self.can_drop = False
 
     def check(self) -> None:
         """Raise StopRequested if a stop was requested."""
         if self.reason is not None:
             raise StopRequested(self.reason)
-
-    @property
-    def can_drop(self) -> bool:
-        """Tell whether a stop would take effect at once."""
-        return self._droppable
 
     def ask(self, reason: Reason) -> None:
         """Stop for `reason` unless a stop was requested before; from any thread, as a signal would."""
@@ -217,8 +213,8 @@ class Stop:
             _leave_terminal()
         elif self.reason is None:
             self.reason = USR1
-        if self._droppable:
-            self._droppable = False
+        if self.can_drop:
+            self.can_drop = False
             self.check()
 
     def _watch(self, came: socket.socket, main: int) -> None:
@@ -234,7 +230,7 @@ class Stop:
                         signal.pthread_kill(main, _KICK)
                 continue
             if self.reason is not None:
-                if self._droppable:  # our own signal may be missed in the same way
+                if self.can_drop:  # our own signal may be missed in the same way
                     os.kill(os.getpid(), signal.SIGUSR1)
                 continue
             if os.path.exists(self._directory / STOP_FILE):  # unlike Path.exists, false where the disk fails

@@ -127,9 +127,8 @@ def check_eval(config: Config) -> None:
 
 def _engines_alone(config: Config) -> Iterator[str]:
     """Check what samples, and the source of rewards, where engines are the only ranks."""
-    reward = config.reward
     yield from row_problems("engines_alone", config)
-    if not reward.model_name_or_path and has_reward(config):
+    if not config.reward.model_name_or_path and has_reward(config):
         yield from reward_source(config)
 
 

@@ -48,6 +48,7 @@ NOT_PATHS = {
 GONE = {
     "generate.num_shards": "the job array says how many shards there are",
     "logger.print_samples": "samples.jsonl and the report show samples",
+    "reward.shuffle": "nothing permutes rewards; a control experiment has a reward function that does",
     "sync.network_gbits": "every actor rank sends an equal part, or its shard, to all nodes of engines",
     "train.share_prompts": "every response has its prompt in its own row now",
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,9 +138,10 @@ class Translation:
             f"# `slurm-rlhf {look} FILE.toml`.",
             "",
         ]
-        for group, keys in self._groups():
+        chosen = [key for key in all_keys().values() if key.name in self.values]
+        for group in dict.fromkeys(key.group for key in chosen):
             lines += [f"[{group}]"] if group else []
-            for key in keys:
+            for key in (key for key in chosen if key.group == group):
                 setting = f"{key.name.removeprefix(f'{group}.')} = {toml_value(self.values[key.name])}"
                 about = f"{self.peer}'s default" if key.name in self.defaults else self.flags.get(key.name, "")
                 lines.append(f"{setting}  # {about}" if about.removeprefix("--") not in ("", key.name) else setting)
@@ -148,11 +149,6 @@ class Translation:
         if self.left_out:
             lines += ["# Left out:", *(f"#   {sentence}" for sentence in self.left_out), ""]
         return "\n".join(lines).rstrip() + "\n"
-
-    def _groups(self) -> Iterator[tuple[str, list[Key]]]:
-        chosen = [key for key in all_keys().values() if key.name in self.values]
-        for group in dict.fromkeys(key.group for key in chosen):
-            yield group, [key for key in chosen if key.group == group]
 
 
 class Dictionary:

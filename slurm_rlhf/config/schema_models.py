@@ -190,8 +190,6 @@ class Reward:
     length_penalty_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of Kimi k1.5's length reward: +0.5 for the shortest response to a prompt to -0.5 for the longest, where
     it is wrong only the loss. Correct is a score (without scores, a reward) above 0."""
-    shuffle: bool = False
-    """Control experiment: permute the rewards over the batch, so that there is nothing to learn."""
 
 
 REWARD_SOURCES = {

@@ -8,6 +8,7 @@ import re
 import textwrap
 import tomllib
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.keys import (
@@ -221,6 +222,14 @@ def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in table.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return found
+
+
+def stored_keys(path: Path) -> dict[str, Any]:
+    """Read the config.toml of a run: dotted key -> value; empty if it is missing or damaged."""
+    try:
+        return flat(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
 
 
 def toml_value(value: Any) -> str:

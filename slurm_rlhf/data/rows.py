@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.rule import SIGNS
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.config.user_data import COLUMNAR, condition, data_files, parts
 from slurm_rlhf.errors import ConfigError, DataError, cut
@@ -160,12 +160,6 @@ def _columnar(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path}: no {path.suffix[1:].capitalize()} file that can be read: {error}") from None
 
 
-_SIGNS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 _KEYS = ("input_key", "label_key", "output_key", "chosen_key", "rejected_key")
 """Keys of the group data that name columns."""
 
@@ -229,11 +223,11 @@ def _holds(row: dict[str, Any], column: str, sign: str, text: str, where: str) -
         names = ", ".join(row) or "none"
         raise DataError(f"{where}: no column {column!r} (columns: {names}): fix the row, or correct data.filter")
     number = None if isinstance(value, bool) else _number(value)
-    if sign in _SIGNS:
+    if sign not in ("=", "!="):
         if number is None:
             shown = cut(repr(value), 40)
             raise DataError(f"{where}: {column!r} is {shown}, and data.filter compares it with a number ({sign}{text})")
-        return _SIGNS[sign](number, float(text))
+        return bool(SIGNS[sign](number, float(text)))
     written = str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
     return (written == text or (number is not None and number == _number(text))) == (sign == "=")
 

@@ -7,7 +7,6 @@ model_executor/layers/vocab_parallel_embedding.py ParallelLMHead
 model_executor/layers/vocab_parallel_embedding.py VocabParallelEmbedding.quant_method
 model_executor/layers/quantization/base_config.py QuantizeMethodBase.process_weights_after_loading(self, layer)
 model_executor/layers/fused_moe/fused_moe_method_base.py FusedMoEMethodBase.moe_kernel
-platforms/__init__.py current_platform
 v1/engine/llm_engine.py LLMEngine.engine_core
 v1/engine/llm_engine.py LLMEngine.model_executor
 v1/engine/core_client.py InprocClient.add_lora(self, lora_request)
@@ -33,6 +32,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
+from slurm_rlhf.engine._vllm import platform
 from slurm_rlhf.errors import SyncError
 
 if TYPE_CHECKING:
@@ -71,9 +71,8 @@ def _repack_tied_heads(model: Any) -> None:
     On a CPU they multiply with a repacked copy (`cpu_linear`) of the weight, which would stay the old policy's.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-    from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not platform().is_cpu():
         return
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
@@ -85,9 +84,7 @@ def _unpack_experts(model: Any) -> None:
 
     Otherwise the old kernel would take the new policy's plain weights for repacked ones.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+    if not platform().is_cpu():
         return
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)

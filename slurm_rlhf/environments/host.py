@@ -1,12 +1,23 @@
-"""Plays the environments of many episodes in the processes of a pool, here or on servers."""
+"""Plays the environments of many episodes in the processes of a pool, here or on servers; and serves them.
+
+`slurm-rlhf serve-env` runs the server: POST {"method", "episode", "arguments", "timeout_s"} -> {"value"}, a call of
+`kinds.Instances`, whose records are plain values. `episode` is a name that the client makes up: `begin` gives it a
+process, in which it lives until `end`, until a call fails, or until `drop`, which gives it up.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import secrets
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,15 +25,115 @@ import msgspec
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.environments.kinds import Instances
 from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
-from slurm_rlhf.environments.server import RemoteLease
 from slurm_rlhf.errors import EpisodeError, WorkerError
 from slurm_rlhf.wire import timeouts
-from slurm_rlhf.workers.http import Servers, servers_of, token_of
-from slurm_rlhf.workers.pool import GONE, LATE, RAISED, Code, Lease, WorkerNodes, WorkerPool
+from slurm_rlhf.workers.http import Servers, WorkServer, servers_of, token_of
+from slurm_rlhf.workers.pool import ENDED, GONE, LATE, RAISED, Code, Lease, WorkerNodes, WorkerPool
+
+
+@dataclass(slots=True)
+class _Played:
+    lease: Lease
+    number: int
+    called: float = 0.0  # when the last call began
+
+
+class EnvironmentServer(WorkServer):
+    """Plays the episodes of any number of runs."""
+
+    beat_s = timeouts.SERVER_BEAT_S
+
+    def __init__(self, address: tuple[str, int], pool: WorkerPool, timeout_s: float, serves: str, token: str) -> None:
+        """`timeout_s`: of a call, at most; the other arguments as in `WorkServer`."""
+        super().__init__(address, pool, timeout_s, serves, token)
+        self._numbers, self._lock = itertools.count(), Lock()
+        self._played: dict[str, _Played] = {}  # episode -> where it is; the one that was called last stands last
+
+    def begin(self, body: dict[str, Any]) -> Future[Any]:
+        method, timeout_s = body["method"], min(float(body["timeout_s"]), self.timeout_s)
+        if method == "describe":
+            return self.pool.submit(method, timeout_s=timeout_s)
+        if method not in ("begin", "turn", "end", "drop"):
+            raise ValueError(f"no such method: {method!r}")
+        episode, arguments = str(body["episode"]), list(body["arguments"])
+        if method == "begin":
+            self._forget_old()
+            played = _Played(self.pool.lease(), next(self._numbers))
+        elif (found := self._taken(episode)) is None:
+            raise WorkerError(GONE, "the episode is not known here: the server is another one, or it was forgotten")
+        else:
+            played = found
+        played.called = time.monotonic()
+        with self._lock:
+            self._played[episode] = played
+        call = played.lease.submit(method, played.number, *arguments, timeout_s=timeout_s)
+        call.add_done_callback(partial(self._called, method, episode))
+        return call
+
+    def said(self, answer: Any) -> Any:
+        return {"value": answer}
+
+    def _taken(self, episode: str) -> _Played | None:
+        with self._lock:
+            return self._played.pop(episode, None)
+
+    def _called(self, method: str, episode: str, call: Future[Any]) -> None:
+        """Forget an episode that is over: it has ended, was given up, or a call of it has failed."""
+        over = method in ("end", "drop") or call.cancelled() or call.exception() is not None
+        if over and (played := self._taken(episode)) is not None:
+            _drop(played.lease, played.number, self.timeout_s)
+
+    def _forget_old(self) -> None:
+        """Forget the episodes of runs that have ended without a word; those that were called last stand last."""
+        until = time.monotonic() - timeouts.EPISODE_IDLE_S
+        with self._lock:
+            old = [*itertools.takewhile(lambda name: self._played[name].called < until, self._played)]
+        for played in filter(None, map(self._taken, old)):
+            _drop(played.lease, played.number, self.timeout_s)
+
+
+class RemoteLease:
+    """Calls the server that has answered `begin`; then every call raises WorkerError of kind `gone` if it is away.
+
+    Before, a call waits while no server answers.
+    """
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers, self._server, self._episode = servers, "", secrets.token_hex(16)
+
+    def submit(self, method: str, *arguments: Any, timeout_s: float) -> Future[Any]:
+        """As `Lease.submit`; the server has numbers of its own."""
+        if method == "drop" and not self._server:  # it is over, or never began
+            over: Future[Any] = Future()
+            over.set_result(None)
+            return over
+        body = {"method": method, "episode": self._episode, "arguments": arguments[1:], "timeout_s": timeout_s}
+        try:
+            return self._servers.requests.submit(self._ask, body)
+        except RuntimeError as error:  # its threads have ended
+            raise WorkerError(ENDED, "the connections to the servers were closed") from error
+
+    def end(self) -> None:
+        """Return: the server has forgotten the episode by itself."""
+
+    def _ask(self, body: dict[str, Any]) -> Any:
+        server, self._server = self._server, ""
+        server, answer = self._servers.ask(body, server)
+        if body["method"] in ("begin", "turn"):
+            self._server = server
+        return answer["value"]
+
 
 T = TypeVar("T")
 AT_ONCE = 256
 """Calls of servers that are in flight at most."""
+
+
+def _drop(lease: Lease | RemoteLease, number: int, timeout_s: float) -> None:
+    """Give an episode up, over or not, and its place with it."""
+    with suppress(WorkerError):  # the pool is closed
+        call = lease.submit("drop", number, timeout_s=timeout_s)
+        call.add_done_callback(lambda call: lease.end())
 
 
 def code_of(file: str) -> Code:
@@ -60,9 +171,7 @@ class Home:
 
     def leave(self) -> None:
         """Forget the episode, over or not; return at once."""
-        with suppress(WorkerError):  # the pool is closed
-            call = self.lease.submit("drop", self.number, timeout_s=self.host.timeout_s)
-            call.add_done_callback(lambda call: self.lease.end())
+        _drop(self.lease, self.number, self.host.timeout_s)
 
     async def _call(self, made: type[T], method: str, *arguments: Any) -> T:
         try:

@@ -59,7 +59,7 @@ class ToolEnvironment(UserClass):
         found = inspect.getmembers(sys.modules[self.made.__module__], inspect.isfunction)
         own = [one for _, one in found if one.__module__ == self.made.__module__]
         reward += sum(self._judged(one) for one in own if "environments" in inspect.signature(one).parameters)
-        self.close()
+        super().end()
         return Answer(reward=reward)
 
     def _judged(self, judge: Callable[..., Any]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, TypeVar
 
@@ -211,10 +211,6 @@ class DataSetReport:
             figures[f"maj@{self.samples}"] = self.majority.value
         figures |= {"truncated": self.whole.truncated, "response_tokens": self.whole.response_tokens}
         return {f"eval/{self.name}/{name}": value for name, value in figures.items()}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report for eval.json."""
-        return asdict(self)
 
 
 def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed: int) -> DataSetReport:

@@ -26,7 +26,7 @@ from slurm_rlhf.eval.report import DataSetReport, ScoredResponse, one_line, over
 from slurm_rlhf.eval.verdicts import warnings as share_warnings
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Scoring
 from slurm_rlhf.run_directory import write_atomically
 
 Sample = Callable[[list[Prompt], Sampling, int], list[Trajectory]]
@@ -237,7 +237,7 @@ def keep(
     """
     reports = [report_of(one.settings, found, config.train.seed) for one, found in zip(sets, scored, strict=True)]
     write_responses(directory / f"{name}.jsonl", (response for found in scored for response in found))
-    figures = {**about, MEAN: overall(reports), "datasets": [report.to_json() for report in reports]}
+    figures = {**about, MEAN: overall(reports), "datasets": [asdict(report) for report in reports]}
     text = json.dumps(figures, indent=1, ensure_ascii=False) + "\n"
     # A label may hold half a surrogate pair, which no file can.
     write_atomically(directory / f"{name}.json", text.encode("utf-8", "replace").decode())

@@ -1,4 +1,8 @@
-"""Puts a job together and runs it: claims the output, starts the engines, hands out rows, and writes the answers."""
+"""Puts a job together and runs it: claims the output, starts the engines, hands out rows, and writes the answers.
+
+`slurm-rlhf eval` is a job with the rows of several files: after it was killed it goes on with the missing rows, and an
+engine that dies costs its share. Then comes a report. The code that evaluates in training makes figures and files.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,25 @@ import contextlib
 import copy
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.stop import Stop, StopRequested
-from slurm_rlhf.config.check import check_generate
+from slurm_rlhf.config.check import GENERATED_BY, check_eval, check_generate
 from slurm_rlhf.config.contents import data_contents
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import PlacementError, RoleDied, printable
-from slurm_rlhf.generate import identity
-from slurm_rlhf.generate.merge import merge
+from slurm_rlhf.errors import PlacementError, RoleDied, UserError, printable
+from slurm_rlhf.eval.report import ScoredResponse
+from slurm_rlhf.eval.sets import EvalSet, Evaluated, answered, keep, read_eval_sets, scored_response
+from slurm_rlhf.generate.identity import OF_ROWS, ROWS, SHARD, Identity, RowShard, claim, identity_of, merge, shard_here
 from slurm_rlhf.generate.model_source import Source, check_model, find_source, provide
-from slurm_rlhf.generate.output import MERGED, OUTPUT, JobProgress, OutputFile
+from slurm_rlhf.generate.output import MERGED, OUTPUT, JobProgress, OutputFile, whole_lines
 from slurm_rlhf.generate.rows import VERSION, Answered, Gone, PendingRows, PromptsOf, RowCalls, Scores, read_dataset
 from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.groups.supervisor import Supervisor
@@ -33,7 +38,7 @@ from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe.run_status import write_summary
 from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
 from slurm_rlhf.placement.topology import CPU, RoleSize, Topology
-from slurm_rlhf.records import Sampling
+from slurm_rlhf.records import Prompt, Sampling
 from slurm_rlhf.run_directory import RunDirectory, run_directory_kept
 from slurm_rlhf.sampling.batches import sampling_of
 from slurm_rlhf.sampling.environment import Environments
@@ -162,7 +167,7 @@ class JobRows:
 
     sampling: Mapping[int, Sampling]  # row -> how its responses are sampled
     prompts: PromptsOf
-    identity: identity.Identity
+    identity: Identity
     words: str  # says what the rows are
 
 
@@ -188,7 +193,7 @@ def answer_rows(
             scores = Scores.of(config, directory.reward_log)
             model = provide(source, print, directory.role_log("model", node_name(), 0))
             rows = read(model)
-            identity.claim(root, rows.identity, option)
+            claim(root, rows.identity, option)
             output = OutputFile(root / OUTPUT)
             done = output.counts.done
             left = [row for row, how in rows.sampling.items() if any((row, k) not in done for k in range(how.n))]
@@ -240,11 +245,11 @@ def engines_everywhere(topology: Topology, tp: int, per_node: int = 0) -> RankMa
     return place(process_slots(topology, engines) if on_cpus else topology, engines)
 
 
-def prepare(config: Config, environ: Mapping[str, str]) -> tuple[identity.RowShard, Source]:
+def prepare(config: Config, environ: Mapping[str, str]) -> tuple[RowShard, Source]:
     """Check all that is known before anything is written. Raises UserError."""
     check_generate(config)
     root = Path(config.run_dir)
-    shard = identity.shard_here(root, environ)
+    shard = shard_here(root, environ)
     source = find_source(config, root)
     check_model(config, source.base or source.model)
     return shard, source
@@ -265,7 +270,7 @@ def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) 
     return made
 
 
-def generate(config: Config, shard: identity.RowShard, source: Source, ranks: RankMap, launcher: Launcher) -> int:
+def generate(config: Config, shard: RowShard, source: Source, ranks: RankMap, launcher: Launcher) -> int:
     """Answer the rows of `shard` that are left, and return the exit code. Raises SlurmRlhfError."""
 
     def read(model: Path) -> JobRows:
@@ -275,10 +280,101 @@ def generate(config: Config, shard: identity.RowShard, source: Source, ranks: Ra
         sampling = dict.fromkeys(own, sampling_of(config))
         own_keys = {
             "dataset_fingerprint": data_contents(config.generate.dataset),
-            identity.ROWS: total,
-            identity.SHARD: f"{shard.index} of {shard.count}",
+            ROWS: total,
+            SHARD: f"{shard.index} of {shard.count}",
         }
-        return JobRows(sampling, prompts, identity.identity_of(config, model, identity.OF_ROWS) | own_keys, words)
+        return JobRows(sampling, prompts, identity_of(config, model, OF_ROWS) | own_keys, words)
 
     root = shard.directory(Path(config.run_dir))
     return answer_rows(engine_config(config, source.model, ranks, root), root, ranks, launcher, source, read)
+
+
+REPORT = "eval"
+"""Stem of the files of the report: eval.json, eval.jsonl."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalJob:
+    """Holds what is evaluated and where its files go.
+
+    The prompts of all data sets are numbered from 0; the numbers are the rows of the job's output.
+    """
+
+    config: Config
+    source: Source
+    sets: list[EvalSet]
+    root: Path
+
+    @classmethod
+    def prepare(cls, config: Config, model: Path, output: Path | None) -> EvalJob:
+        """Read and check the user's files and settings.
+
+        `model`: any value that generate.model_name_or_path may have. `output`: None is eval/<name of the model> in the
+        run that has made the model; in run_dir if no run has. Raises UserError.
+        """
+        check_eval(config)
+        made = copy.deepcopy(config)
+        made.generate.model_name_or_path = str(model)
+        made.generate.ordered = made.generate.logprobs = False
+        run = next((place for place in (model, *model.parents[:2]) if RunDirectory(place).metrics.is_file()), None)
+        root = output or RunDirectory(run or Path(config.run_dir)).evaluations / model.name
+        try:
+            source = find_source(made, root)
+            there = source.base or source.model
+            check_model(made, there)
+        except UserError as error:
+            raise type(error)(str(error).replace(GENERATED_BY, "--model")) from None
+        return cls(made, source, read_eval_sets(made, Tokenizer.load(there)), root)
+
+    def run(self, ranks: RankMap, launcher: Launcher) -> int:
+        """Answer the rows that are left, and return the exit code. Raises SlurmRlhfError."""
+        made = engine_config(self.config, self.source.model, ranks, self.root)
+        return answer_rows(made, self.root, ranks, launcher, self.source, self._rows, "--output")
+
+    def prompts(self) -> list[Prompt]:
+        """Return all prompts, with the numbers of their rows."""
+        found = [prompt for one in self.sets for prompt in one.prompts]
+        return [replace(prompt, index=row) for row, prompt in enumerate(found)]
+
+    def sampling(self) -> dict[int, Sampling]:
+        """Return the sampling of each row."""
+        each = [how for one in self.sets for how in [one.sampling(self.config)] * len(one.prompts)]
+        return dict(enumerate(each))
+
+    def responses(self, lines: Iterable[dict[str, Any]]) -> list[list[ScoredResponse]]:
+        """Make the scored responses of each data set from the lines of the output."""
+        places = [(number, prompt) for number, one in enumerate(self.sets) for prompt in one.prompts]
+        found: list[list[ScoredResponse]] = [[] for _ in self.sets]
+        for line in lines:
+            number, prompt = places[line["row"]]
+            found[number].append(scored_response(self.sets[number].settings, prompt, line))
+        return [sorted(each, key=lambda one: (one.index, one.sample)) for each in found]
+
+    def _rows(self, model: Path) -> JobRows:
+        for message in answered(self.sets):
+            print(message)
+        named = ", ".join(f"{one.settings.name} ({len(one.prompts)} prompts)" for one in self.sets)
+        prompts, own = self.prompts(), self._identity(model)
+        return JobRows(self.sampling(), lambda numbers: [prompts[number] for number in numbers], own, named)
+
+    def report(self) -> Evaluated:
+        """Sum up the output, which is complete, into eval.json and eval.jsonl. Raises DataError, OSError."""
+        lines = (line for _, _, line in whole_lines(self.root / OUTPUT))
+        scored = self.responses(lines)
+        about = {"model": self.config.generate.model_name_or_path, "seed": self.config.train.seed}
+        return keep(self.config, self.sets, scored, self.root, REPORT, about)
+
+    def _identity(self, model: Path) -> Identity:
+        """Describe prompts, model and sampling for `claim`, without settings that only the report uses."""
+        config = self.config
+        sets = {
+            f"eval.datasets, {one.settings.name}": {
+                **{name: value for name, value in asdict(one.settings).items() if name in _OF_RESPONSES},
+                "fingerprint": data_contents(one.settings.path),
+            }
+            for one in self.sets
+        }
+        return {"model": config.generate.model_name_or_path} | identity_of(config, model) | sets
+
+
+_OF_RESPONSES = ("path", "n_samples_per_prompt", "temperature", "max_samples", "input_key", "label_key")

@@ -27,12 +27,11 @@ from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError
 from slurm_rlhf.generate.output import JobProgress, OutputLine
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.records import LOST, EngineLoad, Prompt, Sampling, Trajectory
-from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Scoring
 from slurm_rlhf.rewards.sources import close_source, reward_source
-from slurm_rlhf.sampling.batches import PromptGroup
+from slurm_rlhf.sampling.batches import GroupState, PromptGroup, allowance
 from slurm_rlhf.sampling.environment import Environments
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_rules import GroupState, allowance
 from slurm_rlhf.sampling.row_queue import RowQueue
 from slurm_rlhf.sampling.scheduler import EngineWork, Scheduler
 from slurm_rlhf.wire.handles import EngineHandle

@@ -55,7 +55,6 @@ class Engines:
 
         `fail` ends the run; `over`: it ends.
         """
-        self._handle = handle
         self._server = server
         self._launcher = launcher
         self._timeout = config.timeout

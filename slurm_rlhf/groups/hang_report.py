@@ -25,7 +25,7 @@ from slurm_rlhf.observe.stacks import ThreadStack, last_late_dump, late_s, own_s
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.calls import RankCalls, StacksAnswer
-from slurm_rlhf.wire.handles import RoleHandle
+from slurm_rlhf.wire.handles import RoleHandle, failed
 from slurm_rlhf.wire.messages import Flight, Peer, Said
 from slurm_rlhf.workers.pool import stacks_of_workers
 
@@ -75,9 +75,7 @@ def _ask(handle: RoleHandle[Any], peer: Peer) -> Future[StacksAnswer]:
     try:
         return handle.ask(peer.rank, RankCalls.stacks)
     except SlurmRlhfError as error:
-        refused: Future[StacksAnswer] = Future()
-        refused.set_exception(error)
-        return refused
+        return failed(error)
 
 
 def _wait(supervisor: Supervisor, asked: Sequence[tuple[Peer, Future[StacksAnswer]]], quiet_s: float) -> None:

@@ -20,7 +20,7 @@ StackSource = Literal["itself", "lock", ""]
 Kind = Literal["collective", "device", "sync", "idle", "follows", "busy", "locked", "unknown"]
 
 _USERS_CODE = ("reward", WORKER)
-"""Names of the stacks that have the user's code: in threads of `rewards.model.Scoring`, and in workers."""
+"""Names of the stacks that have the user's code: in threads of `rewards.scored.Scoring`, and in workers."""
 
 _WAITS: tuple[tuple[str, Kind], ...] = (
     ("/slurm_rlhf/wire/client.py", "idle"),

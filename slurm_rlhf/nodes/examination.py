@@ -20,7 +20,7 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.replacement import chosen
 
 if TYPE_CHECKING:
-    from slurm_rlhf.nodes.agent_server import AgentServer
+    from slurm_rlhf.nodes.agent_steps import AgentServer
     from slurm_rlhf.nodes.interview import Interview
 
 INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.75, 0.95

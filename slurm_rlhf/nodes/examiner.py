@@ -23,7 +23,15 @@ import psutil
 from msgspec import convert
 
 from slurm_rlhf.cluster.gpu_query import ask_health
-from slurm_rlhf.cluster.network import address_towards, addresses, interface_of, is_loopback, link_mbits, listening
+from slurm_rlhf.cluster.network import (
+    address_towards,
+    addresses,
+    interface_of,
+    is_loopback,
+    link_mbits,
+    listening,
+    unreachable,
+)
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.nodes.environment import INTERFACES, visible_gpus, without_injected
 from slurm_rlhf.nodes.facts import UNKNOWN, Introduction, NodeFacts, Orders, Place, Reach
@@ -236,13 +244,8 @@ def _reach(node: str, port: int, timeout_s: float) -> Reach:
     except OSError as error:
         return Reach(node, "", error.strerror or str(error))
     address = str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
-    try:
-        socket.create_connection((address, port), timeout_s).close()
-    except ConnectionRefusedError:
-        pass  # an answer: the node is there, and its agent listens on another of its addresses
-    except OSError as error:
-        return Reach(node, address, error.strerror or str(error))
-    return Reach(node, address, "")
+    # A refusal is an answer: the node is there, and its agent listens on another of its addresses.
+    return Reach(node, address, unreachable(address, port, timeout_s, listens=False))
 
 
 class GroupHost:

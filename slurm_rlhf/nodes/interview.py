@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from slurm_rlhf.nodes.agent_server import AgentServer
+from slurm_rlhf.nodes.agent_steps import AgentServer
 from slurm_rlhf.nodes.facts import Introduction, NodeFacts
 from slurm_rlhf.nodes.groups import Lineup, Outcome, orders_for, outcomes
 from slurm_rlhf.placement.topology import GPU, Topology

@@ -1,6 +1,6 @@
 """Define what a launcher does: the seam between the conductor and the processes of the roles.
 
-There are two: `nodes.agent_launcher` (srun steps, or one machine) and `nodes.mpi.launcher` (MPI ranks). Only the first
+There are two: `nodes.agent_launcher` (srun steps, or one machine) and `nodes.mpi.rank` (MPI ranks). Only the first
 starts an engine again: a rank that is gone is missing in COMM_WORLD.
 """
 
@@ -20,7 +20,7 @@ from slurm_rlhf.wire import timeouts
 
 if TYPE_CHECKING:
     from slurm_rlhf.nodes.agent_launcher import AgentEngines
-    from slurm_rlhf.nodes.agent_server import AgentServer
+    from slurm_rlhf.nodes.agent_steps import AgentServer
 
 Environment = Mapping[str, Mapping[str, str]]
 """Node -> variables of its ranks."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from slurm_rlhf.errors import shortened
-from slurm_rlhf.nodes.accelerators import judge_accelerators
 from slurm_rlhf.nodes.facts import UNKNOWN, NodeFacts
-from slurm_rlhf.nodes.needs import Needs, Space
+from slurm_rlhf.nodes.needs import Needs, Space, judge_accelerators
 from slurm_rlhf.nodes.report import Check, Finding, exclude, failed, warned
-from slurm_rlhf.sandbox.box import described
-from slurm_rlhf.sandbox.commands import LACKS
+from slurm_rlhf.sandbox.box import LACKS, described
 
 Facts = Mapping[str, NodeFacts]
 

@@ -11,16 +11,18 @@ import random
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from msgspec import ValidationError, convert
 
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.run_directory import write_atomically
+
+T = TypeVar("T")
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
@@ -41,26 +43,21 @@ def whole_lines(text: str, key: str = "step") -> Iterator[tuple[str, dict[str, A
             yield line, row
 
 
-def read_rows(path: Path, key: str = "step") -> list[dict[str, Any]]:
-    """Read all whole lines of a file; none if it is missing, cannot be read, or is no file, such as /dev/full."""
-    try:
-        return list(iterate_rows(path, key))
-    except OSError:
-        return []
-
-
-def iterate_rows(path: Path, key: str = "step", wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a file, with one line in memory at a time. Raises OSError.
+def read_rows(path: Path, key: str = "step", wanted: Container[int] | None = None) -> list[dict[str, Any]]:
+    """Read the whole lines of a file as far as it can be read; none if it is missing, or no file, such as /dev/full.
 
     `wanted`: the numbers of the lines to read, from 0 on; None: all.
     """
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file):
-            if wanted is None or number in wanted:
-                for _, row in whole_lines(line.decode("utf-8", "replace").removesuffix("\n"), key):
-                    yield {sys.intern(name): value for name, value in row.items()}  # rows share the names
+    found: list[dict[str, Any]] = []
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                for number, line in enumerate(file):
+                    if wanted is None or number in wanted:
+                        text = line.decode("utf-8", "replace").removesuffix("\n")
+                        rows = (row for _, row in whole_lines(text, key))
+                        found += [{sys.intern(name): value for name, value in row.items()} for row in rows]
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -143,10 +140,14 @@ class EventLog:
 
 def read_events(path: Path) -> list[RunEvent]:
     """Read all events in the order in which they were written; skip lines that hold something else."""
+    return _converted(read_rows(path, "event"), RunEvent)
+
+
+def _converted(rows: Iterable[dict[str, Any]], kind: type[T]) -> list[T]:
     found = []
-    for row in read_rows(path, "event"):
+    for row in rows:
         with suppress(ValidationError):
-            found.append(convert(row, RunEvent))
+            found.append(convert(row, kind))
     return found
 
 
@@ -245,12 +246,7 @@ def choose(seed: int, step: int, count: int, total: int) -> list[int]:
 
 def read_samples(path: Path, wanted: Container[int] | None = None) -> list[Sample]:
     """Read the samples in the lines `wanted` (None: all lines); skip lines that hold something else."""
-    found = []
-    with suppress(OSError):
-        for row in iterate_rows(path, wanted=wanted):
-            with suppress(ValidationError):
-                found.append(convert(row, Sample))
-    return found
+    return _converted(read_rows(path, wanted=wanted), Sample)
 
 
 def markdown_text(sample: Sample) -> str:

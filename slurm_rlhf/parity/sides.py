@@ -18,7 +18,7 @@ from slurm_rlhf.records import F32, Experience, Sampling, Trajectory, pack
 from slurm_rlhf.trainer.batch import TokenBatch, per_action
 from slurm_rlhf.trainer.distributed import local_device
 from slurm_rlhf.trainer.models import load_policy
-from slurm_rlhf.trainer.train_settings import DTYPES
+from slurm_rlhf.trainer.trainer import DTYPES
 
 
 def settings(directory: str, precision: Precision, max_len: int) -> Config:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,9 +64,6 @@ from slurm_rlhf.wire.calls import (
     TrainerCalls,
 )
 from slurm_rlhf.wire.client import ControlClient
-
-if TYPE_CHECKING:
-    from slurm_rlhf.trainer.trainers import PolicyTrainer
 
 
 class ModelWorker(Worker):

@@ -1,7 +1,7 @@
 """Make a page that shows a run, or compares several: report.html, which needs no network and no other file.
 
-`run_files` reads a run directory; `pictures` computes the sections of the page, as pure functions; `page`
-puts them and the settings into one JSON document, and that into the HTML of `page/`, which it writes.
+`pictures` computes the sections of the page, as pure functions; `page` reads run directories, puts sections and
+settings into one JSON document, and that into the HTML of `page/`, which it writes.
 
 May import: the base modules, `config`, `observe`, `placement`. No numpy, because the command line writes reports, too.
 

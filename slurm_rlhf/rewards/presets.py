@@ -16,8 +16,7 @@ from typing import Any
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.rewards.items import Item, last_turn
 from slurm_rlhf.rewards.reasoning_gym import task_score
-from slurm_rlhf.sandbox.box import chosen
-from slurm_rlhf.sandbox.code_tests import Test, read_tests, share_passed
+from slurm_rlhf.sandbox.box import Test, chosen, read_tests, share_passed
 from slurm_rlhf.wire import timeouts
 
 Score = Callable[[Item], float | None]

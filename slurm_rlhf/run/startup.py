@@ -29,26 +29,23 @@ from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.step_time import AGAIN, FASTER
 from slurm_rlhf.placement.topology import CPU, GPU
-from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
-from slurm_rlhf.rewards.weighted import WeightedRewards
-from slurm_rlhf.run.colocation import Colocation
+from slurm_rlhf.rewards.scored import ModelRewards, Scoring, reward_scale
+from slurm_rlhf.rewards.sources import WeightedRewards
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.prediction import measured_prediction
-from slurm_rlhf.run.run_inputs import Inputs
 from slurm_rlhf.run.run_state import RunCheckpoints, SaveCadence
 from slurm_rlhf.run.self_check import SelfCheck
-from slurm_rlhf.run.step import TrainingStep
+from slurm_rlhf.run.step import Colocation, TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.scheduler import Scheduler
-from slurm_rlhf.sampling.waves import ActorWaves, Waves
+from slurm_rlhf.sampling.scheduler import ActorWaves, Scheduler, Waves
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.wire.calls import EngineCalls, StartAnswer, StartCalls
 from slurm_rlhf.wire.handles import EngineHandle, gather
 
 if TYPE_CHECKING:
-    from slurm_rlhf.run.conductor import Conductor
+    from slurm_rlhf.run.conductor import Conductor, Inputs
 
 log = logging.getLogger(__name__)
 

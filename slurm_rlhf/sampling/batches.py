@@ -1,6 +1,38 @@
 """Defines batches and the groups that they are made of, and makes a batch of finished groups.
 
-A group is a prompt with its n responses; `group_stream` decides which begin, and which make a batch.
+`group_stream` asks which groups may begin and which make up a batch: pure functions of the state of the groups.
+
+A group is one prompt with its n responses. It is begun when its prompt goes to an engine, while the engines have some
+policy version, and it is finished when all of its responses are there (and, with dynamic sampling, judged). Step t
+trains the actor from version t - 1 to t.
+
+The bound: no token is older than `size` updates when it is trained on. A token of a group begun under version v has
+version v or a later one, and step t trains version t - 1. So the group may be trained on in step v + size + 1 at the
+latest: its deadline. Two rules keep every group within it, for any order in which groups finish.
+
+Admission (`room`). Let step be the next one to train. A group may be begun if, with it, no more groups are waiting to
+be trained on than steps `step` to `deadline` have places for: (v + size + 1 - step + 1) * batch. Before the batch of
+step v + 1 is taken that is (size + 1) * batch, afterwards size * batch.
+
+Nothing is begun while the next batch is ready: the trainer is the slower side then, and more would only be older when
+their turn comes. That takes nothing from the engines that a step waits for.
+
+The share. Of all the groups that step `step` trains on, at most `ahead` are begun before the engines have its policy,
+version step - 1: until they have it no more than `ahead` groups may wait to be trained on, and from then on no more
+than batch + ahead, so that `ahead` are left when the batch is taken. It only makes `room` smaller, so the bound holds;
+and a batch can always become full, because a step that waits for one waits with version step - 1.
+
+Choice (`choose`). A batch takes the earliest begun of the finished groups, if for every deadline d it leaves at most
+(d - step) * batch groups of deadline d or earlier: what the steps after it, up to d, have places for. Else it waits.
+
+Proof. Claim: at any time, for every d >= step, at most (d - step + 1) * batch groups that were not trained on have
+deadline d or earlier; so none has a deadline before `step`. It holds at first. A new group has the latest deadline of
+all, because versions only grow, so it counts for its own d and later ones alone, and `room` is the claim for those. A
+batch is taken only if it leaves (d - step) * batch, which is the claim for step + 1. A group that is dropped makes the
+counts smaller. No deadlock: where all groups are finished, the first `batch` of them by begin hold either all groups
+of deadline d or `batch` of at most (d - step + 1) * batch, so the choice succeeds. No starvation: nobody misses a
+deadline. The choice waits only if it must: the earliest begun have the earliest deadlines, so no other choice among
+the finished groups would leave fewer for any d.
 """
 
 from __future__ import annotations
@@ -17,7 +49,98 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.scored import Rewards, joined
-from slurm_rlhf.sampling.group_rules import GroupState
+
+
+@dataclass(slots=True)
+class GroupState:
+    """Says how old a group is, and whether it is finished; lists of groups are in the order of their begin."""
+
+    version: int  # policy version in the engines when the group was begun
+    finished: bool = False
+
+
+def deadline(version: int, size: int) -> int:
+    """Return the last step that may train on a group begun under policy `version`."""
+    return version + size + 1
+
+
+def room(groups: int, version: int, step: int, size: int, batch: int, last: int, ahead: int) -> int:
+    """Count the groups that may be begun under policy `version`; negative or 0: none.
+
+    groups: number of groups that were begun and neither trained on nor dropped. step: next step to be trained; last:
+    last step of the run. size: the bound in updates; batch: groups of a step; ahead: how many of these may be begun
+    under older policies.
+    """
+    within_bound = (min(deadline(version, size), last) - step + 1) * batch
+    within_share = (batch if version >= step - 1 else 0) + ahead
+    return min(within_bound, within_share) - groups
+
+
+def choose(groups: Sequence[GroupState], step: int, size: int, batch: int) -> list[int] | None:
+    """Return the indices of the groups that step `step` trains on; None: the step has to wait for some."""
+    chosen = [index for index, group in enumerate(groups) if group.finished][:batch]
+    if len(chosen) < batch:
+        return None
+    taken = set(chosen)
+    left: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        if index not in taken:
+            last = deadline(group.version, size)
+            left[last] = left.get(last, 0) + 1
+    together = 0
+    for last in sorted(left):
+        together += left[last]
+        if together > max(0, last - step) * batch:
+            return None
+    return chosen
+
+
+def on_policy_room(passed: int, unfinished: int, begun: int, batch: int, at_once: int, most: int) -> int:
+    """Count the groups that may be begun for a batch that is sampled and filtered under one policy.
+
+    Each group that is dropped makes room for another at once, so engines do not wait for the last response before a
+    refill begins. at_once: groups that may be in flight or kept at a time, at least `batch`; most: groups that may be
+    begun for one batch.
+    """
+    return 0 if passed >= batch else min(at_once - passed - unfinished, most - begun)
+
+
+def first_passing(verdicts: Sequence[bool | None], batch: int) -> list[int] | None:
+    """Return the indices of the first `batch` groups that pass, in the order of their prompts.
+
+    verdicts: one for each group in that order; None: not judged yet. Returns None while a group before the last of them
+    is not judged: the batch waits, because groups that finish first have short responses.
+    """
+    chosen: list[int] = []
+    for index, verdict in enumerate(verdicts):
+        if len(chosen) == batch:
+            break
+        if verdict is None:
+            return None
+        if verdict:
+            chosen.append(index)
+    return chosen if len(chosen) == batch else None
+
+
+# A slow engine must not hold prompts that others could have started: when the last prompt is handed out, every engine
+# should hold only prompts that it works on. So the reserve that an engine holds beyond its width shrinks with the
+# number of prompts that are left. Source: Polychronopoulos and Kuck, Guided Self-Scheduling (1987).
+
+# The reserve, a quarter of the width: an eighth that is finished but not answered, and one that travels.
+_RESERVE = 4
+# The reserve is at most a twelfth of an engine's share of what is left. So an engine that is up to six times slower
+# than its peers has begun everything it holds when they take the last prompt.
+_LAST_CHUNKS = 12
+
+
+def allowance(left: int, engines: int, width: int) -> int:
+    """Count the responses that an engine may owe: its width, and perhaps a reserve.
+
+    left: responses that no engine was asked for; width: responses that an engine works on at once.
+    """
+    reserve = -(-width // _RESERVE)
+    return width + (reserve if engines == 1 else min(reserve, left // (_LAST_CHUNKS * engines)))
+
 
 if TYPE_CHECKING:
     from slurm_rlhf.sampling.scheduler import EngineWork

@@ -19,9 +19,8 @@ from typing import Any, Protocol, TypeVar
 from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
-from slurm_rlhf.sampling.batches import PromptGroup, responses_of
+from slurm_rlhf.sampling.batches import GroupState, PromptGroup, responses_of
 from slurm_rlhf.sampling.environment import Environments, Episode
-from slurm_rlhf.sampling.group_rules import GroupState
 from slurm_rlhf.sampling.scheduler import Scheduler
 
 LATE_S = 0.2

@@ -1,6 +1,6 @@
 """Makes the batches of a run of a stream of groups: they begin one after the other, or a round at a time.
 
-The pure functions of `group_rules` decide which groups begin, and which are in a batch.
+The pure functions of `batches` decide which groups begin, and which are in a batch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.polling import in_thread
-from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.scored import Rewards, Scoring
 from slurm_rlhf.sampling.batches import (
     Batch,
     EpisodesOver,
     FilterCounts,
+    GroupState,
     PromptGroup,
     assemble_batch,
+    choose,
+    first_passing,
+    on_policy_room,
     owners_of,
     responses_of,
+    room,
     sampling_of,
 )
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_rules import GroupState, choose, first_passing, on_policy_room, room
 
 
 class GroupStream:

@@ -1,7 +1,11 @@
-"""Run a program in a sandbox, and find the best kind of sandbox that this node has."""
+"""Run a program in a sandbox, and find the best kind of sandbox that this node has.
+
+`share_passed` takes the program out of a response, and runs the unit tests of its row against it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -13,17 +17,107 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from slurm_rlhf.errors import ConfigError, cut
-from slurm_rlhf.sandbox import launcher
-from slurm_rlhf.sandbox.commands import COMMANDS, HOME, LACKS, NONE, Limits, SandboxJob, readable, variables
+from slurm_rlhf.errors import ConfigError, RewardError, cut
+from slurm_rlhf.sandbox import launcher, unit_tests
 from slurm_rlhf.wire import timeouts
+
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/etc/alternatives")
+FILES = ("/etc/ld.so.cache",)
+HOME = "/tmp"
+"""The only directory that a program can write to, where namespaces make one for it."""
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bound a program. Sizes are bytes, times seconds; CPU, memory, open files and a file's size hold per process."""
+
+    seconds: float
+    cpu_s: int = 10
+    memory: int = 1 << 30  # also of all its processes together, looked at every 0.2 s
+    processes: int = 32
+    files: int = 128
+    disk: int = 64 << 20
+    output: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxJob:
+    """Say what a command line is for: `work` is a directory of the job's own, with its files."""
+
+    tool: str  # path of bwrap or apptainer; empty: the kind needs none
+    work: str
+    readable: tuple[str, ...]
+    limits: Limits
+    own_user: bool  # the launcher leaves root for a user id of this job
+
+
+def readable(environ: Mapping[str, str], programs: str) -> tuple[str, ...]:
+    """List what a program may read: the system's programs and libraries, this Python, and where libraries are."""
+    python = (sys.prefix, sys.base_prefix, str(Path(os.path.realpath(sys.executable)).parents[1]))
+    libraries = filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))
+    wanted = dict.fromkeys((*SYSTEM, *FILES, *map(os.path.abspath, (*python, *libraries)), programs))
+    found = [path for path in wanted if os.path.exists(path)]
+    return tuple(path for path in found if not any(path.startswith(f"{other}/") for other in found))
+
+
+def variables(environ: Mapping[str, str], home: str) -> dict[str, str]:
+    """Return the whole environment of a program."""
+    kept = {name: environ[name] for name in ("LD_LIBRARY_PATH",) if name in environ}
+    fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return kept | fixed | {"HOME": home, "TMPDIR": home, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def bubblewrap(job: SandboxJob, program: Sequence[str]) -> list[str]:
+    """Give the program namespaces of its own for all but time."""
+    words = [job.tool, "--die-with-parent", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    words += ["--unshare-cgroup-try", *([] if job.own_user else ["--unshare-user"]), "--hostname", "sandbox"]
+    for path in job.readable:
+        words += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    room = ["--perms", "1777", "--size", str(job.limits.disk), "--tmpfs"]
+    words += ["--proc", "/proc", "--dev", "/dev", *room, "/dev/shm", "--remount-ro", "/dev", *room, HOME]
+    return [*words, "--ro-bind", job.work, job.work, "--remount-ro", "/", "--chdir", HOME, "--", *program]
+
+
+def apptainer(job: SandboxJob, program: Sequence[str]) -> list[str]:
+    """Give the program namespaces by Apptainer, whose image is the job's empty directory `image`."""
+    words = [job.tool, "--silent", "exec", "--cleanenv", "--containall", "--no-mount", "cwd,hostfs,bind-paths"]
+    for path in (*job.readable, job.work):
+        words += ["--bind", f"{path}:{path}:ro"]
+    for name, value in variables(os.environ, HOME).items():
+        words += ["--env", f"{name}={value}"]
+    return [*words, "--no-eval", "--pwd", HOME, f"{job.work}/image", *program]
+
+
+def plain(job: SandboxJob, program: Sequence[str]) -> list[str]:
+    """Start the program as it is; the launcher does what is done."""
+    return list(program)
+
+
+COMMANDS: dict[str, Callable[[SandboxJob, Sequence[str]], list[str]]] = {
+    "bubblewrap": bubblewrap,
+    "apptainer": apptainer,
+    "landlock": plain,
+    NONE: plain,
+}
+"""Kind of sandbox -> its command line, the best first."""
+
+LACKS = {
+    "bubblewrap": "",
+    "apptainer": "its /tmp has no limit of its own beyond the size of a file",
+    "landlock": "files of others cannot be opened but their names be found, /tmp is a directory of the job's own "
+    "instead of a private one, many files can fill the disk, programs get no signals and no sockets",
+    NONE: "a program can read and write what you can, and reach the network",
+}
+"""Kind -> what it cannot do."""
+
 
 KEY = "reward.sandbox"
 AUTO = "auto"
@@ -212,3 +306,64 @@ def chosen(asked: str) -> str:
 def described(kind: str) -> str:
     """Name a kind, and what it cannot do."""
     return f"{kind} ({LACKS[kind]})" if LACKS[kind] else kind
+
+
+Test = str | tuple[str, str]
+"""Lines of Python that come behind the program, or its standard input and the output that is wanted."""
+
+_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_LONGEST = 4
+"""A test may take the time of all tests over this number, or over the number of tests if they are fewer."""
+
+
+def code_of(response: str) -> str:
+    """Return the last whole code block of a response: without a fence all of it, with an open one nothing."""
+    blocks = _BLOCK.findall(response)
+    return blocks[-1] if blocks else "" if "```" in response else response
+
+
+def read_tests(value: Any) -> list[Test]:
+    """Read the tests of a row: a list of them, `{"inputs": [...], "outputs": [...]}`, either as JSON, or one text.
+
+    A test is a text (`assert add(1, 2) == 3`) or `{"input": ..., "output": ...}`. Raises RewardError for anything else.
+    """
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with suppress(ValueError):  # lines of Python may begin so
+            value = json.loads(value)
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, dict) and {"inputs", "outputs"} <= value.keys():
+        pairs = value["inputs"], value["outputs"]
+        if all(isinstance(each, list) for each in pairs) and len(pairs[0]) == len(pairs[1]):
+            value = [{"input": given, "output": wanted} for given, wanted in zip(*pairs, strict=True)]
+    if not isinstance(value, list) or not value:
+        raise RewardError(f"tests of a row are a list or a text, got {cut(repr(value), 80)} ({type(value).__name__})")
+    return [_test(each, number) for number, each in enumerate(value)]
+
+
+def _test(value: Any, number: int) -> Test:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict) and isinstance(value.get("input"), str) and isinstance(value.get("output"), str):
+        return value["input"], value["output"]
+    raise RewardError(
+        f"test {number} of a row is {cut(repr(value), 80)}; expected a text with lines of Python, or "
+        '{"input": "...", "output": "..."} with standard input and output'
+    )
+
+
+def share_passed(response: str, tests: list[Test], kind: str, seconds: float = timeouts.SANDBOX_S) -> float:
+    """Return the share of `tests` that the program in `response` passes in a sandbox, within `seconds` in all.
+
+    Raises OSError where the sandbox cannot start.
+    """
+    code = code_of(response)
+    if not code.strip():
+        return 0.0
+    order = {"code": code, "tests": tests, "seconds": seconds / min(len(tests), _LONGEST)}
+    program = [sys.executable, "-IS", str(Path(unit_tests.__file__)), "{work}/code.py"]
+    ended = execute(kind, program, {"code.py": code}, json.dumps(order).encode(), Limits(seconds))
+    digits = ended.output[: len(ended.output) - len(ended.output.lstrip(b"01"))]
+    if ended.output and not digits:  # it never began
+        raise OSError(f"the {kind} sandbox did not run the tests: {cut(ended.output.decode(errors='replace'), 200)}")
+    return digits.count(b"1") / len(tests)

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.checkpoint.earlier import changed_keys, refuse_other_model, refuse_other_scale
+from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_model, refuse_other_scale
 from slurm_rlhf.cluster.stop import INTERRUPT, STOP_FILE, TERM, USR1, Reason
 from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config

@@ -29,7 +29,7 @@ from slurm_rlhf.records import F32, Experience, joined
 from slurm_rlhf.stages.examples import Examples, of_held_out
 from slurm_rlhf.stages.record import ELSEWHERE, StageRecord, StopSignals
 from slurm_rlhf.trainer.distributed import join_world, undisturbed
-from slurm_rlhf.trainer.train_settings import Schedule
+from slurm_rlhf.trainer.trainer import Schedule
 from slurm_rlhf.trainer.trainers import LanguageModelTrainer, TrainedModel
 
 PROGRESS_LINES = 40  # about so many

@@ -24,8 +24,7 @@ from slurm_rlhf.trainer.deepspeed import (
 )
 from slurm_rlhf.trainer.distributed import World, local_device
 from slurm_rlhf.trainer.plain_torch import PlainTrainer
-from slurm_rlhf.trainer.train_settings import DTYPES, TrainSettings, stage_of, stored_as
-from slurm_rlhf.trainer.trainer import Trainer
+from slurm_rlhf.trainer.trainer import DTYPES, Trainer, TrainSettings, stage_of, stored_as
 
 __all__ = ["gathering", "import_trainers", "is_sharded", "loading", "start_sharded", "start_trainer"]
 

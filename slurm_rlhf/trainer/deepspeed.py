@@ -41,8 +41,7 @@ from slurm_rlhf.trainer.optimizer_state import (
     moved,
     zero_moments,
 )
-from slurm_rlhf.trainer.train_settings import TrainSettings, adamw
-from slurm_rlhf.trainer.trainer import Trainer
+from slurm_rlhf.trainer.trainer import Trainer, TrainSettings, adamw
 
 HPZ = "zero_hpz_partition_size"
 

@@ -19,7 +19,7 @@ from slurm_rlhf.trainer.backends import start_sharded
 from slurm_rlhf.trainer.batch import TokenBatch, collate, per_action
 from slurm_rlhf.trainer.distributed import join_world, local_device
 from slurm_rlhf.trainer.models import RewardModule, head_name, load_policy, load_reward
-from slurm_rlhf.trainer.train_settings import DTYPES, stored_as
+from slurm_rlhf.trainer.trainer import DTYPES, stored_as
 from slurm_rlhf.trainer.ulysses import SequenceGroup, sequence_group
 
 

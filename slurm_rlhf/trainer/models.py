@@ -38,7 +38,7 @@ from slurm_rlhf.trainer.forward_fixes import (
 )
 from slurm_rlhf.trainer.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
 from slurm_rlhf.trainer.optimizer_state import Fragment
-from slurm_rlhf.trainer.train_settings import DTYPES
+from slurm_rlhf.trainer.trainer import DTYPES
 
 SCORE_CAP = "attn_logit_softcapping"
 """Field of a Hugging Face config: attention scores s become c * tanh(s / c) before the softmax."""

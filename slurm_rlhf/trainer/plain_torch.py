@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from slurm_rlhf.placement.rank_memory import BUCKET
 from slurm_rlhf.trainer.distributed import World, release_cache
 from slurm_rlhf.trainer.optimizer_state import HOST, Fragment, move_moments, whole_fragments, zero_moments
-from slurm_rlhf.trainer.train_settings import DTYPES, TrainSettings, adamw
-from slurm_rlhf.trainer.trainer import Trainer
+from slurm_rlhf.trainer.trainer import DTYPES, Trainer, TrainSettings, adamw
 
 
 class PlainTrainer(Trainer):

@@ -29,7 +29,7 @@ from slurm_rlhf.trainer.distributed import join_world, seed_rank, speed, undistu
 from slurm_rlhf.trainer.export import save_hf
 from slurm_rlhf.trainer.lora import attach
 from slurm_rlhf.trainer.models import load_critic, load_policy
-from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
+from slurm_rlhf.trainer.trainer import DTYPES, Schedule, TrainSettings
 from slurm_rlhf.trainer.ulysses import sequence_group
 
 LocalParameters = Mapping[str, tuple[int, Tensor]]

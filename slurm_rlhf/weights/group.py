@@ -34,7 +34,7 @@ from slurm_rlhf.weights.rendezvous import (
     first_of_each,
     nccl_available,
     read,
-    unreachable,
+    unreached,
 )
 from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
 from slurm_rlhf.wire import timeouts
@@ -255,7 +255,7 @@ class SyncGroup:
         """
         if len({member.host for member in self.members}) == 1:
             return
-        failure = unreachable(self.me, self.members, min(timeouts.GROUP_REACH_S, self.timeout_s / 2))
+        failure = unreached(self.me, self.members, min(timeouts.GROUP_REACH_S, self.timeout_s / 2))
         if failure:
             self.abort(failure)
             raise SyncError(f"group {self.name}: {failure}")

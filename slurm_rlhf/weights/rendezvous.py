@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import Store, TCPStore
 
-from slurm_rlhf.cluster.network import is_loopback, listening, own_address
+from slurm_rlhf.cluster.network import is_loopback, listening, own_address, unreachable
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.process_groups._torch import connect_store, signed
@@ -55,15 +55,11 @@ def connect(host: str, port: int, name: str, timeout_s: float, answer_s: float) 
     accepts connections however busy the store's process is.
     """
     wait_s = min(answer_s, timeout_s)
-    try:
-        socket.create_connection((host, port), wait_s).close()
-    except ConnectionRefusedError:
-        pass  # an answer
-    except OSError as error:
+    if why := unreachable(host, port, wait_s, listens=False):
         raise SyncError(
             f"{socket.gethostname()} gets no answer from the weight sync store at {host}:{port} within {wait_s:g} s "
-            f"({error.strerror or error}): the link to {host} is cut, or something drops what is sent there"
-        ) from error
+            f"({why}): the link to {host} is cut, or something drops what is sent there"
+        )
     try:
         store = connect_store(host, port, timeout_s)
     except (RuntimeError, OSError) as error:
@@ -87,7 +83,7 @@ def first_of_each(members: Iterable[Member]) -> list[Member]:
     return list(found.values())
 
 
-def unreachable(me: Member, members: Sequence[Member], timeout_s: float) -> str:
+def unreached(me: Member, members: Sequence[Member], timeout_s: float) -> str:
     """Say what this member cannot reach, and the remedy; empty when all is well. Tries one member of each host."""
     others = [other for other in first_of_each(members) if other.host != me.host]
     if not others or me.rank not in [member.rank for member in first_of_each(members)]:

@@ -113,12 +113,6 @@ class ControlClient(IoThread):
         """Tell the conductor something unasked. Does not block; raises WireError as `Request.reply` does."""
         self._post("event", encode(data), 0, name)
 
-    def __enter__(self) -> ControlClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _connected_socket(self, keys: RunKeys, routing_id: bytes) -> zmq.Socket[Any]:
         dealer = make_socket(self._context, zmq.DEALER, timeouts.LINGER_MS)
         dealer.routing_id = routing_id

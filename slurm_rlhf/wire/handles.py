@@ -141,9 +141,7 @@ class ControlServer(IoLoop):
                 self._outbox.put((call, parts))
                 self._wake()
                 return call.future
-        future: Future[Any] = Future()
-        future.set_exception(failure)
-        return future
+        return failed(failure)
 
     def fail_role(self, role: str, error: Exception) -> None:
         """Break a role: its pending calls, all later ones and `wait_for` raise `error` (the first one given)."""
@@ -182,12 +180,6 @@ class ControlServer(IoLoop):
         log.info("%s: %d ranks are given up, start %d follows", role, len(dismissed), number)
         return number
 
-    def __enter__(self) -> ControlServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _of_role(self, role: str) -> list[Peer]:
         return sorted((peer for peer in self._by_name.values() if peer.role == role), key=lambda peer: peer.rank)
 
@@ -201,6 +193,13 @@ class ControlServer(IoLoop):
             ranks = shortened([str(other.rank) for other in self._of_role(role)], 8)
             return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {ranks or 'none'}")
         return RoleDied(f"{peer} is lost: {peer.lost}", hang=peer.silent) if peer.lost else None
+
+
+def failed(error: BaseException | None) -> Future[Any]:
+    """Return a call that has failed before it was sent."""
+    refused: Future[Any] = Future()
+    refused.set_exception(error)
+    return refused
 
 
 C = TypeVar("C")
@@ -299,9 +298,7 @@ class RoleHandle(Generic[C]):
 
     def _send(self, rank: int, spec: CallSpec, argument: Any = None) -> Future[Any]:
         if self._retired is not None:
-            refused: Future[Any] = Future()
-            refused.set_exception(self._retired)
-            return refused
+            return failed(self._retired)
         return self._server.call(self.role, rank, spec.name, argument, spec.seconds(self._timeout), spec.read_result)
 
     def rank_of(self, number: int) -> int:

@@ -11,7 +11,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import zmq
 
@@ -138,6 +138,12 @@ class IoThread(ABC):
         self.closed = True
         self._wake()
         self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _wake(self) -> None:
         """Let the I/O thread's poll return. Any thread: only its own may touch the sockets."""

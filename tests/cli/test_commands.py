@@ -14,7 +14,7 @@ from model_configs import NO_WEIGHTS
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.run.run_inputs import Inputs
+from slurm_rlhf.run.conductor import Inputs
 
 
 @pytest.fixture(autouse=True)

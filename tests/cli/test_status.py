@@ -25,7 +25,7 @@ from waiting import HANG_S, until
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cli.status import sparkline, status_of
 from slurm_rlhf.cluster.processes import Session
-from slurm_rlhf.nodes.orphan import mark
+from slurm_rlhf.nodes.requeue import mark
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.wire import timeouts
 

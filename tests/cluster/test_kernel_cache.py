@@ -18,11 +18,11 @@ from slurm_rlhf.cluster.local_directory import (
     CACHES,
     KernelCache,
     cache_variables,
-    file_system,
     local_places,
     prune,
     take_kernel_cache,
 )
+from slurm_rlhf.run_directory import mount_of
 from slurm_rlhf.wire import timeouts
 
 Take = Callable[..., KernelCache]
@@ -263,12 +263,12 @@ def test_disks_of_the_node_come_before_memory_and_before_what_is_shared(
     table.write_text(
         f"/dev/sda / ext4 rw 0 0\nnas:/x {tmp_path}/a\\040b nfs4 rw 0 0\nfs {tmp_path}/a\\040b/c tmpfs rw 0 0\n"
     )
-    assert file_system(tmp_path / "a b" / "d", table) == "nfs4"
-    assert file_system(tmp_path / "a b" / "c" / "d", table) == "tmpfs"
-    assert file_system(tmp_path, table) == "ext4"
-    assert file_system(tmp_path, tmp_path / "absent") == ""
+    assert mount_of(tmp_path / "a b" / "d", table)[2] == "nfs4"
+    assert mount_of(tmp_path / "a b" / "c" / "d", table)[2] == "tmpfs"
+    assert mount_of(tmp_path, table)[2] == "ext4"
+    assert mount_of(tmp_path, tmp_path / "absent")[2] == ""
     kinds = {"/var/tmp": "lustre", "/tmp": "tmpfs"}
-    monkeypatch.setattr(local_directory, "file_system", lambda path: kinds[str(path)])
+    monkeypatch.setattr(local_directory, "mount_of", lambda path: ("", path, kinds[str(path)]))
     assert local_places() == [Path("/tmp"), Path("/var/tmp")]
     kinds["/tmp"] = "nfs"
     assert local_places() == [Path("/var/tmp"), Path("/tmp")]
@@ -277,7 +277,7 @@ def test_disks_of_the_node_come_before_memory_and_before_what_is_shared(
 def test_on_a_shared_file_system_a_node_has_directories_of_its_own(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its locks may hold on one node only."""
     alone = take().directory
-    monkeypatch.setattr(local_directory, "file_system", lambda path: "nfs4")
+    monkeypatch.setattr(local_directory, "mount_of", lambda path: ("", path, "nfs4"))
     monkeypatch.setattr(local_directory.platform, "node", lambda: "gpu007.cluster")
     here = take()
     assert here.directory == alone.parent / "gpu007" / alone.name

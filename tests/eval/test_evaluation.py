@@ -27,8 +27,7 @@ from slurm_rlhf.eval.report import ScoredResponse
 from slurm_rlhf.eval.sets import Evaluation, read_eval_sets
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.scored import Rewards, Scoring
 from slurm_rlhf.sampling.batches import Batch, EpisodesOver
 
 HANGS = """

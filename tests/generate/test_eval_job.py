@@ -11,10 +11,12 @@ from training_runs import workspace
 
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.eval.sets import read_eval_sets
-from slurm_rlhf.generate.eval_job import EvalJob, EvalRows
+from slurm_rlhf.generate.job import EvalJob
+from slurm_rlhf.generate.model_source import Source
 from slurm_rlhf.generate.rows import PendingRows, Scores
 from slurm_rlhf.records import Prompt, Sampling
 
@@ -31,10 +33,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def job_of(config: Config, model: Path) -> EvalJob:
+    return EvalJob(config, Source(model), read_eval_sets(config, Tokenizer.load(model)), model.parent)
+
+
 def test_rows_of_all_data_sets_are_numbered_through_and_come_back(file: Path) -> None:
     config = load_config(file)
-    rows = EvalRows(read_eval_sets(config, Tokenizer.load(file.parent / "model")))
-    prompts, how = rows.prompts(), rows.sampling(config)
+    rows = job_of(config, file.parent / "model")
+    prompts, how = rows.prompts(), rows.sampling()
     assert [prompt.index for prompt in prompts] == list(range(48)) == list(how)
     assert (how[23].n, how[23].temperature, how[24].n, how[24].temperature) == (1, 0.0, 2, 1.0)
     lines = [
@@ -55,9 +61,9 @@ def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> Non
         asked.append((prompt.index, sampling.n, sampling.temperature))
 
     config = load_config(file)
-    rows = EvalRows(read_eval_sets(config, Tokenizer.load(file.parent / "model")))
+    rows = job_of(config, file.parent / "model")
     config.vllm.max_num_seqs = 1000
-    pending = PendingRows(config, rows.prompts(), rows.sampling(config), Scores(None), {(0, 0), (24, 0)})
+    pending = PendingRows(config, rows.prompts(), rows.sampling(), Scores(None), {(0, 0), (24, 0)})
     pending.feed(ask, 0, 1, 0.0)
     assert asked == [(row, 1 if row < 24 else 2, 0.0 if row < 24 else 1.0) for row in range(48)]
     assert pending._missing(0) == []

@@ -14,8 +14,7 @@ import pytest
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, DataError
-from slurm_rlhf.generate.identity import COUNT, FILE, ID, LAST, RowShard, claim, identity_of, shard_here
-from slurm_rlhf.generate.merge import merge
+from slurm_rlhf.generate.identity import COUNT, FILE, ID, LAST, RowShard, claim, identity_of, merge, shard_here
 from slurm_rlhf.generate.output import MERGED, OUTPUT, OutputFile, OutputLine, line_of
 
 pytestmark = pytest.mark.slow

@@ -35,7 +35,7 @@ from slurm_rlhf.trainer._torch import limit_collectives
 from slurm_rlhf.trainer.deepspeed import zero3_config
 from slurm_rlhf.trainer.distributed import World, undisturbed
 from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel
-from slurm_rlhf.trainer.train_settings import Schedule, TrainSettings, adamw
+from slurm_rlhf.trainer.trainer import Schedule, TrainSettings, adamw
 from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
 pytestmark = [pytest.mark.usefixtures("own_environment")]

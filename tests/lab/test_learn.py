@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -182,7 +183,7 @@ def bench(out: Path, *words: str) -> int:
 def test_every_recipe_runs_with_every_seed_and_one_that_ends_early_counts_as_far_as_it_went(
     started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench(tmp_path / "out", "--seeds=2", "--reward.shuffle=true") == 0
+    assert bench(tmp_path / "out", "--seeds=2", "--shuffle") == 0
     assert started == ["grpo_1", "rloo_1", "grpo_2", "rloo_2"]
     text, told = capsys.readouterr()
     assert f"rloo_2 ended early, and counts as far as it went: {WHY}\n" in told
@@ -197,7 +198,15 @@ def test_every_recipe_runs_with_every_seed_and_one_that_ends_early_counts_as_far
     # The task lies over the recipe, and keys over both.
     config = load_config(tmp_path / "out" / "rloo_1.toml")
     assert (config.algo.advantage.estimator, config.algo.kl.init_coef) == ("rloo", 0.03)
-    assert (config.rollout.batch_size, config.reward.shuffle, config.eval.steps) == (128, True, 4)
+    assert (config.rollout.batch_size, config.reward.workers, config.eval.steps) == (128, 0, 4)
+    answers = [f"{number}" for number in range(20)]
+    labels = [answer if int(answer) % 2 else "no" for answer in answers]
+    plain, mixed = (
+        runpy.run_path(file)["reward_func"](answers, [""] * 20, labels)
+        for file in (str(SBATCH / "quickstart_reward.py"), config.reward.remote_url)
+    )
+    assert sorted(mixed["rewards"]) == sorted(plain["rewards"])
+    assert mixed["rewards"] != plain["rewards"]
 
 
 def test_a_run_that_fails_without_a_curve_ends_the_bench(

@@ -21,7 +21,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.nodes import node_look
-from slurm_rlhf.nodes.accelerators import Wanted, judge_accelerators, seen_by_processes
+from slurm_rlhf.nodes.needs import Wanted, judge_accelerators, seen_by_processes
 from slurm_rlhf.nodes.report import FAILED, WARNING, Finding
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import CPU, Node, Topology, role_sizes

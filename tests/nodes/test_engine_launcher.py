@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from waiting import until
 
-from slurm_rlhf.nodes import children
-from slurm_rlhf.nodes.children import EngineRanks
+from slurm_rlhf.nodes import agent
+from slurm_rlhf.nodes.agent import EngineRanks
 from slurm_rlhf.nodes.launcher import EngineEnds
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
@@ -27,7 +27,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineR
     def start_child(*_: Any, **__: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sleep", "60"])
 
-    monkeypatch.setattr(children, "start_child", start_child)
+    monkeypatch.setattr(agent, "start_child", start_child)
     ranks = place(Topology.uniform(("here",), 4), [RoleSize("rollout", 1, tp=2, engines=2)])
     made = EngineRanks(tmp_path, ranks, "here", [], {})
     made.start()

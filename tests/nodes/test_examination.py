@@ -19,12 +19,11 @@ from waiting import HANG_S, until
 
 from slurm_rlhf.cli import preflight
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.agent_steps import LocalAgents
 from slurm_rlhf.nodes.examination import Question, examine_nodes
 from slurm_rlhf.nodes.groups import Lineup
 from slurm_rlhf.nodes.interview import Interview, skew
-from slurm_rlhf.nodes.needs import Needs, needs_of
+from slurm_rlhf.nodes.needs import Needs, Wanted, needs_of
 from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.report import OK, draw
 from slurm_rlhf.nodes.srun import AGENT

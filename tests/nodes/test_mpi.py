@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from slurm_rlhf.cli.commands import Arguments, commands
-from slurm_rlhf.cli.mpi_start import _first
+from slurm_rlhf.cli.train import _first
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.nodes.mpi.assignment import Launched, Process, check_world, launched, place_processes

@@ -17,9 +17,9 @@ from waiting import HANG_S
 from slurm_rlhf.cluster.network import unreachable
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS
 from slurm_rlhf.cluster.slurm_job import Job
-from slurm_rlhf.nodes import orphan
-from slurm_rlhf.nodes.children import EngineRanks
-from slurm_rlhf.nodes.orphan import CANCEL, LEAVE, REQUEUE, WAIT, Successor, await_end, decide, mark, successors
+from slurm_rlhf.nodes import requeue
+from slurm_rlhf.nodes.agent import EngineRanks
+from slurm_rlhf.nodes.requeue import CANCEL, LEAVE, REQUEUE, WAIT, Successor, await_end, decide, mark, successors
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
@@ -175,7 +175,7 @@ def test_a_job_whose_requeue_is_refused_is_cancelled_but_not_while_slurmctld_is_
 def test_only_ranks_that_miss_the_conductor_leave_somebody_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, expected: bool
 ) -> None:
-    monkeypatch.setattr("slurm_rlhf.nodes.children.start_child", lambda *_, **__: subprocess.Popen(["sh", "-c", ends]))
+    monkeypatch.setattr("slurm_rlhf.nodes.agent.start_child", lambda *_, **__: subprocess.Popen(["sh", "-c", ends]))
     ranks = place(Topology.uniform(("here",), 2), [RoleSize("rollout", 1, 2, engines=2)])
     engines = EngineRanks(tmp_path, ranks, "here", [], {})
     engines.start()
@@ -190,14 +190,14 @@ def test_only_the_first_nodes_with_engines_wait_for_slurmctld(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = place(Topology.uniform(("n1", "n2", "n3", "n4"), 1), [RoleSize("rollout", 4, engines=4)])
-    monkeypatch.setattr(orphan, "read_slurm", lambda _: SimpleNamespace(job_nodes=("n1",), job_id=1))
+    monkeypatch.setattr(requeue, "read_slurm", lambda _: SimpleNamespace(job_nodes=("n1",), job_id=1))
     spec: Any = SimpleNamespace(run_dir="/nowhere")
     await_end(spec, ranks, "n4", NOBODY)
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("PATH", "/nowhere")  # without scontrol
     await_end(spec, ranks, "n3", NOBODY)
     assert "n3 does not hear n1, and there is no scontrol here" in capsys.readouterr().out
-    monkeypatch.setattr(orphan, "read_slurm", lambda _: None)
+    monkeypatch.setattr(requeue, "read_slurm", lambda _: None)
     await_end(spec, ranks, "n3", NOBODY)
     assert capsys.readouterr().out == ""
 
@@ -207,8 +207,8 @@ def test_scancel_ends_it_although_the_ranks_ignore_sigterm() -> None:
     program = (
         "import os, signal\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "from slurm_rlhf.nodes import orphan\n"
-        "orphan.read_slurm = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "orphan.await_end(None, None, 'n', ('', 0))\n"
+        "from slurm_rlhf.nodes import requeue\n"
+        "requeue.read_slurm = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "requeue.await_end(None, None, 'n', ('', 0))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=HANG_S).returncode == -signal.SIGTERM

@@ -9,10 +9,9 @@ import pytest
 
 from slurm_rlhf.config.architectures import wanted_modules
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.examination import Evidence, Question, judge
 from slurm_rlhf.nodes.facts import NodeFacts, Place, Reach
-from slurm_rlhf.nodes.needs import Needs, Quota, Space
+from slurm_rlhf.nodes.needs import Needs, Quota, Space, Wanted
 from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology

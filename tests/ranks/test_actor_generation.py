@@ -27,10 +27,9 @@ from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import LENGTH, STOP, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.sampling.batches import PromptGroup, responses_of
+from slurm_rlhf.sampling.batches import GroupState, PromptGroup, responses_of
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_rules import GroupState
-from slurm_rlhf.sampling.waves import ActorWaves
+from slurm_rlhf.sampling.scheduler import ActorWaves
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import ActorBatch, ActorCalls, Asked, GenerateBatch, PackedPrompts
 from slurm_rlhf.wire.handles import ControlServer, RoleHandle, gather

@@ -13,7 +13,7 @@ from slurm_rlhf.algorithms.layout import ROWS
 from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
-from slurm_rlhf.rewards.model import ModelRewards, Scoring
+from slurm_rlhf.rewards.scored import ModelRewards, Scoring
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import ForwardBatch, TrainAnswer
 from slurm_rlhf.wire.handles import RoleHandle

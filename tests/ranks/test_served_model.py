@@ -15,7 +15,7 @@ from waiting import HANG_S
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import LENGTH, STOP, Prompt, Trajectory
-from slurm_rlhf.rewards.server import ModelServer, RemoteRewards
+from slurm_rlhf.rewards.pooled import ModelServer, RemoteRewards
 from slurm_rlhf.workers.pool import Code, WorkerPool
 
 pytestmark = pytest.mark.slow

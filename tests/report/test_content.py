@@ -14,7 +14,19 @@ from recorded_run import RANKS, write_run
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.run_log import RunEvent, Sample, append_line
-from slurm_rlhf.report.page import CHARACTERS, content, distinct, embedded, groups, page, settings, short
+from slurm_rlhf.report.page import (
+    CHARACTERS,
+    SAMPLES,
+    RunFiles,
+    content,
+    distinct,
+    embedded,
+    groups,
+    page,
+    settings,
+    short,
+    shown_places,
+)
 from slurm_rlhf.report.pictures import (
     MOST_EVENTS,
     POINTS,
@@ -27,7 +39,6 @@ from slurm_rlhf.report.pictures import (
     timeline,
     weight_sync,
 )
-from slurm_rlhf.report.run_files import SAMPLES, RunFiles, shown_places
 from slurm_rlhf.run_directory import RunDirectory
 
 STEPS = 30

@@ -16,7 +16,7 @@ from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Experience, Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Scoring
 from slurm_rlhf.rewards.signature import ARGUMENTS, BY_PLACE, Taken, taken
 from slurm_rlhf.wire.codec import decode, encode
 

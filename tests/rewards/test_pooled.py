@@ -17,8 +17,7 @@ from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards import function
 from slurm_rlhf.rewards.function import register_reward
-from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.scored import Rewards, Scoring
 from slurm_rlhf.rewards.sources import close_source, reward_source
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from slurm_rlhf.config.check import reward_source
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RewardError, WorkerError
 from slurm_rlhf.records import Prompt, Trajectory
-from slurm_rlhf.rewards.server import RemoteRewards, RewardServer
+from slurm_rlhf.rewards.pooled import RemoteRewards, RewardServer
 from slurm_rlhf.workers.http import Health, Servers, _seconds, health_of, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 

@@ -15,11 +15,9 @@ from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import LOST, STOP, Prompt, Trajectory
-from slurm_rlhf.rewards.model import episode_rewards
-from slurm_rlhf.rewards.scored import Rewards
-from slurm_rlhf.rewards.sources import close_source
+from slurm_rlhf.rewards.scored import Rewards, episode_rewards
+from slurm_rlhf.rewards.sources import close_source, weighted
 from slurm_rlhf.rewards.sources import reward_source as made_source
-from slurm_rlhf.rewards.weighted import weighted
 from slurm_rlhf.run.experience import component_weights
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurm_rlhf.checkpoint.earlier import changed_keys, refuse_other_model
+from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_model
 from slurm_rlhf.config.contents import model_contents
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml

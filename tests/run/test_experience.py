@@ -24,17 +24,17 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.experience import (
-    counting,
+    Trained,
     fill_advantages,
     fill_correction,
     fill_loss_weights,
     fill_passes,
     loss_mask,
+    update_metrics,
 )
 from slurm_rlhf.run.startup import optimizer_steps
 from slurm_rlhf.run.step_metrics import agreement_metrics
-from slurm_rlhf.run.update import Trained, update_metrics
-from slurm_rlhf.trainer.train_settings import Schedule, learning_rate
+from slurm_rlhf.trainer.trainer import Schedule, learning_rate
 from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch
 
 
@@ -162,20 +162,6 @@ def test_a_batch_of_truncated_responses_only() -> None:
     metrics = filled(made, batch)
     assert_array_equal(batch.columns["advantages"], [0, 0, 0])
     assert (metrics["return"], metrics["value"], metrics["shaping/masked"]) == (0, 0, 1)
-
-
-def test_shuffled_rewards_keep_what_belongs_to_a_response_together() -> None:
-    """The control experiment: scores and components go where the rewards go, and one value for all stays."""
-    numbers = np.arange(50, dtype=np.float32)
-    plain = Rewards(numbers, numbers + 100, {"log": numbers[:1]}, {"a": numbers - 1})
-    assert counting(Config(), plain, 3) is plain
-    mixed = counting(config("gae", 1, reward__shuffle=True, train__seed=7), plain, 3)
-    assert sorted(mixed.rewards) == numbers.tolist() != mixed.rewards.tolist()
-    assert_array_equal(mixed.rewards, np.random.default_rng([7, 3]).permutation(numbers))
-    assert mixed.scores is not None
-    assert_array_equal(mixed.scores - 100, mixed.rewards)
-    assert_array_equal(mixed.components["a"] + 1, mixed.rewards)
-    assert mixed.extra_logs["log"] == [0.0]
 
 
 def config_of(*keys: str) -> Config:

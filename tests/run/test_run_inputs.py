@@ -10,7 +10,7 @@ from lookalikes import llama_like
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.run.run_inputs import Inputs
+from slurm_rlhf.run.conductor import Inputs
 
 
 def inputs_of(tmp_path: Path, rows: int) -> Config:

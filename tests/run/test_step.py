@@ -18,7 +18,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
 from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Scoring
 from slurm_rlhf.rewards.signature import taken
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch
@@ -133,23 +133,6 @@ def test_the_turn_of_a_reward_model_counts_for_rewards() -> None:
     for roles, begin in ((["actor", "reward"], ["forward", "reward", "forward", ""]), (["actor"], ["forward", ""])):
         run = Run(roles, train__colocate_all=True, algo__advantage__estimator="rloo")
         assert run.phases[: len(begin) + 1] == [*begin, "reward"]
-
-
-def test_shuffled_rewards_are_those_that_are_trained_on() -> None:
-    """What is shown stays what the responses got; the share of groups without spread is that of what is trained on."""
-    keys = {"algo__advantage__estimator": "reinforce", "algo__advantage__no_whitening": True}
-    run = Run(["actor"], reward__shuffle=True, train__seed=5, **keys)
-    mixed = np.random.default_rng([5, 3]).permutation(REWARDS)
-    assert mixed.tolist() == [3, 1, 2, 1]
-    _, sent = run.trained("actor")
-    assert_array_equal(sent.rewards, mixed)
-    assert_array_equal(sent.columns["advantages"], np.repeat(mixed, LENGTHS))
-    assert run.batch.scored is not None
-    assert_array_equal(run.batch.scored.rewards, REWARDS)
-    plain = Run(["actor"], **keys)
-    assert_array_equal(plain.trained("actor")[1].columns["advantages"], np.repeat(REWARDS, LENGTHS))
-    assert run.metrics["reward"] == plain.metrics["reward"] == np.mean(REWARDS)
-    assert (run.metrics["reward_constant"], plain.metrics["reward_constant"]) == (0.0, 0.5)
 
 
 class LaterRun(Run):

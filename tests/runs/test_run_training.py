@@ -25,7 +25,7 @@ from waiting import HANG_S, until
 from warm_runs import WarmRun, commands
 from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
 
-from slurm_rlhf.report.run_files import RunFiles
+from slurm_rlhf.report.page import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
 

@@ -24,8 +24,7 @@ from training_runs import metrics, saved, steps, summary, timeless
 from waiting import scaled
 
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.report.page import content
-from slurm_rlhf.report.run_files import RunFiles
+from slurm_rlhf.report.page import RunFiles, content
 from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

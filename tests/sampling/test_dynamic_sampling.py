@@ -17,11 +17,10 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import FilteredAway, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.scored import Rewards, joined
-from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, PromptGroup
+from slurm_rlhf.sampling.batches import Batch, EpisodesOver, FilterCounts, GroupState, PromptGroup
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_rules import GroupState
 from slurm_rlhf.sampling.group_stream import GroupStream
-from slurm_rlhf.sampling.waves import Waves
+from slurm_rlhf.sampling.scheduler import Waves
 from slurm_rlhf.wire.calls import GenerateAnswer, GenerateBatch
 
 EVEN = set(range(0, 40, 2))

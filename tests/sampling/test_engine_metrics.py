@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.records import EngineLoad
 from slurm_rlhf.run.step_metrics import EngineMetrics, far_below
-from slurm_rlhf.sampling.group_rules import allowance
+from slurm_rlhf.sampling.batches import allowance
 
 
 @pytest.mark.parametrize(

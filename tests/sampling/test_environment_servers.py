@@ -18,8 +18,7 @@ from waiting import HANG_S, scaled, until
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.environments.host import code_of
-from slurm_rlhf.environments.server import EnvironmentServer
+from slurm_rlhf.environments.host import EnvironmentServer, code_of
 from slurm_rlhf.errors import EpisodeError
 from slurm_rlhf.records import LOST, STOP, Trajectory
 from slurm_rlhf.sampling import environment

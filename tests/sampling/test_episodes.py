@@ -10,9 +10,8 @@ import numpy as np
 from waiting import until
 
 from slurm_rlhf.records import Prompt, Sampling
-from slurm_rlhf.sampling.batches import PromptGroup
+from slurm_rlhf.sampling.batches import GroupState, PromptGroup
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.group_rules import GroupState
 
 IDS = np.array([1], dtype=np.int32)
 

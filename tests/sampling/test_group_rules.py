@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.sampling.group_rules import GroupState, choose, deadline, first_passing, on_policy_room, room
+from slurm_rlhf.sampling.batches import GroupState, choose, deadline, first_passing, on_policy_room, room
 
 
 class Run:

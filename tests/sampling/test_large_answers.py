@@ -18,8 +18,7 @@ from slurm_rlhf.ranks.rank_process import serve
 from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.scheduler import Scheduler
-from slurm_rlhf.sampling.waves import Waves
+from slurm_rlhf.sampling.scheduler import Scheduler, Waves
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.calls import Asked, GenerateBatch, PackedPrompts, RankCalls, most_in_answer
 from slurm_rlhf.wire.client import ControlClient

@@ -15,8 +15,7 @@ from waiting import HANG_S, until
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.sampling.episodes import Episodes
-from slurm_rlhf.sampling.scheduler import Scheduler
-from slurm_rlhf.sampling.waves import Waves
+from slurm_rlhf.sampling.scheduler import Scheduler, Waves
 
 
 def owners(engines: Engines, engine: int) -> list[int]:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_rlhf.sampling.waves import Wanted
-from slurm_rlhf.sampling.waves import deal as deal_responses
+from slurm_rlhf.sampling.scheduler import Wanted
+from slurm_rlhf.sampling.scheduler import deal as deal_responses
 
 
 def deal(lengths: list[int], samples: int, ranks: int, most: int) -> list[list[list[Wanted]]]:

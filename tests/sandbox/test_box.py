@@ -10,7 +10,7 @@ from waiting import scaled
 
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.sandbox import box
-from slurm_rlhf.sandbox.commands import COMMANDS, LACKS, Limits, SandboxJob, readable, variables
+from slurm_rlhf.sandbox.box import COMMANDS, LACKS, Limits, SandboxJob, readable, variables
 
 JOB = SandboxJob("/opt/tool", "/tmp/job", ("/usr", "/opt/python"), Limits(5), own_user=False)
 

@@ -16,8 +16,7 @@ import pytest
 from hostile_programs import Hostile, Targets, programs
 from waiting import until
 
-from slurm_rlhf.sandbox.box import execute, problem
-from slurm_rlhf.sandbox.commands import Limits
+from slurm_rlhf.sandbox.box import Limits, execute, problem
 
 pytestmark = pytest.mark.slow
 SIDE_BY_SIDE = 6

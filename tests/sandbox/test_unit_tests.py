@@ -9,8 +9,7 @@ import pytest
 from waiting import scaled
 
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.sandbox.box import chosen
-from slurm_rlhf.sandbox.code_tests import code_of, read_tests, share_passed
+from slurm_rlhf.sandbox.box import chosen, code_of, read_tests, share_passed
 
 ADD = "def add(a, b):\n    return a + b\n"
 

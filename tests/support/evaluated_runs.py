@@ -20,7 +20,7 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.eval.sets import Sample
 from slurm_rlhf.records import Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.scored import Scoring
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.self_check import PromptFindings, SelfCheck

@@ -17,8 +17,7 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
-from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.scored import Rewards
+from slurm_rlhf.rewards.scored import Rewards, Scoring
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.group_stream import GroupStream

@@ -16,10 +16,9 @@ from slurm_rlhf.bench.sync import Spec, measure, parameters_of
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.nodes.accelerators import Wanted
 from slurm_rlhf.nodes.agent_steps import AgentSteps
 from slurm_rlhf.nodes.examination import Question, examine_nodes
-from slurm_rlhf.nodes.needs import Needs
+from slurm_rlhf.nodes.needs import Needs, Wanted
 from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.srun import STEP_VARIABLES, Step, step_command
 from slurm_rlhf.placement.rank_map import RankMap

@@ -99,7 +99,7 @@ def _evaluation(directory: RunDirectory, steps: int) -> None:
         for index in range(12)
         for number in range(2)
     ]
-    figures = {"eval": 2 / 3, "datasets": [report_of(settings, found, 1).to_json()]}
+    figures = {"eval": 2 / 3, "datasets": [asdict(report_of(settings, found, 1))]}
     for name in (f"step_{steps // 2:06d}.json", f"step_{steps:06d}.json", "mine/eval.json"):
         path = directory.evaluations / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ def parameters(trainer: Any) -> dict[str, torch.Tensor]:
 
 def assert_held(trainer: Any, zero_stage: int) -> None:
     """What a rank says it has of each parameter is that part of the whole, and together the ranks have all of it."""
-    from slurm_rlhf.trainer.train_settings import DTYPES
+    from slurm_rlhf.trainer.trainer import DTYPES
 
     world, held = trainer.world, trainer.local_parameters()
     model = trainer.backend.module.model

@@ -54,7 +54,7 @@ def test_a_checkpoint_becomes_a_model_without_a_process_group(
 ) -> None:
     """What `slurm-rlhf generate` samples from: the weights that two ranks had, of whatever ZeRO stage."""
     from slurm_rlhf.trainer.export import export
-    from slurm_rlhf.trainer.train_settings import DTYPES
+    from slurm_rlhf.trainer.trainer import DTYPES
 
     saved = out / f"zero{zero_stage}-{param_dtype}"
     export(saved, out / "model", tmp_path / "model", param_dtype)

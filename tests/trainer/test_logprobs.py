@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ConfigError, ModelError, RunError
-from slurm_rlhf.run.update import Trained, skip_warning, update_metrics
+from slurm_rlhf.run.experience import Trained, skip_warning, update_metrics
 from slurm_rlhf.trainer import deepspeed as backend
 from slurm_rlhf.trainer import logprobs as logprobs_module
 from slurm_rlhf.trainer._deepspeed import import_deepspeed
 from slurm_rlhf.trainer.deepspeed import start_deepspeed
 from slurm_rlhf.trainer.distributed import World
 from slurm_rlhf.trainer.logprobs import HeadMath, LogprobHead, chunked_logprobs
-from slurm_rlhf.trainer.train_settings import Schedule, TrainSettings, learning_rate
-from slurm_rlhf.trainer.trainer import LossScale
+from slurm_rlhf.trainer.trainer import LossScale, Schedule, TrainSettings, learning_rate
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 50, 16, 97, 8
 

@@ -123,7 +123,7 @@ def test_a_critic_from_any_other_directory_has_a_new_head(models: Path) -> None:
 
 def test_statistics_of_a_reward_model(models: Path, tmp_path: Path) -> None:
     from slurm_rlhf.config.check import reward_statistics
-    from slurm_rlhf.rewards.model import reward_scale
+    from slurm_rlhf.rewards.scored import reward_scale
 
     assert reward_statistics(str(models / "openrlhf")) == (0.5, 2.0)
     assert reward_statistics(str(models / "score")) is None

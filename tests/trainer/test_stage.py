@@ -8,7 +8,7 @@ import pytest
 from loaded_packages import packages_loaded
 
 from slurm_rlhf.config.schema import Config, Ds
-from slurm_rlhf.trainer.train_settings import stage_of
+from slurm_rlhf.trainer.trainer import stage_of
 
 
 @pytest.mark.parametrize(

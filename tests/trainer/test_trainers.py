@@ -95,7 +95,7 @@ def make(name: str, dtype: str) -> Any:
     from slurm_rlhf.config.keys import put
     from slurm_rlhf.trainer.backends import loading, start_trainer
     from slurm_rlhf.trainer.distributed import join_world
-    from slurm_rlhf.trainer.train_settings import DTYPES, Schedule, TrainSettings
+    from slurm_rlhf.trainer.trainer import DTYPES, Schedule, TrainSettings
 
     config = Config()
     config.ds.param_dtype, config.train.max_skipped_steps = dtype, 1

@@ -1,8 +1,7 @@
 """Run the ranks of a job as processes of an MPI launcher: mpirun, mpiexec or srun --mpi.
 
-What lives here: `assignment` (which launcher started this, which rank each of its processes is), `communicator`
-(COMM_WORLD, the only user of mpi4py), `rank` (what each process of COMM_WORLD does: it is the agent of one rank),
-`launcher` (the conductor's side).
+What lives here: `assignment` (which launcher started this, which rank each of its processes is, and COMM_WORLD: the
+only user of mpi4py), `rank` (what each process of COMM_WORLD does: it is the agent of one rank; the conductor's side).
 
 1. Every process tells rank 0 its node, CPUs and GPUs; rank 0 places the roles and broadcasts the rank map (gather,
    broadcast).

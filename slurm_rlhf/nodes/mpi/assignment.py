@@ -1,22 +1,30 @@
-"""Recognise a start by an MPI launcher, and place the roles on the processes that it started."""
+"""Recognise a start by an MPI launcher, and place the roles on the processes that it started.
+
+`Communicator` lets the processes of COMM_WORLD find each other and exchange a few small messages: the only user of
+mpi4py. Messages are JSON: mpi4py itself would pickle objects. Nothing here spins on the cores that the ranks compute
+on, as the blocking calls of MPI do.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slurm_rlhf.cluster.gpu_query import local_gpus
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, PlacementError
+from slurm_rlhf.errors import CallTimeout, ConfigError, PlacementError
 from slurm_rlhf.nodes.facts import share_on
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, role_sizes
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.wire import timeouts
 
 _COUNTS = (
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -175,3 +183,57 @@ def _devices(node: str, processes: Sequence[Process]) -> tuple[str, ...]:
         f"node {node} has {len(processes)} processes and {len(first)} GPUs, and every rank needs one of its own: start "
         f"{len(first)} processes on it (mpirun --map-by ppr:{len(first)}:node, srun --ntasks-per-node={len(first)})"
     )
+
+
+_POLL_S = 0.01
+
+
+class Communicator:
+    """Exchange messages with the other processes of COMM_WORLD."""
+
+    def __init__(self, start: Launched) -> None:
+        """Join MPI. Raises ConfigError if mpi4py is missing or COMM_WORLD is not what `start` says."""
+        try:
+            import mpi4py
+
+            mpi4py.rc(threads=False, finalize=False)
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise ConfigError(
+                f"{start.by} started this, but mpi4py cannot be used ({error}): install it for the MPI of this "
+                f"{start.by} (MPICC=mpicc pip install --no-binary=mpi4py mpi4py), or start the run without MPI"
+            ) from None
+        self._mpi = MPI
+        self._comm: Any = MPI.COMM_WORLD
+        self.rank, self.size = int(self._comm.rank), int(self._comm.size)
+        check_world(start, self.size)
+
+    def gather(self, value: Any, timeout_s: float = timeouts.MPI_S) -> list[Any]:
+        """Return the `value` of every rank, in rank order. Blocks until all have called it, or raises CallTimeout."""
+        mine = json.dumps(value).encode()
+        sizes = memoryview(bytearray(8 * self.size)).cast("q")
+        here = memoryview(bytearray(8)).cast("q")
+        here[0] = len(mine)
+        self._wait(self._comm.Iallgather(here, sizes), timeout_s)
+        counts = sizes.tolist()
+        everything = bytearray(sum(counts))
+        places = [sum(counts[:rank]) for rank in range(self.size)]
+        kind = self._mpi.BYTE
+        self._wait(self._comm.Iallgatherv([mine, kind], [everything, counts, places, kind]), timeout_s)
+        return [json.loads(everything[at : at + count]) for at, count in zip(places, counts, strict=True)]
+
+    def broadcast(self, value: Any = None, timeout_s: float = timeouts.MPI_S) -> Any:
+        """Return the `value` of rank 0 on every rank. Blocks until rank 0 has called it, or raises CallTimeout."""
+        return self.gather(value, timeout_s)[0]
+
+    def leave(self) -> None:
+        """Wait for all ranks, then leave MPI. A launcher takes a process that ends without it for a crash."""
+        self._wait(self._comm.Ibarrier(), timeouts.MPI_LEAVE_S)
+        self._mpi.Finalize()
+
+    def _wait(self, request: Any, timeout_s: float) -> None:
+        if not wait_until(request.Test, timeout_s, _POLL_S, _POLL_S):
+            raise CallTimeout(
+                f"MPI: rank {self.rank} of {self.size} waited {timeout_s:g} s for the others: one of "
+                "the processes hangs or never started; the launcher's output says more"
+            )
