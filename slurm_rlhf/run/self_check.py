@@ -24,7 +24,7 @@ from slurm_rlhf.data.tokenizer import Tokenizer, has_double_bos, missing_eos
 from slurm_rlhf.errors import ModelError, SelfCheckError
 from slurm_rlhf.eval import verdicts
 from slurm_rlhf.records import F32, Bool, Experience, Trajectory, digest
-from slurm_rlhf.run.experience import skip_warning
+from slurm_rlhf.run.update import skip_warning
 from slurm_rlhf.wire.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 

@@ -31,12 +31,13 @@ from slurm_rlhf.placement.step_time import AGAIN, FASTER
 from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.scored import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.rewards.sources import WeightedRewards
+from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.run.prediction import measured_prediction
 from slurm_rlhf.run.run_state import RunCheckpoints, SaveCadence
 from slurm_rlhf.run.self_check import SelfCheck
-from slurm_rlhf.run.step import Colocation, TrainingStep
+from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.scheduler import ActorWaves, Scheduler, Waves

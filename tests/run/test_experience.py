@@ -23,17 +23,10 @@ from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 from slurm_rlhf.rewards.scored import Rewards
-from slurm_rlhf.run.experience import (
-    Trained,
-    fill_advantages,
-    fill_correction,
-    fill_loss_weights,
-    fill_passes,
-    loss_mask,
-    update_metrics,
-)
+from slurm_rlhf.run.experience import fill_advantages, fill_correction, fill_loss_weights, fill_passes, loss_mask
 from slurm_rlhf.run.startup import optimizer_steps
 from slurm_rlhf.run.step_metrics import agreement_metrics
+from slurm_rlhf.run.update import Trained, update_metrics
 from slurm_rlhf.trainer.trainer import Schedule, learning_rate
 from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ConfigError, ModelError, RunError
-from slurm_rlhf.run.experience import Trained, skip_warning, update_metrics
+from slurm_rlhf.run.update import Trained, skip_warning, update_metrics
 from slurm_rlhf.trainer import deepspeed as backend
 from slurm_rlhf.trainer import logprobs as logprobs_module
 from slurm_rlhf.trainer._deepspeed import import_deepspeed
