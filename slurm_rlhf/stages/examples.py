@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,8 @@ RowAnswers = tuple[dict[str, Any], list[str] | Conversation, float]
 """(a row with its prompt, the answers to it or a whole conversation, the number that the row gives them)."""
 NAMED = 5
 """Rows that cannot be used, of those that a message names."""
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 PART = 1024
 """Rows that a rank reads at a time."""
 
@@ -82,6 +85,7 @@ def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
     Raises RefusedRows for rows that are not examples, DataError when none is left.
     """
     behind = turn_end(tokenizer)[1] if data.apply_chat_template else ""
+    data = replace(data, chosen_key="", rejected_key="", label_key="")  # files may differ in what is not read
 
     def answered(row: Row, where: str) -> RowAnswers:
         alone = isinstance(row, dict) and data.output_key not in row and isinstance(row.get(data.input_key), list)
@@ -145,14 +149,17 @@ def load_pairs(path: Path, tokenizer: Tokenizer, data: Data, margins: bool = Fal
     """Load pairs of answers to one prompt: row 2 i is the one in `data.chosen_key`, row 2 i + 1 the rejected one.
 
     An answer is a text, or a list of messages that ends with the assistant's. The prompt is in `data.input_key`, or it
-    is the messages before the last one, the same in both (the implicit prompts of TRL). With `margins` the number of a
-    pair is in `data.margin_key`, 0 where a row has none. Raises RefusedRows for rows that are no pairs, DataError when
-    none is left.
+    is the messages before the last one, the same in both (the implicit prompts of TRL); a text may hold them all. With
+    `margins` the number of a pair is in `data.margin_key`, 0 where a row has none. Raises RefusedRows for rows that are
+    no pairs, DataError when none is left.
     """
+    data = replace(data, output_key="", label_key="")  # files may differ in what is not read
 
     def answered(row: Row, where: str) -> RowAnswers:
         keys = {"data.chosen_key": data.chosen_key, "data.rejected_key": data.rejected_key}
         values = [cell(row, column, key, where) for key, column in keys.items()]
+        if isinstance(row, dict) and data.input_key not in row:
+            values = [_dialogue(value) for value in values]
         (chosen, before), (rejected, other) = (
             _last(value, column, where) for value, column in zip(values, keys.values(), strict=True)
         )
@@ -164,13 +171,20 @@ def load_pairs(path: Path, tokenizer: Tokenizer, data: Data, margins: bool = Fal
     return _load(path, tokenizer, data, answered, 2)
 
 
+def _dialogue(value: Any) -> Any:
+    """Return the messages of a text with all of a dialogue, as in HH-RLHF; anything else stays as it is."""
+    said = _SPEAKER.split(value) if isinstance(value, str) else []
+    turns = zip(said[1::2], said[2::2], strict=True)
+    return [{"role": _SPEAKERS[who], "content": words.strip()} for who, words in turns] or value
+
+
 def _with_prompt(row: Row, before: list[Any], data: Data, where: str) -> dict[str, Any]:
     """Return the row with its prompt: its own, or the messages before all of its answers."""
     assert isinstance(row, dict)
     if data.input_key not in row and not before:
         raise DataError(
-            f"{where}: no column {data.input_key!r} (data.input_key), and no messages before the answers, or not the "
-            "same prompt before both"
+            f"{where}: no column {data.input_key!r} (columns: {', '.join(row)}), and no messages before the answers, "
+            "or not the same prompt before both: set data.input_key, or leave the row out"
         )
     return {data.input_key: before, **row}
 
@@ -193,9 +207,14 @@ def _last(value: Any, column: str, where: str) -> tuple[str, list[Any]]:
     if isinstance(value, str) and value:
         return value, []
     messages = isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
-    if messages and value[-1].get("role") == "assistant" and isinstance(value[-1].get("content"), str):
-        return value[-1]["content"], value[:-1]
-    raise DataError(f"{where}: {column!r} must be a text, or a list of messages that ends with the assistant's")
+    last = value[-1] if messages else {}
+    words = last.get("content")
+    if last.get("role") == "assistant" and not last.get("tool_calls") and isinstance(words, str) and words:
+        return words, value[:-1]
+    raise DataError(
+        f"{where}: {column!r} must be a text, or a list of messages that ends with the assistant's words, which calls "
+        "of tools are not"
+    )
 
 
 def _load(
