@@ -16,7 +16,7 @@ from slurm_rlhf.config.reward_sources import in_workers, runs_programs
 from slurm_rlhf.config.roles import has_engines, has_teacher
 from slurm_rlhf.config.schema import Config
 
-_SIGNS = {
+SIGNS = {
     "=": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
@@ -24,6 +24,7 @@ _SIGNS = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+"""Signs of conditions, of rules and of data.filter."""
 
 
 def facts(config: Config) -> dict[str, Any]:
@@ -56,8 +57,8 @@ def _holds(condition: str, known: Mapping[str, Any]) -> bool:
     sign, text = compared
     first, dot, _ = text.partition(".")
     if first in known and (dot or not isinstance(value, str)):
-        return bool(_SIGNS[sign](value, _named(text, known)))
-    return bool(_SIGNS[sign](value, text if isinstance(value, str) else float(text)))
+        return bool(SIGNS[sign](value, _named(text, known)))
+    return bool(SIGNS[sign](value, text if isinstance(value, str) else float(text)))
 
 
 def _named(name: str, known: Mapping[str, Any]) -> Any:

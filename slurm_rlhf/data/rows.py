@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.rule import SIGNS
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.config.user_data import COLUMNAR, condition, data_files, parts
 from slurm_rlhf.errors import ConfigError, DataError, cut
@@ -40,21 +40,28 @@ def read_rows(path: Path, max_rows: int = 0, data: Data | None = None) -> Iterat
 def _chosen(part: str, columns: Columns) -> Iterator[tuple[str, Row]]:
     """Yield the rows of one data set that `columns` takes, with its names."""
     for file in data_files(part):
-        first = True
-        read = _columnar if file.suffix in COLUMNAR else {".csv": _csv, ".json": _json}.get(file.suffix, _jsonl)
-        for where, row in read(file):
-            if isinstance(row, DataError):
-                yield where, row
-                continue
-            found = columns.renamed(row)
-            if first:
-                columns.compare(file, found)
-                first = False
-            try:
-                if columns.takes(found, where):
-                    yield where, found
-            except DataError as error:
-                yield where, error
+        try:
+            yield from _of_file(file, columns)
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _of_file(file: Path, columns: Columns) -> Iterator[tuple[str, Row]]:
+    first = True
+    read = _columnar if file.suffix in COLUMNAR else {".csv": _csv, ".json": _json}.get(file.suffix, _jsonl)
+    for where, row in read(file):
+        if isinstance(row, DataError):
+            yield where, row
+            continue
+        found = columns.renamed(row)
+        if first:
+            columns.compare(file, found)
+            first = False
+        try:
+            if columns.takes(found, where):
+                yield where, found
+        except DataError as error:
+            yield where, error
 
 
 def _mixed(sets: list[list[tuple[str, Row]]], weights: list[float]) -> Iterator[tuple[str, Row]]:
@@ -117,13 +124,10 @@ def _hint(line: bytes) -> str:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _parsed(line, number, f"{path}:{number}")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _parsed(line, number, f"{path}:{number}")
 
 
 def _json(path: Path) -> Iterator[tuple[str, Row]]:
@@ -131,7 +135,7 @@ def _json(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         text = path.read_bytes().strip()
         rows = json.loads(text) if text.startswith(b"[") else None
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON that can be read: {error}") from None
     if rows is None:
         yield from _jsonl(path)
@@ -150,8 +154,6 @@ def _csv(path: Path) -> Iterator[tuple[str, Row]]:
                     yield where, DataError(f"{where}: the row has another number of values than the first line")
                 else:
                     yield where, row
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a CSV file in UTF-8 that can be read: {error}") from None
 
@@ -174,12 +176,6 @@ def _columnar(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path}: no {path.suffix[1:].capitalize()} file that can be read: {error}") from None
 
 
-_SIGNS: dict[str, Callable[[float, float], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 KEYS = ("input_key", "label_key", "output_key", "chosen_key", "rejected_key")
 """Keys of the group data that name columns."""
 
@@ -271,17 +267,18 @@ def _holds(row: dict[str, Any], column: str, sign: str, text: str, where: str) -
     if value is _MISSING:
         names = ", ".join(row) or "none"
         raise DataError(f"{where}: no column {column!r} (columns: {names}): fix the row, or correct data.filter")
-    number = None if isinstance(value, bool) else _number(value)
-    if sign in _SIGNS:
-        if number is None:
+    found = None if isinstance(value, bool) else number(value)
+    if sign[0] in "<>":
+        if found is None:
             shown = cut(repr(value), 40)
             raise DataError(f"{where}: {column!r} is {shown}, and data.filter compares it with a number ({sign}{text})")
-        return _SIGNS[sign](number, float(text))
+        return bool(SIGNS[sign](found, float(text)))
     written = str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
-    return (written == text or (number is not None and number == _number(text))) == (sign == "=")
+    return (written == text or (found is not None and found == number(text))) == (sign == "=")
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """Return a value as a number; None: it is none."""
     try:
         return float(value)
     except (TypeError, ValueError):
