@@ -228,17 +228,21 @@ def _within(offsets: NDArray[np.int64], where: NDArray[np.int64]) -> NDArray[np.
     return np.repeat(offsets[where] - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
+def packed(sequences: Sequence[Any], rewards: Sequence[float]) -> Experience:
+    """Pack sequences, each with prompt_ids, response_ids and action_mask, and their rewards, into one Experience."""
+    parts = [part for one in sequences for part in (one.prompt_ids, one.response_ids)]
+    return Experience(
+        np.array([len(part) for part in parts[::2]], dtype=np.int32),
+        np.array([len(part) for part in parts[1::2]], dtype=np.int32),
+        np.concatenate([np.zeros(0), *parts], dtype=np.int32, casting="unsafe"),
+        np.concatenate([np.zeros(0), *(one.action_mask for one in sequences)], dtype=np.bool_, casting="unsafe"),
+        np.array(rewards, dtype=np.float32),
+    )
+
+
 def pack(trajectories: list[Trajectory], rewards: list[float]) -> Experience:
     """Pack trajectories and their rewards, which have the same order, into one Experience."""
-    empty = np.zeros(0)
-    return Experience(
-        np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int32),
-        np.array([len(t.response_ids) for t in trajectories], dtype=np.int32),
-        np.concatenate([empty, *(part for t in trajectories for part in (t.prompt_ids, t.response_ids))]).astype(
-            np.int32
-        ),
-        np.concatenate([empty, *(t.action_mask for t in trajectories)]).astype(np.bool_),
-        np.array(rewards, dtype=np.float32),
-        {"rollout_logprobs": np.concatenate([empty, *(t.rollout_logprobs for t in trajectories)]).astype(np.float32)},
-        [t.finish_reason for t in trajectories],
-    )
+    found, logprobs = packed(trajectories, rewards), (t.rollout_logprobs for t in trajectories)
+    found.columns["rollout_logprobs"] = np.concatenate([np.zeros(0), *logprobs]).astype(np.float32)
+    found.finish_reasons = [t.finish_reason for t in trajectories]
+    return found

@@ -24,7 +24,7 @@ SIGNS = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-"""Signs of the conditions, those of data.filter included."""
+"""Signs of conditions, of rules and of data.filter."""
 
 
 def facts(config: Config) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import glob
 import json
 import os
 import re
+import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,30 +104,17 @@ def download(
 
 
 def _trouble(error: Exception, name: str, kind: str) -> str:
-    """Say in a line why a download failed, and what to do."""
+    """Say in a line why a download failed and what to do, by `hub.toml`."""
     from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0].removeprefix("Got: ").removesuffix(".")
-    typed = "" if kind == "model" else f" --repo-type {kind}"
-    if isinstance(error, GatedRepoError):
-        page = f"https://huggingface.co/{'' if kind == 'model' else f'{kind}s/'}{name}"
-        return f"its owner has to let you in: accept the terms at {page}, then `hf auth login` (or HF_TOKEN)"
-    if isinstance(error, RevisionNotFoundError):
-        return (
-            f"it holds no rows in files of {', '.join(FORMATS)}, and the hub has not converted it to Parquet: load it "
-            "with the library `datasets`, save it with to_parquet, and name the file"
-        )
-    if isinstance(error, RepositoryNotFoundError):
-        return f"the Hugging Face hub has no {kind} of that name that you may see: correct it, or `hf auth login` first"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-        return f"{HF_HUB_CACHE} takes no more: {said}. Set HF_HOME to a directory with room, for jobs as well"
-    return (
-        f"no such directory, and the Hugging Face hub did not give a {kind} of that name: {said}. Where "
-        f"there is no network: `slurm-rlhf prefetch FILE.toml` or `hf download {name}{typed}` on a login node, "
-        f"which shares its cache (HF_HOME) with the compute nodes, or `hf download {name}{typed} --local-dir DIR` "
-        "elsewhere, and give DIR"
-    )
+    known = tomllib.loads(Path(__file__).with_name("hub.toml").read_text(encoding="utf-8"))
+    names = [each.__name__ for each in type(error).__mro__]
+    if isinstance(error, OSError) and error.errno:
+        names = [errno.errorcode.get(error.errno, ""), *names]
+    said = (str(error).strip().splitlines() or names)[0].removeprefix("Got: ").removesuffix(".")
+    place, typed = ("", "") if kind == "model" else (f"{kind}s/", f" --repo-type {kind}")
+    told: str = next(known[each] for each in names if each in known)
+    return told.format(name=name, kind=kind, said=said, place=place, typed=typed, cache=HF_HUB_CACHE)
 
 
 WHAT = "a file or directory of prompts (JSONL, CSV, Parquet or Arrow)"

@@ -19,9 +19,9 @@ from slurm_rlhf.records import I32, Bool
 class Lesson(NamedTuple):
     """Holds a sequence to train on, cut where its first answer starts."""
 
-    prompt: I32
-    response: I32
-    mask: Bool  # True for each token of the response that the assistant wrote
+    prompt_ids: I32
+    response_ids: I32
+    action_mask: Bool  # True for each token of the response that the assistant wrote
 
 
 class Conversation(NamedTuple):

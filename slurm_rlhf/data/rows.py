@@ -40,21 +40,28 @@ def read_rows(path: Path, max_rows: int = 0, data: Data | None = None) -> Iterat
 def _chosen(part: str, columns: Columns) -> Iterator[tuple[str, Row]]:
     """Yield the rows of one data set that `columns` takes, with its names."""
     for file in data_files(part):
-        first = True
-        read = _columnar if file.suffix in COLUMNAR else _csv if file.suffix == ".csv" else _jsonl
-        for where, row in read(file):
-            if isinstance(row, DataError):
-                yield where, row
-                continue
-            found = columns.renamed(row)
-            if first:
-                columns.compare(file, found)
-                first = False
-            try:
-                if columns.takes(found, where):
-                    yield where, found
-            except DataError as error:
-                yield where, error
+        try:
+            yield from _of_file(file, columns)
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _of_file(file: Path, columns: Columns) -> Iterator[tuple[str, Row]]:
+    first = True
+    read = _columnar if file.suffix in COLUMNAR else {".csv": _csv, ".json": _json}.get(file.suffix, _jsonl)
+    for where, row in read(file):
+        if isinstance(row, DataError):
+            yield where, row
+            continue
+        found = columns.renamed(row)
+        if first:
+            columns.compare(file, found)
+            first = False
+        try:
+            if columns.takes(found, where):
+                yield where, found
+        except DataError as error:
+            yield where, error
 
 
 def _mixed(sets: list[list[tuple[str, Row]]], weights: list[float]) -> Iterator[tuple[str, Row]]:
@@ -117,13 +124,24 @@ def _hint(line: bytes) -> str:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _parsed(line, number, f"{path}:{number}")
+
+
+def _json(path: Path) -> Iterator[tuple[str, Row]]:
+    """Read an array of rows; a file that holds none is JSONL."""
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", _parsed(line, number, f"{path}:{number}")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        text = path.read_bytes().strip()
+        rows = json.loads(text) if text.startswith(b"[") else None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: not JSON that can be read: {error}") from None
+    if rows is None:
+        yield from _jsonl(path)
+    for number, row in enumerate(rows or ()):
+        where = f"{path}: row {number}"
+        yield where, row if isinstance(row, dict) else DataError(f"{where}: a JSON object is needed")
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Row]]:
@@ -136,8 +154,6 @@ def _csv(path: Path) -> Iterator[tuple[str, Row]]:
                     yield where, DataError(f"{where}: the row has another number of values than the first line")
                 else:
                     yield where, row
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a CSV file in UTF-8 that can be read: {error}") from None
 
@@ -160,7 +176,7 @@ def _columnar(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path}: no {path.suffix[1:].capitalize()} file that can be read: {error}") from None
 
 
-_KEYS = ("input_key", "label_key", "output_key", "chosen_key", "rejected_key")
+KEYS = ("input_key", "label_key", "output_key", "chosen_key", "rejected_key")
 """Keys of the group data that name columns."""
 
 
@@ -171,13 +187,17 @@ class Columns:
         """Raises ConfigError for an entry that cannot be read."""
         self._names = _read("data.map", data.map)
         self._conditions = _read("data.filter", data.filter)
-        self._used = {getattr(data, key): f"data.{key}" for key in _KEYS}
+        self._tools = data.tools_key
+        self._used = {getattr(data, key): f"data.{key}" for key in KEYS}
         self._first: tuple[Path, set[str]] | None = None
 
     def renamed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the row with the names of data.map; a column that is not there is left out."""
-        if not self._names:
-            return row
+        """Return the row with the names of data.map; a column that is not there is left out.
+
+        Messages are as chat templates take them. Tools lack the keys that only other rows have, which Parquet fills
+        with nothing.
+        """
+        row = {name: _present(value) if name == self._tools else _messages(value) for name, value in row.items()}
         found = {name: value for name, _, column in self._names if (value := _value(row, column)) is not _MISSING}
         moved = {column for name, _, column in self._names if name in found}
         return {name: value for name, value in row.items() if name not in moved} | found
@@ -197,6 +217,31 @@ class Columns:
                     f"{lacks} has no column {column!r} ({self._used[column]}), and {has} has one: the files of a data "
                     "set need the same columns. Rename what differs by data.map, or leave a file out"
                 )
+
+
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""Roles in the files of ShareGPT -> those of chat templates."""
+
+
+def _messages(value: Any) -> Any:
+    """Return a list of messages with role and content, a text where it is in parts; anything else stays as it is."""
+    if not (isinstance(value, list) and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in value)):
+        return value
+    found = []
+    for one in _present(value):
+        message = one if "role" in one else {"role": _ROLES.get(one["from"], one["from"]), "content": one.get("value")}
+        parts = message.get("content")
+        if isinstance(parts, list) and all(isinstance(part, dict) and "text" in part for part in parts):
+            message["content"] = "".join(part["text"] for part in parts)
+        found.append(message)
+    return found
+
+
+def _present(value: Any) -> Any:
+    """Return a value without keys that hold nothing, but for the content of a message."""
+    if isinstance(value, dict):
+        return {key: _present(each) for key, each in value.items() if each is not None or key == "content"}
+    return [_present(each) for each in value] if isinstance(value, list) else value
 
 
 _MISSING = object()
@@ -222,17 +267,18 @@ def _holds(row: dict[str, Any], column: str, sign: str, text: str, where: str) -
     if value is _MISSING:
         names = ", ".join(row) or "none"
         raise DataError(f"{where}: no column {column!r} (columns: {names}): fix the row, or correct data.filter")
-    number = None if isinstance(value, bool) else _number(value)
-    if sign not in ("=", "!="):
-        if number is None:
+    found = None if isinstance(value, bool) else number(value)
+    if sign[0] in "<>":
+        if found is None:
             shown = cut(repr(value), 40)
             raise DataError(f"{where}: {column!r} is {shown}, and data.filter compares it with a number ({sign}{text})")
-        return bool(SIGNS[sign](number, float(text)))
+        return bool(SIGNS[sign](found, float(text)))
     written = str(value).lower() if isinstance(value, bool) else "" if value is None else str(value)
-    return (written == text or (number is not None and number == _number(text))) == (sign == "=")
+    return (written == text or (found is not None and found == number(text))) == (sign == "=")
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
+    """Return a value as a number; None: it is none."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -5,7 +5,9 @@ A token is one position of a padded micro-batch.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from slurm_rlhf.config.roles import ROLES, RoleSpec
 from slurm_rlhf.config.schema import Config
@@ -22,6 +24,10 @@ from slurm_rlhf.placement.model_shape import (
 
 BLOCK = 16  # tokens of a KV block on GPUs
 VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of it
+LAYERS: dict[str, dict[str, list[str]]] = json.loads(
+    Path(__file__).with_name("layers.json").read_text(encoding="utf-8")
+)
+"""Linear layers by the names that most models have, and by those of others -> what their inputs and outputs are."""
 CUDA_GRAPHS = GIB  # graphs of the sizes that vLLM captures by default: an estimate
 TP_GROUP = GIB // 2  # buffers of a TP group's all-reduces: an estimate
 
@@ -224,28 +230,14 @@ def adapted(shape: ModelShape, targets: list[str]) -> list[tuple[int, int, int]]
 
     Layers of other names are not counted.
     """
-    hidden, layers, width = shape.hidden, shape.layers, shape.width
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    known = {
-        "q_proj": (hidden, queries),
-        "k_proj": (hidden, keys),
-        "v_proj": (hidden, keys),
-        "o_proj": (queries, hidden),
-        "gate_proj": (hidden, width),
-        "up_proj": (hidden, width),
-        "down_proj": (width, hidden),
-    }
-    others = {
-        "qkv_proj": (hidden, queries + 2 * keys),
-        "query_key_value": (hidden, queries + 2 * keys),
-        "gate_up_proj": (hidden, 2 * width),
-        "out_proj": (queries, hidden),
-        "dense": (queries, hidden),
-        **dict.fromkeys(("fc1", "c_fc", "dense_h_to_4h"), (hidden, width)),
-        **dict.fromkeys(("fc2", "c_proj", "dense_4h_to_h"), (width, hidden)),
-    }
-    named = known if "all-linear" in targets else {name: (known | others).get(name) for name in dict.fromkeys(targets)}
-    return [(*size, layers) for size in named.values() if size]
+    sizes = {"hidden": shape.hidden, "width": shape.width, "gated": 2 * shape.width}
+    sizes |= {"queries": queries, "keys": keys, "attention": queries + 2 * keys}
+    known, every = LAYERS["known"], LAYERS["known"] | LAYERS["others"]
+    named = (
+        known.values() if "all-linear" in targets else [every[name] for name in dict.fromkeys(targets) if name in every]
+    )
+    return [(sizes[wide], sizes[high], shape.layers) for wide, high in named]
 
 
 def tensors(shape: ModelShape, head: bool) -> tuple[int, dict[int, int]]:

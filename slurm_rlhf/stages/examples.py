@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,16 +17,18 @@ import numpy as np
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.conversations import Conversation, Lesson, converse, encoded, turn_end
 from slurm_rlhf.data.prompts import BadRow, prompt_messages, prompt_text, prompt_tools, prompts_of
-from slurm_rlhf.data.rows import Row, cell, read_rows
+from slurm_rlhf.data.rows import Row, cell, number, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer, continuations
 from slurm_rlhf.errors import DataError, ModelError, shortened
-from slurm_rlhf.records import Experience, Prompt, Record, joined
+from slurm_rlhf.records import Experience, Prompt, Record, joined, packed
 from slurm_rlhf.trainer.distributed import divided
 
 RowAnswers = tuple[dict[str, Any], list[str] | Conversation, float]
 """(a row with its prompt, the answers to it or a whole conversation, the number that the row gives them)."""
 NAMED = 5
 """Rows that cannot be used, of those that a message names."""
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+_SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 PART = 1024
 """Rows that a rank reads at a time."""
 
@@ -34,10 +37,10 @@ class Examples(Record):
     """Hold prompts and answers; example i has the rows i * width to (i + 1) * width - 1."""
 
     experience: Experience  # answers, each with the end-of-sequence token, are responses; rewards: the row's number
+    width: int  # sequences of an example
     places: list[str]  # where each example stands
     dropped: list[str]  # where those stand that have a sequence longer than data.max_len
     refused: list[str]  # what is wrong with rows that are no examples
-    width: int = 1  # sequences of an example
 
     def __len__(self) -> int:
         return len(self.experience) // self.width
@@ -82,6 +85,7 @@ def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
     Raises RefusedRows for rows that are not examples, DataError when none is left.
     """
     behind = turn_end(tokenizer)[1] if data.apply_chat_template else ""
+    data = replace(data, chosen_key="", rejected_key="", label_key="")  # files may differ in what is not read
 
     def answered(row: Row, where: str) -> RowAnswers:
         alone = isinstance(row, dict) and data.output_key not in row and isinstance(row.get(data.input_key), list)
@@ -121,38 +125,33 @@ def load_judged(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
         return _with_prompt(row, before, data, where), [answer], float(good)
 
     alone = _load(path, tokenizer, data, answered, 1)
-    one = alone.experience
-    count, parts = len(alone), np.split(one.token_ids, one.token_offsets[1:-1])
-    kept: list[Lesson] = []
-    numbers: list[float] = []
-    places: list[str] = []
-    dropped = [*alone.dropped]
-    for row in range(count):
-        mine, other = one.prompt_lens[row], (row + count // 2) % count
-        pair = [_lesson(parts[row][:mine], parts[each][one.prompt_lens[each] :]) for each in (row, other)]
-        if mine + one.response_lens[other] <= data.max_len:
-            kept += pair
-            numbers += [float(one.rewards[row])] * 2
-            places.append(alone.places[row])
-        else:
-            dropped.append(alone.places[row])
-    if count < 2 or not kept:
-        raise DataError(f"{path}: {len(places)} usable examples: KTO compares the answers of two, bring more")
-    return Examples(_packed(kept, numbers), places, dropped, [], 2)
+    one, lens, rows = alone.experience, alone.experience.prompt_lens, np.arange(len(alone))
+    parts, others = np.split(one.token_ids, one.token_offsets[1:-1]), (rows + len(rows) // 2) % len(rows)
+    fits = lens + one.response_lens[others] <= data.max_len
+    kept = rows[fits]
+    pairs = [_lesson(parts[row][: lens[row]], parts[each][lens[each] :]) for row in kept for each in (row, others[row])]
+    if len(rows) < 2 or not pairs:
+        raise DataError(f"{path}: {len(kept)} usable examples: KTO compares the answers of two, bring more")
+    places, long = ([alone.places[row] for row in some] for some in (kept, rows[~fits]))
+    numbers = np.repeat(one.rewards[kept], 2).tolist()
+    return Examples(packed(pairs, numbers), 2, places, alone.dropped + long, [])
 
 
 def load_pairs(path: Path, tokenizer: Tokenizer, data: Data, margins: bool = False) -> Examples:
     """Load pairs of answers to one prompt: row 2 i is the one in `data.chosen_key`, row 2 i + 1 the rejected one.
 
     An answer is a text, or a list of messages that ends with the assistant's. The prompt is in `data.input_key`, or it
-    is the messages before the last one, the same in both (the implicit prompts of TRL). With `margins` the number of a
-    pair is in `data.margin_key`, 0 where a row has none. Raises RefusedRows for rows that are no pairs, DataError when
-    none is left.
+    is the messages before the last one, the same in both (the implicit prompts of TRL); a text may hold them all. With
+    `margins` the number of a pair is in `data.margin_key`, 0 where a row has none. Raises RefusedRows for rows that are
+    no pairs, DataError when none is left.
     """
+    data = replace(data, output_key="", label_key="")  # files may differ in what is not read
 
     def answered(row: Row, where: str) -> RowAnswers:
         keys = {"data.chosen_key": data.chosen_key, "data.rejected_key": data.rejected_key}
         values = [cell(row, column, key, where) for key, column in keys.items()]
+        if isinstance(row, dict) and data.input_key not in row:
+            values = [_dialogue(value) for value in values]
         (chosen, before), (rejected, other) = (
             _last(value, column, where) for value, column in zip(values, keys.values(), strict=True)
         )
@@ -164,26 +163,28 @@ def load_pairs(path: Path, tokenizer: Tokenizer, data: Data, margins: bool = Fal
     return _load(path, tokenizer, data, answered, 2)
 
 
+def _dialogue(value: Any) -> Any:
+    """Return the messages of a text with all of a dialogue, as in HH-RLHF; anything else stays as it is."""
+    said = _SPEAKER.split(value) if isinstance(value, str) else []
+    turns = zip(said[1::2], said[2::2], strict=True)
+    return [{"role": _SPEAKERS[who], "content": words.strip()} for who, words in turns] or value
+
+
 def _with_prompt(row: Row, before: list[Any], data: Data, where: str) -> dict[str, Any]:
     """Return the row with its prompt: its own, or the messages before all of its answers."""
     assert isinstance(row, dict)
     if data.input_key not in row and not before:
         raise DataError(
-            f"{where}: no column {data.input_key!r} (data.input_key), and no messages before the answers, or not the "
-            "same prompt before both"
+            f"{where}: no column {data.input_key!r} (columns: {', '.join(row)}), and no messages before the answers, "
+            "or not the same prompt before both: set data.input_key, or leave the row out"
         )
     return {data.input_key: before, **row}
 
 
 def _margin(row: dict[str, Any], column: str, where: str) -> float:
     value = row.get(column)
-    if value is None:
-        return 0.0
-    try:
-        margin = float(value)
-    except (TypeError, ValueError):
-        margin = math.nan
-    if not math.isfinite(margin):
+    margin = 0.0 if value is None else number(value)
+    if margin is None or not math.isfinite(margin):
         raise DataError(f"{where}: {column!r} (data.margin_key) must be a number, got {value!r}")
     return margin
 
@@ -193,9 +194,14 @@ def _last(value: Any, column: str, where: str) -> tuple[str, list[Any]]:
     if isinstance(value, str) and value:
         return value, []
     messages = isinstance(value, list) and value and all(isinstance(message, dict) for message in value)
-    if messages and value[-1].get("role") == "assistant" and isinstance(value[-1].get("content"), str):
-        return value[-1]["content"], value[:-1]
-    raise DataError(f"{where}: {column!r} must be a text, or a list of messages that ends with the assistant's")
+    last = value[-1] if messages else {}
+    words = last.get("content")
+    if last.get("role") == "assistant" and not last.get("tool_calls") and isinstance(words, str) and words:
+        return words, value[:-1]
+    raise DataError(
+        f"{where}: {column!r} must be a text, or a list of messages that ends with the assistant's words, which calls "
+        "of tools are not"
+    )
 
 
 def _load(
@@ -206,13 +212,9 @@ def _load(
     parts = divided((partial(_part, each, tokenizer, data, answered, width) for each in some), Examples)
     if not parts:
         raise DataError(f"{path}: the file holds no examples")
-    examples = Examples(
-        joined([part.experience for part in parts]),
-        [place for part in parts for place in part.places],
-        [place for part in parts for place in part.dropped],
-        [error for part in parts for error in part.refused],
-        width,
-    )
+    lists = ("places", "dropped", "refused")
+    told = ([each for part in parts for each in getattr(part, name)] for name in lists)
+    examples = Examples(joined([part.experience for part in parts]), width, *told)
     if examples.refused:
         raise RefusedRows(path, examples)
     if not len(examples):
@@ -255,13 +257,15 @@ def _part(
     sequences = _continued(prompts, answers, tokenizer, data.apply_chat_template, end)
     talks = encoded([*conversations.values()], tokenizer, ends=not end)
     sequences |= {index: [talk] for index, talk in zip(conversations, talks, strict=True)}
-    whole = {index for index, example in sequences.items() if all(_length(one) <= data.max_len for one in example)}
-    kept, dropped = sorted(whole), sorted({*range(len(read))} - whole - {*refused})
-    packed = _packed(
-        [one for index in kept for one in sequences[index]], [values[i] for i in kept for _ in range(width)]
-    )
-    places, long = ([read[index][0] for index in some] for some in (kept, dropped))
-    return Examples(packed, places, long, [refused[index] for index in sorted(refused)], width)
+    kept = [
+        i
+        for i in sorted(sequences)
+        if all(len(one.prompt_ids) + len(one.response_ids) <= data.max_len for one in sequences[i])
+    ]
+    dropped = sorted({*range(len(read))} - {*kept, *refused})
+    whole = packed([one for i in kept for one in sequences[i]], [values[i] for i in kept for _ in range(width)])
+    places, long = ([read[i][0] for i in some] for some in (kept, dropped))
+    return Examples(whole, width, places, long, [refused[i] for i in sorted(refused)])
 
 
 def _continued(
@@ -280,19 +284,3 @@ def _continued(
 
 def _lesson(prompt: Any, response: Any) -> Lesson:
     return Lesson(prompt, response, np.ones(len(response), dtype=np.bool_))
-
-
-def _length(one: Lesson) -> int:
-    return len(one.prompt) + len(one.response)
-
-
-def _packed(sequences: list[Lesson], numbers: list[float]) -> Experience:
-    """Pack sequences, each with its number."""
-    none = np.zeros(0, dtype=np.int32)
-    return Experience(
-        np.array([len(one.prompt) for one in sequences], dtype=np.int32),
-        np.array([len(one.response) for one in sequences], dtype=np.int32),
-        np.concatenate([none, *(part for one in sequences for part in (one.prompt, one.response))]),
-        np.concatenate([none, *(one.mask for one in sequences)]).astype(np.bool_),
-        np.array(numbers, dtype=np.float32),
-    )

@@ -216,7 +216,7 @@ class DpoTrainer(AnswerTrainer):
             if self.stops(record, signals):
                 return None
             some = range(first, min(first + self.config.dpo.batch_size, many))
-            piece = Examples(whole.select(examples.rows(some)), [], [], [], examples.width)
+            piece = Examples(whole.select(examples.rows(some)), examples.width, [], [], [])
             found.append(self.of_all(piece, self.logprobs, of_rows=False))
             if self.world.rank == 0:
                 with parts.open("ab") as file:

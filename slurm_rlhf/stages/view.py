@@ -14,7 +14,7 @@ from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.data.prompts import BadRow, prompts_of
-from slurm_rlhf.data.rows import Row, read_rows
+from slurm_rlhf.data.rows import KEYS, Row, read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, cut, shortened
 from slurm_rlhf.records import Prompt
@@ -92,6 +92,9 @@ def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: 
     masks = np.split(found.action_mask, found.action_offsets[1:-1])
     texts = [tokenizer.decode(ids[first].tolist()) for first in range(0, len(ids), width)]
     view.facts += _facts("examples", examples.contents(), texts, view)
+    first = next((row for _, row in read_rows(path, 1, data) if isinstance(row, dict)), {})
+    if unread := first.keys() - {getattr(data, key) for key in (*KEYS, "margin_key", "tools_key")}:
+        view.facts.append(f"columns that are not read: {', '.join(sorted(unread))}")
     view.facts.append(f"{int(found.action_mask.sum())} of {len(found.token_ids)} tokens are in the loss")
     view.dropped = _unread(path, len(examples) + len(long) + len(refused), data.max_samples, data) + _refused(refused)
     if long:

@@ -176,7 +176,7 @@ def test_rows_in_archives_or_by_a_script_come_as_parquet(
     )
     assert len(data_files(place / "*.parquet")) == 2
     assert main(["prefetch", str(file), "--data.prompt_dataset=me/archive"]) == 2
-    assert "me/archive: it holds no rows in files of .jsonl" in capsys.readouterr().err
+    assert "me/archive: it holds no rows in JSONL" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
