@@ -302,7 +302,7 @@ class Work:
     def _exchanged(self) -> float:
         """Count the bytes that a rank sends in a pass for ds.ulysses_size: queries, keys, values, what attention gives.
 
-        Keys and values are sent as often as the ranks need (`trainer.distributed`), and layers wait for them.
+        Keys and values are sent as often as the ranks need (`trainer.ulysses`), and layers wait for them.
         """
         shape, size = self.shape, self.config.ds.ulysses_size
         heads = 2 * shape.heads + 2 * math.lcm(shape.kv_heads, size)

@@ -213,8 +213,8 @@ def _load(
     if not parts:
         raise DataError(f"{path}: the file holds no examples")
     lists = ("places", "dropped", "refused")
-    told = ([each for part in parts for each in getattr(part, name)] for name in lists)
-    examples = Examples(joined([part.experience for part in parts]), width, *told)
+    parts_of = ([each for part in parts for each in getattr(part, name)] for name in lists)
+    examples = Examples(joined([part.experience for part in parts]), width, *parts_of)
     if examples.refused:
         raise RefusedRows(path, examples)
     if not len(examples):
