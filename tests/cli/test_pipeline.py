@@ -83,6 +83,7 @@ def test_what_slurm_knows_of_the_jobs_is_shown(
     assert capsys.readouterr().out.endswith(f"all stages are done: `slurm-rlhf report {out}` shows them on one page\n")
 
 
+@pytest.mark.slow
 def test_stages_run_once_again_when_changed_and_not_behind_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

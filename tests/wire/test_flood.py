@@ -95,6 +95,7 @@ def answered(conductor: subprocess.Popen[str], client: ControlClient, number: in
     return said(conductor)
 
 
+@pytest.mark.slow
 def test_more_strangers_than_descriptors_end_nothing(tmp_path: Path) -> None:
     """Ranks that are there are called, ranks that come are let in, and files can be opened all the while."""
     events = tmp_path / "events.jsonl"
