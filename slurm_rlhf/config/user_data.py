@@ -113,8 +113,8 @@ def _trouble(error: Exception, name: str, kind: str) -> str:
         names = [errno.errorcode.get(error.errno, ""), *names]
     said = (str(error).strip().splitlines() or names)[0].removeprefix("Got: ").removesuffix(".")
     place, typed = ("", "") if kind == "model" else (f"{kind}s/", f" --repo-type {kind}")
-    reason: str = next(known[each] for each in names if each in known)
-    return reason.format(name=name, kind=kind, said=said, place=place, typed=typed, cache=HF_HUB_CACHE)
+    sentence: str = next(known[each] for each in names if each in known)
+    return sentence.format(name=name, kind=kind, said=said, place=place, typed=typed, cache=HF_HUB_CACHE)
 
 
 WHAT = "a file or directory of prompts (JSONL, CSV, Parquet or Arrow)"

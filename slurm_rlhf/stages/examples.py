@@ -212,9 +212,9 @@ def _load(
     parts = divided((partial(_part, each, tokenizer, data, answered, width) for each in some), Examples)
     if not parts:
         raise DataError(f"{path}: the file holds no examples")
-    lists = ("places", "dropped", "refused")
-    parts_of = ([each for part in parts for each in getattr(part, name)] for name in lists)
-    examples = Examples(joined([part.experience for part in parts]), width, *parts_of)
+    names = ("places", "dropped", "refused")
+    lists = ([each for part in parts for each in getattr(part, name)] for name in names)
+    examples = Examples(joined([part.experience for part in parts]), width, *lists)
     if examples.refused:
         raise RefusedRows(path, examples)
     if not len(examples):
