@@ -52,10 +52,8 @@ def file_and_name(text: str) -> tuple[str, str]:
 
 def functions_in(module: ModuleType) -> list[str]:
     """Name the public functions that a module itself defines."""
-    found = [
-        name for name, one in vars(module).items() if inspect.isfunction(one) and one.__module__ == module.__name__
-    ]
-    return [name for name in found if not name.startswith("_")]
+    found = {name: one for name, one in vars(module).items() if inspect.isfunction(one) and not name.startswith("_")}
+    return [name for name, one in found.items() if one.__module__ == module.__name__]
 
 
 _running: list[Path] = []

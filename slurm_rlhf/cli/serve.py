@@ -29,7 +29,7 @@ def serve_environments(arguments: Arguments) -> int:
     from slurm_rlhf.environments.host import EnvironmentServer, code_of
 
     path = _named(arguments, "Python file", "with environments (slurm-rlhf docs environments)")
-    return _serve(arguments, path, code_of(str(path)), EnvironmentServer, 4)
+    return _serve(arguments, path, code_of(str(path)), EnvironmentServer, 4, "describe")
 
 
 def _named(arguments: Arguments, word: str, what: str) -> Path:
@@ -39,8 +39,8 @@ def _named(arguments: Arguments, word: str, what: str) -> Path:
     return path
 
 
-def _serve(arguments: Arguments, path: Path, code: Code, made: type[WorkServer], workers: int) -> int:
-    """Serve calls of `code`, in so many workers unless an option says otherwise.
+def _serve(arguments: Arguments, path: Path, code: Code, made: type[WorkServer], workers: int, first: str = "") -> int:
+    """Serve calls of `code`, in so many workers unless an option says otherwise, once a call of `first` has worked.
 
     Raises ConfigError, and RewardError for what cannot be loaded.
     """
@@ -51,6 +51,8 @@ def _serve(arguments: Arguments, path: Path, code: Code, made: type[WorkServer],
     pool = WorkerPool(code, options.get("workers", workers), options["memory_mb"], limits.connect)
     try:
         pool.ready()
+        if first:
+            pool.submit(first, timeout_s=limits.connect).result()
         with made((options["host"], options["port"]), pool, options["timeout"], path.name, token) as server:
             host, port = server.server_address[:2]
             print(f"serving {path} on http://{host!s}:{port}", flush=True)

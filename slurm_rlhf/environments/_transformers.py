@@ -12,16 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from slurm_rlhf.errors import EpisodeError
+
 
 def json_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """Describe a tool by its type hints and its docstring. Raises ValueError that says what they lack."""
-    from transformers.utils import chat_template_utils as library
+    """Describe a tool by its type hints and its docstring.
 
+    Raises ValueError that says what they lack, EpisodeError where the library is missing, as it may be on a server.
+    """
     try:
-        found: dict[str, Any] = library.get_json_schema(function)
+        from transformers.utils import chat_template_utils as library
+    except ImportError as error:
+        raise EpisodeError(f"{error}: tools are described by transformers: pip install transformers") from None
+    try:
+        return dict(library.get_json_schema(function))
     except (library.DocstringParsingException, library.TypeHintParsingException) as error:
         raise ValueError(str(error)) from None
-    return found
 
 
 def parsed_response(
@@ -30,8 +36,7 @@ def parsed_response(
     """Read a response by a tokenizer's `response_template`; return the message. Raises ValueError."""
     from transformers.utils.chat_parsing.response_parser import parse_response
 
-    found: dict[str, Any] = parse_response(text, dict(template), prefix=prompt, tools=list(tools))
-    return found
+    return dict(parse_response(text, dict(template), prefix=prompt, tools=list(tools)))
 
 
 def tokenizer_class() -> Any:

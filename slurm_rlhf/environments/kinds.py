@@ -14,7 +14,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -183,7 +182,7 @@ def load(file: Path, name: str = "") -> dict[str, type]:
     functions: Any = chosen if isinstance(chosen, list | tuple) else [chosen]
     if all(map(inspect.isfunction, functions)):  # as TRL's trainer takes tools
         own = {one.__name__: staticmethod(one) for one in functions}
-        chosen = type(name, (), {"reset": lambda self: None, "__module__": module.__name__, **own})
+        chosen = type(file.stem, (), {"reset": lambda self: None, "__module__": module.__name__, **own})
     if name and chosen is None:
         known = [one for one, made in vars(module).items() if getattr(made, "__module__", "") == module.__name__]
         raise EpisodeError(f"{KEY}: {file} does not define {name}{meant(name, known)}; it has {', '.join(known)}")
@@ -277,11 +276,10 @@ class Instances:
 
     def _described(self, made: Any) -> Tools:
         kind = kind_of(made)
-        where = partial("{}: {}.{}".format, self.file, made.__name__)
         needed = [] if kind == "gym" else _required(made.__init__)
         if needed:
             raise EpisodeError(
-                f"{where('__init__')} needs {', '.join(needed)}: each episode makes one without arguments"
+                f"{self.file}: {made.__name__}.__init__ needs {', '.join(needed)}: it is called without arguments"
             )
         reset = [name for name in _required(made.reset) if name != "row"] if kind in ("tools", "text") else []
         return Tools(kind, schemas_of(made, str(self.file)) if kind == "tools" else [], reset)

@@ -147,18 +147,16 @@ class ToolReader:
 
     def message(self, content: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Make the assistant's message with calls, numbered as `answers` does."""
+        taken: Callable[[dict[str, Any]], Any] = json.dumps if self.as_text else dict
         made = [
             {
                 "type": "function",
                 "id": f"call{place:05d}",
-                "function": {"name": call.name, "arguments": self._arguments(call)},
+                "function": {"name": call.name, "arguments": taken(call.arguments)},
             }
             for place, call in enumerate(calls)
         ]
         return {"role": "assistant", "content": content, "tool_calls": made}
-
-    def _arguments(self, call: ToolCall) -> Any:
-        return json.dumps(call.arguments) if self.as_text else call.arguments
 
 
 def answers(messages: Messages) -> Messages:

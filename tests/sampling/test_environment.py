@@ -305,10 +305,12 @@ def test_tools_are_called_and_answer(tmp_path: Path, name: str) -> None:
     assert (whole.reward, whole.turns, whole.counts) == (1.0, 4, {CALLS: 3, ARGUMENTS: 1})
     observed = tokenizer.decode(whole.response_ids[~whole.action_mask].tolist())
     assert [word in observed for word in ("higher", "unknown field `counts`", "right")] == [True] * 3
-    # As TRL's trainer hands them to a reward, but that `content` keeps the text of a call.
+    # As TRL's trainer hands them to a reward: `content` is what stands outside calls.
     dialogue = json.loads(whole.dialogue)
     assert [one["role"] for one in dialogue] == ["assistant", "tool"] * 3 + ["assistant"]
-    assert dialogue[0]["tool_calls"] == [{"type": "function", "function": {"name": "guess", "arguments": {"count": 3}}}]
+    called = {"type": "function", "function": {"name": "guess", "arguments": {"count": 3}}}
+    assert dialogue[0] == {"role": "assistant", "content": "", "tool_calls": [called]}
+    assert dialogue[-1] == {"role": "assistant", "content": "It is 7."}
     assert dialogue[1] == {"role": "tool", "name": "guess", "content": "higher"}
     assert whole.response_ids[whole.action_mask].tolist() == [i for one in texts for i in one.response_ids.tolist()]
 

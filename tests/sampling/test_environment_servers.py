@@ -16,6 +16,7 @@ from played_episodes import FAULTS, FAULTY, played
 from random_models import tiny_tokenizer
 from waiting import HANG_S, scaled, until
 
+from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.environments.host import EnvironmentServer, code_of
@@ -183,6 +184,23 @@ def test_a_server_needs_no_package_but_msgspec(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "sitecustomize.py").write_text(LIGHT)
     (tmp_path / "game.py").write_text(FAULTY)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    server = EnvServer(tmp_path / "game.py")
+    server = EnvServer(tmp_path / "game.py:Environment")
     server.kill()
     assert server.url.startswith("http://")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (":add", "game.py:1: the tool game.add cannot be described to the policy: Cannot generate JSON schema"),
+        (":ad", "env.path: {file} does not define ad; did you mean add?; it has add"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    (tmp_path / "game.py").write_text("def add(a, b):\n    return a + b\n")
+    assert main(["serve-env", f"{tmp_path / 'game.py'}{name}", "--port=0", "--workers=1"]) == 2
+    told = capsys.readouterr().err
+    assert said.format(file=tmp_path / "game.py") in told
+    assert told.count("\n") == 1
