@@ -34,8 +34,8 @@ from slurm_rlhf.ranks.rank_process import import_libraries
 from slurm_rlhf.ranks.worker import RankInfo, Worker
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
 from slurm_rlhf.run.colocation import Colocation
+from slurm_rlhf.run.colocation import log as colocation_log
 from slurm_rlhf.run.step import TrainingStep
-from slurm_rlhf.run.step import log as colocation_log
 from slurm_rlhf.trainer import _torch
 from slurm_rlhf.trainer.distributed import device_bytes
 from slurm_rlhf.wire.calls import EngineCalls
