@@ -68,7 +68,7 @@ def test_names_of_peers_are_said_in_ours() -> None:
             find_algorithm(theirs)
 
 
-def test_a_plugin_is_run_once_and_its_content_is_told(tmp_path: Path) -> None:
+def test_a_plugin_is_run_once_and_its_content_is_reported(tmp_path: Path) -> None:
     file = plugin(tmp_path, PLUGIN.format(name="mine") + "print('once')")
     first = load_plugins([file])
     assert load_plugins([file]) == first
@@ -126,7 +126,7 @@ def test_a_cell_that_runs_again_registers_again() -> None:
     register_algorithm(Algorithm("mine", lambda _: (np.zeros(3), None)), replace=True)
 
 
-def test_changed_plugins_are_told_by_name() -> None:
+def test_changed_plugins_are_reported_by_name() -> None:
     before = {"/a/one.py": "1", "/a/two.py": "2"}
     assert changed_plugins(before, before) == changed_plugins({}, {}) == []
     assert changed_plugins(before, {"/b/one.py": "1", "/b/two.py": "2"}) == []  # moved
@@ -155,7 +155,7 @@ def test_what_an_advantage_function_may_not_answer(answer: Any, message: str) ->
         estimate(Algorithm("mine", lambda _: answer), inputs())
 
 
-def test_what_it_raises_is_told_with_its_line() -> None:
+def test_what_it_raises_is_reported_with_its_line() -> None:
     def advantages(found: AdvantageInputs) -> Any:
         raise KeyError("values")
 

@@ -59,11 +59,11 @@ def test_the_share_of_what_a_clip_changes() -> None:
     assert clipped_share([], [-10, 10]) == 0.0
 
 
-def test_it_is_told_above_five_percent_and_again_when_it_grows() -> None:
-    told, said = 0.0, []
+def test_it_is_reported_above_five_percent_and_again_when_it_grows() -> None:
+    stated, said = 0.0, []
     for share in (0.0, MUCH, 0.06, 0.06, 0.051, 0.31, 0.3, 1.0):
-        if warning := clip_warning(share, told, [-10.0, 10.0]):
-            told = share
+        if warning := clip_warning(share, stated, [-10.0, 10.0]):
+            stated = share
             said.append(warning.split(" of the rewards")[0])
     assert said == ["warning: 6%", "warning: 31%", "warning: 100%"]
     assert "reward.clip_range = [-10, 10]" in clip_warning(1.0, 0.0, [-10.0, 10.0])

@@ -94,7 +94,7 @@ def test_arguments_of_another_kind(
         train(config, **arguments)
 
 
-def test_values_of_another_type_are_all_told(config: Config) -> None:
+def test_values_of_another_type_are_all_reported(config: Config) -> None:
     config.train.max_steps = "2"  # type: ignore[assignment]
     config.actor.learning_rate = float("nan")
     with pytest.raises(ConfigError) as caught:

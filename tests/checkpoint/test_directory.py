@@ -86,7 +86,7 @@ def test_newest_is_the_last_written_and_not_the_highest_step(checkpoints: Checkp
     assert [path.name for path in checkpoints.root.iterdir()] == ["step_000015"]
 
 
-def test_prune_keeps_what_it_is_told_and_touches_nothing_else(checkpoints: CheckpointDir) -> None:
+def test_prune_keeps_what_it_is_reported_and_touches_nothing_else(checkpoints: CheckpointDir) -> None:
     for step in range(999_998, 1_000_003):
         save(checkpoints, step)
     (checkpoints.root / "notes.txt").write_text("mine")
@@ -238,18 +238,18 @@ def test_the_way_back_passes_over_what_is_damaged_and_what_another_start_has_lef
     """The newest of its own, the one before where that is damaged, and else the one that the run came from."""
     first = save(checkpoints, 4)
     save(checkpoints, 8)  # abandoned: the user has resumed from step 4
-    back, told = WayBack.of(checkpoints, first), list[str]()
-    assert back.find(told.append) == first
+    back, stated = WayBack.of(checkpoints, first), list[str]()
+    assert back.find(stated.append) == first
     own, newest = save(checkpoints, 6), save(checkpoints, 7)
-    told.clear()
-    assert (back.find(told.append), told) == (newest, [])
+    stated.clear()
+    assert (back.find(stated.append), stated) == (newest, [])
     (newest / "actor" / "rank_0" / "model.bin").write_bytes(b"x")
-    assert back.find(told.append) == own
-    (warning,) = told
+    assert back.find(stated.append) == own
+    (warning,) = stated
     assert warning.startswith("warning: ")
     assert "step_000007 is damaged: actor/rank_0/model.bin has 1 bytes instead of" in warning
     assert warning.endswith("the run goes back to step_000006, which is whole")
-    assert WayBack.of(CheckpointDir(checkpoints.root.parent / "other"), None).find(told.append) is None
+    assert WayBack.of(CheckpointDir(checkpoints.root.parent / "other"), None).find(stated.append) is None
 
 
 @pytest.mark.parametrize(

@@ -76,20 +76,20 @@ def test_a_pipeline_is_checked_before_its_first_stage_has_run(file: Path, capsys
     assert not (file.parent / "out").exists()
 
 
-def test_problems_of_all_stages_are_told_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_of_all_stages_are_reported_at_once(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pairs = Path("pairs.jsonl").read_text().splitlines()
     same = {**json.loads(pairs[3]), "rejected": json.loads(pairs[3])["chosen"]}
     Path("pairs.jsonl").write_text("\n".join([*pairs[:3], json.dumps(same), *pairs[4:]]))
     Path("run.toml").write_text(RUN.replace("max_new_tokens = 4", "max_new_tokens = 400"))
     code, _, err = checked(capsys, str(file))
     assert code == 2
-    for stage, told in (
+    for stage, stated in (
         ("better", f"{file.parent}/pairs.jsonl:4: the chosen answer equals the rejected one: leave the row out"),
         ("rm", f"{file.parent}/pairs.jsonl:4: the chosen answer equals the rejected one: leave the row out"),
         ("ppo", "data.max_len = 16 leaves no room for a prompt, because of rollout.max_new_tokens = 400"),
         ("judged", "data.max_len = 16 leaves no room for a prompt, because of rollout.max_new_tokens = 400"),
     ):
-        assert f"{stage}: {told}" in err
+        assert f"{stage}: {stated}" in err
 
 
 def test_a_file_is_checked_for_the_stages_that_it_names(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_a_file_is_checked_for_the_stages_that_it_names(file: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "stated"),
     [
         (["--actor.learning_rate=5"], "--actor.learning_rate is not read by `slurm-rlhf check`: leave it out"),
         (["--sft.batch_size=30"], "25 usable examples, fewer than sft.batch_size = 30: lower it"),
@@ -122,8 +122,8 @@ def test_a_file_is_checked_for_the_stages_that_it_names(file: Path, capsys: pyte
         (["--actor.model_name_or_path=adapter"], "is a LoRA adapter and no whole model"),
     ],
 )
-def test_what_a_stage_cannot_use_is_told(
-    file: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+def test_what_a_stage_cannot_use_is_reported(
+    file: Path, capsys: pytest.CaptureFixture[str], words: list[str], stated: str
 ) -> None:
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text("{}")
@@ -131,7 +131,7 @@ def test_what_a_stage_cannot_use_is_told(
     Path("sft.toml").write_text(BASE[: BASE.index("[dpo]")] + 'output_dir = "one"\n')
     code, _, err = checked(capsys, "sft.toml", *words)
     assert code == 2
-    assert told in err
+    assert stated in err
 
 
 def test_the_head_that_a_reward_model_starts_from_has_the_size_of_its_states(
@@ -147,14 +147,14 @@ def test_the_head_that_a_reward_model_starts_from_has_the_size_of_its_states(
     assert f"score.weight has shape [1, {size - 1}], not [1, {size}]" in err
 
 
-def test_keys_of_a_file_that_nothing_reads_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_of_a_file_that_nothing_reads_are_reported(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("base.toml").write_text(BASE + "[critic]\nlearning_rate = 1.0\n")
     code, out, _ = checked(capsys, "base.toml", "--sft.output_dir=one", "--dpo.output_dir=two")
     assert code == 0
     assert out.startswith("note: nothing here reads critic.learning_rate\n")
 
 
-def test_rewards_that_fail_are_told_whatever_they_get(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rewards_that_fail_are_reported_whatever_they_get(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("reward.py").write_text("def reward_func(responses):\n    return [1.0 / (len(r) - 1) for r in responses]\n")
     Path("sums.jsonl").write_text("".join(json.dumps({"input": "1+1=", "label": "2" * n}) + "\n" for n in (1, 2) * 8))
     Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
@@ -165,7 +165,7 @@ def test_rewards_that_fail_are_told_whatever_they_get(file: Path, capsys: pytest
     assert "reward.py:2: reward_func raised ZeroDivisionError" in out
 
 
-def test_an_environment_that_cannot_begin_is_told_with_row_and_line(
+def test_an_environment_that_cannot_begin_is_reported_with_row_and_line(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = """class Environment:

@@ -87,7 +87,7 @@ def test_check_shows_what_a_run_reads(file: Path, capsys: pytest.CaptureFixture[
     assert main([*words[:2], "--dry_run=true"]) == 2
 
 
-def test_prompts_that_repeat_or_hold_their_answers_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_that_repeat_or_hold_their_answers_are_reported(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By `check`; and of an evaluation by the run itself, too, whose self-check looks at those that it trains on."""
     llama_like(file.parent / "model", template="{% for m in messages %}{{ m.content }}<|end_of_text|>{% endfor %}")
     (file.parent / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 9)
@@ -108,7 +108,7 @@ def test_prompts_that_repeat_or_hold_their_answers_are_told(file: Path, capsys: 
 
 @pytest.mark.parametrize("command", [["check"], ["train", "--dry_run"]])
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "stated"),
     [
         ("prompts.jsonl", '{"input": \n', "prompts.jsonl:1: not valid JSON"),
         ("prompts.jsonl", '{"input": "a"}\n', "fewer than rollout.batch_size"),
@@ -116,12 +116,12 @@ def test_prompts_that_repeat_or_hold_their_answers_are_told(file: Path, capsys: 
         ("reward.py", "def reward_func(responses, level): return []", "a parameter 'level' that nothing is passed for"),
     ],
 )
-def test_files_that_a_run_could_not_use_are_told(
-    file: Path, capsys: pytest.CaptureFixture[str], command: list[str], name: str, text: str, told: str
+def test_files_that_a_run_could_not_use_are_reported(
+    file: Path, capsys: pytest.CaptureFixture[str], command: list[str], name: str, text: str, stated: str
 ) -> None:
     (file.parent / name).write_text(text)
     assert main([command[0], str(file), *command[1:]]) == 2
-    assert told in capsys.readouterr().err
+    assert stated in capsys.readouterr().err
 
 
 def test_check_calls_the_reward_function(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,12 +135,12 @@ def test_check_calls_the_reward_function(file: Path, capsys: pytest.CaptureFixtu
 def test_check_names_servers_that_are_away(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     away = "http://127.0.0.1:9"  # the port of `discard`, which nobody serves
     assert main(["check", str(file), f"--reward.remote_url={away}", f"--env.path={away}"]) == 2
-    told = capsys.readouterr().err
-    assert f"servers that are not there: reward.remote_url: {away}: ConnectError" in told
-    assert f"; env.path: {away}: ConnectError" in told
+    stated = capsys.readouterr().err
+    assert f"servers that are not there: reward.remote_url: {away}: ConnectError" in stated
+    assert f"; env.path: {away}: ConnectError" in stated
 
 
-def test_keys_that_a_command_does_not_read_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_that_a_command_does_not_read_are_reported(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(file), "--sft.dataset=x", "--dry_run"]) == 2
     assert "--sft.dataset is not read by `slurm-rlhf train` (it is a key of `slurm-rlhf sft`)" in capsys.readouterr()[1]
     assert main(["sft", str(file), "--actor.learning_rate=5"]) == 2
@@ -148,7 +148,7 @@ def test_keys_that_a_command_does_not_read_are_told(file: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "stated"),
     [
         (["train", "FILE", "--lr=1"], "did you mean --actor.learning_rate or --critic.learning_rate?"),
         (["train", "FILE", "--critic.lr=1"], "did you mean --critic.learning_rate or --actor.learning_rate?"),
@@ -157,10 +157,10 @@ def test_keys_that_a_command_does_not_read_are_told(file: Path, capsys: pytest.C
     ],
 )
 def test_what_people_write_is_understood(
-    file: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+    file: Path, capsys: pytest.CaptureFixture[str], words: list[str], stated: str
 ) -> None:
     assert main([str(file) if word == "FILE" else word for word in words]) == 2
-    assert told in capsys.readouterr().err
+    assert stated in capsys.readouterr().err
 
 
 def test_a_file_with_a_byte_order_mark_is_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,9 +315,9 @@ def test_plan_for_unlike_nodes_is_that_of_the_job(tmp_path: Path, capsys: pytest
             *((f"r01c0{number}", 4) for number in (1, 2, 3)),
         ]
         assert [share["node"] for share in plan["roles"]["actor"]] == ["fat-1", "fat-2"]
-    for gpus, told in (("6,4", "2 counts for 5 nodes"), ("0", "every node needs a GPU"), ("x", "got 'x' for fat-1")):
+    for gpus, stated in (("6,4", "2 counts for 5 nodes"), ("0", "every node needs a GPU"), ("x", "got 'x' for fat-1")):
         assert main(["plan", str(file), "--nodelist=r01c[01-03],fat-[1-2]", f"--gpus_per_node={gpus}"]) == 2
-        assert told in capsys.readouterr().err
+        assert stated in capsys.readouterr().err
 
 
 def _store_model(directory: Path, shapes: dict[str, list[int]]) -> None:

@@ -34,20 +34,20 @@ def seven(tmp_path: Path) -> str:
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine whose nvidia-smi tells of eight GPUs; the file says which."""
-    program, told = tmp_path / "bin" / "nvidia-smi", tmp_path / "kind"
+    program, stated = tmp_path / "bin" / "nvidia-smi", tmp_path / "kind"
     program.parent.mkdir()
-    told.write_text("echo NVIDIA A100-SXM4-40GB, 40960")
+    stated.write_text("echo NVIDIA A100-SXM4-40GB, 40960")
     program.write_text(
         "#!/bin/sh\n"
         "case $1 in *compute-apps*) exit 0 ;; esac\n"
         'for i in 0 1 2 3 4 5 6 7; do case $1 in -L) echo "GPU $i: x" ;; '
-        f'*) echo "$i, GPU-$i, $(. {told}), 0, 580.1, Disabled" ;; esac; done\n'
+        f'*) echo "$i, GPU-$i, $(. {stated}), 0, 580.1, Disabled" ;; esac; done\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    return told
+    return stated
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_without_gpus_a_run_is_not_measured_by_them(
     assert "# memory: unknown: there are no GPUs here" in capsys.readouterr().out
 
 
-def test_submit_refuses_what_it_is_told_the_gpus_of(
+def test_submit_refuses_what_it_is_reported_the_gpus_of(
     capsys: pytest.CaptureFixture[str], run: tuple[str, ...], tmp_path: Path
 ) -> None:
     words = ["submit", *run[1:], "--train.max_tokens_per_gpu=300000000", "--train.gpu=h100"]

@@ -33,7 +33,7 @@ def test_a_file_is_read_and_what_is_wrong_is_named(tmp_path: Path, capsys: pytes
         "module load cuda",
         f"exec {sys.executable} -m slurm_rlhf.cli pipeline {file} --only=sft",
     ]
-    for old, new, told in (
+    for old, new, stated in (
         ("{sft}", "{later}", "no stage before it is called 'later' (sft)"),
         ('command = "dpo"', 'command = "dop"', "command = 'dop'; did you mean dpo? (valid: train, sft, rm, dpo"),
         ("dpo.beta", "dpo.bta", "unknown key --dpo.bta"),
@@ -46,7 +46,7 @@ def test_a_file_is_read_and_what_is_wrong_is_named(tmp_path: Path, capsys: pytes
         assert old in FILE
         file.write_text(FILE.replace(old, new))
         assert main(["pipeline", str(file), "--local"]) == 2
-        assert told in capsys.readouterr().err
+        assert stated in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

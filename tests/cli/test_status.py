@@ -213,21 +213,21 @@ def test_a_job_that_slurmctld_has_forgotten(bench: Bench, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("scontrol", "told"),
+    ("scontrol", "stated"),
     [
         ("echo 'Unable to contact slurm controller' >&2; exit 1", "Unable to contact slurm controller"),
         (f"exec sleep {HANG_S}", "scontrol had no answer within 0.3 s"),  # it tries for 18 s
     ],
 )
 def test_without_a_controller_the_directory_still_tells(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, scontrol: str, told: str
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, scontrol: str, stated: str
 ) -> None:
     assert timeouts.SLURM_STATUS_S <= 5
     monkeypatch.setattr(timeouts, "SLURM_STATUS_S", 0.3 if "sleep" in scontrol else HANG_S)
     bench.program("scontrol", scontrol)
     bench.wrote("running", 4)
     out = bench.shown()
-    assert f"slurmctld says nothing about job 12: {told}" in out
+    assert f"slurmctld says nothing about job 12: {stated}" in out
     assert f"run         {bench.run_dir}: running\n" in out
     assert "step        4/10" in out
 

@@ -34,9 +34,9 @@ def take(tmp_path: Path) -> Iterator[Take]:
     taken: list[KernelCache] = []
 
     def call(role: str = "rollout", index: int = 0, limit_gib: float = 1.0) -> KernelCache:
-        cache, told = take_kernel_cache(str(tmp_path), role, index, limit_gib)
-        assert cache is not None, told
-        assert told == f"compiled kernels are kept in {cache.directory}"
+        cache, stated = take_kernel_cache(str(tmp_path), role, index, limit_gib)
+        assert cache is not None, stated
+        assert stated == f"compiled kernels are kept in {cache.directory}"
         taken.append(cache)
         return cache
 
@@ -105,8 +105,8 @@ def test_the_lock_file_of_a_killed_compiler_keeps_nobody_waiting(take: Take) -> 
 RANK = """
 import sys, time
 from slurm_rlhf.cluster.local_directory import take_kernel_cache
-cache, told = take_kernel_cache(sys.argv[1], "rollout", int(sys.argv[2]), 1.0)
-print(cache.directory if cache else told, flush=True)
+cache, stated = take_kernel_cache(sys.argv[1], "rollout", int(sys.argv[2]), 1.0)
+print(cache.directory if cache else stated, flush=True)
 sys.stdin.readline()
 for n in range(200):
     (cache.directory / "index").write_text(str(cache.directory) * 100)
@@ -126,8 +126,8 @@ def test_ranks_that_start_together_write_apart(tmp_path: Path) -> None:
         )
         for number in range(4)
     ]
-    told = [rank.stdout.readline().strip() for rank in ranks if rank.stdout]
-    assert sorted(Path(line).name for line in told) == ["rollout.0", "rollout.0.1", "rollout.1", "rollout.1.1"]
+    stated = [rank.stdout.readline().strip() for rank in ranks if rank.stdout]
+    assert sorted(Path(line).name for line in stated) == ["rollout.0", "rollout.0.1", "rollout.1", "rollout.1.1"]
     ends = [rank.communicate("go\n") for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, ends
     cache, _ = take_kernel_cache(str(tmp_path), "rollout", 1, 1.0)
@@ -147,19 +147,19 @@ def test_nobody_else_can_look_in_or_was_there_first(
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     theirs = tmp_path / "slurm_rlhf_kernels.54321"
     theirs.mkdir(mode=0o777)
-    told = refused(tmp_path)
-    assert f"slurm_rlhf_kernels.54321 there belongs to user {theirs.stat().st_uid}" in told
+    stated = refused(tmp_path)
+    assert f"slurm_rlhf_kernels.54321 there belongs to user {theirs.stat().st_uid}" in stated
     theirs.rmdir()
     theirs.symlink_to(root)
     assert "slurm_rlhf_kernels.54321 is not a directory there" in refused(tmp_path)
 
 
 def refused(base: Path) -> str:
-    cache, told = take_kernel_cache(str(base), "rollout", 0, 1.0)
+    cache, stated = take_kernel_cache(str(base), "rollout", 0, 1.0)
     assert cache is None
-    assert told.startswith(f"compiled kernels are not kept: {base}: ")
-    assert "train.kernel_cache" in told
-    return told
+    assert stated.startswith(f"compiled kernels are not kept: {base}: ")
+    assert "train.kernel_cache" in stated
+    return stated
 
 
 @pytest.fixture
@@ -185,9 +185,9 @@ def test_a_full_disk_is_passed_over(places: list[Path], monkeypatch: pytest.Monk
     assert cache.directory.is_relative_to(places[1])
     leave(cache)
     small.add(places[1])
-    none, told = take_kernel_cache("auto", "actor", 0, 1.0)
+    none, stated = take_kernel_cache("auto", "actor", 0, 1.0)
     assert none is None
-    assert f"{places[0]}: only 5 MiB are free; {places[1]}: only 5 MiB are free" in told
+    assert f"{places[0]}: only 5 MiB are free; {places[1]}: only 5 MiB are free" in stated
     small.clear()
     made = Path.mkdir
 
@@ -206,12 +206,12 @@ def test_a_full_disk_is_passed_over(places: list[Path], monkeypatch: pytest.Monk
 def test_a_rank_that_holds_the_door_does_not_hang_the_others(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
     root = take().directory.parent.parent
     monkeypatch.setattr(timeouts, "KERNEL_LOCK_S", 0.1)
-    door = local_directory._try_lock(root)
-    assert door is not None
+    way = local_directory._try_lock(root)
+    assert way is not None
     try:
         assert "another process has held its lock" in refused(root.parent)
     finally:
-        os.close(door)
+        os.close(way)
 
 
 def test_other_versions_have_other_directories(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,8 +277,8 @@ def test_ranks_take_the_gpus_in_turns_and_pass_for_hosts_where_they_are_too_many
     assert gpus == ("0", "1")
     assert share_gpus(["a", "b"], gpus) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
     crowded = share_gpus(["a", "a", "b"], gpus)
-    assert [seat["CUDA_VISIBLE_DEVICES"] for seat in crowded] == ["0", "1", "0"]
-    assert len({seat["NCCL_HOSTID"] for seat in crowded}) == 3
+    assert [gpu_environment["CUDA_VISIBLE_DEVICES"] for gpu_environment in crowded] == ["0", "1", "0"]
+    assert len({gpu_environment["NCCL_HOSTID"] for gpu_environment in crowded}) == 3
     apart = share_gpus(["a", "a", "b"], gpus, one_machine=False)
     assert apart == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "0"}]
     assert share_gpus(["a", "b"], ()) == [{}, {}]

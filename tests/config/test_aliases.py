@@ -116,9 +116,9 @@ def test_every_alias_loads_from_a_file_and_from_the_command_line(
         from_file = load_config(write(tmp_path, f"{alias} = {quoted}"))
         from_words = load_config(None, [f"--{alias}={written}"])
         assert get(from_file, key) == get(from_words, key) == value != all_keys()[key].default, alias
-        told = capsys.readouterr().err.splitlines()
-        assert told[0].endswith(f"run.toml: {alias}, a name of OpenRLHF, is {key} here")
-        assert told[1:] == [f"note: the command line: --{alias}, a name of OpenRLHF, is {key} here"]
+        stated = capsys.readouterr().err.splitlines()
+        assert stated[0].endswith(f"run.toml: {alias}, a name of OpenRLHF, is {key} here")
+        assert stated[1:] == [f"note: the command line: --{alias}, a name of OpenRLHF, is {key} here"]
 
 
 def test_names_of_ours_are_not_remarked_upon_and_need_no_table(
@@ -179,21 +179,23 @@ def test_the_command_line_overrides_a_file_in_either_spelling(tmp_path: Path) ->
     ],
 )
 def test_what_is_wrong_is_said_in_words_that_the_user_knows(words: list[str], problem: str) -> None:
-    told = refused(None, *words)
-    assert problem in told
-    assert "\n" not in told
+    stated = refused(None, *words)
+    assert problem in stated
+    assert "\n" not in stated
 
 
 def test_the_same_key_twice_in_a_file(tmp_path: Path) -> None:
-    told = refused(write(tmp_path, "lambd = 0.9\n[algo.advantage]\nlambd = 0.95"))
-    assert told.endswith("lambd and algo.advantage.lambd are the same key, algo.advantage.lambd: leave one out")
+    stated = refused(write(tmp_path, "lambd = 0.9\n[algo.advantage]\nlambd = 0.95"))
+    assert stated.endswith("lambd and algo.advantage.lambd are the same key, algo.advantage.lambd: leave one out")
 
 
 def test_tables_of_others_are_explained_key_by_key(tmp_path: Path) -> None:
-    told = refused(write(tmp_path, "[ds]\nload_in_4bit = true\n[actor_rollout_ref.rollout]\nn = 4\n[zzz.a]\nb = 1"))
-    assert "unknown key ds.load_in_4bit: OpenRLHF's ds.load_in_4bit is no key here: all parameters are trained" in told
-    assert "unknown key actor_rollout_ref.rollout.n: verl's actor_rollout_ref.rollout.n is rollout.n_samples" in told
-    assert "unknown key zzz.a.b (`slurm-rlhf train --help` names all keys)" in told
+    stated = refused(write(tmp_path, "[ds]\nload_in_4bit = true\n[actor_rollout_ref.rollout]\nn = 4\n[zzz.a]\nb = 1"))
+    assert (
+        "unknown key ds.load_in_4bit: OpenRLHF's ds.load_in_4bit is no key here: all parameters are trained" in stated
+    )
+    assert "unknown key actor_rollout_ref.rollout.n: verl's actor_rollout_ref.rollout.n is rollout.n_samples" in stated
+    assert "unknown key zzz.a.b (`slurm-rlhf train --help` names all keys)" in stated
 
 
 def test_values_of_others_are_said_in_ours_and_are_none_of_ours() -> None:
@@ -205,10 +207,10 @@ def test_values_of_others_are_said_in_ours_and_are_none_of_ours() -> None:
                 load_config(None, [f"--{name}={theirs}"])
 
 
-def test_an_interval_of_minus_one_is_told_that_never_is_zero() -> None:
+def test_an_interval_of_minus_one_is_warned_that_never_is_zero() -> None:
     for name in INTERVALS:
-        told = list(out_of_range(load_config(None, [f"--{name}=-1"])))
-        assert told == [f"{name} must be at least 0, got -1; never is 0 here"]
+        stated = list(out_of_range(load_config(None, [f"--{name}=-1"])))
+        assert stated == [f"{name} must be at least 0, got -1; never is 0 here"]
 
 
 def test_names_of_verl_and_trl_lead_to_keys_and_say_where_numbers_differ(tmp_path: Path) -> None:
@@ -216,13 +218,13 @@ def test_names_of_verl_and_trl_lead_to_keys_and_say_where_numbers_differ(tmp_pat
     assert (VERL.keys() | TRL.keys()) & all_keys().keys() == set()
     assert {name: key for name, key in {**VERL, **TRL}.items() if read_as().get(name, key) != key} == {}
     assert UNITS.keys() <= VERL.keys() | TRL.keys()
-    told = refused(write(tmp_path, "num_generations = 4\nactor_rollout_ref.actor.ppo_mini_batch_size = 8"))
-    assert "TRL's num_generations is rollout.n_samples_per_prompt here (`" in told
-    assert "ppo_mini_batch_size is train.batch_size here; verl counts prompts, this key responses" in told
-    told = refused(write(tmp_path, "generation_batch_size = 8\nscale_rewards = true\nvllm_mode = 'colocate'"))
-    assert "rollout.batch_size here; TRL counts responses, this key prompts" in told
-    assert "algo.advantage.no_std_norm here; true there is false here" in told
-    assert "TRL's vllm_mode is train.colocate_all here" in told
+    stated = refused(write(tmp_path, "num_generations = 4\nactor_rollout_ref.actor.ppo_mini_batch_size = 8"))
+    assert "TRL's num_generations is rollout.n_samples_per_prompt here (`" in stated
+    assert "ppo_mini_batch_size is train.batch_size here; verl counts prompts, this key responses" in stated
+    stated = refused(write(tmp_path, "generation_batch_size = 8\nscale_rewards = true\nvllm_mode = 'colocate'"))
+    assert "rollout.batch_size here; TRL counts responses, this key prompts" in stated
+    assert "algo.advantage.no_std_norm here; true there is false here" in stated
+    assert "TRL's vllm_mode is train.colocate_all here" in stated
 
 
 def test_a_name_that_is_near_nothing_is_not_guessed_at() -> None:

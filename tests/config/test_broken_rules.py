@@ -363,12 +363,12 @@ def test_keys_that_go_together_break_no_rule(words: str) -> None:
     assert problems(words) == []
 
 
-@pytest.mark.parametrize(("words", "told"), BROKEN, ids=[words for words, _ in BROKEN])
-def test_a_broken_rule_is_one_sentence_that_names_the_keys(words: str, told: str) -> None:
+@pytest.mark.parametrize(("words", "stated"), BROKEN, ids=[words for words, _ in BROKEN])
+def test_a_broken_rule_is_one_sentence_that_names_the_keys(words: str, stated: str) -> None:
     named, _, given = words.partition(" with ")
     found = problems(f"{named} {given}")
     assert len(found) == 1, found
-    assert re.search(".*".join(map(re.escape, told.split(" ... "))), found[0]), found[0]
+    assert re.search(".*".join(map(re.escape, stated.split(" ... "))), found[0]), found[0]
     assert [word for word in shlex.split(named) if key(word) not in found[0]] == []
     assert "correction" not in words or ". " not in found[0]
 

@@ -143,13 +143,15 @@ def test_every_directory_of_the_run_is_checked_by_its_architecture(config: Confi
     critic.mkdir()
     (critic / "model.safetensors").write_bytes(NO_WEIGHTS)
     change(config, f"critic.model_name_or_path={critic}")
-    for told, body in {
+    for stated, body in {
         "is a PhiMoEForCausalLM, which cannot be trained here": {"architectures": ["PhiMoEForCausalLM"]},
         "is a bert, an encoder": {"model_type": "bert"},
         "longer than the 8 positions": {"max_position_embeddings": 8},
     }.items():
         (critic / "config.json").write_text(json.dumps(body))
-        with pytest.raises(ModelError, match=f"critic.model_name_or_path.*{told}|{told}.*critic.model_name_or_path"):
+        with pytest.raises(
+            ModelError, match=f"critic.model_name_or_path.*{stated}|{stated}.*critic.model_name_or_path"
+        ):
             check(config)
         change(config, "algo.advantage.estimator=reinforce", "train.num_episodes=2")
         check(config)  # no critic runs
@@ -164,12 +166,12 @@ def test_a_model_that_was_never_compared_is_a_warning_for_whoever_tells_the_user
     assert warnings(config) == []
     (Path(config.actor.model_name_or_path) / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
     check(config)
-    (told,) = warnings(config)
-    assert told.startswith("actor.model_name_or_path: ")
-    assert "is a OtherForCausalLM, which was never compared" in told
+    (stated,) = warnings(config)
+    assert stated.startswith("actor.model_name_or_path: ")
+    assert "is a OtherForCausalLM, which was never compared" in stated
 
 
-def test_keys_files_and_models_are_told_in_one_round(config: Config) -> None:
+def test_keys_files_and_models_are_reported_in_one_round(config: Config) -> None:
     change(config, "data.prompt_dataset=/no/where", "reward.remote_url=/no.py", "train.seed=-1")
     change(config, "actor.model_name_or_path=/no/model", "critic.model_name_or_path=/no/critic")
     with pytest.raises(ConfigError) as caught:
@@ -184,7 +186,7 @@ WHOLE = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "stated"),
     [
         ("model.safetensors", b"", "is not a safetensors file: it is empty, or ends within its header"),
         ("model.safetensors", b"<html>404 Not Found", "is not a safetensors file: a header of"),
@@ -199,8 +201,8 @@ WHOLE = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
         ("model.safetensors.index.json", b"{}", "cannot be read: KeyError"),
     ],
 )
-def test_weights_that_are_not_whole_are_told_before_anything_starts(
-    config: Config, name: str, content: bytes, told: str
+def test_weights_that_are_not_whole_are_reported_before_anything_starts(
+    config: Config, name: str, content: bytes, stated: str
 ) -> None:
     directory = Path(config.actor.model_name_or_path)
     (directory / "model.safetensors").write_bytes(len(WHOLE).to_bytes(8, "little") + WHOLE + bytes(8))
@@ -211,7 +213,7 @@ def test_weights_that_are_not_whole_are_told_before_anything_starts(
         with pytest.raises(ModelError) as caught:
             rules(config)
         assert str(caught.value).startswith(f"actor.model_name_or_path: {directory / name} ")
-        assert told in str(caught.value)
+        assert stated in str(caught.value)
 
 
 def test_a_reward_model_has_the_actors_tokens(config: Config, tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_a_model_without_an_output_head(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layer", "words", "told"),
+    ("layer", "words", "stated"),
     [
         ("self_attn.qkv_proj", "lora.target_modules=q_proj", "has no linear layers named q_proj; it has qkv_proj"),
         ("self_attn.qkv_proj", "lora.target_modules=qkv_proj", ""),
@@ -266,7 +268,7 @@ def test_a_model_without_an_output_head(config: Config) -> None:
         ("mlp.experts.0.up_proj", "lora.target_modules=all-linear", "has experts, for which there are no adapters"),
     ],
 )
-def test_layers_that_get_adapters_are_there(config: Config, layer: str, words: str, told: str) -> None:
+def test_layers_that_get_adapters_are_there(config: Config, layer: str, words: str, stated: str) -> None:
     model = Path(config.actor.model_name_or_path)
     described = json.loads((model / "config.json").read_text())
     named = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "vocab_size": 9}
@@ -274,9 +276,9 @@ def test_layers_that_get_adapters_are_there(config: Config, layer: str, words: s
     stored = {"lm_head.weight": [9, 4], f"model.layers.0.{layer}.weight": [8, 4], "model.norm.weight": [4]}
     (model / "model.safetensors").write_bytes(tensors(stored))
     config.lora.rank = 8
-    if not told:
+    if not stated:
         return check(change(config, words))
-    with pytest.raises(ModelError, match=re.escape(told)) as caught:
+    with pytest.raises(ModelError, match=re.escape(stated)) as caught:
         check(change(config, words))
     assert "actor.model_name_or_path" in str(caught.value)
     assert str(caught.value).count("lora.") == 1, "policy and critic start from one directory"
@@ -302,7 +304,7 @@ def test_sft_needs_its_own_keys_only(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "stated"),
     [
         (["train.gradient_checkpointing=selective", "ds.zero_stage=3"], "selective excludes ds.zero_stage = 3"),
         (["train.gradient_checkpointing=off", "actor.gradient_checkpointing_enable=true"], "contradict each other"),
@@ -312,8 +314,8 @@ def test_sft_needs_its_own_keys_only(config: Config) -> None:
         (["ds.ulysses_size=2", "actor.num_gpus_per_node=2"], "ds.ulysses_size = 2 cuts rows in which sequences lie"),
     ],
 )
-def test_a_stage_has_the_rules_of_what_it_trains(config: Config, words: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+def test_a_stage_has_the_rules_of_what_it_trains(config: Config, words: list[str], stated: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(stated)):
         check_stage(change(config, *words), "sft")
 
 
@@ -325,7 +327,7 @@ def test_a_place_that_cannot_be_written(config: Config, tmp_path: Path, monkeypa
             rules(config)
 
 
-def test_broken_rules_are_told_where_python_keeps_no_docstrings(tmp_path: Path) -> None:
+def test_broken_rules_are_shown_where_python_keeps_no_docstrings(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[rollout]\ntop_p = 0.5\n")
     command = [sys.executable, "-OO", "-m", "slurm_rlhf.cli", "train", str(file), "--dry_run"]

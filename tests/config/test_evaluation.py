@@ -70,24 +70,24 @@ def test_metrics_of_which_more_is_better(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "stated"),
     [
         ("temprature = 1", "an entry has no 'temprature'; did you mean temperature? (valid: path, name,"),
         ("temperature = 'hot'", "eval.datasets: temperature takes a number, got 'hot'"),
         ("pass_k = [1.5]", "eval.datasets: pass_k takes a list of whole numbers, got [1.5]"),
     ],
 )
-def test_an_entry_that_cannot_be_read(tmp_path: Path, entry: str, told: str) -> None:
+def test_an_entry_that_cannot_be_read(tmp_path: Path, entry: str, stated: str) -> None:
     with pytest.raises(ConfigError) as raised:
         config_of(tmp_path, f"[[eval.datasets]]\npath = 'a.jsonl'\n{entry}\n")
-    assert told in str(raised.value)
+    assert stated in str(raised.value)
     with pytest.raises(ConfigError, match="a data set has no path: name its JSONL file"):
         config_of(tmp_path, "[[eval.datasets]]\nname = 'a'\n")
     with pytest.raises(ConfigError, match="and of tables with path, name"):
         config_of(tmp_path, "[eval]\ndatasets = [3]\n")
 
 
-def test_all_that_is_wrong_with_a_data_set_is_told() -> None:
+def test_all_that_is_wrong_with_a_data_set_is_reported() -> None:
     entry = '{path="a.jsonl", n_samples_per_prompt=0, temperature=3, max_samples=-1, input_key=""}'
     problems = list(eval_problems(load_config(None, [f"--eval.datasets=[{entry}]"])))
     assert len(problems) == 5

@@ -42,11 +42,11 @@ def test_the_table_holds_what_is_compared() -> None:
     assert set(refused) <= set(architectures.REFUSED)
 
 
-def test_an_architecture_that_was_not_compared_is_told(tmp_path: Path) -> None:
+def test_an_architecture_that_was_not_compared_is_reported(tmp_path: Path) -> None:
     assert uncompared("actor", directory(tmp_path, architectures=["Qwen2ForCausalLM"])) == ""
-    told = uncompared("actor", directory(tmp_path, architectures=["OtherForCausalLM"]))
-    assert told.startswith(f"actor: {tmp_path} is a OtherForCausalLM, which was never compared")
-    assert "Qwen2ForCausalLM" in told
+    stated = uncompared("actor", directory(tmp_path, architectures=["OtherForCausalLM"]))
+    assert stated.startswith(f"actor: {tmp_path} is a OtherForCausalLM, which was never compared")
+    assert "Qwen2ForCausalLM" in stated
     check_architecture("actor", str(tmp_path), sampled_len=64)
 
 
@@ -216,7 +216,7 @@ def test_what_the_hub_gives_takes_the_place_of_the_name(cache: Path, monkeypatch
 
 
 def test_what_is_no_model_is_called_by_its_name(tmp_path: Path) -> None:
-    for name, told in (
+    for name, stated in (
         ("adapter_config.json", "is a LoRA adapter"),
         ("model.gguf", "holds GGUF files"),
         ("x", "is not a"),
@@ -224,9 +224,9 @@ def test_what_is_no_model_is_called_by_its_name(tmp_path: Path) -> None:
         directory = tmp_path / name
         directory.mkdir()
         (directory / name).touch()
-        with pytest.raises(ModelError, match=f"actor.model_name_or_path: {directory} {told}"):
+        with pytest.raises(ModelError, match=f"actor.model_name_or_path: {directory} {stated}"):
             read_config("actor.model_name_or_path", directory)
-    for name, told in (("model.gguf", "GGUF cannot be trained"), ("x", "name the directory that it is in")):
+    for name, stated in (("model.gguf", "GGUF cannot be trained"), ("x", "name the directory that it is in")):
         file = tmp_path / name / name
-        with pytest.raises(ModelError, match=f"{file} is a file, and a model is a directory: {told}"):
+        with pytest.raises(ModelError, match=f"{file} is a file, and a model is a directory: {stated}"):
             check_model_directory("actor.model_name_or_path", str(file), tokenizer=False)

@@ -161,7 +161,7 @@ def test_the_quickstart_over_a_recipe_keeps_its_algorithm_and_nothing_of_its_clu
     assert [role.ranks(both) for role in running_roles(both)] == [1] * len(running_roles(both))
 
 
-def test_an_unknown_recipe_is_told_before_anything_is_made() -> None:
+def test_an_unknown_recipe_is_reported_before_anything_is_made() -> None:
     done = subprocess.run(
         ["bash", str(SBATCH / "quickstart.sh"), "--recipe=grop"],
         capture_output=True,

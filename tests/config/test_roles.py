@@ -115,13 +115,13 @@ def test_the_rules_of_a_critic_hold_where_one_runs(config: Config) -> None:
     assert "does not divide over critic.num_nodes * critic.num_gpus_per_node = 1 * 7 = 7 ranks" in problems(config)
 
 
-def test_an_unknown_algorithm_is_told_where_all_plugins_are_there(config: Config) -> None:
+def test_an_unknown_algorithm_is_shown_where_all_plugins_are_there(config: Config) -> None:
     config.algo.advantage.estimator = "tox"
     assert "algo.advantage.estimator = 'tox' is unknown; did you mean toy? (valid: " in problems(config)
     config.train.plugins = ["/no/such/file.py"]
-    told = problems(config)
-    assert "train.plugins: no such file: /no/such/file.py: name a Python file" in told
-    assert "is unknown" not in told
+    stated = problems(config)
+    assert "train.plugins: no such file: /no/such/file.py: name a Python file" in stated
+    assert "is unknown" not in stated
 
 
 @pytest.mark.parametrize("estimator", sorted(registry.built_in()))

@@ -43,11 +43,11 @@ def corrected(*keys: str) -> Config:
 def test_the_rule_that_keys_choose(keys: list[str], rule: CorrectionRule | None) -> None:
     config = corrected(*keys)
     assert correction_of(config) == rule
-    assert [told for told in rule_problems(config) if "correction" in told] == []
+    assert [stated for stated in rule_problems(config) if "correction" in stated] == []
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "stated"),
     [
         ("ds.packing_samples=always ds.attn_implementation=eager", "has a row for each"),
         ("ds.packing_samples=always ds.attn_implementation=flex_attention", "has a row for each"),
@@ -57,9 +57,9 @@ def test_the_rule_that_keys_choose(keys: list[str], rule: CorrectionRule | None)
         ("vllm.keep_kv_cache=true train.full_determinism=true vllm.sync_mode=inflight", "excludes that: leave one"),
     ],
 )
-def test_keys_that_exclude_each_other_are_one_error_with_their_names(words: str, told: str) -> None:
+def test_keys_that_exclude_each_other_are_one_error_with_their_names(words: str, stated: str) -> None:
     (found,) = rule_problems(load_config(None, [f"--{word}" for word in words.split()]))
-    assert told in found
+    assert stated in found
     assert [word for word in words.split() if word.partition("=")[0] not in found] == []
 
 
@@ -71,10 +71,10 @@ def test_the_actor_samples_alone() -> None:
     assert ROLLOUT in [role.name for role in running_roles(Config())]
 
 
-def test_keys_without_effect_are_told() -> None:
+def test_keys_without_effect_are_reported() -> None:
     assert unused_note(corrected("rollout.engine=hf")) == unused_note(corrected("vllm.max_num_seqs=16")) == ""
-    told = unused_note(corrected("rollout.engine=hf", "vllm.max_num_seqs=16", "sync.bucket_mb=8"))
-    assert "vllm.max_num_seqs, sync.bucket_mb have no effect" in told
+    stated = unused_note(corrected("rollout.engine=hf", "vllm.max_num_seqs=16", "sync.bucket_mb=8"))
+    assert "vllm.max_num_seqs, sync.bucket_mb have no effect" in stated
 
 
 def test_models_that_are_refused_because_of_engines_are_not(tmp_path: Path) -> None:

@@ -49,13 +49,13 @@ def sft(directory: Path, tokenizer: Tokenizer, *rows: dict[str, Any], **data: An
     return load_examples(file, tokenizer, Data(**keys)).experience
 
 
-def told(found: Experience) -> tuple[list[int], list[bool]]:
+def stated(found: Experience) -> tuple[list[int], list[bool]]:
     """The tokens of one example, and which are in the loss."""
     return found.token_ids.tolist(), [False] * int(found.prompt_lens[0]) + found.action_mask.tolist()
 
 
 def in_loss(found: Experience, tokenizer: Tokenizer) -> str:
-    ids, mask = told(found)
+    ids, mask = stated(found)
     chosen = [token if wanted else None for token, wanted in zip(ids, mask, strict=True)]
     words = "".join("#" if token is None else tokenizer.decode([token], skip_special_tokens=False) for token in chosen)
     return "#".join(filter(None, words.split("#")))
@@ -71,10 +71,10 @@ def test_masks_are_those_of_transformers_and_of_prefixes(tmp_path: Path, name: s
     theirs = AutoTokenizer.from_pretrained(tmp_path / "marks").apply_chat_template(
         talk, return_assistant_tokens_mask=True, return_dict=True
     )
-    ids, mask = told(by_marks)
+    ids, mask = stated(by_marks)
     assert (theirs["input_ids"][: len(ids)], theirs["assistant_masks"][: len(ids)]) == (ids, mask)
     assert not any(theirs["assistant_masks"][len(ids) :])
-    assert told(by_prefix) == (ids, mask)
+    assert stated(by_prefix) == (ids, mask)
 
 
 def test_an_answer_is_the_same_as_text_and_as_messages(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_an_answer_is_the_same_as_text_and_as_messages(tmp_path: Path) -> None:
         {"input": "a b", "messages": [asked, said]},
         {"input": [asked, said]},
     ]
-    found = [told(sft(tmp_path, tokenizer, row)) for row in rows]
+    found = [stated(sft(tmp_path, tokenizer, row)) for row in rows]
     assert found == [found[0]] * len(rows)
     text = tokenizer.decode(found[0][0], skip_special_tokens=False)
     assert text == "<|user|>look it up: a b<|end|>\n<|assistant|>8.50<|end|>"
@@ -135,7 +135,7 @@ def test_tools_of_a_row_are_shown_to_the_model(tmp_path: Path) -> None:
         with_tools = sft(tmp_path, tokenizer, row | {"tools": tools}, tools_key="tools")
         shown = tokenizer.decode(with_tools.token_ids.tolist(), skip_special_tokens=False)
         assert shown.startswith(f"<|system|>{json.dumps(tools[0])}<|end|>")
-        assert told(sft(tmp_path, tokenizer, row | {"tools": tools})) == told(sft(tmp_path, tokenizer, row))
-        assert told(sft(tmp_path, tokenizer, row, tools_key="tools")) == told(sft(tmp_path, tokenizer, row))
+        assert stated(sft(tmp_path, tokenizer, row | {"tools": tools})) == stated(sft(tmp_path, tokenizer, row))
+        assert stated(sft(tmp_path, tokenizer, row, tools_key="tools")) == stated(sft(tmp_path, tokenizer, row))
         with pytest.raises(DataError, match=r"rows\.jsonl:1: 'tools' \(data\.tools_key\) must be a list of schemas"):
             sft(tmp_path, tokenizer, row | {"tools": "look_up"}, tools_key="tools")

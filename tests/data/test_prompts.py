@@ -211,7 +211,7 @@ def test_shuffle_depends_on_seed_and_episode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "stated"),
     [
         ("prompts", 9, "the number of usable prompts in {} is 9 and was 10 when"),
         ("batch_size", 3, "{} is 3 and was 2 when"),
@@ -221,12 +221,12 @@ def test_shuffle_depends_on_seed_and_episode() -> None:
     ],
 )
 @pytest.mark.parametrize("keys", [OrderKeys(), OrderKeys("sft.dataset", "sft.batch_size", "sft.output_dir")])
-def test_other_data_does_not_resume(name: str, value: object, told: str, keys: OrderKeys) -> None:
+def test_other_data_does_not_resume(name: str, value: object, stated: str, keys: OrderKeys) -> None:
     order = PromptOrder(10, 2, 1, seed=1, fingerprint="x", keys=keys)
     order.next()
     with pytest.raises(CheckpointError) as caught:
         replace(order, **{name: value}).load_state_dict(order.state_dict())
-    assert str(caught.value).startswith(told.format(keys.batch_size if name == "batch_size" else keys.dataset))
+    assert str(caught.value).startswith(stated.format(keys.batch_size if name == "batch_size" else keys.dataset))
     assert f"restore it, or start a new run in another --{keys.directory}" in str(caught.value)
     replace(order, episodes=5).check(order.state_dict())
 

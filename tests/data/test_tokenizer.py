@@ -181,9 +181,9 @@ def test_renders_as_transformers_does(tmp_path: Path, shape: str) -> None:
 def test_a_prompt_of_unknown_letters_is_not_called_empty(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save(tmp_path))
     file = tmp_path / "prompts.jsonl"
-    for text, told in (("漢", "the prompt '漢' gives no token"), ("", "the prompt is empty")):
+    for text, stated in (("漢", "the prompt '漢' gives no token"), ("", "the prompt is empty")):
         file.write_text(json.dumps({"input": text}) + "\n")
-        with pytest.raises(DataError, match=f"prompts.jsonl:1: {told}"):
+        with pytest.raises(DataError, match=f"prompts.jsonl:1: {stated}"):
             PromptSet.load(file, tokenizer, Data(), 100)
 
 
@@ -235,7 +235,7 @@ def test_blanks_before_it_make_no_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "listed", "told"),
+    ("end", "listed", "stated"),
     [
         ("<|end_of_text|>", None, ""),
         ("<|eot_id|>\n", None, "ends an answer by '<|eot_id|>'"),
@@ -244,15 +244,17 @@ def test_blanks_before_it_make_no_difference(tmp_path: Path) -> None:
         ("\n", "<|eot_id|>", "engines end a response at <|end_of_text|> or <|eot_id|> only"),
     ],
 )
-def test_a_template_whose_answers_do_not_end_is_told(tmp_path: Path, end: str, listed: str | None, told: str) -> None:
+def test_a_template_whose_answers_do_not_end_is_reported(
+    tmp_path: Path, end: str, listed: str | None, stated: str
+) -> None:
     tokenizer = Tokenizer.load(llama_like(tmp_path, template=ANSWERS.replace("END", end)))
     if listed:
         ends = [tokenizer.eos_token_id, tokenizer.encode(listed, add_special_tokens=False)[0]]
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     said = missing_eos(tokenizer)
-    assert told in said
-    assert bool(told) == bool(said)
-    assert "generation_config.json" in said or not told
+    assert stated in said
+    assert bool(stated) == bool(said)
+    assert "generation_config.json" in said or not stated
 
 
 def test_ends_in_config_json_count_where_there_is_no_generation_config(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
 
 
-def told(trajectories: list[Trajectory]) -> list[tuple[list[int], bytes, str, str]]:
+def stated(trajectories: list[Trajectory]) -> list[tuple[list[int], bytes, str, str]]:
     return [(t.response_ids.tolist(), t.rollout_logprobs.tobytes(), t.text, t.finish_reason) for t in trajectories]
 
 
@@ -57,7 +57,7 @@ def test_the_same_bits_as_with_one_batch_at_a_time(
 ) -> None:
     assert engine.run(child.isolation)["in_flight"] == 2
     done = engine.run(child.generate, child.requests(SAMPLING, samples=3))
-    assert told(done) == told(expected["plain"])
+    assert stated(done) == stated(expected["plain"])
     assert engine.run(child.queue) == []  # the last request took its batch home
 
 
@@ -68,7 +68,7 @@ def test_a_stop_string_ends_a_request_that_is_in_a_batch_in_flight(
     for _ in range(2):  # nothing that the first ones left behind reaches the second ones, of the same keys
         engine.run(child.update, 0)
         done = engine.run(child.generate, child.requests(sampling, samples=3))
-        assert told(done) == told(expected["stopped"])
+        assert stated(done) == stated(expected["stopped"])
         assert engine.run(child.queue) == []
     assert any(len(a.response_ids) < len(b.response_ids) for a, b in zip(done, expected["plain"], strict=True))
 
@@ -119,7 +119,7 @@ def test_it_sleeps_with_nothing_in_flight(engine: EngineProcess, expected: dict[
     engine.run(child.do, "wake", "weights")
     engine.run(child.update, 0)
     engine.run(child.do, "wake", "kv_cache")
-    assert told(engine.run(child.generate, wanted)) == told(expected["plain"])
+    assert stated(engine.run(child.generate, wanted)) == stated(expected["plain"])
 
 
 @pytest.mark.parametrize("where", ["model", "text"])
@@ -136,7 +136,7 @@ def test_a_step_that_fails_has_dropped_its_requests(
     assert engine.run(child.queue) == []
     assert engine.run(child.generate, []) == []
     engine.run(child.update, 0)
-    assert told(engine.run(child.generate, wanted)) == told(expected["plain"])
+    assert stated(engine.run(child.generate, wanted)) == stated(expected["plain"])
 
 
 def test_an_engine_without_weights_drops_what_it_is_asked_for(engine: EngineProcess) -> None:

@@ -230,7 +230,7 @@ def test_it_sleeps_and_comes_back_part_by_part(fresh: EngineProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "told"),
+    ("change", "error", "stated"),
     [
         ("missing", SyncError, r"1 of \d+ parameters were not sent: model.layers.1.self_attn.k_proj.weight"),
         (
@@ -242,9 +242,9 @@ def test_it_sleeps_and_comes_back_part_by_part(fresh: EngineProcess) -> None:
     ],
 )
 def test_a_bad_update_is_an_error_and_the_next_one_mends_it(
-    fresh: EngineProcess, change: str, error: type[Exception], told: str
+    fresh: EngineProcess, change: str, error: type[Exception], stated: str
 ) -> None:
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=stated):
         fresh.run(child.update_with, change, 3)
     with pytest.raises(RunError, match="policy version 3 failed"):
         fresh.run(child.generate, child.requests(SAMPLING))

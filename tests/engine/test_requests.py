@@ -135,10 +135,10 @@ def test_an_update_is_checked_as_it_streams() -> None:
         "2 of 3 parameters were not sent: b.weight, c.bias": [good[1]],
         "3 of 3 parameters were not sent": [],
     }
-    for told, weights in bad.items():
+    for stated, weights in bad.items():
         with pytest.raises(SyncError) as caught:
             list(checked(weights, shapes, 9))
-        assert told in str(caught.value)
+        assert stated in str(caught.value)
         assert "policy version 9" in str(caught.value)
 
 

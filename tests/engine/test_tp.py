@@ -228,7 +228,7 @@ def test_followers_leave_with_their_leader(pair: RolloutFleet) -> None:
     assert "its leader, rank 2, is gone" in pair.log(3)
 
 
-def test_what_keeps_an_engine_from_starting_is_told(model: Path, tmp_path: Path) -> None:
+def test_what_keeps_an_engine_from_starting_is_reported(model: Path, tmp_path: Path) -> None:
     """A model that no rank can load is the user's to mend; a rank that does not come is named."""
     bad = tmp_path / "bad"
     shutil.copytree(model, bad)

@@ -138,9 +138,9 @@ def test_models_that_vllm_does_not_run(engine: EngineProcess, path: Path, tmp_pa
     settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
     shutil.copytree(path, tmp_path / "unknown")
     (tmp_path / "unknown" / "config.json").write_text(json.dumps(settings | {"architectures": ["NoSuchLM"]}))
-    told = engine.run(child.refused, tmp_path / "unknown", {})
-    assert told.startswith("ModelError: vLLM does not accept the model in")
-    assert "NoSuchLM" in told
+    stated = engine.run(child.refused, tmp_path / "unknown", {})
+    assert stated.startswith("ModelError: vLLM does not accept the model in")
+    assert "NoSuchLM" in stated
     assert "no such directory" in engine.run(child.refused, tmp_path / "absent", {})
 
 

@@ -308,7 +308,7 @@ def test_what_is_no_environment_is_refused(tmp_path: Path, code: str, said: str)
         instances(tmp_path, code).describe()
 
 
-def test_columns_that_a_row_must_have_are_told(tmp_path: Path) -> None:
+def test_columns_that_a_row_must_have_are_reported(tmp_path: Path) -> None:
     assert instances(tmp_path, TOOLS.replace("by: int = 1", "by: int")).describe()[""].columns == ["by"]
 
 

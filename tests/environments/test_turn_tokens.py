@@ -79,7 +79,7 @@ def test_sampled_tokens_stay_as_they_are_in_many_turns(tokenizers: dict[str, Tok
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_calls_are_read_beside_thoughts_and_broken_ones_are_found(tokenizers: dict[str, Tokenizer], name: str) -> None:
+def test_calls_are_read_with_thoughts_and_broken_ones_are_found(tokenizers: dict[str, Tokenizer], name: str) -> None:
     tokenizer, reader = tokenizers[name], tool_reader(tokenizers[name])
     written = tokenizer.chat([{"role": "user", "content": "?"}, reader.message("", [PROBE])], answer=False)
     written = without_end(written, tokenizer).rpartition("<|assistant|>")[2]

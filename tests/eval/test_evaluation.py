@@ -85,7 +85,7 @@ def test_a_reward_that_raises_in_an_evaluation_costs_no_step(
             raise errors.pop()
         return reward(prompts, trajectories, step)
 
-    words = {"steps": 4, "beside": (lambda engines: engines.sample) if overlap else None}
+    words = {"steps": 4, "alongside": (lambda engines: engines.sample) if overlap else None}
     run = make(tmp_path, stop, reward, **words)
     assert run.evaluation is not None
     run.evaluation.reward = Scoring(raises_once, 50.0)  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_an_earlier_version_has_nothing_to_say_of_either(
     assert again.step.scale == RunningScale(3, 1.0, 2.0)
 
 
-def test_a_function_s_own_time_out_is_told_as_its_own(tmp_path: Path) -> None:
+def test_a_function_s_own_time_out_is_reported_as_its_own(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     file.write_text("def reward_func(responses):\n    raise TimeoutError('the judge')\n")
     with pytest.raises(RewardError, match=r"reward\.py:2: reward_func raised TimeoutError: the judge"):
@@ -282,7 +282,7 @@ def test_data_sets_that_are_sampled_alike_go_to_the_engines_together(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "stated"),
     [
         ('source_key = "part"', 'source_key = "prat"', "row 0 has no column 'prat' (columns: input, label, part)"),
         ('label_key = "answer"', 'label_key = "anwser"', "set label_key of the data set 'words' to a column"),
@@ -293,7 +293,7 @@ def test_data_sets_that_are_sampled_alike_go_to_the_engines_together(tmp_path: P
         ),
     ],
 )
-def test_a_column_that_is_missing(tmp_path: Path, tokenizer: Tokenizer, before: str, after: str, told: str) -> None:
+def test_a_column_that_is_missing(tmp_path: Path, tokenizer: Tokenizer, before: str, after: str, stated: str) -> None:
     with pytest.raises(DataError) as raised:
         read_eval_sets(config_of(tmp_path, TEXT.replace(before, after)), tokenizer)
-    assert told in str(raised.value)
+    assert stated in str(raised.value)

@@ -186,7 +186,7 @@ def test_a_first_batch_with_a_reward_that_is_no_number_ends_the_run_behind_its_w
     assert [note.partition(" ")[0] for note in notes] == ["self-check,", "self-check,", "warning:", "warning:"]
 
 
-def test_shares_above_their_limit_are_warned_of_and_others_told() -> None:
+def test_shares_above_their_limit_are_warned_of_and_others_reported() -> None:
     shares = {"reward_clipped": 0.051, "reward_constant": 0.8, "truncated": 0.005}
     assert shares_line("rewards", shares, REWARD_SHARES) == (
         "self-check, rewards: 5 % clipped, 80 % of the groups constant, under 1 % truncated"

@@ -72,7 +72,7 @@ def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "stated"),
     [
         ([], "--model is missing: name the model, run or checkpoint to evaluate"),
         (["--model"], "--model takes a value: what to evaluate"),
@@ -90,17 +90,17 @@ def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> Non
     ],
 )
 def test_what_is_wrong_is_said_before_an_engine_starts(
-    file: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    file: Path, words: list[str], stated: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [word.format(model=file.parent / "model") for word in words]
     assert cli.main(["eval", str(file), *given, f"--run_dir={file.parent / 'run'}"]) == 2
     said = capsys.readouterr().err
-    assert told in said
+    assert stated in said
     assert "generate.model_name_or_path" not in said
     assert not (file.parent / "run").exists()
 
 
-def test_files_go_beside_the_evaluations_of_the_run_or_where_they_are_told(file: Path, tmp_path: Path) -> None:
+def test_files_go_with_the_evaluations_of_the_run_or_where_they_are_reported(file: Path, tmp_path: Path) -> None:
     config = load_config(file, [f"--run_dir={tmp_path / 'run'}", "--generate.ordered=true", "--generate.logprobs=true"])
     shutil.copytree(file.parent / "model", tmp_path / "mine" / "final")
     job = EvalJob.prepare(config, tmp_path / "mine", None)

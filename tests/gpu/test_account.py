@@ -180,11 +180,11 @@ def test_idle_is_what_no_call_is_in_progress_for() -> None:
 
 def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
     clock, roles = Clock(), handles(server)
-    told: list[str] = []
-    account = GpuAccount(config(tmp_path), RANKS, roles, 40.0, lambda: WAY, told.append, clock)
+    stated: list[str] = []
+    account = GpuAccount(config(tmp_path), RANKS, roles, 40.0, lambda: WAY, stated.append, clock)
     spans = watched(roles, clock)
     account.started()
-    assert told == ["GPUs: 5 x NVIDIA H100 80GB HBM3; GiB in use after start, of 80.0: actor 31.0, "
+    assert stated == ["GPUs: 5 x NVIDIA H100 80GB HBM3; GiB in use after start, of 80.0: actor 31.0, "
                                  "critic 30.0, reference 31.0, rollout 30.0"]  # fmt: skip
     clock.now += 50
     spans.take()
@@ -198,7 +198,7 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
         server.finish("actor", rank, "logprobs")
     gather(calls)
     clock.now += 4
-    told.clear()
+    stated.clear()
     metrics = account.step(1, FOUR, spans.take(), {"time/step": 10.0, "time/update": 5.0})
     # GPUs 0, 1, 3 and 4 worked 6 of 10 s, the critic's none, and no role has the sixth of the node.
     assert metrics["perf/gpu_idle"] == pytest.approx((4 * 4 + 10) / 50)
@@ -216,17 +216,17 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
         "perf/mfu",
         "perf/mfu_update",
     }
-    assert told[0] == "attention: actor sdpa: FLASH_ATTENTION, critic sdpa, reference sdpa, rollout FLASH_ATTN"
-    assert told[1] == "weight transfer: nccl over ib0"
-    assert told[2].startswith("GPUs: MFU in updates 0.0 %, over the step 0.0 %, idle 52 % (actor 40, critic 100, ")
-    noted = [len(told)]
+    assert stated[0] == "attention: actor sdpa: FLASH_ATTENTION, critic sdpa, reference sdpa, rollout FLASH_ATTN"
+    assert stated[1] == "weight transfer: nccl over ib0"
+    assert stated[2].startswith("GPUs: MFU in updates 0.0 %, over the step 0.0 %, idle 52 % (actor 40, critic 100, ")
+    noted = [len(stated)]
     for number in range(2, 43):
         account.step(number, FOUR, spans.take(), {"time/step": 10.0, "time/update": 5.0})
-        noted.append(len(told))
+        noted.append(len(stated))
     assert np.diff(noted).tolist() == [0] * 19 + [1] + [0] * 19 + [1, 0]
 
 
-def test_seconds_of_phases_stand_beside_their_prediction(tmp_path: Path, server: Server) -> None:
+def test_seconds_of_phases_stand_with_their_prediction(tmp_path: Path, server: Server) -> None:
     account = GpuAccount(config(tmp_path), RANKS, handles(server), 40.0, lambda: None, print, Clock())
     account.started()
     assert account.compared() == {}
@@ -264,11 +264,11 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str
     if kind == "silent":
         server.answers["memory"] = RunError("no")
     clock = Clock()
-    told: list[str] = []
-    account = GpuAccount(made, RANKS, handles(server), 40.0, lambda: None, told.append, clock)
+    stated: list[str] = []
+    account = GpuAccount(made, RANKS, handles(server), 40.0, lambda: None, stated.append, clock)
     spans = CallSpans(clock)
     account.started()
-    assert told[1:] == (["no peak rate is known for Novel 9000: no MFU"] if kind == "card" else [])
+    assert stated[1:] == (["no peak rate is known for Novel 9000: no MFU"] if kind == "card" else [])
     clock.now += 1
     metrics = account.step(1, FOUR, spans.take(), {"time/step": 1.0, "time/update": 0.5})
     assert not [name for name in metrics if "mfu" in name]

@@ -116,11 +116,11 @@ class Handle:
     width = 1
     role = "rollout"
 
-    def __init__(self, told: list[str], name: str) -> None:
-        self._told, self._name = told, name
+    def __init__(self, stated: list[str], name: str) -> None:
+        self._stated, self._name = stated, name
 
     def call_all(self, method: Any, argument: Any = None, /) -> list[Any]:
-        self._told.append(" ".join([self._name, method.__name__, *([argument.part] if argument else [])]))
+        self._stated.append(" ".join([self._name, method.__name__, *([argument.part] if argument else [])]))
         return [3 << 30, 2 << 30] if method is EngineCalls.sleep else [None, None]
 
     def start_all(self, method: Any, /) -> list[Any]:
@@ -131,13 +131,13 @@ class Handle:
 class Weights:
     generation = 1
 
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
+    def __init__(self, stated: list[str]) -> None:
+        self._stated = stated
 
     def connect(self, parameters: Any, engines: list[int]) -> None: ...
 
     def update(self, version: int) -> dict[str, float]:
-        self._told.append(f"weights {version}")
+        self._stated.append(f"weights {version}")
         return {"perf/sync_bytes": 1.0}
 
 
@@ -145,7 +145,7 @@ class Weights:
 class Engines:
     """Engines that share their accelerators with trainers, up to where they generate: that is the test's."""
 
-    told: list[str]
+    stated: list[str]
     step: TrainingStep
     colocation: Colocation
 
@@ -153,27 +153,27 @@ class Engines:
         return self.step.generate([], Sampling(), version)
 
 
-def colocated(told: list[str], offload: bool, generate: Callable[..., Any]) -> Engines:
-    handle, roles = Handle(told, "engines"), {"actor": Handle(told, "actor"), "critic": Handle(told, "critic")}
+def colocated(stated: list[str], offload: bool, generate: Callable[..., Any]) -> Engines:
+    handle, roles = Handle(stated, "engines"), {"actor": Handle(stated, "actor"), "critic": Handle(stated, "critic")}
     colocation = Colocation(roles, handle, offload)  # type: ignore[arg-type]
     started: Any = SimpleNamespace(up=dict.fromkeys(range(handle.world), 0), take_part=lambda up, version: None)
-    pool = EnginePool(SimpleNamespace(), started, handle, Weights(told), True)  # type: ignore[arg-type]
+    pool = EnginePool(SimpleNamespace(), started, handle, Weights(stated), True)  # type: ignore[arg-type]
     episodes = SimpleNamespace(sample=generate, post=lambda *work: None)
-    return Engines(told, make_step(Config(), roles, colocation=colocation, pool=pool, episodes=episodes), colocation)
+    return Engines(stated, make_step(Config(), roles, colocation=colocation, pool=pool, episodes=episodes), colocation)
 
 
 def test_a_turn_gives_and_takes_memory_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[str] = []
-    engines = colocated(told, True, lambda *_: told.append("generate") or [])
+    stated: list[str] = []
+    engines = colocated(stated, True, lambda *_: stated.append("generate") or [])
     with caplog.at_level(logging.INFO, colocation_log.name):
         engines.colocation.put_engines_to_sleep()
-        assert told == ["engines sleep"]
+        assert stated == ["engines sleep"]
         assert "at least 2.0 GiB freed on each GPU" in caplog.text
-        told.clear()
+        stated.clear()
         engines.step.sync(0)
-        assert told == []  # asleep they have no room for weights
+        assert stated == []  # asleep they have no room for weights
         assert engines.generate(3) == []
-        assert told == [
+        assert stated == [
             "actor sleep",
             "critic sleep",
             "engines wake_up weights",
@@ -190,15 +190,15 @@ def test_a_turn_gives_and_takes_memory_in_order(caplog: pytest.LogCaptureFixture
 
 
 def test_a_stop_in_a_turn_gives_the_gpus_back() -> None:
-    told: list[str] = []
+    stated: list[str] = []
 
     def stopped(*_: Any) -> None:
         raise StopRequested(TERM)
 
-    engines = colocated(told, False, stopped)
+    engines = colocated(stated, False, stopped)
     with pytest.raises(StopRequested):
         engines.generate(1)
-    assert told == ["engines wake_up weights", "weights 1", "engines wake_up kv_cache", "engines sleep"]
+    assert stated == ["engines wake_up weights", "weights 1", "engines wake_up kv_cache", "engines sleep"]
 
 
 class Attending(Worker):
@@ -265,11 +265,11 @@ def test_the_stand_ins_are_as_the_installed_vllm(engine_process: EngineProcess) 
 
 
 def test_the_limits_of_temperatures_are_vllms(engine_process: EngineProcess) -> None:
-    coldest, told = engine_process.run(child.sampling_limits)
+    coldest, stated = engine_process.run(child.sampling_limits)
     for temperature, allowed in ((coldest, True), (0.99 * coldest, False)):
         problems = list(rule_problems(changed(Config(), {"rollout.temperature": temperature})))
         assert (problems == []) is allowed, problems
-    assert "temperature must be in [0, 2], got 2.1" in told
+    assert "temperature must be in [0, 2], got 2.1" in stated
 
 
 def test_engine_arguments_on_a_gpu(engine_process: EngineProcess, path: Path) -> None:
@@ -289,8 +289,8 @@ def test_engine_arguments_on_a_gpu(engine_process: EngineProcess, path: Path) ->
     assert arguments(vllm__enforce_eager=True) == usual | {"enforce_eager": True}
     shared = {"train__colocate_all": True, "vllm__gpu_memory_utilization": 0.5}
     assert arguments(**shared) == usual | {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5}
-    told = arguments(**shared, sleeps=False)
-    assert "train.colocate_all needs vLLM's sleep mode, which it does not have on cuda" in told
+    stated = arguments(**shared, sleeps=False)
+    assert "train.colocate_all needs vLLM's sleep mode, which it does not have on cuda" in stated
 
 
 def test_weights_are_used_as_they_are_loaded(engine_process: EngineProcess) -> None:

@@ -238,7 +238,7 @@ def test_numbers_are_those_of_the_cpu(cuda: FakeCuda, models: Path) -> None:
     assert metrics[0] == metrics[1]
 
 
-def test_only_of_a_cpu_deepspeed_is_told_that_it_has_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_of_a_cpu_deepspeed_is_warned_that_it_has_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU without it stays one; torch computes fp16 on every CPU."""
     accelerator = SimpleNamespace(is_fp16_supported=lambda: False)
     monkeypatch.setattr(import_deepspeed(torch.device("cpu")).accelerator, "get_accelerator", lambda: accelerator)

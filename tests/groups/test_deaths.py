@@ -69,9 +69,9 @@ def test_the_first_of_two_may_be_the_last_whose_group_ends(gone: int, tmp_path: 
     assert not deaths.more_to_come(6.1, known, 2.0, 6.0)  # it hangs
     deaths.note([end("actor")], known, 11.5)
     assert not deaths.more_to_come(1.0, known, 2.0, 6.0)
-    first, told = deaths.verdict(known, lambda peer: f"rank {peer.rank}")
+    first, stated = deaths.verdict(known, lambda peer: f"rank {peer.rank}")
     assert first.role == "actor"
-    assert told == (
+    assert stated == (
         f"its process group on n {KILLED}; gone: rank 1 (pid {gone}); "
         f"role critic died: its process group on n {KILLED}; gone: rank 0 (pid {gone})"
     )
@@ -93,10 +93,10 @@ def test_the_report_of_a_torchrun_tells_rank_and_signal_where_srun_tells_neither
     known = [ranks("actor", os.getpid(), gone, world=2, here=False)]
     directory.role_log("actor", "n", "torchrun").write_text(REPORT.format(pid=gone))
     deaths.note([end("actor", "ended: Exited with exit code 1")], known, 1.0)
-    told = deaths.verdict(known, lambda peer: f"rank {peer.rank} of two")[1]
-    assert told.startswith(f"rank 1 of two on n (pid {gone}) was killed by SIGKILL (often: the memory of the node")
-    told = deaths.verdict([], lambda peer: "nobody")[1]  # before its hello
-    assert told.startswith(f"rank 1 on n (pid {gone}) was killed by SIGKILL (often: ")
+    stated = deaths.verdict(known, lambda peer: f"rank {peer.rank} of two")[1]
+    assert stated.startswith(f"rank 1 of two on n (pid {gone}) was killed by SIGKILL (often: the memory of the node")
+    stated = deaths.verdict([], lambda peer: "nobody")[1]  # before its hello
+    assert stated.startswith(f"rank 1 on n (pid {gone}) was killed by SIGKILL (often: ")
 
 
 def test_a_single_death_is_judged_at_once_but_before_the_hello_of_others(gone: int, tmp_path: Path) -> None:

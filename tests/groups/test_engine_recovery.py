@@ -48,7 +48,7 @@ class Engines:
         self.homes = {0: "n1", 1: "n1"}
         self.places: list[tuple[int, str]] = []  # further starts
         self.of: dict[int, list[subprocess.Popen[bytes]]] = {}
-        self.told: set[int] = set()
+        self.stated: set[int] = set()
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         self.endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
@@ -69,13 +69,13 @@ class Engines:
         found = []
         for engine, processes in self.of.items():
             codes = [code for process in processes if (code := process.poll()) is not None]
-            if codes and engine not in self.told:
-                self.told.add(engine)
+            if codes and engine not in self.stated:
+                self.stated.add(engine)
                 found.append((engine, f"a rank of engine {engine} {exit_text(codes[0])}"))
         return found
 
     def end(self, engine: int) -> None:
-        self.told.add(engine)
+        self.stated.add(engine)
         for process in self.of[engine]:
             process.kill()
 
@@ -86,7 +86,7 @@ class Engines:
         assert self.gone(engine)
         self.places.append((engine, node))
         self._start(engine, node)
-        self.told.discard(engine)
+        self.stated.discard(engine)
 
     def stop(self, done: bool, grace_s: float) -> None:
         for processes in self.of.values():

@@ -83,7 +83,7 @@ def test_what_holds_the_interpreters_lock_comes_first() -> None:
     assert "holds the interpreter's lock, in policy_loss (me/plugin.py:21)" in verdict.words
 
 
-def test_an_engine_that_samples_beside_the_training_is_not_behind() -> None:
+def test_an_engine_that_samples_with_the_training_is_not_behind() -> None:
     engine = rank(0, STEP, role="rollout", call="generate")
     assert behind(engine, rank(0, COLLECTIVE, TRAIN), rank(1, PLUGIN, TRAIN)) == ["actor rank 1"]
 
@@ -143,6 +143,6 @@ def test_where_a_main_thread_stands(frames: tuple[Frame, ...], line: str, kind: 
     assert rank_state(seen, lambda file, number: line).kind == kind
 
 
-def test_the_call_that_is_no_librarys_is_named_beside_the_innermost() -> None:
+def test_the_call_that_is_no_librarys_is_named_with_the_innermost() -> None:
     inner = Frame(f"{SITE}/torch/_ops.py", 1279, "__call__")
     assert rank_state(rank(0, inner, STEP)) == RankState("busy", inner, STEP)

@@ -45,8 +45,8 @@ def test_a_spare_that_preflight_found_bad_gets_no_engine() -> None:
     assert next_place(1, "n1", gone, ["n3", "n4"], True, 3, bad) == "n4"
     assert next_place(1, "n1", gone, ["n3"], True, 3, bad) == "n1"  # it may come back
     often = losses(*((engine, "n1", 100.0 * engine) for engine in range(3)))
-    told = r"\(train.max_engine_restarts = 2\); n3 is free and not taken: another version of vLLM$"
-    with pytest.raises(PlacementError, match=told):
+    stated = r"\(train.max_engine_restarts = 2\); n3 is free and not taken: another version of vLLM$"
+    with pytest.raises(PlacementError, match=stated):
         next_place(2, "n1", often, ["n3"], False, 2, {**bad, "n9": "has ranks"})
 
 

@@ -65,10 +65,10 @@ def test_what_is_around_a_process_and_ends_it_is_named(
     log = directory.role_log("actor", "n1", 0)
     logs = StartLogs(directory)
     write(log, last, 5)
-    quoted, _, told = logs.quote([log]).partition(f"    {last}")
+    quoted, _, stated = logs.quote([log]).partition(f"    {last}")
     assert quoted == f"The last lines of {log}:\n"
-    assert cause in told
-    assert bool(told) == bool(cause)
+    assert cause in stated
+    assert bool(stated) == bool(cause)
     monkeypatch.undo()
     assert logs.quote([log]).endswith(last)
 

@@ -49,11 +49,11 @@ from test_supervisor import *
 class Watched(Processes):
     def ended(self):
         codes = {{who: process.poll() for who, process in self.started.items()}}
-        fresh = [who for who, code in codes.items() if code is not None and who not in self.told]
-        self.told.update(fresh)
+        fresh = [who for who, code in codes.items() if code is not None and who not in self.stated]
+        self.stated.update(fresh)
         log = self.directory.logs / "srun.log"
         return [Ended(role, f"n{{rank + 1}}", f"ended with status {{codes[role, rank]}}", log) for role, rank in fresh]
-    told = set()
+    stated = set()
 
 directory = RunDirectory(Path("{path}"))
 directory.make()
@@ -307,13 +307,13 @@ def test_a_conductor_that_stood_still_blames_itself_and_no_role(tmp_path: Path) 
             conductor.send_signal(signal.SIGSTOP)
             assert wait_until(lambda: not any(map(running, ranks)), HANG_S)
             conductor.send_signal(signal.SIGCONT)
-            told, _ = conductor.communicate(timeout=HANG_S)
+            stated, _ = conductor.communicate(timeout=HANG_S)
         finally:
             conductor.kill()
     assert len(ranks) == 3
-    assert told.startswith("the conductor stood still for ")
-    assert f"which wait for {LIMIT:g} s (timeout.heartbeat)" in told
-    assert " died: " not in told
+    assert stated.startswith("the conductor stood still for ")
+    assert f"which wait for {LIMIT:g} s (timeout.heartbeat)" in stated
+    assert " died: " not in stated
 
 
 @pytest.mark.parametrize(("engines", "known"), [(None, ["actor", "rollout"]), (object(), ["actor"])])

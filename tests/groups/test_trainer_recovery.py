@@ -201,7 +201,7 @@ def test_a_node_that_is_gone_is_left_out_and_a_spare_takes_its_ranks() -> None:
     assert parts.notes == ["left out from now on: n2; n5 takes over"]
 
 
-def test_a_spare_that_preflight_found_bad_takes_over_nothing_and_the_reason_is_told() -> None:
+def test_a_spare_that_preflight_found_bad_takes_over_nothing_and_the_reason_is_reported() -> None:
     parts = Parts(failed_role=LOST, silent={"n2"}, spares=2, unfit={"n5": "/dev/shm is full"})
     plan = parts.plan(DIED)
     assert [share.node for share in plan.ranks.roles["actor"]] == ["n1", "n6"]
@@ -233,11 +233,11 @@ def test_without_a_spare_and_a_smaller_layout_the_run_ends_and_says_what_is_miss
     parts = Parts(failed_role=Unit("critic", ("n3",), silent=True), silent={"n2", "n3"})
     with pytest.raises(RoleDied):
         parts.plan(DIED)
-    (told,) = parts.notes
-    assert told.startswith("the run is not restarted in this job: n2, n3 do not answer any more, and no free node")
-    assert "the roles do not fit what is left (n1, n4)" in told
-    assert "the smallest that the rules of the configuration allow needs 3 slots" in told
-    assert "Keep a node in reserve: cluster.spares" in told
+    (stated,) = parts.notes
+    assert stated.startswith("the run is not restarted in this job: n2, n3 do not answer any more, and no free node")
+    assert "the roles do not fit what is left (n1, n4)" in stated
+    assert "the smallest that the rules of the configuration allow needs 3 slots" in stated
+    assert "Keep a node in reserve: cluster.spares" in stated
 
 
 def test_engines_that_have_moved_stay_where_they_are_and_the_nodes_they_left_are_not_taken() -> None:

@@ -115,7 +115,7 @@ class Watched:
     def call(self, rank: int, method: str, timeout_s: float = HANG_S) -> Future[Any]:
         return self.supervisor.server.call("actor", rank, method, HANG_S, timeout_s, lambda value: value)
 
-    def told(self) -> str:
+    def stated(self) -> str:
         """The first paragraph, once it is there."""
         until(lambda: self.notes, "a note of the watchdog")
         return self.notes[0]
@@ -163,21 +163,21 @@ def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(t
         assert isinstance(ended, RunHung)
         assert "behind is actor rank 1 on n1" in str(ended)
         assert "a call into C that holds the interpreter's lock, in hold_the_lock (support/hang_peer.py:" in str(ended)
-        assert "a rank has sent no heartbeat" in run.told()
+        assert "a rank has sent no heartbeat" in run.stated()
         assert "in hold_the_lock" in run.file("stacks.txt")
         assert "actor rank 1: call hold_the_lock" in run.file("messages.txt")
 
 
-def test_a_hang_of_the_first_step_is_told_long_before_the_deadline_and_ends_the_run_at_that_only(
+def test_a_hang_of_the_first_step_is_reported_long_before_the_deadline_and_ends_the_run_at_that_only(
     tmp_path: Path,
 ) -> None:
     with watched(tmp_path, hang_s=0.2, limit_s=HANG_S) as run:
         run.dog.phase("update")
         call = run.call(1, "work_in_python")
-        told = run.told()
-        assert "behind is actor rank 1 on n1" in told
-        assert f"(budget {UNKNOWN * 0.2:g} s: the usual wait is not known in the first pass)" in told
-        left = float(re.search(r"If nothing moves for ([\d.]+) s more, the run ends", told)[1])  # type: ignore[index]
+        stated = run.stated()
+        assert "behind is actor rank 1 on n1" in stated
+        assert f"(budget {UNKNOWN * 0.2:g} s: the usual wait is not known in the first pass)" in stated
+        left = float(re.search(r"If nothing moves for ([\d.]+) s more, the run ends", stated)[1])  # type: ignore[index]
         assert 0.5 * HANG_S < left < 0.9 * HANG_S
         time.sleep(5 * run.dog._config.timeout.hang_grace)
         assert not call.done()
@@ -198,7 +198,7 @@ def test_neither_a_deadline_nor_a_killed_rank_is_a_hang(tmp_path: Path) -> None:
         run.peers.started[1].kill()
         died = error_of(call)
         assert isinstance(died, RoleDied)
-        assert "behind is actor rank 1" in run.told()  # it is found before its heartbeats have stayed out for long
+        assert "behind is actor rank 1" in run.stated()  # it is found before its heartbeats have stayed out for long
         assert run.dog.behind(died) is None
 
 
@@ -207,10 +207,10 @@ def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run(tmp_path: Path)
         run.learn("update")
         call = run.call(1, "work_in_python")
         os.kill(run.peers.started[1].pid, signal.SIGSTOP)
-        told = run.told()
-        assert "behind is actor rank 1 on n1" in told
-        assert "its process is T (stopped by a signal; SIGCONT resumes it)" in told
-        assert told.endswith("If nothing moves for 2 s more, the run ends with an error (train.on_hang = stop).")
+        stated = run.stated()
+        assert "behind is actor rank 1 on n1" in stated
+        assert "its process is T (stopped by a signal; SIGCONT resumes it)" in stated
+        assert stated.endswith("If nothing moves for 2 s more, the run ends with an error (train.on_hang = stop).")
         error = error_of(call)
         assert isinstance(error, RunHung)
         assert "hang-7" in str(error)
@@ -225,7 +225,7 @@ def test_restart_ends_as_the_requeue_path_does_until_the_same_step_has_hung_too_
         ended = run.dog.behind(error)
         assert isinstance(ended, StopRequested)
         assert (ended.reason.requeue, ended.reason.exit_code, ended.saved) == (True, 1, False)
-        assert "the run ends and starts again" in run.told()
+        assert "the run ends and starts again" in run.stated()
         assert "in work_in_python" in run.file("stacks.txt", "hang-7.2")
 
 
@@ -236,7 +236,7 @@ def test_a_step_that_hangs_each_time_is_not_restarted_for_ever(tmp_path: Path) -
         run.learn("update")
         ended = run.dog.behind(error_of(run.call(1, "work_in_python")))
         assert isinstance(ended, RunHung)
-        assert f"this step has hung {MOST_RESTARTS + 1} times" in run.told()
+        assert f"this step has hung {MOST_RESTARTS + 1} times" in run.stated()
 
 
 def test_a_run_that_moves_is_left_alone_and_one_whose_trainers_wait_is_stopped_so_that_it_saves(

@@ -23,7 +23,7 @@ def test_a_long_list_is_cut_and_counted() -> None:
     assert shortened_lines(["a"], 2) == "\n  a"
 
 
-def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_and_nothing_is_left_with_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_atomically(path, "one")
     write_atomically(path, "two", durable=True)

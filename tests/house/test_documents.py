@@ -125,8 +125,8 @@ GLOSSARY = re.compile(
 WRITTEN = {".py", ".md", ".toml", ".json", ".sh", ".js", ".html", ".def"}
 
 
-def test_the_product_and_its_pages_use_the_words_of_the_field() -> None:
-    files = [path for room in ("slurm_rlhf", "sbatch", ".github") for path in (ROOT / room).rglob("*")]
-    written = [path for path in [ROOT / "README.md", *files] if path.suffix in WRITTEN]
+def test_the_product_its_pages_and_its_tests_use_the_words_of_the_field() -> None:
+    files = [path for room in ("slurm_rlhf", "sbatch", "tests", ".github") for path in (ROOT / room).rglob("*")]
+    written = [path for path in {ROOT / "README.md", *files} - {Path(__file__)} if path.suffix in WRITTEN]
     assert len(written) > 300
     assert [f"{path}: {found[0]}" for path in written for found in GLOSSARY.finditer(path.read_text("utf-8"))] == []

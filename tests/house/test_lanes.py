@@ -63,7 +63,7 @@ def test_a_failure_is_shown_whole_and_fails_the_run(tmp_path: Path) -> None:
     assert done.stdout.endswith("FAILED: test_two.py::test_bad\n")
 
 
-def test_what_fails_once_is_run_again_alone_and_told(tmp_path: Path) -> None:
+def test_what_fails_once_is_run_again_alone_and_reported(tmp_path: Path) -> None:
     done = side_by_side(tmp_path, one=GOOD, two=ODD)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "  test_two.py::test_odd\n    assert False" in done.stdout

@@ -206,8 +206,8 @@ def test_a_batch_script_in_slurms_spool_finds_the_kit_or_says_how_to_submit(tmp_
     assert said.splitlines() == ["-m", "gpu", "--rehearse", "-k", "a or b"]
     environment["SLURM_SUBMIT_DIR"] = str(tmp_path)
     lost = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    told = f"gpu_check: no checkout around {tmp_path}. Submit from its top: sbatch sbatch/gpu_check.sh\n"
-    assert (lost.returncode, lost.stderr) == (2, told)
+    stated = f"gpu_check: no checkout around {tmp_path}. Submit from its top: sbatch sbatch/gpu_check.sh\n"
+    assert (lost.returncode, lost.stderr) == (2, stated)
 
 
 def test_the_kit_is_no_part_of_the_ordinary_run() -> None:

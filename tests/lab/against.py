@@ -126,17 +126,17 @@ def compare(base: Path, names: Sequence[str], directory: Path) -> dict[str, tupl
     print(f"{'run':10} {'from start':12} from the base's checkpoint of step {fixed_runs.SAVED}", flush=True)
     theirs, ours = Worker(base), Worker(ROOT)
     try:
-        told = {name: theirs.start(configs[name], directory / "base" / name) for name in names}
+        stated = {name: theirs.start(configs[name], directory / "base" / name) for name in names}
         fresh = {name: ours.start(configs[name], directory / "fresh" / name) for name in names}
         resumed = {}
         for name in names:
             saved = directory / "base" / name / "checkpoints" / f"step_{fixed_runs.SAVED:06d}"
             resumed[name] = ours.start(
-                configs[name], directory / "resumed" / name, f"--resume={saved}", after=told[name]
+                configs[name], directory / "resumed" / name, f"--resume={saved}", after=stated[name]
             )
         found = {}
         for name in names:
-            truth = numbers(told[name].result())
+            truth = numbers(stated[name].result())
             found[name] = (
                 first_difference(truth, numbers(fresh[name].result())),
                 first_difference(truth, numbers(resumed[name].result()), fixed_runs.SAVED),

@@ -45,9 +45,9 @@ def test_a_slice_of_the_faults(tmp_path: Path) -> None:
     assert wrong(rows) == []
     assert {row.fault for row in rows} == set(SLICE)
     assert all(row.compared >= 1 and row.equal for row in rows)
-    told = json.loads((tmp_path / "campaign.json").read_text())
-    assert told["good"]
-    assert {row["fault"] for row in told["rows"] if row["culprit"]} == set(SLICE[2:])
+    stated = json.loads((tmp_path / "campaign.json").read_text())
+    assert stated["good"]
+    assert {row["fault"] for row in stated["rows"] if row["culprit"]} == set(SLICE[2:])
 
 
 @pytest.mark.campaign

@@ -25,8 +25,8 @@ def test_lengths_are_log_normal_and_cut() -> None:
 
 def test_the_results_are_shown_with_their_pairs() -> None:
     runs = {"drain": [{"tokens_per_s": 100.0}], "inflight": [{"tokens_per_s": 170.0}]}
-    told = inflight.show({"runs": runs, "drain": 100.0, "inflight": 160.0, "ratio": 1.6, "queue": 2})
-    assert "     100       170    1.70\n     100       160    1.60  medians\nqueue 2" in told
+    stated = inflight.show({"runs": runs, "drain": 100.0, "inflight": 160.0, "ratio": 1.6, "queue": 2})
+    assert "     100       170    1.70\n     100       160    1.60  medians\nqueue 2" in stated
 
 
 @pytest.mark.engine

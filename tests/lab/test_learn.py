@@ -185,8 +185,8 @@ def test_every_recipe_runs_with_every_seed_and_one_that_ends_early_counts_as_far
 ) -> None:
     assert bench(tmp_path / "out", "--seeds=2", "--shuffle") == 0
     assert started == ["grpo_1", "rloo_1", "grpo_2", "rloo_2"]
-    text, told = capsys.readouterr()
-    assert f"rloo_2 ended early, and counts as far as it went: {WHY}\n" in told
+    text, stated = capsys.readouterr()
+    assert f"rloo_2 ended early, and counts as far as it went: {WHY}\n" in stated
     assert [line.split() for line in text.splitlines()[:3]] == [
         ["recipe", "before", "seed", "1", "seed", "2", "mean", "area", "seconds"],
         ["grpo", "0.500", "0.910", "0.920", "0.915", "0.604", "16.0"],
@@ -300,11 +300,11 @@ def test_an_evaluation_is_the_mean_of_the_greedy_answers_scores(config: Config, 
         text = tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=False)
         alone.append(text.partition(tokenizer.eos_token)[0])
     policy.train()
-    told = json.dumps(alone)
+    stated = json.dumps(alone)
     reward_file(
         config,
         tmp_path,
-        f"def reward_func(*, responses):\n    assert responses == {told}, responses\n"
+        f"def reward_func(*, responses):\n    assert responses == {stated}, responses\n"
         "    return {'rewards': [9.0, 9.0], 'scores': [1.0, 0.0]}\n",
     )
     assert accuracy(policy, tokenizer, prompts, Judge(config, tokenizer.eos_token_id)) == 0.5

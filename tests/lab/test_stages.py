@@ -81,7 +81,7 @@ def test_the_watch_reads_the_child_at_two_lines(tmp_path: Path) -> None:
 def test_what_is_timed_begins_behind_the_first_step_and_for_dpo_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = "sft: step 1/4\nsft: step 2/4\nsft: step 3/4\nsft: step 4/4\n"
+    stated = "sft: step 1/4\nsft: step 2/4\nsft: step 3/4\nsft: step 4/4\n"
     begun: list[list[str]] = []
 
     def train(command: list[str], log: Path, read: Watch) -> None:
@@ -92,9 +92,9 @@ def test_what_is_timed_begins_behind_the_first_step_and_for_dpo_before_it(
         out.mkdir()
         (out / "metrics.jsonl").write_text("".join(json.dumps({"step": k, "loss": 1 / k}) + "\n" for k in (1, 2, 3, 4)))
         first = "dpo: computing the reference's log-probs of 8 examples, once\n" if stage == "dpo" else ""
-        for line in (first + told.replace("sft", stage)).splitlines():
+        for line in (first + stated.replace("sft", stage)).splitlines():
             read(line)
-        (log.parent / "told").write_text(str(len(read.seen)))
+        (log.parent / "stated").write_text(str(len(read.seen)))
 
     monkeypatch.setattr(stage_race.task, "run_process", train)
     monkeypatch.setattr(stage_race, "check_stage", lambda config, name: None)

@@ -49,7 +49,7 @@ def seen(**changes: object) -> Observation:
         exit_code=1,
         resumed=True,
         resumed_at=4,
-        told="start\nslurm-rlhf: error: role actor died: rank 1 on n1 (pid 7) was killed by SIGKILL\nlog",
+        stated="start\nslurm-rlhf: error: role actor died: rank 1 on n1 (pid 7) was killed by SIGKILL\nlog",
         compared=2,
     )
     return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
@@ -66,8 +66,8 @@ def test_all_as_it_should_be() -> None:
 @pytest.mark.parametrize(
     "changes, problem",
     [
-        ({"told": "role critic died: rank 1"}, "the culprit is not named"),
-        ({"told": "role actor died: rank 12"}, "the culprit is not named"),
+        ({"stated": "role critic died: rank 1"}, "the culprit is not named"),
+        ({"stated": "role actor died: rank 12"}, "the culprit is not named"),
         ({"detected_s": None}, "not detected"),
         ({"ended_s": None, "requeued": True, "went_on": True, "resumed_at": 1}, "went on at step 1, before the"),
         ({"detected_s": 12.0}, "detected after 12 s, which is more than 10 s"),
@@ -86,7 +86,7 @@ def test_all_as_it_should_be() -> None:
         ({"error": "RunError: actor rank 1 is not there"}, "actor rank 1 is not there"),
     ],
 )
-def test_each_thing_that_can_be_wrong_is_told(changes: dict[str, object], problem: str) -> None:
+def test_each_thing_that_can_be_wrong_is_reported(changes: dict[str, object], problem: str) -> None:
     row = judge(KILL, seen(**changes))
     assert not row.good
     assert any(problem in text for text in row.problems), row.problems
@@ -98,7 +98,7 @@ BOTH = "role actor died: rank 1 on n (pid 7) was killed by SIGKILL; role critic 
 
 
 @pytest.mark.parametrize(
-    "fault, told, named",
+    "fault, stated, named",
     [
         (KILL, "error: role actor died: rank 1 on n1 (pid 7) was killed", []),
         (dataclasses.replace(KILL, target="node of actor rank 1"), "role critic died: rank 0 on n1 (pid 7)", []),
@@ -114,8 +114,8 @@ BOTH = "role actor died: rank 1 on n (pid 7) was killed by SIGKILL; role critic 
         (Fault("deleted", "run directory", "train"), BOTH, []),
     ],
 )
-def test_nobody_is_named_whom_the_fault_did_not_hit(fault: Fault, told: str, named: list[str]) -> None:
-    assert innocents(fault, told) == named
+def test_nobody_is_named_whom_the_fault_did_not_hit(fault: Fault, stated: str, named: list[str]) -> None:
+    assert innocents(fault, stated) == named
 
 
 def test_how_it_went_on() -> None:
@@ -129,13 +129,13 @@ def test_how_it_went_on() -> None:
 
 
 def test_a_fault_that_breaks_nothing() -> None:
-    on = {"ended_s": None, "exit_code": 0, "resumed": None, "went_on": True, "detected_s": None, "told": ""}
+    on = {"ended_s": None, "exit_code": 0, "resumed": None, "went_on": True, "detected_s": None, "stated": ""}
     assert judge(KILL, seen(**on)).problems == ["not detected", "the culprit is not named"]
     stop = dataclasses.replace(KILL, phase="export", does=STOPS)
     assert judge(stop, seen(**on, hit_phase="export")).problems == []
     either = dataclasses.replace(KILL, does=EITHER)
     assert (judge(either, seen(**on)).problems, judge(either, seen(**on)).outcome) == ([], UNDISTURBED)
-    assert judge(either, seen(told="")).problems == ["the culprit is not named"]
+    assert judge(either, seen(stated="")).problems == ["the culprit is not named"]
 
 
 def test_metrics_are_compared_bit_for_bit_but_for_times() -> None:
@@ -149,19 +149,19 @@ def test_metrics_are_compared_bit_for_bit_but_for_times() -> None:
 def test_the_table_has_every_fault(tmp_path: Path) -> None:
     bad = judge(dataclasses.replace(KILL, phase="sync"), seen())
     carried_out([judge(KILL, seen()), bad], 7, tmp_path)
-    told = json.loads((tmp_path / "campaign.json").read_text())
-    assert (told["seed"], told["good"]) == (7, False)
-    assert [row["fault"] for row in told["rows"]] == [KILL.name, "SIGKILL: actor rank 1 in sync"]
-    assert told["rows"][0]["detected_s"] == 1.2
-    assert "as it should be: 1 of 2" in told["summary"]
+    stated = json.loads((tmp_path / "campaign.json").read_text())
+    assert (stated["seed"], stated["good"]) == (7, False)
+    assert [row["fault"] for row in stated["rows"]] == [KILL.name, "SIGKILL: actor rank 1 in sync"]
+    assert stated["rows"][0]["detected_s"] == 1.2
+    assert "as it should be: 1 of 2" in stated["summary"]
 
 
 def test_of_two_nodes_that_were_hit_both_have_to_be_named() -> None:
     fault = Fault("crash, one after the other", "two nodes", "train", says=r"rank \d on {node}\b", needs="slurm")
     first, second = "restart: rank 1 on n2 is lost", "restart: rank 1 on n3 is lost"
-    row = judge(fault, seen(nodes=("n2", "n3"), told=f"{first}\nlog\n{second}"))
+    row = judge(fault, seen(nodes=("n2", "n3"), stated=f"{first}\nlog\n{second}"))
     assert (row.good, row.culprit, row.said) == (True, True, f"{first} / {second}")
-    assert "the culprit is not named" in judge(fault, seen(nodes=("n2", "n3"), told=first)).problems
+    assert "the culprit is not named" in judge(fault, seen(nodes=("n2", "n3"), stated=first)).problems
 
 
 def test_of_a_list_of_failures_the_newest_is_this_faults() -> None:
@@ -169,12 +169,12 @@ def test_of_a_list_of_failures_the_newest_is_this_faults() -> None:
         RunFailure(3, "role reference died: rank 0 was killed"),
         RunFailure(9, "role actor died: rank 1 was killed"),
     ]
-    told = f"error: {refusal(failures, 1)}\n  the run directory is there"
+    stated = f"error: {refusal(failures, 1)}\n  the run directory is there"
     fault = Fault("SIGKILL", "actor rank 1", "generate", says="role actor died")
-    assert innocents(fault, told) == ["reference rank 0"]
-    assert innocents(fault, newest_failure(told)) == []
-    assert newest_failure(told).count("died") == 1
-    assert newest_failure(told).endswith("\n  the run directory is there")
+    assert innocents(fault, stated) == ["reference rank 0"]
+    assert innocents(fault, newest_failure(stated)) == []
+    assert newest_failure(stated).count("died") == 1
+    assert newest_failure(stated).endswith("\n  the run directory is there")
 
 
 # --- watch ------------------------------------------------------------------------------------------------------------

@@ -114,10 +114,10 @@ def test_a_cpu_build_on_gpus_is_a_note_and_a_cuda_build_without_gpus_an_error() 
     assert "torch is a CPU build here, so the ranks compute on CPUs" in finding.said
     assert finding.verdict == WARNING
     assert judge_accelerators({"n1": bare}, Wanted({}), GRANTED) == []
-    told = refused(judge_accelerators({"n1": said()}, Wanted({}), GRANTED))
-    assert "there is no GPU here, and the environment holds the CUDA builds" in told
-    told = refused(judge_accelerators({"n1": said(said="nvidia-smi fails: no driver")}, Wanted({}), GRANTED))
-    assert "there is no GPU here (nvidia-smi fails: no driver), and" in told
+    stated = refused(judge_accelerators({"n1": said()}, Wanted({}), GRANTED))
+    assert "there is no GPU here, and the environment holds the CUDA builds" in stated
+    stated = refused(judge_accelerators({"n1": said(said="nvidia-smi fails: no driver")}, Wanted({}), GRANTED))
+    assert "there is no GPU here (nvidia-smi fails: no driver), and" in stated
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ def test_locks_of_torch_extensions_that_nobody_builds(tmp_path: Path) -> None:
         usual = Path(_get_build_directory("usual", verbose=False), "lock")
         patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "chosen"))
         chosen = Path(_get_build_directory("chosen", verbose=False), "lock")
-    told = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    for lock, environ in ((usual, told), (chosen, told | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "chosen")})):
+    stated = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for lock, environ in ((usual, stated), (chosen, stated | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "chosen")})):
         assert left_locks(environ) == ()
         baton = FileBaton(str(lock))
         assert baton.try_acquire()
@@ -116,12 +116,12 @@ HEALTH = """0, GPU-00000000-1111, 0, No, Not Active, Not Active, Not Active
 
 
 def test_ill_gpus() -> None:
-    told = [
+    stated = [
         "GPU 1: 7 uncorrected ECC errors since the driver was loaded",
         "GPU 1: pages of its memory wait to be retired by a reset",
         "GPU 1: its clocks are lowered, it is too hot",
     ]
-    assert parse_health(HEALTH, ("0", "1")) == told
+    assert parse_health(HEALTH, ("0", "1")) == stated
     assert parse_health(HEALTH, ("GPU-00000002",)) == ["GPU 2: its clocks are lowered, the power supply limits it"]
     assert parse_health("No devices were found\n", ("0",)) == []
 

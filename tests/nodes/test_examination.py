@@ -88,10 +88,10 @@ def test_the_groups_of_the_rank_map_work_together(agents: LocalAgents, tmp_path:
     """Four processes, of one import of torch, which ends with the measurements: engine's, actor's and sync group."""
     report, _ = examine_nodes(question(tmp_path, measure=True), agents)
     assert report.verdict == OK, draw(report)
-    told = report.checks[-1].said
+    stated = report.checks[-1].said
     for name in ("TP group engine 0 (2 ranks)", "ZeRO group actor (2 ranks)", "sync group weight sync (4 ranks)"):
-        assert name in told
-    assert "MB/s" in told
+        assert name in stated
+    assert "MB/s" in stated
     agent = psutil.Process(agents.residents[NODE].pid)
     until(lambda: not agent.children(), "the end of the process that has imported torch")
     assert agent.is_running()
@@ -120,9 +120,9 @@ def test_the_pairs_of_a_node_after_a_broken_one_are_measured() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BROKEN_PAIR], capture_output=True, text=True, timeout=HANG_S, check=True
     )
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [each.get("error") for each in told if each.get("group") == "a - b"] == [None, "Connection closed by peer"]
-    assert [each.get("there_s") for each in told if each.get("group") == "a - c"] == [None, 1.0]
+    stated = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each.get("error") for each in stated if each.get("group") == "a - b"] == [None, "Connection closed by peer"]
+    assert [each.get("there_s") for each in stated if each.get("group") == "a - c"] == [None, 1.0]
 
 
 def test_without_groups_nothing_is_measured(agents: LocalAgents) -> None:

@@ -45,7 +45,7 @@ def engine_ends(launcher: AgentLauncher) -> list[tuple[int, str]]:
     return until(launcher.engines.ended, "the end of the engine")
 
 
-def test_an_engine_that_ends_is_told_and_starts_again_though_its_agent_was_killed(
+def test_an_engine_that_ends_is_reported_and_starts_again_though_its_agent_was_killed(
     agents: LocalAgents, launcher: AgentLauncher
 ) -> None:
     launcher.start("rollout", ["--no_such_argument"], ENVIRONMENT)

@@ -120,19 +120,19 @@ class FirstOfTwo:
     """The communicator of rank 0: what it tells the other one."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.stated: list[Any] = []
 
     def broadcast(self, value: Any) -> None:
-        self.told.append(value)
+        self.stated.append(value)
 
 
-def test_a_configuration_that_is_refused_is_told_once_and_lets_the_other_ranks_go(
+def test_a_configuration_that_is_refused_is_reported_once_and_lets_the_other_ranks_go(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, start = FirstOfTwo(), Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 2, 0)
     arguments = Arguments(commands()["train"], [tmp_path / "no.toml"], [], [], {})
     assert _first(cast(Any, world), arguments, start, []) == ConfigError.exit_code
-    assert world.told == [None]
+    assert world.stated == [None]
     err = capsys.readouterr().err
     assert err.startswith("slurm-rlhf: error: ")
     assert "no.toml" in err

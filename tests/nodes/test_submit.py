@@ -164,7 +164,7 @@ BACK = f'test "$1 $(grep -c requeue calls)" = "requeue 3" || {{ {AWAY}; }}'
 
 
 @pytest.mark.parametrize(
-    ("scontrol", "end_s", "told", "holds", "calls"),
+    ("scontrol", "end_s", "stated", "holds", "calls"),
     [
         (BACK, 3600, "job 13 is requeued", True, 3),
         (AWAY, 70, "could not be requeued (scontrol: error: Unable to contact", False, 0),
@@ -177,7 +177,7 @@ def test_a_requeue_is_tried_again_while_the_controller_is_away(
     monkeypatch: pytest.MonkeyPatch,
     scontrol: str | None,
     end_s: float,
-    told: str,
+    stated: str,
     holds: bool,
     calls: int,
 ) -> None:
@@ -199,22 +199,22 @@ def test_a_requeue_is_tried_again_while_the_controller_is_away(
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() + 7200)
     arranged = found.go_on()
-    assert (told in arranged.text, arranged.sure) == (True, holds), arranged
+    assert (stated in arranged.text, arranged.sure) == (True, holds), arranged
     assert right() < ends - 60
     if calls:
         assert len((tmp_path / "calls").read_text().splitlines()) == calls
 
 
-def test_a_parent_is_told_by_its_signal(tmp_path: Path) -> None:
-    told: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
+def test_a_parent_is_reported_by_its_signal(tmp_path: Path) -> None:
+    stated: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: stated.append(number))
     try:
         found = continuation_of(Slurm(), tmp_path, {**JOB, PARENT_REQUEUES: str(int(signal.SIGUSR2))})
         assert isinstance(found, ParentContinuation)
         ParentContinuation(signal.SIGUSR2, os.getpid()).go_on()
     finally:
         signal.signal(signal.SIGUSR2, before)
-    assert told == [signal.SIGUSR2]
+    assert stated == [signal.SIGUSR2]
 
 
 def test_one_run_for_each_seed(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_one_run_for_each_seed(tmp_path: Path) -> None:
 
 
 def test_the_result_of_a_cancelled_job_names_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told to save and leave, the conductor ends with 128 + SIGTERM and may say nothing."""
+    """Stated to save and leave, the conductor ends with 128 + SIGTERM and may say nothing."""
     monkeypatch.setattr(submitit_job, "bound_to_parent", lambda words, number: ["sh", "-c", "exit 143"])
     before = signal.getsignal(signal.SIGTERM)
     try:

@@ -99,11 +99,11 @@ def test_the_next_job_does_not_inherit_what_slurm_said_of_this_one() -> None:
 def test_sigterm_ends_the_wait_for_slurm_and_not_the_command_before_it() -> None:
     asks_to_end = f"import os, signal; os.kill({os.getpid()}, signal.SIGTERM); os.kill(os.getpid(), signal.SIGTERM)"
     before = signal.getsignal(signal.SIGTERM)
-    with termination() as told:
+    with termination() as stated:
         with immune():
             assert subprocess.run([sys.executable, "-c", asks_to_end], check=False).returncode == 0
-        assert told.wait(HANG_S)
-    with termination() as told:
+        assert stated.wait(HANG_S)
+    with termination() as stated:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        assert told.wait(HANG_S)
+        assert stated.wait(HANG_S)
     assert signal.getsignal(signal.SIGTERM) is before

@@ -36,7 +36,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return answer
 
 
-def test_a_full_disk_is_told_with_what_is_free_and_needed(tmp_path: Path, free: SimpleNamespace) -> None:
+def test_a_full_disk_is_reported_with_what_is_free_and_needed(tmp_path: Path, free: SimpleNamespace) -> None:
     said = refusal(FULL, tmp_path, 412 * MIB)
     assert said == "No space left on device: the file system /scratch (lustre) has 3.0 MiB free, and 412 MiB are needed"
     free.f_favail = 0
@@ -107,14 +107,14 @@ def test_the_first_checkpoint_says_how_far_it_came(tmp_path: Path, free: SimpleN
             raise FULL
 
 
-def test_a_run_directory_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_run_directory_that_is_gone_is_reported(tmp_path: Path) -> None:
     directory = CheckpointDir(tmp_path / "run")
     directory.begin(1)
     shutil.rmtree(tmp_path / "run")
     gone = rf"checkpoint 1 could not be written: run_dir {tmp_path}/run has vanished: it was removed or renamed"
-    with pytest.raises(CheckpointError, match=gone) as told:
+    with pytest.raises(CheckpointError, match=gone) as stated:
         directory.commit(1, {})
-    assert "Free space" not in str(told.value)
+    assert "Free space" not in str(stated.value)
     with pytest.raises(DiskError, match=rf"run_dir {tmp_path}/run has vanished"), run_directory_kept(tmp_path / "run"):
         (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(FileNotFoundError), run_directory_kept(tmp_path / "run"):

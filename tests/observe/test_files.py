@@ -138,8 +138,8 @@ def test_a_summary_is_whole_json_and_replaces_the_one_before(tmp_path):
 
 
 def test_phases_add_up_and_tell_what_goes_on():
-    told: list[str] = []
-    phases = Phases(told.append)
+    stated: list[str] = []
+    phases = Phases(stated.append)
 
     def break_in_a_phase():
         with phases("update"):
@@ -152,7 +152,7 @@ def test_phases_add_up_and_tell_what_goes_on():
         break_in_a_phase()
     with phases("rollout"):
         pass
-    assert told == ["rollout", "reward", "rollout", "", "update", "", "rollout", ""]
+    assert stated == ["rollout", "reward", "rollout", "", "update", "", "rollout", ""]
     taken = phases.take()
     whole = time.monotonic() - began
     assert sorted(taken) == ["time/reward", "time/rollout", "time/update"]

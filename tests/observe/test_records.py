@@ -115,21 +115,21 @@ def test_which_failures_are_hangs(error: Exception, kind: str) -> None:
 
 def test_a_hang_is_one_at_the_conductor_when_a_rank_says_so() -> None:
     peer = Peer("rollout", 0, 1, "n1", 7)
-    told = [CallFailure.of(error).raised(peer, "generate") for error in (CallTimeout("late"), RunError("broken"))]
-    assert [kind_of_failure(error) for error in told] == ["hang", "error"]
+    stated = [CallFailure.of(error).raised(peer, "generate") for error in (CallTimeout("late"), RunError("broken"))]
+    assert [kind_of_failure(error) for error in stated] == ["hang", "error"]
 
 
 def test_logged_warnings_are_events_and_errors_are_not() -> None:
-    told: list[tuple[str, str]] = []
+    stated: list[tuple[str, str]] = []
     logger = logging.getLogger("slurm_rlhf.test_records")
-    handler = WarningEvents(lambda kind, text: told.append((kind, text)))
+    handler = WarningEvents(lambda kind, text: stated.append((kind, text)))
     logger.addHandler(handler)
     logger.propagate = False
     logger.warning("%s; once more over a new group", "a peer left")
     logger.warning("rank 0 is lost: it was not heard from for 20 s", extra=of_hang(True))
     logger.error("an error")
     logger.removeHandler(handler)
-    assert told == [
+    assert stated == [
         ("warning", "a peer left; once more over a new group"),
         ("hang", "rank 0 is lost: it was not heard from for 20 s"),
     ]

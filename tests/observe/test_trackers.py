@@ -37,24 +37,24 @@ def started(root: Path, *names: str, **settings: Any) -> tuple[Trackers, list[st
     config.timeout.tracker = 90
     for name, value in settings.items():
         setattr(config.logger, name, value)
-    directory, told = RunDirectory(root), list[str]()
+    directory, stated = RunDirectory(root), list[str]()
     directory.make()
-    trackers = Trackers(config, directory, told.append)
+    trackers = Trackers(config, directory, stated.append)
     trackers.open()
-    return trackers, told
+    return trackers, stated
 
 
 def three_steps_and_a_resume(root: Path, *names: str) -> list[str]:
     """Give trackers steps 1 to 3, then in second processes steps 3 and 4; return what the user reads."""
     said = []
     for steps in ((1, 2, 3), (3, 4)):
-        trackers, told = started(root, *names)
+        trackers, stated = started(root, *names)
         for step in steps:
             trackers.samples(step, [sample(step, place, random.Random(step)) for place in range(2)])
             trackers.metrics(step, {"reward": step / 4, "time/step": 2.0, "nan": float("nan")})
         trackers.metrics(1, {"eval/mean": 0.5})  # an evaluation that comes late
         trackers.close(failed=False)
-        said += told
+        said += stated
     return said
 
 
@@ -110,7 +110,7 @@ def test_a_run_keeps_its_id_and_a_broken_one_is_replaced(tmp_path: Path) -> None
     assert len(kept_id(tmp_path / "trackers" / "id")) == 8
 
 
-def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(
+def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -120,18 +120,18 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TensorBoardEvents, "metrics", full)
-    trackers, told = started(tmp_path, "tensorboard")
+    trackers, stated = started(tmp_path, "tensorboard")
     for step in (1, 2, 3):
         trackers.metrics(step, {"reward": 0.5})
     trackers.close(failed=False)
     assert asked == [1]
-    assert told == [
+    assert stated == [
         "warning: tensorboard gets nothing more of this run: [Errno 28] No space left on device. The run goes on"
     ]
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_or_dies_is_told_of_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_fails_or_dies_is_reported_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     sink = ProcessSink("nosuch", log, 60)
     sink.open(RUN)
@@ -149,7 +149,7 @@ def test_a_process_that_fails_or_dies_is_told_of_with_its_log(tmp_path: Path, mo
         sink.close(False)
     with pytest.raises(TrackerFailed):
         sink.metrics(1, {})
-    trackers, told = started(tmp_path / "run", "wandb")
+    trackers, stated = started(tmp_path / "run", "wandb")
     sink = trackers._sinks["wandb"]
     assert isinstance(sink, ProcessSink)
     assert sink._process is not None
@@ -158,8 +158,8 @@ def test_a_process_that_fails_or_dies_is_told_of_with_its_log(tmp_path: Path, mo
     for step in range(3):
         trackers.metrics(step, {})
     trackers.close(failed=True)
-    assert len(told) == 1
-    assert told[0].startswith("warning: wandb gets nothing more of this run: its process ended with exit code -9")
+    assert len(stated) == 1
+    assert stated[0].startswith("warning: wandb gets nothing more of this run: its process ended with exit code -9")
 
 
 def test_a_process_that_hangs_holds_nobody_and_is_gone_at_the_end(

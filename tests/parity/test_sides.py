@@ -63,7 +63,7 @@ def test_prompts_are_of_all_lengths_and_leave_room_for_a_response(tmp_path: Path
     assert len(lengths) == 6
 
 
-def test_a_tokenizer_that_knows_no_letters_is_told(tmp_path: Path) -> None:
+def test_a_tokenizer_that_knows_no_letters_is_reported(tmp_path: Path) -> None:
     class Mute(Tokenizer):
         def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             return [0]

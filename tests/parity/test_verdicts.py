@@ -82,10 +82,10 @@ def test_lines_stand_below_their_columns_and_reasons_below_the_table() -> None:
     assert shown[3].split() == ["bf16", "190", *SAME_FIGURES, "NaN", "NaN", *SAME_FIGURES, "differ"]
     assert shown[4].split() == ["x/y", "fp32", "-", *["-"] * 6, "failed"]
     assert len({line.rstrip().rfind(" ") for line in shown[2:]}) == 1, "the verdicts stand in one column"
-    told = reasons(LINES, 60).splitlines()
-    assert told[0] == "Gemma2ForCausalLM, bf16: differ: vLLM is apart"
-    assert told[1:3] == ["x/y, fp32: failed: its process was killed by SIGSEGV", "    Fatal: segfault"]
-    assert told[3] == "ApertusForCausalLM: refused: it differs"
+    stated = reasons(LINES, 60).splitlines()
+    assert stated[0] == "Gemma2ForCausalLM, bf16: differ: vLLM is apart"
+    assert stated[1:3] == ["x/y, fp32: failed: its process was killed by SIGSEGV", "    Fatal: segfault"]
+    assert stated[3] == "ApertusForCausalLM: refused: it differs"
     assert reasons(LINES[:1], 60) == ""
     assert summary(LINES) == "1 agree, 1 differ, 1 refused, 1 failed"
 

@@ -70,7 +70,7 @@ def test_engines_are_spread_evenly_over_the_nodes_asked_for() -> None:
     assert [len(share.gpus) for share in shares] == [2, 2, 1]  # as few nodes as hold them
 
 
-def test_engines_stay_aligned_beside_an_odd_actor() -> None:
+def test_engines_stay_aligned_with_an_odd_actor() -> None:
     rank_map = place(nodes(1, 8), [RoleSize("actor", 1, 3), engines(2, tp=2)])
     assert where(rank_map, "rollout") == {"node1": (4, 5, 6, 7)}
     rank_map = place(nodes(1, 8), [RoleSize("actor", 1, 1), RoleSize("critic", 1, 1), engines(2, tp=3)])

@@ -154,7 +154,7 @@ def test_the_figures_in_the_heads_of_shipped_files_are_predicted(name: str) -> N
         assert [int(number) for number in said.groups()] == pytest.approx(wanted, abs=1)
 
 
-def test_two_probes_give_a_rate_and_what_a_step_takes_beside() -> None:
+def test_two_probes_give_a_rate_and_what_a_step_takes_with() -> None:
     rate, rest = Probe.line(Probe(1e9, 0.35, 1), Probe(6e9, 1.7, 2))  # 4 GFLOP/s, 0.1 s for each step
     assert (rate, rest) == (pytest.approx(4e9), pytest.approx(0.1))
     assert Probe.line(Probe(1e9, 0.5), Probe(4e9, 0.4)) == (1e10, 0.0)  # less seconds for more work: noise

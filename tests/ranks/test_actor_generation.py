@@ -207,13 +207,13 @@ def test_a_rank_that_stops_in_the_middle_of_a_response_is_named_within_seconds(
     thread.start()
     thread.join(HANG_S)
     assert not thread.is_alive()
-    told = str(result[0])
-    assert "actor rank 1 on " in told
-    assert "is behind, in 'generate: batch" in told
-    assert "token 7, sampling'" in told
-    assert "actor rank 0 on" not in told.partition("First to give up")[0]
-    assert "actor rank 2 on" not in told.partition("First to give up")[0]
-    assert f"timeout.collective = {COLLECTIVE_S:g} s" in told
+    stated = str(result[0])
+    assert "actor rank 1 on " in stated
+    assert "is behind, in 'generate: batch" in stated
+    assert "token 7, sampling'" in stated
+    assert "actor rank 0 on" not in stated.partition("First to give up")[0]
+    assert "actor rank 2 on" not in stated.partition("First to give up")[0]
+    assert f"timeout.collective = {COLLECTIVE_S:g} s" in stated
 
 
 def wait_for_token(actor: RoleHandle[Any], token: int) -> None:

@@ -61,7 +61,7 @@ class Links:
         place = EnginePlace(0, 0, 3, "here")
         self.leader = FollowerLinks(place, listener.accept_all(place, 5), timeout, self.failures.put)
 
-    def told(self) -> LeaderMessage:
+    def stated(self) -> LeaderMessage:
         """The next message, which both got."""
         one, other = (read(LeaderMessage, follower.receive(), "it") for follower in self.followers)
         assert one.number == other.number
@@ -73,8 +73,8 @@ class Links:
             follower.send(answer)
 
 
-def argument_of(told: LeaderMessage, spec: CallSpec) -> Any:
-    return read(spec.argument, told.argument, "it")
+def argument_of(stated: LeaderMessage, spec: CallSpec) -> Any:
+    return read(spec.argument, stated.argument, "it")
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def test_every_command_travels(links: Links) -> None:
     for number, (name, spec) in enumerate(calls_of(FollowerCalls).items(), start=1):
         argument, result = TRAVELLING.get(name, (None, None))
         links.leader.send(getattr(FollowerCalls, name), *filter(None, [argument]))
-        told = links.told()
-        assert (told.name, told.number) == (name, number)
-        arrived = argument_of(told, spec) if spec.argument else None
+        stated = links.stated()
+        assert (stated.name, stated.number) == (name, number)
+        arrived = argument_of(stated, spec) if spec.argument else None
         assert repr(arrived) == repr(argument)
         assert (spec.deadline is None) == (name in {"add", "step", "drop", "leave"})
         if spec.deadline is not None:
@@ -106,20 +106,20 @@ def test_a_group_is_described_without_parameters_and_without_what_the_configurat
 
 def test_a_request_comes_whole(links: Links) -> None:
     links.leader.send(FollowerCalls.add, REQUEST)
-    told = links.told()
-    assert not told.leaving
-    got = argument_of(told, calls_of(FollowerCalls)["add"])
+    stated = links.stated()
+    assert not stated.leaving
+    got = argument_of(stated, calls_of(FollowerCalls)["add"])
     assert got.prompt_ids.tolist() == [0, 1, 2, 3, 4]
     assert replace(got, prompt_ids=REQUEST.prompt_ids) == REQUEST
     links.leader.send(FollowerCalls.leave)
-    told = links.told()
-    assert (told.number, told.leaving) == (2, True)
+    stated = links.stated()
+    assert (stated.number, stated.leaving) == (2, True)
 
 
 def test_answers_are_records(links: Links) -> None:
     links.leader.send(FollowerCalls.sync_receive, 4)
-    told = links.told()
-    assert argument_of(told, calls_of(FollowerCalls)["sync_receive"]) == 4
+    stated = links.stated()
+    assert argument_of(stated, calls_of(FollowerCalls)["sync_receive"]) == 4
     links.answer(
         FollowerAnswer("done", 1, SyncReport(nbytes=8)),
         FollowerAnswer("done", 1, SyncReport(broken="the link was cut")),

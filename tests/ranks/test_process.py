@@ -104,7 +104,7 @@ class Calls:
         return "left"
 
 
-def test_a_rank_answers_calls_until_it_is_told_to_leave() -> None:
+def test_a_rank_answers_calls_until_it_is_asked_to_leave() -> None:
     calls, loaded = Calls(["start", "train_step", "shutdown", "more"]), list[bool]()
     serve(calls, calls, loaded.append)  # type: ignore[arg-type]
     assert calls.done == ["start in start", "train_step in train_step", "left"]

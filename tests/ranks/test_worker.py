@@ -88,11 +88,11 @@ def test_what_an_implementation_raises_goes_to_the_caller(worker: Adding) -> Non
 
 
 @pytest.mark.parametrize(
-    ("outcome", "kind", "told"),
+    ("outcome", "kind", "stated"),
     [(6, "reply", "6"), (ValueError("too late"), "error", "too late"), (object(), "error", "cannot be sent")],
     ids=["result", "error", "unsendable"],
 )
-def test_a_call_may_be_answered_later(worker: Adding, outcome: Any, kind: str, told: str) -> None:
+def test_a_call_may_be_answered_later(worker: Adding, outcome: Any, kind: str, stated: str) -> None:
     asked = Asked(worker, "add_later", {"numbers": [1]})
     assert asked.answers == []
     if isinstance(outcome, Exception):
@@ -101,4 +101,4 @@ def test_a_call_may_be_answered_later(worker: Adding, outcome: Any, kind: str, t
         worker.later.set_result(outcome)
     [(found, answer)] = asked.answers
     assert found == kind
-    assert told in str(answer)
+    assert stated in str(answer)

@@ -78,15 +78,15 @@ def test_sessions_end_by_their_last_event_or_were_killed() -> None:
     def event(kind: str, at: float, step: int) -> RunEvent:
         return RunEvent(kind, at, step, "")
 
-    told = [event("start", 0, 0), event("stop", 10, 4), event("requeue", 10, 4), event("resume", 60, 4)]
-    told += [event("warning", 65, 6), event("resume", 90, 4), event("checkpoint", 95, 7)]
-    found = sessions(told, 100.0, True)
+    stated = [event("start", 0, 0), event("stop", 10, 4), event("requeue", 10, 4), event("resume", 60, 4)]
+    stated += [event("warning", 65, 6), event("resume", 90, 4), event("checkpoint", 95, 7)]
+    found = sessions(stated, 100.0, True)
     assert [(each["begin"], each["end"], each["first"], each["last"], each["how"]) for each in found] == [
         (0, 10, 0, 4, "stop"),
         (60, 65, 4, 6, "killed"),
         (90, 100.0, 4, 7, "running"),
     ]
-    assert sessions(told, 100.0, False)[-1]["how"] == "killed"
+    assert sessions(stated, 100.0, False)[-1]["how"] == "killed"
     hung = [event("start", 0, 0), event("hang", 10, 4), event("engine lost", 11, 4), event("finish", 90, 9)]
     assert sessions(hung, 100.0, False) == [{"begin": 0, "end": 90, "first": 0, "last": 9, "how": "finish"}]
     many = [event("checkpoint", n, n) for n in range(2 * MOST_EVENTS)] + [event("requeue", 0, 0)]
@@ -152,7 +152,7 @@ def test_settings_tell_defaults_and_differences_apart() -> None:
     assert groups(configs) == [[0, 1], [2]]
 
 
-def test_the_newest_evaluation_of_the_run_and_those_beside_it(run: RunFiles, tmp_path: Path) -> None:
+def test_the_newest_evaluation_of_the_run_and_those_with_it(run: RunFiles, tmp_path: Path) -> None:
     assert [each["title"] for each in run.evaluations] == [f"step {STEPS}", "mine"]
     (sums,) = run.evaluations[0]["datasets"]
     assert (sums["name"], sums["failed"], [part["name"] for part in sums["sources"]]) == ("sums", 4, ["large", "small"])
@@ -191,9 +191,9 @@ def test_a_directory_with_half_of_the_files_has_a_page(tmp_path: Path, run: RunF
     (tmp_path / "layout.json").write_text("{")
     (tmp_path / "timeline.jsonl").write_bytes(b"\xff\xfe\n")
     found = RunFiles.read(RunDirectory(tmp_path))
-    told = content([found, run], time.time())
-    assert told["runs"][0]["curves"] == {"steps": [1], "tokens": [], "seconds": [], "values": {"reward": [1.0]}}
-    assert "reward" in page(told)
+    stated = content([found, run], time.time())
+    assert stated["runs"][0]["curves"] == {"steps": [1], "tokens": [], "seconds": [], "values": {"reward": [1.0]}}
+    assert "reward" in page(stated)
 
 
 def test_nothing_in_a_text_ends_the_element_that_holds_it() -> None:

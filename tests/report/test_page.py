@@ -278,8 +278,8 @@ def test_charts_of_a_correction_are_there_where_something_is_corrected(
         assert main(["report", str(run.root)]) == 0
         browser.open(run.report, 1280, 800, False)
         found[preset] = [name for name in browser.value(PLOTS) if name.startswith("Correction")]
-        told = browser.value("document.querySelector('#curves').textContent")
-        assert ("algo.correction weighs nothing" in told) == (preset == "auto")
+        stated = browser.value("document.querySelector('#curves').textContent")
+        assert ("algo.correction weighs nothing" in stated) == (preset == "auto")
     assert found == {"auto": [], "tis": ["Correction: effective sample size"]}
 
 
@@ -291,5 +291,5 @@ def test_a_kl_that_was_not_measured_has_no_curve(browser: Page, runs: list[RunDi
     assert main(["report", str(run.root)]) == 0
     browser.open(run.report, 1280, 800, False)
     assert "KL to the reference" not in browser.value(PLOTS)
-    told = browser.value("document.querySelector('#curves p.small').textContent")
-    assert "KL to the reference (no reference: algo.kl.init_coef = 0)" in told
+    stated = browser.value("document.querySelector('#curves p.small').textContent")
+    assert "KL to the reference (no reference: algo.kl.init_coef = 0)" in stated

@@ -42,7 +42,7 @@ def test_code_is_scored_by_the_column_tests_or_the_label() -> None:
         reward.answer([item(code, {"input": "x"})], 1)
 
 
-def test_a_node_without_the_sandbox_is_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_without_the_sandbox_is_reported_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(box, "problem", lambda kind: f"no {kind}")
     box.chosen.cache_clear()
     with pytest.raises(ConfigError, match=r"reward\.sandbox = 'auto': .* \(bubblewrap: no bubblewrap; "):

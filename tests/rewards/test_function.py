@@ -79,7 +79,7 @@ def test_dict_with_scores_and_logs(tmp_path: Path, one: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "told"),
+    ("expression", "stated"),
     [
         ("[1.0]", "1 rewards for 2 responses"),
         ("[1.0, 2.0, 3.0]", "3 rewards for 2 responses"),
@@ -109,15 +109,15 @@ def test_dict_with_scores_and_logs(tmp_path: Path, one: str) -> None:
         ),
     ],
 )
-def test_answers_that_are_no_rewards(tmp_path: Path, expression: str, told: str) -> None:
+def test_answers_that_are_no_rewards(tmp_path: Path, expression: str, stated: str) -> None:
     with pytest.raises(RewardError) as caught:
         returning(tmp_path, expression)(*batch())
     message = str(caught.value)
     assert message.startswith(f"{tmp_path / 'reward.py'}: reward_func returned")
-    assert told in message
+    assert stated in message
 
 
-def test_what_the_function_raises_is_told_with_its_line(tmp_path: Path) -> None:
+def test_what_the_function_raises_is_reported_with_its_line(tmp_path: Path) -> None:
     reward = load(
         tmp_path,
         "def score(text):\n    return 1 / len(text.strip('<01>'))\n\n"
@@ -125,8 +125,8 @@ def test_what_the_function_raises_is_told_with_its_line(tmp_path: Path) -> None:
     )
     with pytest.raises(RewardError) as caught:
         reward(*batch())
-    told = f"{tmp_path / 'reward.py'}:2: reward_func raised ZeroDivisionError: division by zero"
-    assert str(caught.value) == told
+    stated = f"{tmp_path / 'reward.py'}:2: reward_func raised ZeroDivisionError: division by zero"
+    assert str(caught.value) == stated
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     leaves = load(tmp_path, "import sys\n\ndef reward_func(*args, **kwargs):\n    sys.exit(3)\n", "leaves.py")
     with pytest.raises(RewardError, match=r"leaves.py:4: reward_func raised SystemExit: 3"):
@@ -134,7 +134,7 @@ def test_what_the_function_raises_is_told_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "stated"),
     [
         ("x = 1\ndef reward_func(:\n", "reward.py:2: cannot be imported: SyntaxError"),
         ("import no_such_module\n", "reward.py:1: cannot be imported: ModuleNotFoundError: No module named"),
@@ -142,21 +142,21 @@ def test_what_the_function_raises_is_told_with_its_line(tmp_path: Path) -> None:
         ("reward_func = 3\n", "does not define reward_func"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, body: str, told: str) -> None:
+def test_files_that_cannot_be_used(tmp_path: Path, body: str, stated: str) -> None:
     with pytest.raises(RewardError) as caught:
         load(tmp_path, body)
-    assert told in str(caught.value)
+    assert stated in str(caught.value)
     assert str(tmp_path / "reward.py") in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "stated"),
     [("", "no such file"), ("absent.py", "absent.py"), ("http://host:5000/score", "no such file")],
 )
-def test_sources_that_cannot_be_used(source: str, told: str) -> None:
+def test_sources_that_cannot_be_used(source: str, stated: str) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.remote_url: ") as caught:
         RewardFunction.load(source)
-    assert told in str(caught.value)
+    assert stated in str(caught.value)
 
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_only_what_the_signature_takes_is_passed(tmp_path: Path, signature: str)
 
 
 @pytest.mark.parametrize(
-    ("definition", "told"),
+    ("definition", "stated"),
     [
         ("def reward_func(responses, level):", "Passed are queries, prompts, labels, responses, rows, prompt_ids"),
         ("def reward_func(responses, level):", "rows[i]['level']"),
@@ -256,12 +256,12 @@ def test_only_what_the_signature_takes_is_passed(tmp_path: Path, signature: str)
     ],
 )
 def test_a_signature_that_cannot_be_served_is_an_error_when_the_file_is_loaded(
-    tmp_path: Path, definition: str, told: str
+    tmp_path: Path, definition: str, stated: str
 ) -> None:
     with pytest.raises(RewardError) as caught:
         load(tmp_path, f"import math\n\n{definition}\n    return [0.0]\n")
     assert str(caught.value).startswith(f"{tmp_path / 'reward.py'}:3: reward_func ")
-    assert told in str(caught.value)
+    assert stated in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -309,12 +309,12 @@ def test_a_column_that_no_row_has_is_named(tmp_path: Path) -> None:
 def test_what_a_function_changes_does_not_live_on(tmp_path: Path) -> None:
     body = (
         "def reward_func(responses, labels, rows, finish_reasons, response_ids):\n"
-        "    told = [(label[0], row['level']['name'], row.get('seen')) for label, row in zip(labels, rows)]\n"
+        "    stated = [(label[0], row['level']['name'], row.get('seen')) for label, row in zip(labels, rows)]\n"
         "    for label, row, ids in zip(labels, rows, response_ids):\n"
         "        label.append('x'); row['level']['name'] = 'x'; row['seen'] = True; ids.clear()\n"
         "    labels.clear(); finish_reasons.clear()\n"
         "    easy = ('2', 'easy', None)\n"
-        "    assert told[:3] == [easy, easy, ('4', 'hard', None)], told\n"
+        "    assert stated[:3] == [easy, easy, ('4', 'hard', None)], stated\n"
         "    assert all(len(label) == 2 for label in labels)  # a copy for each response\n"
         "    return [0.0] * len(responses)\n"
     )

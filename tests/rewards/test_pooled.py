@@ -110,7 +110,7 @@ def test_skipped_responses_are_marked(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "told"),
+    ("response", "stated"),
     [
         ("hang", "reward.py: reward_func: answer did not return within"),
         ("crash", "reward.py: reward_func: its process was killed by SIGSEGV"),
@@ -119,10 +119,10 @@ def test_skipped_responses_are_marked(run: Run) -> None:
         ("text", "returned 'good' (str) at index 0; expected a number"),
     ],
 )
-def test_fail_ends_with_one_line_that_names_the_response(run: Run, response: str, told: str) -> None:
+def test_fail_ends_with_one_line_that_names_the_response(run: Run, response: str, stated: str) -> None:
     with pytest.raises(RewardError) as failed:
         run(["a", response], 2, **SHORT)
-    assert told in str(failed.value)
+    assert stated in str(failed.value)
     assert f"for the prompt 'p0' and the response {response!r}" in str(failed.value)
     assert "\n" not in str(failed.value)
 

@@ -75,22 +75,22 @@ def test_mathematics_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "stated"),
     [
         ("regex", "(", "reward.preset_value = '(' is no regular expression"),
         ("length", "short", "takes a number of tokens"),
         ("json_schema", "absent.json", "absent.json is no file with a JSON schema: "),
     ],
 )
-def test_a_value_that_cannot_be_used_is_one_line(name: str, value: str, told: str) -> None:
+def test_a_value_that_cannot_be_used_is_one_line(name: str, value: str, stated: str) -> None:
     with pytest.raises(RewardError) as failed:
         Preset(name, value)
-    assert told in str(failed.value)
+    assert stated in str(failed.value)
     assert "\n" not in str(failed.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "stated"),
     [
         ("regex", "", "reward.preset_value is empty: reward.preset = regex needs it"),
         ("exact", "x", "reward.preset_value = x has no effect with reward.preset = exact"),
@@ -102,9 +102,9 @@ def test_a_value_that_cannot_be_used_is_one_line(name: str, value: str, told: st
         ),
     ],
 )
-def test_check_sees_what_a_preset_lacks(name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_sees_what_a_preset_lacks(name: str, value: str, stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurm_rlhf.config.reward_sources.find_spec", lambda module: None)
     config = Config()
     config.reward.preset, config.reward.preset_value = name, value  # type: ignore[assignment]
     (problem,) = preset(config)
-    assert told in problem
+    assert stated in problem

@@ -164,7 +164,7 @@ def test_each_server_is_tried_once_before_the_first_pause(monkeypatch: pytest.Mo
     servers.close()
 
 
-def test_the_request_is_openrlhfs_with_all_fields_beside() -> None:
+def test_the_request_is_openrlhfs_with_all_fields_with() -> None:
     with served() as server, client(url(server)) as (source, _):
         assert source(*sampled("abc"), 5).rewards.tolist() == [3]
         (body, headers) = server.seen[0]
@@ -184,10 +184,10 @@ def test_what_passes_is_asked_again_and_every_reward_is_right(fault: str) -> Non
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_is_wrong_is_one_line_with_the_server(fault: str) -> None:
-    answer, told = WRONG[fault]
+    answer, stated = WRONG[fault]
     with served(answer) as server, client(url(server)) as (source, _), pytest.raises(RewardError) as failed:
         source(*sampled("a"))
-    assert told in str(failed.value)
+    assert stated in str(failed.value)
     assert url(server) in str(failed.value)
     assert "\n" not in str(failed.value)
 
@@ -337,7 +337,7 @@ def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch
             assert httpx.post(url(server), content=wrong, headers=headers, timeout=HANG_S).status_code == 400
 
 
-def test_a_call_whose_client_has_gone_is_not_begun_and_one_that_is_late_is_told(tmp_path: Path) -> None:
+def test_a_call_whose_client_has_gone_is_not_begun_and_one_that_is_late_is_reported(tmp_path: Path) -> None:
     import httpx
 
     body = {"query": ["a"], "prompts": [""]}

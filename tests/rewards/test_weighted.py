@@ -47,7 +47,7 @@ def test_scores_logs_and_failures_are_kept() -> None:
     assert found.skipped is None
 
 
-def test_an_environment_counts_beside_another_source_and_its_lost_episodes_are_skipped() -> None:
+def test_an_environment_counts_with_another_source_and_its_lost_episodes_are_skipped() -> None:
     config, ids = Config(), np.array([1], dtype=np.int32)
     config.env.path, config.reward.preset = "game.py", "exact"
     assert list(reward_source(config)) == ["env.path: no such file: game.py"]
@@ -101,7 +101,7 @@ def test_entries_are_read_and_written_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "stated"),
     [
         ('nam = "a"', "an entry has no 'nam'; did you mean name?"),
         ("weight = true", "reward.sources: weight takes a number, got true"),
@@ -110,18 +110,18 @@ def test_entries_are_read_and_written_back(tmp_path: Path) -> None:
         ("clip = [2, 1]", "clip takes two numbers, the lower first, got [2.0, 1.0]"),
     ],
 )
-def test_entries_that_cannot_be_read(tmp_path: Path, entry: str, told: str) -> None:
+def test_entries_that_cannot_be_read(tmp_path: Path, entry: str, stated: str) -> None:
     (tmp_path / "run.toml").write_text(f"[[reward.sources]]\n{entry}\n")
     with pytest.raises(ConfigError) as failed:
         load_config(tmp_path / "run.toml")
-    assert told in str(failed.value)
+    assert stated in str(failed.value)
 
 
 EXACT = RewardPart("a", preset="exact")
 
 
 @pytest.mark.parametrize(
-    ("parts", "keys", "told"),
+    ("parts", "keys", "stated"),
     [
         ([EXACT, EXACT], {}, "the name 'a' is there twice"),
         ([RewardPart("", preset="exact")], {}, "the name '' is empty"),
@@ -134,9 +134,9 @@ EXACT = RewardPart("a", preset="exact")
         ([RewardPart("a", remote_url="/absent.py")], {}, "/absent.py"),
     ],
 )
-def test_entries_that_do_not_go_together(parts: list[RewardPart], keys: dict[str, str], told: str) -> None:
+def test_entries_that_do_not_go_together(parts: list[RewardPart], keys: dict[str, str], stated: str) -> None:
     config = Config()
     config.reward.sources = parts
     for name, value in keys.items():
         setattr(config.reward, name, value)
-    assert told in "\n".join(reward_source(config))
+    assert stated in "\n".join(reward_source(config))

@@ -110,7 +110,7 @@ def test_a_resumed_run_writes_later_samples_again(tmp_path: Path) -> None:
     assert (tmp_path / "samples.1.jsonl").read_text() == whole
 
 
-def test_events_of_a_run_that_is_told_to_stop_and_fails_later(tmp_path: Path) -> None:
+def test_events_of_a_run_that_is_asked_to_stop_and_fails_later(tmp_path: Path) -> None:
     run = reporting(tmp_path)
     run.begin(RunState(seed=0), 9, None)
     run.note("warning: something")
@@ -119,8 +119,8 @@ def test_events_of_a_run_that_is_told_to_stop_and_fails_later(tmp_path: Path) ->
     later = reporting(tmp_path)
     later.begin(RunState(seed=0, step=1), 9, tmp_path)
     later.failed(CallTimeout("actor rank 0 did not answer train_step within 5 s"))
-    told = [(event.event, event.step) for event in read_events(tmp_path / "events.jsonl")]
-    assert told == [("start", 0), ("warning", 0), ("stop", 1), ("requeue", 1), ("resume", 1), ("hang", 1)]
+    stated = [(event.event, event.step) for event in read_events(tmp_path / "events.jsonl")]
+    assert stated == [("start", 0), ("warning", 0), ("stop", 1), ("requeue", 1), ("resume", 1), ("hang", 1)]
     page = (tmp_path / "report.html").read_text()
     assert '"status":"failed"' in page
     assert '"event":"requeue"' in page
@@ -277,11 +277,11 @@ def test_a_resume_says_from_where_and_how_many_steps_are_done_again(
 def test_a_stop_before_the_first_step_says_that_nothing_is_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for step, told in ((0, "no step was done, so there is nothing to save"), (2, "saved at step 2/9")):
+    for step, stated in ((0, "no step was done, so there is nothing to save"), (2, "saved at step 2/9")):
         run = reporting(tmp_path / str(step), tensorboard=False)
         run.begin(RunState(seed=0, step=step), 9, None)
         run.stopped("Ctrl-C")
-        assert f"stopped by Ctrl-C; {told}" in capsys.readouterr().out
+        assert f"stopped by Ctrl-C; {stated}" in capsys.readouterr().out
 
 
 def test_the_summary_says_how_far_a_start_is_until_the_steps_begin(tmp_path: Path) -> None:

@@ -76,19 +76,19 @@ def actor() -> Trainer:
 
 
 @pytest.fixture
-def told() -> list[tuple[int, float, float]]:
+def stated() -> list[tuple[int, float, float]]:
     return []
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path, actor: Trainer, told: list[tuple[int, float, float]]) -> RunCheckpoints:
+def checkpoints(tmp_path: Path, actor: Trainer, stated: list[tuple[int, float, float]]) -> RunCheckpoints:
     config = Config(run_dir=str(tmp_path))
     config.ckpt.max_num = 2
     step = make_step(config, {"actor": actor}, kl=KLController(0.0))
     cadence = SaveCadence(1, failures([], 1, 1.0), lambda text: None)
 
     def saved(*found: Any) -> None:
-        told.append(found)
+        stated.append(found)
 
     return RunCheckpoints(
         CheckpointDir(tmp_path),
@@ -106,21 +106,21 @@ def train(checkpoints: RunCheckpoints, actor: Trainer) -> None:
 
 
 def test_it_holds_the_state_of_its_step_and_is_whole_when_all_is_written(
-    checkpoints: RunCheckpoints, actor: Trainer, told: list[tuple[int, float, float]]
+    checkpoints: RunCheckpoints, actor: Trainer, stated: list[tuple[int, float, float]]
 ) -> None:
     train(checkpoints, actor)
     checkpoints.save(behind=True)
     train(checkpoints, actor)
     checkpoints.poll()
     assert checkpoints.directory.latest() is None  # a kill now finds what was there before
-    assert told == []
+    assert stated == []
     actor.free.set()
     until(checkpoints.directory.latest)
-    until(lambda: checkpoints.poll() or told)
+    until(lambda: checkpoints.poll() or stated)
     path = checkpoints.directory.of(1)
     assert (path / "actor" / "state").read_text() == "1"
     assert checkpoints.directory.load_state(path)["run"]["step"] == 1
-    ((step, seconds, waited),) = told
+    ((step, seconds, waited),) = stated
     assert step == 1
     assert waited < seconds
     assert actor.calls == ["save behind"]
@@ -195,7 +195,7 @@ def reward_func(responses, step):
 """
 
 
-def sample_beside(engines: Engines) -> Sample:
+def sample_alongside(engines: Engines) -> Sample:
     """Engines that take until the training is about to end; they hold the weights that were asked for all along."""
 
     def sample(prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
@@ -219,12 +219,12 @@ def stop(tmp_path: Path) -> Iterator[Stop]:
         yield listening
 
 
-@pytest.fixture(params=[None, sample_beside], ids=["alone", "beside"])
+@pytest.fixture(params=[None, sample_alongside], ids=["alone", "alongside"])
 def run(request: pytest.FixtureRequest, tmp_path: Path, stop: Stop, reward: RewardFunction) -> Callable[..., Any]:
     """Makes a run, evaluated alone or during the training."""
 
     def made(**named: Any) -> TrainingLoop:
-        given = {"steps": STEPS, "best_metric": METRIC, "beside": request.param, **named}
+        given = {"steps": STEPS, "best_metric": METRIC, "alongside": request.param, **named}
         return make(tmp_path, stop, reward, **given)
 
     return made
@@ -238,7 +238,7 @@ def scores(tmp_path: Path) -> list[tuple[int, float]]:
     return [(row["step"], row[METRIC]) for row in rows(tmp_path)]
 
 
-def test_the_best_is_kept_beside_the_newest(tmp_path: Path, run: Callable[..., TrainingLoop]) -> None:
+def test_the_best_is_kept_with_the_newest(tmp_path: Path, run: Callable[..., TrainingLoop]) -> None:
     loop = run()
     loop.run()
     loop.reporting.finished()
@@ -282,7 +282,7 @@ def test_a_stop_at_any_step_changes_nothing(
     assert kept(tmp_path) == ["step_000002", "step_000006"]
 
 
-def test_an_evaluation_that_fails_beside_the_training_ends_the_run(
+def test_an_evaluation_that_fails_with_the_training_ends_the_run(
     tmp_path: Path, stop: Stop, reward: RewardFunction
 ) -> None:
     def broken(engines: Engines) -> Sample:
@@ -291,7 +291,7 @@ def test_an_evaluation_that_fails_beside_the_training_ends_the_run(
 
         return sample
 
-    loop = make(tmp_path, stop, reward, steps=STEPS, beside=broken)
+    loop = make(tmp_path, stop, reward, steps=STEPS, alongside=broken)
     with pytest.raises(ZeroDivisionError, match="an engine"):
         loop.run()
     assert loop.state.step == 1
@@ -306,17 +306,17 @@ def test_more_is_better_and_the_first_of_equal_ones() -> None:
     assert better(None, "", {"eval": 0.5}, 1) is None
 
 
-def test_a_best_of_another_metric_or_without_a_checkpoint_is_told_and_dropped() -> None:
+def test_a_best_of_another_metric_or_without_a_checkpoint_is_reported_and_dropped() -> None:
     state = asdict(Best("eval", 0.5, 10))
     assert resumed(state, "eval", True) == (Best("eval", 0.5, 10), "")
     assert resumed(None, "eval", False) == (None, "")
     assert resumed(state, "", True) == (None, "")
-    gone, told = resumed(state, "eval", False)
+    gone, stated = resumed(state, "eval", False)
     assert gone is None
-    assert "of step 10 (eval 0.5000), is not in this run directory any more" in told
-    other, told = resumed(state, "eval/sums/mean", True)
+    assert "of step 10 (eval 0.5000), is not in this run directory any more" in stated
+    other, stated = resumed(state, "eval/sums/mean", True)
     assert other is None
-    assert "was eval before, and is eval/sums/mean now: step 10 is no longer kept" in told
+    assert "was eval before, and is eval/sums/mean now: step 10 is no longer kept" in stated
 
 
 def test_pruning_leaves_what_is_kept(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def run_config(tmp_path: Path, **kinds: str) -> Config:
 def test_how_a_run_computes_is_named(tmp_path: Path) -> None:
     config = run_config(tmp_path, actor="qwen2", critic="mamba2")
     assert [*ways(config, ["actor"])] == ["activation checkpointing off", "sequences packed"]
-    told = "critic padded (mamba2, ds.packing_samples = auto)"
-    assert [*ways(config, ["actor", "critic"])] == ["activation checkpointing off", told]
+    stated = "critic padded (mamba2, ds.packing_samples = auto)"
+    assert [*ways(config, ["actor", "critic"])] == ["activation checkpointing off", stated]
     config.ds.grad_comm_dtype, config.ds.hpz_size, config.lora.rank = "bf16", 2, 8
     config.vllm.sync_mode, config.vllm.keep_kv_cache, config.ds.attn_implementation = "inflight", True, "eager"
     config.train.gradient_checkpointing, config.ds.compile = "full", True
@@ -64,10 +64,10 @@ def test_engines_learn_what_the_first_rank_of_the_actor_is_going_to_send(tmp_pat
         "rollout": EngineHandle(cast(Any, None), "rollout", 2, 1, Config().timeout),
     }
     notes: list[str] = []
-    told: list[Any] = []
+    stated: list[Any] = []
 
     def wait(parameters: list[ParameterSpec]) -> list[int]:
-        told.append(parameters)
+        stated.append(parameters)
         return [1]
 
     startup: Any = SimpleNamespace(
@@ -77,5 +77,5 @@ def test_engines_learn_what_the_first_rank_of_the_actor_is_going_to_send(tmp_pat
         _tell_when_ready=lambda role, futures: None,
     )
     Startup._start_trainers(startup, cast(Any, SimpleNamespace(wait=wait)))
-    assert told == [sent]
+    assert stated == [sent]
     assert notes[-3:] == ["read", "with a new head", "1 of 2 engines are ready; the others join when they are"]

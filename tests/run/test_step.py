@@ -141,6 +141,6 @@ class LaterRun(Run):
     VERSION = 2
 
 
-def test_with_bypass_the_age_of_the_whole_batch_is_told_whatever_the_ranks_pass() -> None:
+def test_with_bypass_the_age_of_the_whole_batch_is_reported_whatever_the_ranks_pass() -> None:
     run = LaterRun(["actor"], algo__correction__bypass=True, train__batch_size=2, algo__advantage__estimator="rloo")
     assert (run.metrics["staleness_max"], run.metrics["stale_tokens"], run.metrics["mixed_responses"]) == (2, 1, 0)

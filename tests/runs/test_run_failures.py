@@ -103,7 +103,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(config: Path) -> None:
 # --- run restarts -----------------------------------------------------------------------------------------------------
 
 
-def test_trainers_that_die_start_again_beside_the_engines(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_trainers_that_die_start_again_with_the_engines(tmp_path_factory: pytest.TempPathFactory) -> None:
     """An actor's rank dies in the first update, with no checkpoint to go back to; the critic in the forward of step 3.
     The engines live through both, and the numbers are those of the undisturbed run.
     """
@@ -151,7 +151,7 @@ HELD = (
 PLACES = ("python", "lock", "engine", "reward-hang")
 
 
-class Told:
+class Stated:
     """What a hang left behind."""
 
     def __init__(self, directory: Path) -> None:
@@ -162,11 +162,11 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], int, str, Path]:
+def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Stated], int, str, Path]:
     """(what was said of each place, exit code, what it printed, run directory). The last hang is not let go."""
     path = tmp_path_factory.mktemp("hangs")
     config = workspace(path)
-    holds, told = Holds(config), {}
+    holds, stated = Holds(config), {}
     (path / "plugin.py").write_text(PLUGIN)
     with patched_engines(path / "patch", ENGINE.format(hold=str(path / HOLD)), ranks=("0",)):
         with started(config, path / "run", *HELD, f"--train.plugins={path / 'plugin.py'}", warm=True) as run:
@@ -176,66 +176,66 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], int
                 holds.hold(place)
                 run.wait_for_file("hang-*/nodes.txt", known)
                 (found,) = set((path / "run").glob("hang-*/nodes.txt")) - known
-                told[place] = Told(found.parent)
+                stated[place] = Stated(found.parent)
                 if place != PLACES[-1]:
                     holds.let_go(place)
                     run.wait_for_step(len(metrics(path / "run")) + 2)
             code, output = run.wait()
             run.assert_gone()
-    return told, code, output, path / "run"
+    return stated, code, output, path / "run"
 
 
 def test_a_rank_that_never_enters_a_collective_is_named_with_its_line(hung) -> None:
-    told = hung[0]["python"]
-    print(told.report)
+    stated = hung[0]["python"]
+    print(stated.report)
     line = PLUGIN.splitlines().index("            time.sleep(0.02)") + 1
     assert re.search(
         rf"behind is actor rank 1 on \S+ \(pid \d+, in train_step for \d+ s\): .*policy_loss \(\S*plugin.py:{line}\)",
-        told.report,
+        stated.report,
     )
-    assert re.search(r"actor rank 0 waits in \w+", told.report)
+    assert re.search(r"actor rank 0 waits in \w+", stated.report)
     assert re.search(
         r"# actor rank 1 on .*, from its own answer\nThread MainThread .*\n"
         rf'  File ".*plugin.py", line {line} in policy_loss',
-        told.stacks,
+        stated.stacks,
     )
-    assert "# rollout rank 0" in told.stacks
-    assert "# conductor" in told.stacks
+    assert "# rollout rank 0" in stated.stacks
+    assert "# conductor" in stated.stacks
 
 
 def test_a_call_into_c_that_holds_the_interpreters_lock_is_named_with_its_line(hung) -> None:
-    told = hung[0]["lock"]
-    print(told.report)
+    stated = hung[0]["lock"]
+    print(stated.report)
     line = PLUGIN.splitlines().index('    libc.close(libc.open(bytes(HOLD / "lock"), os.O_RDONLY))') + 1
     assert re.search(
         r"behind is actor rank 1 .*: a call into C that holds the interpreter's lock, "
         rf"in hold_the_lock \(\S*plugin.py:{line}\)",
-        told.report,
+        stated.report,
     )
-    assert f'plugin.py", line {line} in hold_the_lock' in told.stacks
-    assert "from its log, while something held the interpreter's lock" in told.stacks
+    assert f'plugin.py", line {line} in hold_the_lock' in stated.stacks
+    assert "from its log, while something held the interpreter's lock" in stated.stacks
 
 
 def test_an_engine_in_an_endless_step_is_named(hung) -> None:
-    told = hung[0]["engine"]
-    print(told.report)
+    stated = hung[0]["engine"]
+    print(stated.report)
     assert re.search(
         r"behind is rollout rank 0 .*in generate for \d+ s\): it is in endless_step \(patch/sitecustomize.py:\d+\)",
-        told.report,
+        stated.report,
     )
 
 
 def test_a_reward_function_that_sleeps_is_named_with_its_line(hung) -> None:
-    told = hung[0]["reward-hang"]
-    print(told.report)
+    stated = hung[0]["reward-hang"]
+    print(stated.report)
     line = REWARD.splitlines().index("        time.sleep(0.02)") + 1
-    assert re.search(rf"behind is the reward function, at reward_func \(\S*reward.py:{line}\)", told.report)
+    assert re.search(rf"behind is the reward function, at reward_func \(\S*reward.py:{line}\)", stated.report)
 
 
 def test_the_report_has_messages_and_load_and_says_what_was_not_possible(hung) -> None:
-    for told in hung[0].values():
-        assert re.search(r"^\d\d:\d\d:\d\d\.\d{3} actor rank 1: call train_step$", told.messages, re.MULTILINE)
-        assert re.search(r"^\S+: load [\d. ]+ on \d+ CPUs, [\d.]+ of [\d.]+ GiB of memory available$", told.nodes)
+    for stated in hung[0].values():
+        assert re.search(r"^\d\d:\d\d:\d\d\.\d{3} actor rank 1: call train_step$", stated.messages, re.MULTILINE)
+        assert re.search(r"^\S+: load [\d. ]+ on \d+ CPUs, [\d.]+ of [\d.]+ GiB of memory available$", stated.nodes)
 
 
 def test_one_paragraph_each_and_the_run_goes_on_where_it_can(hung) -> None:

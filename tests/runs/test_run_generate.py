@@ -58,9 +58,9 @@ def test_left_alone_it_answers_every_row_and_tells_of_bad_ones(calm: Path) -> No
             assert len(line["token_ids"]) == len(line["logprobs"]) == line["tokens"]
             assert all(-50 < logprob <= 0 for logprob in line["logprobs"])
     assert len({line["seed"] for line in found if line["seed"] is not None}) == (ROWS - len(BAD)) * SAMPLES
-    told = summary(calm)
-    assert (told["status"], told["responses"], told["errors"]) == ("finished", ROWS * SAMPLES, len(BAD) * SAMPLES)
-    assert told["engines"][0]["tokens"] == told["tokens"] == sum(line["tokens"] or 0 for line in found)
+    stated = summary(calm)
+    assert (stated["status"], stated["responses"], stated["errors"]) == ("finished", ROWS * SAMPLES, len(BAD) * SAMPLES)
+    assert stated["engines"][0]["tokens"] == stated["tokens"] == sum(line["tokens"] or 0 for line in found)
     ordered = [(line["row"], line["sample"]) for line in lines_of(calm / "merged.jsonl")]
     assert ordered == [(row, sample) for row in range(ROWS) for sample in range(SAMPLES)]
 
@@ -193,9 +193,9 @@ def test_the_rows_of_an_engine_that_hangs_are_answered_by_the_other(
         job.assert_gone()
     assert code == 0, said
     silent = rf"\(pid (\d+)\) is lost: it was not heard from for {limit_s} s"
-    told = re.search(rf"engine (\d) on \S+ is lost: rank (\d) of engine \d on \S+ {silent}", said)
-    assert told, said
-    assert (int(told[1]), int(told[3])) == (int(told[2]) // width, stopped)
+    stated = re.search(rf"engine (\d) on \S+ is lost: rank (\d) of engine \d on \S+ {silent}", said)
+    assert stated, said
+    assert (int(stated[1]), int(stated[3])) == (int(stated[2]) // width, stopped)
     assert re.search(r"its [1-9]\d* rows go to others; 1 of 2 engines are left", said)
     assert_whole(output, rows)
     if width == 1:  # sums in another order sample other tokens

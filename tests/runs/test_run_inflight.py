@@ -146,9 +146,9 @@ def test_updates_meet_responses_in_flight_and_none_is_dropped(whole: Whole) -> N
 
 def test_responses_survive_an_update_that_breaks_off_under_them(whole: Whole) -> None:
     assert int((whole.path / "patch" / "stopped").read_text()) > 0  # so many were in flight
-    told = next(line for line in whole.log.splitlines() if "once more over a new group" in line)
-    assert f"heard nothing from rollout 0 on {gethostname()}" in told
-    assert f"for {SILENCE} s (timeout.sync_silence)" in told
+    stated = next(line for line in whole.log.splitlines() if "once more over a new group" in line)
+    assert f"heard nothing from rollout 0 on {gethostname()}" in stated
+    assert f"for {SILENCE} s (timeout.sync_silence)" in stated
     assert whole.rows[1]["perf/sync_group"] > whole.rows[0]["perf/sync_group"]
 
 

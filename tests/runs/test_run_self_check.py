@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit_seats import visible
+from kit_gpus import visible
 from patched_ranks import patched_engines
 from random_models import make_model
 from safetensors import safe_open
@@ -62,15 +62,15 @@ def test_one_error_names_the_check_the_figure_and_what_to_change(stopped: tuple[
     assert code == 2
     assert "Traceback" not in output
     assert output.count("self-check failed") == 1
-    told = next(line for line in output.splitlines() if "self-check failed" in line)
+    stated = next(line for line in output.splitlines() if "self-check failed" in line)
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    assert "self-check failed (engine): " in told
+    assert "self-check failed (engine): " in stated
     assert "step 1: warning: 100% of the rewards lie outside reward.clip_range" in output
-    assert f" are {summary['self_check']['engine']:.3g} nats apart (largest of " in told
+    assert f" are {summary['self_check']['engine']:.3g} nats apart (largest of " in stated
     # The actor's numbers are the same again, so it is the engine's that are off.
     figure = f"{summary['self_check']['engine']:.3g}"
-    assert f"; computed again, the actor's are 0 from its first and {figure} from the engine's)" in told
-    assert "rollout.temperature" in told
+    assert f"; computed again, the actor's are 0 from its first and {figure} from the engine's)" in stated
+    assert "rollout.temperature" in stated
     assert summary["status"] == "failed"
     assert summary["self_check"]["engine"] > 0.01
     assert summary["self_check"]["again"] == summary["self_check"]["eval"] == 0.0
@@ -192,7 +192,7 @@ def test_no_critic_and_no_reference_ran_or_were_saved(run: tuple[Path, str]) -> 
     assert list((run_dir / "final").glob("*.safetensors"))
 
 
-def test_the_plan_has_no_row_of_theirs(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_has_no_row_of_tsuccessors(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     """From the configuration that the run left behind, by the command line."""
     assert main(["plan", str(run[0] / "runs" / "from_python" / "config.toml"), "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["world"]) == {"actor", "rollout"}

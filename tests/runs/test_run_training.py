@@ -39,7 +39,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return whole_run(tmp_path_factory).told
+    return whole_run(tmp_path_factory).stated
 
 
 def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
@@ -248,8 +248,10 @@ def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Pa
     theirs = [json.loads(line) for line in (whole[0] / "eval" / f"step_{STEPS:06d}.jsonl").read_text().splitlines()]
     kept = ("dataset", "index", "sample", "source", "prompt", "label", "prompt_tokens")
     assert [[one[name] for name in kept] for one in ours] == [[one[name] for name in kept] for one in theirs]
-    told = ("response", "score", "answer", "response_tokens", "finish_reason")
-    assert [[one[name] for name in told] for one in ours[:24]] == [[one[name] for name in told] for one in theirs[:24]]
+    stated = ("response", "score", "answer", "response_tokens", "finish_reason")
+    assert [[one[name] for name in stated] for one in ours[:24]] == [
+        [one[name] for name in stated] for one in theirs[:24]
+    ]
     figures = json.loads((out / "eval.json").read_text())["datasets"]
     trained = json.loads((whole[0] / "eval" / f"step_{STEPS:06d}.json").read_text())["datasets"]
     assert figures[0] == trained[0]
@@ -338,8 +340,8 @@ def test_one_rank_and_one_engine_agree_to_rounding(small: Path, whole: tuple[Pat
     assert metrics(small)[0]["entropy"] == pytest.approx(metrics(whole[0])[0]["entropy"], rel=1e-5)
 
 
-def test_evaluations_beside_the_training_change_none_of_its_metrics(config: Path, small: Path) -> None:
-    run_dir = config.parent / "beside"
+def test_evaluations_with_the_training_change_none_of_its_metrics(config: Path, small: Path) -> None:
+    run_dir = config.parent / "alongside"
     code, output = train(config, run_dir, *SMALL, *EVALUATED, warm=True)
     assert code == 0, output
     assert "evaluation of step 1: " in output

@@ -147,7 +147,7 @@ def stub(tmp_path: Path) -> str:
     return str(program)
 
 
-def test_a_checkout_has_one_of_two_environments_and_is_told_when_one_takes_the_others_place(
+def test_a_checkout_has_one_of_two_environments_and_is_reported_when_one_takes_the_others_place(
     checkout: Path, stub: str
 ) -> None:
     def made(*options: str) -> str:

@@ -65,10 +65,16 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
     assert summary["eval_after"] >= summary["eval_before"] + LEARNT
     report = (run_dir / "report.html").read_text()
     assert '"status":"finished"' in report
-    told = json.loads(report.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
-    assert told["curves"]["steps"] == list(range(1, STEPS + 1))
-    assert told["samples_of"] == 2 * STEPS
-    assert {row["role"] for row in told["timeline"]["rows"]} == {"conductor", "actor", "critic", "reference", "rollout"}
+    stated = json.loads(report.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
+    assert stated["curves"]["steps"] == list(range(1, STEPS + 1))
+    assert stated["samples_of"] == 2 * STEPS
+    assert {row["role"] for row in stated["timeline"]["rows"]} == {
+        "conductor",
+        "actor",
+        "critic",
+        "reference",
+        "rollout",
+    }
     assert max(summary["self_check"][name] for name in ("again", "eval", "alone", "engine", "reference")) < 1e-4
 
 

@@ -146,9 +146,9 @@ def assert_report_shows(run_dir: Path, requeues: int) -> None:
     files = RunFiles.read(RunDirectory(run_dir))
     kinds = [event.event for event in files.events if event.event in ("start", "stop", "requeue", "resume", "finish")]
     assert kinds == ["start", *["stop", "requeue", "resume"] * requeues, "finish"]
-    told = content([files], time.time())["runs"][0]
-    assert told["requeues"] == requeues
-    assert [session["how"] for session in told["sessions"]] == ["stop"] * requeues + ["finish"]
+    stated = content([files], time.time())["runs"][0]
+    assert stated["requeues"] == requeues
+    assert [session["how"] for session in stated["sessions"]] == ["stop"] * requeues + ["finish"]
     assert [sample.step for sample in files.samples] == sorted([*range(1, STEPS + 1)] * 2)
     assert (run_dir / "report.html").read_text().count('"event":"requeue"') == requeues
 

@@ -25,7 +25,7 @@ from slurm_rlhf.wire.auth import RunKeys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-TOLD_S = round(scaled(10))
+STATED_S = round(scaled(10))
 """Seconds without progress after which the second run tells of a hang."""
 
 
@@ -47,7 +47,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     holds = Holds(config)
     holds.hold(PACE, "0.1")  # runs without an end leave the cores to what is tested
     two = ("--actor.num_gpus_per_node=2", "--train.max_restarts=1", "--ckpt.save_steps=8", "--reward.workers=0")
-    job = slurm.submit(config, second, half, *SMALL, *ENDLESS, *two, f"--timeout.hang={TOLD_S}")
+    job = slurm.submit(config, second, half, *SMALL, *ENDLESS, *two, f"--timeout.hang={STATED_S}")
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start")
     with interactive(slurm, config, first) as login:
         slurm.wait_until(lambda: steps(first) >= 1 or login.poll() is not None, "first step")
@@ -72,7 +72,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     slurm.wait_until(lambda: slurm.job(allocation)["JobState"] in OVER, "release of the allocation")
     assert_a_killed_rank_is_started_again(slurm, second)
     assert slurm.job(job)["Restarts"] == "0"
-    assert_hang_is_told_of_every_node(slurm, second, holds)
+    assert_hang_is_reported_every_node(slurm, second, holds)
 
     slurm.cluster("crash", "gpu002")  # and with it one of the actor's ranks: the other's collective breaks at once
     slurm.wait_until(lambda: slurm.job(job)["JobState"] != "RUNNING", "end of the job")
@@ -109,17 +109,17 @@ def assert_a_killed_rank_is_started_again(slurm: Cluster, run_dir: Path) -> None
     assert "was asked to terminate" not in (run_dir / "logs" / "conductor.gpu001.0.log").read_text()
 
 
-def assert_hang_is_told_of_every_node(slurm: Cluster, run_dir: Path, holds: Holds) -> None:
+def assert_hang_is_reported_every_node(slurm: Cluster, run_dir: Path, holds: Holds) -> None:
     """The reward function hangs for a while: the agents look at the ranks of all nodes, and the run goes on."""
     holds.hold("reward-hang")
     slurm.wait_until(lambda: any(run_dir.glob("hang-*/nodes.txt")), "report of the hang")
     holds.let_go("reward-hang")
-    (told,) = run_dir.glob("hang-*")
-    report = (told / "report.txt").read_text()
+    (stated,) = run_dir.glob("hang-*")
+    report = (stated / "report.txt").read_text()
     assert "behind is the reward function, at reward_func" in report
     known = json.loads((run_dir / "rank_map.json").read_text())["roles"]
     used = sorted({share["node"] for shares in known.values() for share in shares})
-    loads = [line.partition(": load ")[0] for line in (told / "nodes.txt").read_text().splitlines()]
+    loads = [line.partition(": load ")[0] for line in (stated / "nodes.txt").read_text().splitlines()]
     assert loads == used
     assert "was not looked at from outside" not in report
     before = steps(run_dir)

@@ -19,7 +19,7 @@ from slurm_rlhf.nodes.submitit_job import SIGNAL, submit
 pytestmark = pytest.mark.slow
 
 STEPS = 400
-DOORS = (
+WAYS = (
     ("sft", 2, 3, "sbatch"),
     ("rm", 2, 3, "sbatch"),
     ("dpo", 2, 2, "sbatch"),
@@ -98,12 +98,12 @@ def test_submitit_runs_a_stage_on_two_nodes(slurm: Cluster, work: Path, submitte
 
 
 @pytest.mark.full  # test_slurm_requeue, test_slurm_doors and the tests above go the same ways one by one
-@pytest.mark.parametrize(("stage", "nodes", "zero", "door"), DOORS)
+@pytest.mark.parametrize(("stage", "nodes", "zero", "way"), WAYS)
 def test_a_stage_saves_requeues_itself_and_goes_on_with_the_same_numbers(
-    slurm: Cluster, work: Path, submitted: Callable[..., Any], stage: str, nodes: int, zero: int, door: str
+    slurm: Cluster, work: Path, submitted: Callable[..., Any], stage: str, nodes: int, zero: int, way: str
 ) -> None:
-    name = f"{stage}_{nodes}_{door}"
-    if door == "sbatch":
+    name = f"{stage}_{nodes}_{way}"
+    if way == "sbatch":
         job, log, number = by_sbatch(slurm, work, stage, name, nodes, zero), work / f"{name}.log", signal.SIGUSR1
     else:
         asked = submitted(stage, name, nodes, zero)
@@ -124,7 +124,7 @@ def test_a_stage_saves_requeues_itself_and_goes_on_with_the_same_numbers(
     assert rows[-1]["loss"] < 0.5 * rows[0]["loss"]
     assert len({path.name.split(".")[1] for path in (work / f"{name}.run" / "logs").glob("actor.*.*.log")}) >= nodes
     assert slurm.left(work / f"{name}.run", *slurm.names) == []
-    if door == "submitit":
+    if way == "submitit":
         assert asked.result()["status"] == "finished"
     whole = f"whole_{stage}_{nodes}"
     if not (work / f"{whole}.run").exists():  # of another way

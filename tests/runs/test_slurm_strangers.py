@@ -21,7 +21,7 @@ NODES = ["--nodes=2", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
 
 def test_strangers_of_another_machine_change_no_metric_from_the_start_on(slurm: Cluster) -> None:
     """They come from the login node to every port of every process of both nodes, as soon as it listens."""
-    config = workspace(slurm.shared / "doors")
+    config = workspace(slurm.shared / "ways")
     calm, run_dir = config.parent / "calm", slurm.shared / "visited"
     code, output = train(config, calm, *SMALL, *LENGTH, "--actor.num_gpus_per_node=2", warm=True)
     assert code == 0, output

@@ -107,8 +107,8 @@ def test_all_groups_filtered_away_end_in_a_clear_stop(size: int | None) -> None:
             time.sleep(0.002)
     error = found[0]
     assert isinstance(error, FilteredAway)
-    for told in ("step 1: dynamic sampling kept 1 of 1", "rollout.batch_size = 4", "dynamic_filtering_max_tries = 3"):
-        assert told in str(error)
+    for stated in ("step 1: dynamic sampling kept 1 of 1", "rollout.batch_size = 4", "dynamic_filtering_max_tries = 3"):
+        assert stated in str(error)
     assert "widen algo.dynamic_filtering_range" in str(error)
     with run.stream.alone():
         pass
@@ -124,8 +124,8 @@ def test_prompts_that_run_out_end_the_run(size: int | None) -> None:
                 time.sleep(0.002)
         run.stream.updated(step)
     assert isinstance(found[0], EpisodesOver)
-    told = str(found[0])
-    assert "1 of the groups for step 2 are there, which needs rollout.batch_size = 4, so the run ends after" in told
+    stated = str(found[0])
+    assert "1 of the groups for step 2 are there, which needs rollout.batch_size = 4, so the run ends after" in stated
 
 
 def test_what_the_reward_function_raises_comes_out_of_take() -> None:

@@ -45,10 +45,10 @@ def load(tokens_per_s: float) -> EngineLoad:
 
 
 def test_a_slow_engine_is_named_once_with_node_and_figures() -> None:
-    told, kinds = [], []
+    stated, kinds = [], []
 
     def note(text: str, kind: str, engine: int) -> None:
-        told.append(text)
+        stated.append(text)
         kinds.append((kind, engine))
 
     nodes = {0: "gpu01", 1: "gpu02"}
@@ -57,17 +57,17 @@ def test_a_slow_engine_is_named_once_with_node_and_figures() -> None:
         measured = metrics.step(step, {0: load(6000), 1: load(rate)})
         assert measured["perf/engine/1/tokens_per_s"] == rate
     assert kinds == [("warning", 1)]
-    assert told[0].startswith("step 4: engine 1 on gpu02 is far below its peers for 2 steps: 1400 tokens/s")
-    assert "the others' median is 6000" in told[0]
+    assert stated[0].startswith("step 4: engine 1 on gpu02 is far below its peers for 2 steps: 1400 tokens/s")
+    assert "the others' median is 6000" in stated[0]
 
 
 def test_an_engine_without_prompts_ends_the_streak_and_is_not_back() -> None:
-    told: list[str] = []
-    metrics = EngineMetrics(str, lambda text, kind, engine: told.append(text))
+    stated: list[str] = []
+    metrics = EngineMetrics(str, lambda text, kind, engine: stated.append(text))
     heard = []
     for step, rate in enumerate([1.0, 0.0, 1.0, 1.0, 0.0], start=1):
         metrics.step(step, {0: load(9.0), 1: load(rate)})
-        heard.append(len(told))
+        heard.append(len(stated))
     assert heard == [0, 0, 0, 1, 1]
 
 

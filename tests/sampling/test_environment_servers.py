@@ -201,6 +201,6 @@ def test_what_cannot_be_served_is_one_line_at_the_start(
 ) -> None:
     (tmp_path / "game.py").write_text("def add(a, b):\n    return a + b\n")
     assert main(["serve-env", f"{tmp_path / 'game.py'}{name}", "--port=0", "--workers=1"]) == 2
-    told = capsys.readouterr().err
-    assert said.format(file=tmp_path / "game.py") in told
-    assert told.count("\n") == 1
+    stated = capsys.readouterr().err
+    assert said.format(file=tmp_path / "game.py") in stated
+    assert stated.count("\n") == 1

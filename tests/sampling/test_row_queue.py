@@ -59,9 +59,9 @@ def test_an_engine_that_fails_everything_makes_no_row_an_error() -> None:
         held = []
         while (row := queue.take(0, 0.0)) is not None:
             held.append(row)
-        told = [queue.fail(0, row) for row in held]
-        assert not any(hopeless for hopeless, _ in told)
-        assert told[-1][1] == (count == ENGINE_FAILURES)
+        stated = [queue.fail(0, row) for row in held]
+        assert not any(hopeless for hopeless, _ in stated)
+        assert stated[-1][1] == (count == ENGINE_FAILURES)
     queue.lose(0)
     taken = set()
     while queue.unfinished:
@@ -97,10 +97,10 @@ def test_whatever_happens_every_row_is_answered_once() -> None:
 def test_a_row_is_no_error_where_its_engine_turns_out_to_be_broken() -> None:
     """The row fails alone as often as makes it an error, but the last time is what shows that the engine is broken."""
     queue = RowQueue(deque(range(1)))
-    told = []
+    stated = []
     for _ in range(ENGINE_FAILURES):
         assert queue.take(0, 0.0) == 0
-        queue._failures[0] = FAILURES - 1 if len(told) == ENGINE_FAILURES - 1 else 0
-        told.append(queue.fail(0, 0))
-    assert told[-1] == (False, True)
+        queue._failures[0] = FAILURES - 1 if len(stated) == ENGINE_FAILURES - 1 else 0
+        stated.append(queue.fail(0, 0))
+    assert stated[-1] == (False, True)
     assert queue.unfinished

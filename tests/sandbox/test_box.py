@@ -70,7 +70,7 @@ def test_auto_takes_the_best_that_works(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in COMMANDS if kind != "apptainer"])
-def test_a_program_gets_its_input_and_files_and_its_end_is_told(kind: str) -> None:
+def test_a_program_gets_its_input_and_files_and_its_end_is_reported(kind: str) -> None:
     code = "import sys; print(sys.stdin.read() + open(sys.argv[1]).read()); open('new', 'w').write('x'); sys.exit(3)"
     program = [sys.executable, "-IS", "-c", code, "{work}/name"]
     ended = box.execute(kind, program, {"name": "text"}, b"given ", Limits(scaled(60)))

@@ -49,7 +49,7 @@ def written(directory: Path, count: int, longest: int) -> Path:
     return file
 
 
-def test_a_part_of_the_rows_is_in_memory_beside_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_the_rows_is_in_memory_with_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PART", 50)
     file = written(tmp_path, 3000, 90)
     tokenizer, data = Tokenizer.load(tmp_path / "model"), Data(max_len=128)
@@ -75,8 +75,8 @@ def test_ranks_read_a_share_each_and_have_what_one_reads_alone(tmp_path: Path) -
         subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), str(rank)], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    told = [json.loads(rank.communicate(timeout=HANG_S)[0]) for rank in ranks]
+    stated = [json.loads(rank.communicate(timeout=HANG_S)[0]) for rank in ranks]
     whole = alone.value.examples
-    assert [each[0] for each in told] == [12, 9]
-    assert [each[1:] for each in told] == [[fingerprint(whole), whole.places, str(alone.value)]] * 2
+    assert [each[0] for each in stated] == [12, 9]
+    assert [each[1:] for each in stated] == [[fingerprint(whole), whole.places, str(alone.value)]] * 2
     assert whole.dropped

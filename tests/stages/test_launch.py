@@ -45,7 +45,7 @@ def measured(job: Path) -> list[str]:
     return timeless_metrics(job / "out.run")
 
 
-def test_the_ranks_of_a_stage_are_started_and_their_errors_told(job: Path, measured: list[str]) -> None:
+def test_the_ranks_of_a_stage_are_started_and_their_errors_reported(job: Path, measured: list[str]) -> None:
     assert len(measured) == 20
     assert (job / "out" / "model.safetensors").is_file()
     assert len(list((job / "out.run" / "logs").glob("actor.*.[01].log"))) == 2

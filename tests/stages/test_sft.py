@@ -30,11 +30,11 @@ from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=8, seed=0)
 asked = [f"{a}+{b}=" for a, b in ((1, 2), (7, 9), (5, 5))]
 answers = llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=6, logprobs=0), use_tqdm=False)
-told = [
+stated = [
     [list(a.prompt_token_ids), list(o.token_ids), [next(iter(p.values())).logprob for p in o.logprobs]]
     for a in answers for o in a.outputs
 ]
-print("ANSWERS " + json.dumps(told))
+print("ANSWERS " + json.dumps(stated))
 """
 
 
@@ -91,7 +91,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return job, result.stdout
 
 
-def test_metrics_and_log_are_beside_the_model(trained: tuple[Path, str]) -> None:
+def test_metrics_and_log_are_with_the_model(trained: tuple[Path, str]) -> None:
     job, printed = trained
     assert "100 examples, 1 dropped as too long, 40 steps" in printed
     alone = losses(printed)
@@ -126,11 +126,11 @@ def test_two_ranks_learn_the_same_and_the_model_loads_everywhere(trained: tuple[
     quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     sampled = run([sys.executable, "-c", VLLM, "out"], job, cpu | quiet)
     assert sampled.returncode == 0, sampled.stderr[-3000:]
-    for prompt, response, told in json.loads(sampled.stdout.split("ANSWERS ")[1].splitlines()[0]):
+    for prompt, response, stated in json.loads(sampled.stdout.split("ANSWERS ")[1].splitlines()[0]):
         with torch.no_grad():
             logprobs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
         ours = [float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(response)]
-        assert ours == pytest.approx(told, abs=1e-5)
+        assert ours == pytest.approx(stated, abs=1e-5)
 
 
 def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(trained: tuple[Path, str]) -> None:
@@ -154,9 +154,9 @@ def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(tra
         said.append(line)
         if line.startswith("sft: step 20/40"):
             second.send_signal(signal.SIGSTOP)
-            told = run([sys.executable, str(job / "slurm-rlhf"), "cancel", "again.run"], job, {})
+            stated = run([sys.executable, str(job / "slurm-rlhf"), "cancel", "again.run"], job, {})
             second.send_signal(signal.SIGCONT)
-            assert told.stdout == f"process {second.pid} will save and end\n"
+            assert stated.stdout == f"process {second.pid} will save and end\n"
     assert second.wait(timeout=HANG_S) == 128 + signal.SIGTERM
     assert "step_000016 at step 16/40" in "".join(said)
     stopped = re.search(r"stopped by SIGTERM; saved at step (\d+)/40; the same command goes on", said[-1])

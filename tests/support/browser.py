@@ -69,19 +69,19 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def heard(self, method: str, told: dict[str, Any]) -> None:
+    def heard(self, method: str, stated: dict[str, Any]) -> None:
         """Note an event."""
         if method == "Runtime.exceptionThrown":
-            details = told["exceptionDetails"]
+            details = stated["exceptionDetails"]
             self.complaints.append(details.get("exception", {}).get("description", details["text"]))
-        if method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.complaints.append(str([each.get("value") for each in told["args"]]))
-        if method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.complaints.append(told["entry"]["text"])
+        if method == "Runtime.consoleAPICalled" and stated["type"] in ("error", "warning", "assert"):
+            self.complaints.append(str([each.get("value") for each in stated["args"]]))
+        if method == "Log.entryAdded" and stated["entry"]["level"] in ("error", "warning"):
+            self.complaints.append(stated["entry"]["text"])
         if method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"][:200])
+            self.requests.append(stated["request"]["url"][:200])
         if method == "Page.javascriptDialogOpening":
-            self.complaints.append(f"a dialog: {told['message']}")
+            self.complaints.append(f"a dialog: {stated['message']}")
             self._browser.send("Page.handleJavaScriptDialog", {"accept": True}, self._session)
 
 

@@ -85,7 +85,7 @@ def make(
     resume: bool = False,
     steps: int = 2,
     best_metric: str = "",
-    beside: Callable[[Engines], Sample] | None = None,
+    alongside: Callable[[Engines], Sample] | None = None,
 ) -> TrainingLoop:
     """A run of `steps` steps, evaluated after each; `alongside` makes of its engines what samples while it trains."""
     config = Config(run_dir=str(tmp_path))
@@ -115,7 +115,7 @@ def make(
     )
     order = PromptOrder(4, 1, steps, 0).state_dict()
     step.batches = OnDemand(lambda number: Batch(number, PROMPTS[:1], [], {}, 1.0, {**order}))
-    return make_loop(step, directory, reporting, resume, prompts, beside(engines) if beside else None)
+    return make_loop(step, directory, reporting, resume, prompts, alongside(engines) if alongside else None)
 
 
 def rows(tmp_path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kit_seats import GPUS
+from kit_gpus import GPUS
 
 BUDGET_S = 600.0
 """Of all checks together."""
@@ -136,15 +136,15 @@ def perform(check: Check, place: Place, left_s: float = BUDGET_S) -> Outcome:
     allowed = min(check.deadline_s * (SLOWER if place.rehearse else 1.0), left_s)
     began, mark = time.monotonic(), uuid.uuid4().hex
     root = PROGRAM.parents[1]
-    told = {MARK: mark, GPUS: "" if place.rehearse else ",".join(place.gpus)}
-    told |= {"PYTHONPATH": f"{root}{os.pathsep}{PROGRAM.parent}", "VLLM_HOST_IP": "127.0.0.1"}
+    stated = {MARK: mark, GPUS: "" if place.rehearse else ",".join(place.gpus)}
+    stated |= {"PYTHONPATH": f"{root}{os.pathsep}{PROGRAM.parent}", "VLLM_HOST_IP": "127.0.0.1"}
     with (scratch / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, str(PROGRAM), check.run, str(scratch)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**_environment(check), **told},
+            env={**_environment(check), **stated},
             start_new_session=True,
         )
         try:

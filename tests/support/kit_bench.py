@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import Finding, Place
-from kit_seats import visible
+from kit_gpus import visible
 
 SMALL = ("--hidden=64", "--layers=2", "--vocab=512", "--repeats=1", "--threads=1")
 """A rehearsal's model."""
@@ -30,9 +30,9 @@ def sync(place: Place) -> Finding:
 def shown_sync(found: dict[str, Any]) -> Finding:
     """The share of the raw transfer, as the report has it."""
     rate = found["bytes_per_s"] / 1e9
-    told = f"{found['share_of_raw']:.0%} of raw {found['backend']}: {found['bytes'] / 1e9:.2g} GB at {rate:.2g} GB/s"
+    stated = f"{found['share_of_raw']:.0%} of raw {found['backend']}: {found['bytes'] / 1e9:.2g} GB at {rate:.2g} GB/s"
     names = ("bytes", "backend", "seconds", "raw_seconds", "share_of_raw", "bytes_per_s", "checksum_seconds")
-    return Finding(told, {name: found[name] for name in names})
+    return Finding(stated, {name: found[name] for name in names})
 
 
 def train(place: Place) -> Finding:
@@ -43,9 +43,9 @@ def train(place: Place) -> Finding:
     found = bench(place, "train", *words, *(SMALL if place.rehearse else MODEL))
     row = found["ragged"]
     share = f"MFU {row['mfu']:.1%}" if row["mfu"] else "no peak known for MFU"
-    told = f"{row['ours']:.0f} tokens/s, {row['ratio']:.2f} x bare, {row['tflops']:.3g} TFLOP/s, {share}"
+    stated = f"{row['ours']:.0f} tokens/s, {row['ratio']:.2f} x bare, {row['tflops']:.3g} TFLOP/s, {share}"
     names = ("ours", "bare", "ratio", "tflops", "mfu")
-    return Finding(told, {length: {name: found[length][name] for name in names} for length in ("equal", "ragged")})
+    return Finding(stated, {length: {name: found[length][name] for name in names} for length in ("equal", "ragged")})
 
 
 def rollout(place: Place) -> Finding:
@@ -55,9 +55,9 @@ def rollout(place: Place) -> Finding:
         words = ["--prompts=256", "--prompt_tokens=128", "--mean_response=256", "--vllm.max_num_seqs=128"]
         words += ["--rollout.max_new_tokens=512", "--data.max_len=1024", "--vllm.gpu_memory_utilization=0.4"]
     found = bench(place, "rollout", *words, *(SMALL if place.rehearse else MODEL))
-    told = f"{found['ours']:.0f} tokens/s, {found['ratio']:.2f} x bare LLM.generate"
+    stated = f"{found['ours']:.0f} tokens/s, {found['ratio']:.2f} x bare LLM.generate"
     names = ("ours", "bare", "ratio", "same_tokens", "prompts", "response_tokens")
-    return Finding(told, {name: found[name] for name in names})
+    return Finding(stated, {name: found[name] for name in names})
 
 
 def bench(place: Place, *words: str) -> dict[str, Any]:

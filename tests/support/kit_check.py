@@ -20,8 +20,8 @@ LONGEST = 300  # characters of a reason, which is a cell of a table
 def main() -> None:
     faulthandler.register(signal.SIGUSR2)
     where, scratch = sys.argv[1].partition(":"), Path(sys.argv[2])
-    told = json.loads((scratch / "place.json").read_text())
-    place = Place(**{**told, "gpus": tuple(told["gpus"]), "nodes": tuple(told["nodes"])})
+    stated = json.loads((scratch / "place.json").read_text())
+    place = Place(**{**stated, "gpus": tuple(stated["gpus"]), "nodes": tuple(stated["nodes"])})
     try:
         answer = asdict(getattr(importlib.import_module(where[0]), where[2])(place))
     except BaseException as error:

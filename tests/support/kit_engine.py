@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import rollout_engine
 from kit import Finding, Place
-from kit_seats import device, seat
+from kit_gpus import device, gpu_environment
 from tiny_models import make_tiny
 
 from slurm_rlhf.config.schema import Config
@@ -90,7 +90,7 @@ def _bounded(mean: float, largest: float, dtype: str) -> None:
 
 
 def _config(place: Place, dtype: str) -> Config:
-    os.environ.update(seat(0))
+    os.environ.update(gpu_environment(0))
     rollout_engine.prepare_environment()
     model = make_tiny(Path(place.scratch, "model"), tied=True, hidden=128, heads=2, kv_heads=1, layers=4)
     config = rollout_engine.config(model, dtype)

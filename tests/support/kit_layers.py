@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import Finding, Place
-from kit_seats import seat
+from kit_gpus import gpu_environment
 from packed_rows import make_experience
 from tiny_models import make_tiny
 
@@ -31,7 +31,7 @@ def layers(place: Place) -> Finding:
     """
     from slurm_rlhf.errors import UserError
 
-    os.environ.update(seat(0))
+    os.environ.update(gpu_environment(0))
     dtype = "fp32" if place.rehearse else "bf16"
     model = make_tiny(Path(place.scratch, "model"), hidden=128)
     plain, _ = _passed(model, dtype, {})

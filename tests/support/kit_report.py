@@ -29,9 +29,9 @@ def table(outcomes: Sequence[Outcome], width: int = WIDTH) -> str:
     head = f"{'check'.ljust(first)}  verdict  seconds  "
     lines = [f"{head}figure"]
     for outcome in outcomes:
-        told = textwrap.wrap(outcome.figure, width - len(head)) or [""]
-        lines.append(f"{outcome.name.ljust(first)}  {outcome.verdict:7}  {outcome.seconds:7.1f}  {told[0]}")
-        lines += [" " * len(head) + line for line in told[1:]]
+        stated = textwrap.wrap(outcome.figure, width - len(head)) or [""]
+        lines.append(f"{outcome.name.ljust(first)}  {outcome.verdict:7}  {outcome.seconds:7.1f}  {stated[0]}")
+        lines += [" " * len(head) + line for line in stated[1:]]
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kit import Finding, Place
-from kit_seats import GPUS, device, seat
+from kit_gpus import GPUS, device, gpu_environment
 from sync_fleet import Fleet
 from sync_peer import hold, make_weights
 
@@ -47,8 +47,8 @@ def repair(place: Place) -> Finding:
             sender.push(_held(2), 2)
         began = time.monotonic()
         for peer in (slow, fine):
-            told = peer.answer()
-            assert told.get("error") == "SyncBroken", f"a survivor heard {told}"
+            stated = peer.answer()
+            assert stated.get("error") == "SyncBroken", f"a survivor heard {stated}"
         fleet.peers.remove(dying)
         dying.end()
         sender = fleet.sender(ENGINES - 1, actors=ACTORS, zero=3, **options)
@@ -85,7 +85,7 @@ def _rate(fleet: Fleet, sender: Sender) -> float:
 
 def _fleet() -> Fleet:
     """This process is the first rank: it takes the first GPU before anything looks for a GPU."""
-    os.environ.update(seat(0))
+    os.environ.update(gpu_environment(0))
     if device() == "cuda":
         import torch
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kit import Finding, Place
-from kit_seats import seat
+from kit_gpus import gpu_environment
 from tiny_models import make_tiny
 from training_runs import metrics, train, workspace
 
@@ -56,8 +56,8 @@ def ppo_colocated(place: Place) -> Finding:
     finding, rows = _ppo(place, "fp32", "ipc", *words, *colocated(2 if len(place.gpus) >= 4 else 1))
     freed = min(row["perf/sleep_freed_bytes"] for row in rows) / 2**30
     assert place.rehearse or freed > 0.5, f"the sleeping engine freed {freed:.2f} GiB only"
-    told = "sleep frees nothing on CPUs" if place.rehearse else f"{freed:.1f} GiB freed by sleep"
-    return Finding(f"{finding.figure}; {told}", {**finding.figures, "sleep_freed_gib": freed})
+    stated = "sleep frees nothing on CPUs" if place.rehearse else f"{freed:.1f} GiB freed by sleep"
+    return Finding(f"{finding.figure}; {stated}", {**finding.figures, "sleep_freed_gib": freed})
 
 
 def ppo_tp1(place: Place) -> Finding:
@@ -82,9 +82,9 @@ def colocated(gpus: int, engines: int = 0) -> list[str]:
 def _ppo(place: Place, dtype: str, backend: str, *words: str) -> tuple[Finding, list[dict[str, Any]]]:
     """A run of the tests' workspace."""
     config = workspace(Path(place.scratch, "work"))
-    told = [f"--ds.param_dtype={dtype}", f"--train.max_steps={STEPS}", "--train.full_determinism=false"]
+    stated = [f"--ds.param_dtype={dtype}", f"--train.max_steps={STEPS}", "--train.full_determinism=false"]
     run_dir = Path(place.scratch, "run")
-    code, output = train(config, run_dir, *told, *words)  # the check's own deadline comes first
+    code, output = train(config, run_dir, *stated, *words)  # the check's own deadline comes first
     assert code == 0, last_words(run_dir, output)
     log = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").glob("conductor.*.log"))
     return judged(metrics(run_dir), log, dtype, backend)
@@ -143,8 +143,8 @@ def _start_ranks(ranks: int, request: dict[str, Any], out: Path) -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    told |= {"TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    stated = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    stated |= {"TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
     program = Path(__file__).with_name("training_ranks.py")
     logs = [out / f"{rank}.log" for rank in range(ranks)]
     processes = []
@@ -153,7 +153,7 @@ def _start_ranks(ranks: int, request: dict[str, Any], out: Path) -> None:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, str(program), json.dumps(request)],
-                    env={**os.environ, **told, "RANK": str(rank), **seat(rank)},
+                    env={**os.environ, **stated, "RANK": str(rank), **gpu_environment(rank)},
                     stdout=opened,
                     stderr=subprocess.STDOUT,
                 )

@@ -162,8 +162,8 @@ def run(lanes: Mapping[str, Sequence[str]], limit_s: float = LIMIT_S) -> int:
     print("##### lanes:", ", ".join(f"{lane.name} {lane.took_s:.0f} s ({lane.wait()})" for lane in running))
     counted = ", ".join(f"{number} {word}" for word, number in total.items() if number)
     verdict = f"FAILED: {', '.join(broken)}" if broken else "passed"
-    beside = f"; flaky: {', '.join(flaky)}" if flaky else ""
-    print(f"\n##### all lanes: {counted} in {time.monotonic() - begun:.0f} s: {verdict}{beside}", flush=True)
+    alongside = f"; flaky: {', '.join(flaky)}" if flaky else ""
+    print(f"\n##### all lanes: {counted} in {time.monotonic() - begun:.0f} s: {verdict}{alongside}", flush=True)
     return 1 if broken else 0
 
 

@@ -50,7 +50,7 @@ class Ranks:
         if other is not None:
             shutil.copy(other.directory.keys, self.directory.keys)
             keys = RunKeys.load(self.directory.keys)
-        self.server = ControlServer(keys, on_lost=self._lost, on_event=self._told)
+        self.server = ControlServer(keys, on_lost=self._lost, on_event=self._stated)
         self.ranks: dict[int, WarmRank] = {}
         self._script = script
 
@@ -61,8 +61,8 @@ class Ranks:
         common = {"WORLD_SIZE": str(self.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
         common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", **environment}
         for rank in range(self.world) if ranks is None else ranks:
-            told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", **common}
-            self.ranks[rank] = WarmRank(arguments, told, self._script)
+            stated = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", **common}
+            self.ranks[rank] = WarmRank(arguments, stated, self._script)
 
     def kill(self, rank: int) -> None:
         self.ranks[rank].kill()
@@ -81,7 +81,7 @@ class Ranks:
         self.ended(list(self.ranks))
         self.server.close()
 
-    def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+    def _stated(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         self._lost(peer, event, data)
 
     def _lost(self, peer: Peer, *what: Any) -> None:
@@ -117,5 +117,5 @@ class RolloutFleet(Ranks):
     def _lost(self, peer: Peer, *what: Any) -> None:
         """As a test looks for it."""
 
-    def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+    def _stated(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         self.events.append((peer.rank, event, data))

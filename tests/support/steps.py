@@ -50,7 +50,7 @@ def make_loop(
     reporting: Reporting,
     resume: bool,
     eval_prompts: PromptSet | None = None,
-    beside: Sample | None = None,
+    alongside: Sample | None = None,
     gpus: GpuAccount | None = None,
 ) -> TrainingLoop:
     """Build the loop around `step`, at the beginning or, with `resume`, at the newest checkpoint."""
@@ -59,7 +59,7 @@ def make_loop(
     state = RunState(**(checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}))
     cadence = SaveCadence(step.config.ckpt.save_steps, failures([], 1, 1.0), reporting.note)
     saves = RunCheckpoints(checkpoints, state, step, reporting.saved, cadence, time.monotonic(), gpus)
-    evaluation = _evaluation(step, directory, eval_prompts, beside)
+    evaluation = _evaluation(step, directory, eval_prompts, alongside)
     loop = TrainingLoop(step, evaluation, state, saves, reporting, directory.final)
     reporting.begin(state, step.total_steps, checkpoint)
     if checkpoint:
@@ -68,7 +68,7 @@ def make_loop(
 
 
 def _evaluation(
-    step: TrainingStep, directory: RunDirectory, prompts: PromptSet | None, beside: Sample | None
+    step: TrainingStep, directory: RunDirectory, prompts: PromptSet | None, alongside: Sample | None
 ) -> Evaluation | None:
     if prompts is None:
         return None
@@ -80,5 +80,5 @@ def _evaluation(
         directory.evaluations,
         step.generate,
         step.reward,
-        beside,
+        alongside,
     )

@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kit_seats import device, seat, visible
+from kit_gpus import device, gpu_environment, visible
 from msgspec.structs import asdict
 from waiting import HANG_S
 from warm_runs import WarmProgram
@@ -36,7 +36,12 @@ class Peer:
         """`prefix`: of its command; `host`: what it takes for the name of its node; `warm`: forked with torch imported,
         where it has neither a prefix nor a GPU."""
         command = [*prefix, sys.executable, "-u", __file__, host]
-        environment = {**os.environ, **seat(next(self.numbers)), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = {
+            **os.environ,
+            **gpu_environment(next(self.numbers)),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
         self.process: Any
         if prefix or visible() or not warm:
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -180,16 +180,16 @@ def run_overflow(model: Path, zero_stage: int) -> None:
     config = make_config(model, zero_stage=zero_stage, param_dtype="fp16", initial_scale_power=20, fp32_lm_head=True)
     trainer = PolicyTrainer(config, STEPS)
     before, power = parameters(trainer), 20
-    while (told := train(trainer, range(1), 40)[0])["skipped_steps"]:
-        assert told["loss_scale"] == 2.0**power
-        assert "grad_norm" not in told
+    while (stated := train(trainer, range(1), 40)[0])["skipped_steps"]:
+        assert stated["loss_scale"] == 2.0**power
+        assert "grad_norm" not in stated
         assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
         assert trainer.backend.steps == 0
         power -= 1
     assert 10 < power < 20
-    assert (told["loss_scale"], trainer.backend.steps) == (2.0**power, 1)
-    assert told["lr"] == exact["lr"]
-    np.testing.assert_allclose(told["grad_norm"], exact["grad_norm"], rtol=5e-3)
+    assert (stated["loss_scale"], trainer.backend.steps) == (2.0**power, 1)
+    assert stated["lr"] == exact["lr"]
+    np.testing.assert_allclose(stated["grad_norm"], exact["grad_norm"], rtol=5e-3)
 
     after = parameters(trainer)
     assert any(not torch.equal(value, before[name]) for name, value in after.items())

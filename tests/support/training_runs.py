@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from glossary import unexplained
-from kit_seats import visible
+from kit_gpus import visible
 from sums_task import REWARD, TINY, sums, toml
 from tiny_models import make_tiny
 from waiting import HANG_S, until

@@ -30,7 +30,7 @@ class Whole:
     output: str  # what it printed
 
     @property
-    def told(self) -> tuple[Path, str]:
+    def stated(self) -> tuple[Path, str]:
         return self.run_dir, self.output
 
 

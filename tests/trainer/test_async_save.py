@@ -36,7 +36,7 @@ def test_it_writes_a_copy_and_the_next_one_waits() -> None:
     assert sum(held.nbytes for held in saves._buffers.values()) == 16  # of one copy, however often it saves
 
 
-def test_what_goes_wrong_is_told_and_the_next_one_works() -> None:
+def test_what_goes_wrong_is_reported_and_the_next_one_works() -> None:
     def fail(copies: list[Fragment]) -> None:
         raise OSError("No space left on device")
 

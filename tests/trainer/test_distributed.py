@@ -84,13 +84,13 @@ def test_a_process_ends_while_gloo_lets_go_of_its_last_tensor() -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("gpus", "named"), [(True, [3]), (False, None)])
-def test_ranks_wait_for_each_other_on_the_gpu_that_is_theirs(
+def test_ranks_wait_for_each_other_on_the_gpu_that_is_tsuccessors(
     monkeypatch: pytest.MonkeyPatch, gpus: bool, named: list[int] | None
 ) -> None:
     """It is named only where NCCL waits: gloo knows no device."""
-    told: list[object] = []
+    stated: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
-    monkeypatch.setattr(dist, "barrier", lambda **how: told.append(how["device_ids"]))
+    monkeypatch.setattr(dist, "barrier", lambda **how: stated.append(how["device_ids"]))
     monkeypatch.setenv("LOCAL_RANK", "3")
     barrier()
-    assert told == [named]
+    assert stated == [named]

@@ -249,7 +249,7 @@ def test_skipped_steps_are_counted_and_have_no_gradient_norm() -> None:
     assert "actor_grad_norm" not in update_metrics(steps[:2])
 
 
-def test_what_is_not_finite_in_a_skipped_step_is_left_out_and_told() -> None:
+def test_what_is_not_finite_in_a_skipped_step_is_left_out_and_reported() -> None:
     nan = math.nan
     skipped = {"loss": nan, "ratio": nan, "approx_kl": nan, "lr": 0.1, "skipped_steps": 1.0}
     taken = {"loss": 4.0, "ratio": 2.0, "approx_kl": 0.0, "lr": 0.1, "skipped_steps": 0.0, "grad_norm": 3.0}
@@ -276,7 +276,7 @@ def test_no_compiler_is_asked_what_deepspeed_could_build(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_device_without_fp16_is_told_before_a_model_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_fp16_is_reported_before_a_model_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     deepspeed = import_deepspeed(torch.device("cpu"))
     accelerator = deepspeed.accelerator.get_accelerator()

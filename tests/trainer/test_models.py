@@ -99,14 +99,14 @@ def test_a_head_of_more_than_one_layer_is_refused(tmp_path: Path, trainer: Any, 
     make_model(tmp_path, "modernbert-decoder", noisy=False, bos_token_id=1, cls_token_id=1, sep_token_id=1)
     made = trainer.__new__(trainer)
     made.config = make_config(tmp_path, param_dtype=dtype)
-    told = "logits of ModernBertDecoderForCausalLM are not those of its body and its"
-    with pytest.raises(ModelError, match=told):
+    stated = "logits of ModernBertDecoderForCausalLM are not those of its body and its"
+    with pytest.raises(ModelError, match=stated):
         made._load(made.config.ds)
     if trainer is SftTrainer:  # and where ZeRO-3 has cut the parameters
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         words = [sys.executable, "-c", ZERO_3, str(tmp_path)]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
-        assert told in done.stderr.splitlines()[-1]
+        assert stated in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("fp32", 1e-3), ("bf16", 0.1)])

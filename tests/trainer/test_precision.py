@@ -42,8 +42,8 @@ def first_step(model: Path, world: Any) -> dict[str, torch.Tensor]:
     part, micro = share(exp, world.rank, world.size, 40)
     part.columns |= trainer.logprobs(part, micro)
     metrics = trainer.train_step(part, micro, float(exp.action_mask.sum()))
-    told = [metrics["ratio"], metrics["clip_fraction"], float(part.action_mask.sum())]
-    return {"opt": torch.tensor(told, dtype=torch.float64)}
+    stated = [metrics["ratio"], metrics["clip_fraction"], float(part.action_mask.sum())]
+    return {"opt": torch.tensor(stated, dtype=torch.float64)}
 
 
 def value_head(model: Path, world: Any, stage: int, out: Path) -> dict[str, torch.Tensor]:
@@ -170,14 +170,14 @@ def test_values_of_a_bf16_critic_are_those_of_the_fp32_master_of_its_head(
     ranks: list[dict[str, torch.Tensor]], stage: int
 ) -> None:
     for answers in ranks:
-        told = {name.partition(".")[2]: t for name, t in answers.items() if name.startswith(f"value{stage}.")}
-        torch.testing.assert_close(told["after"], told["expected"], rtol=0, atol=1e-6)
-        assert torch.equal(told["resumed"], told["after"])
-        rounded = told["after"].bfloat16().float()
-        assert (rounded != told["after"]).float().mean() > 0.9, "values are multiples of a step of bf16"
-        assert (told["after"] - told["start"]).abs().max() > 1e-3
+        stated = {name.partition(".")[2]: t for name, t in answers.items() if name.startswith(f"value{stage}.")}
+        torch.testing.assert_close(stated["after"], stated["expected"], rtol=0, atol=1e-6)
+        assert torch.equal(stated["resumed"], stated["after"])
+        rounded = stated["after"].bfloat16().float()
+        assert (rounded != stated["after"]).float().mean() > 0.9, "values are multiples of a step of bf16"
+        assert (stated["after"] - stated["start"]).abs().max() > 1e-3
         if stage:
-            assert not torch.equal(told["master"], told["stored"].flatten())
+            assert not torch.equal(stated["master"], stated["stored"].flatten())
 
 
 def test_scores_of_a_bf16_reward_model_are_computed_with_the_fp32_head_of_its_file(tmp_path: Path) -> None:

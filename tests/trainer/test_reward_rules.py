@@ -75,16 +75,16 @@ def test_the_token_that_counts_is_that_of_whoever_trained_the_model(models: Path
     own, last = by_transformers(models / "score")
     assert abs(own[0] - last[0]) > 1e-2  # it matters
     assert own[2] == last[2]
-    found, told = scores(config_of(models, "score"))
+    found, stated = scores(config_of(models, "score"))
     assert found == pytest.approx(own, abs=1e-5)
-    assert told.endswith("its last token that is not the padding token (transformers' rule for score.weight)")
-    found, told = scores(config_of(models, "value_head"))
+    assert stated.endswith("its last token that is not the padding token (transformers' rule for score.weight)")
+    found, stated = scores(config_of(models, "value_head"))
     assert found == pytest.approx(last, abs=1e-5)
-    assert told.endswith("its last token (the rule of OpenRLHF and TRL for value_head.weight)")
+    assert stated.endswith("its last token (the rule of OpenRLHF and TRL for value_head.weight)")
     assert scores(config_of(models, "v_head.summary"))[0] == pytest.approx([score + 0.25 for score in last], abs=1e-5)
-    found, told = scores(config_of(models, "openrlhf"))
+    found, stated = scores(config_of(models, "openrlhf"))
     assert found == pytest.approx(last, abs=1e-5)
-    assert "OpenRLHF's rule: config.json has value_head_prefix" in told
+    assert "OpenRLHF's rule: config.json has value_head_prefix" in stated
 
 
 def test_the_key_decides_where_it_is_set(models: Path) -> None:
@@ -127,10 +127,10 @@ def test_statistics_of_a_reward_model(models: Path, tmp_path: Path) -> None:
 
     assert reward_statistics(str(models / "openrlhf")) == (0.5, 2.0)
     assert reward_statistics(str(models / "score")) is None
-    scale, told = reward_scale(config_of(models, "openrlhf", normalize_enable=True))
+    scale, stated = reward_scale(config_of(models, "openrlhf", normalize_enable=True))
     assert scale is not None
     assert normalized([2.5], scale).tolist() == [1.0]
-    assert "config.json: mean 0.5, std 2" in told
+    assert "config.json: mean 0.5, std 2" in stated
     assert "all rewards of the run so far" in reward_scale(config_of(models, "score", normalize_enable=True))[1]
     assert reward_scale(config_of(models, "openrlhf")) == (None, "")
     config = config_of(models, "score", normalize_enable=True)

@@ -178,8 +178,8 @@ def test_numbers_and_gradients_are_those_of_one_rank(out: Path, name: str, size:
             close(found["after"][key], value, 1e-5 if bound == 1e-5 else 1e-3)
     for key, value in one["metrics"].items():
         each = [found["metrics"][key] for found in ranks]
-        told = each[0] if key in ("lr", "grad_norm", "skipped_steps") else sum(each)
-        assert told == pytest.approx(value, rel=20 * bound, abs=1e-3), key
+        stated = each[0] if key in ("lr", "grad_norm", "skipped_steps") else sum(each)
+        assert stated == pytest.approx(value, rel=20 * bound, abs=1e-3), key
 
 
 @pytest.mark.fast

@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def test_code_beside_the_weights_does_not_run(model: Path) -> None:
+def test_code_with_the_weights_does_not_run(model: Path) -> None:
     assert load_policy(model, FP32, 4).model.config.model_type == "qwen2"
     assert Tokenizer.load(model).encode("x")
     assert not (model.parent / "ran").exists()

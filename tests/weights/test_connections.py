@@ -66,12 +66,12 @@ def test_a_single_owner_is_connected_to_all_ranks_of_a_node_which_take_turns() -
 @pytest.mark.parametrize("shape", SHAPES)
 def test_partners_are_those_of_the_routes_on_both_sides(shape: str) -> None:
     plan = planned(shape, 16)
-    told = {rank: set(partners(plan, rank)) for rank in range(plan.layout.world)}
+    stated = {rank: set(partners(plan, rank)) for rank in range(plan.layout.world)}
     for bucket in range(len(plan.buckets)):
         for route in routes(plan, bucket, 0):
             for rank in (route.owner, *(rank for ranks in route.node_ranks for rank in ranks)):
-                assert set(route.takers(rank)) <= told[rank]
-    assert all(rank in told[peer] for rank, peers in told.items() for peer in peers)
+                assert set(route.takers(rank)) <= stated[rank]
+    assert all(rank in stated[peer] for rank, peers in stated.items() for peer in peers)
 
 
 class Meeting:

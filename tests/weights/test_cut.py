@@ -43,7 +43,7 @@ def cluster() -> Iterator[tuple[Links, WeightSync]]:
         yield links, weights
 
 
-class Told(logging.Handler):
+class Stated(logging.Handler):
     """What the conductor logs of the first failure; it repairs the link at once, so that the update can go on."""
 
     def __init__(self, repair: Callable[[], None]) -> None:
@@ -60,17 +60,17 @@ class Told(logging.Handler):
 @contextmanager
 def cut_soon(damage: Callable[[], None], repair: Callable[[], None]) -> Iterator[Callable[[], str]]:
     """A cut half way in an update; gives what was said of it."""
-    told = Told(repair)
+    stated = Stated(repair)
     timer = threading.Timer(0.4, damage)
     logger = logging.getLogger("slurm_rlhf.weights.lead")
-    logger.addHandler(told)
+    logger.addHandler(stated)
     timer.start()
     try:
-        yield lambda: told.text
+        yield lambda: stated.text
     finally:
         timer.join()
-        logger.removeHandler(told)
-        if not told.text:
+        logger.removeHandler(stated)
+        if not stated.text:
             repair()
 
 

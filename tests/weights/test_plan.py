@@ -195,9 +195,9 @@ def test_the_account_is_what_the_routes_add_up_to(name, zero):
                 out[layout.node(giver)] += route.high - route.low
                 into[layout.node(taker)] += route.high - route.low
     found = cost_of(plan)
-    for counted, told in ((sent, found.sent), (out, found.out), (into, found.into)):
-        for key in {*counted, *told}:
-            assert counted[key] == pytest.approx(told[key], rel=0.1, abs=plan.payload / 50), key
+    for counted, stated in ((sent, found.sent), (out, found.out), (into, found.into)):
+        for key in {*counted, *stated}:
+            assert counted[key] == pytest.approx(stated[key], rel=0.1, abs=plan.payload / 50), key
     busiest = max([*found.out.values(), *found.into.values(), 0])
     assert found.seconds(network=1e6, inside=1e12) == pytest.approx(busiest / 1e6, abs=1e-3)
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_planned():
         make_plan([["a", [1], "int8"]], 100, ONE)
 
 
-def test_two_architectures_are_told_apart_by_name():
+def test_two_architectures_are_kept_apart_by_name():
     sent = [["same", [2], "bf16"], ["shape", [2, 3], "fp32"], ["extra", [1], "fp32"]]
     expected = [["same", [2], "fp32"], ["shape", [3, 2], "fp32"], ["wanted", [1], "fp32"]]
     check_match(sent[:1], expected[:1], "actor 0", "rollout 1")  # fp32 holds every bf16

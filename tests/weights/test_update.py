@@ -260,7 +260,7 @@ def test_another_architecture_names_both_ends(fleet):
         assert "11.other: [3, 5] at actor 0 on" in peer.answer()["message"]
 
 
-def test_members_with_two_plans_are_told(fleet):
+def test_members_with_two_plans_are_reported(fleet):
     group = fleet.build(1)
     fleet.peers[0].tell("receiver_of", parameters=PARAMETERS, bucket=BUCKET // 2)
     with pytest.raises(SyncError, match="plan different transfers"):

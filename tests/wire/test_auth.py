@@ -110,7 +110,7 @@ def message(kind: Any, number: int, body: Any = None, call: int = 0, name: str =
     return [Envelope(kind, number, call, name).pack(), *([] if body is None else encode(body))]
 
 
-class Scene:
+class Setting:
     """A conductor's end, an honest actor, and room for intruders."""
 
     def __init__(self, directory: Path) -> None:
@@ -145,8 +145,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path)
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    made = Setting(tmp_path)
     try:
         yield made
         assert made.call_works()
@@ -158,40 +158,40 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize("intruder", ["no key", "another client key", "another server key"])
-def test_a_peer_without_the_runs_key_is_refused_and_counted(scene: Scene, tmp_path: Path, intruder: str) -> None:
+def test_a_peer_without_the_runs_key_is_refused_and_counted(setting: Setting, tmp_path: Path, intruder: str) -> None:
     other = RunKeys.create(tmp_path / "other.json")
     dealer = {
-        "no key": scene.dealer,
-        "another client key": lambda: scene.dealer(scene.keys.server_public, other),
-        "another server key": lambda: scene.dealer(other.server_public, scene.keys),
+        "no key": setting.dealer,
+        "another client key": lambda: setting.dealer(setting.keys.server_public, other),
+        "another server key": lambda: setting.dealer(other.server_public, setting.keys),
     }[intruder]()
     dealer.send_multipart(message("hello", 0, HELLO))
-    assert until(lambda: scene.server.auth.refused > 0)
-    assert scene.call_works()
-    assert scene.server.peers("critic") == []
-    assert scene.server.garbage == 0
+    assert until(lambda: setting.server.auth.refused > 0)
+    assert setting.call_works()
+    assert setting.server.peers("critic") == []
+    assert setting.server.garbage == 0
 
 
 @pytest.mark.parametrize("content", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" + bytes(63), b"", bytes(10_000)])
-def test_other_protocols_are_refused_and_counted(scene: Scene, content: bytes) -> None:
-    host, port = scene.server.endpoint().removeprefix("tcp://").split(":")
+def test_other_protocols_are_refused_and_counted(setting: Setting, content: bytes) -> None:
+    host, port = setting.server.endpoint().removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(content)
-        assert scene.call_works()
-    assert until(lambda: scene.server.auth.refused > 0)
+        assert setting.call_works()
+    assert until(lambda: setting.server.auth.refused > 0)
 
 
-def test_who_says_nothing_is_cut_off(scene: Scene) -> None:
-    host, port = scene.server.endpoint().removeprefix("tcp://").split(":")
+def test_who_says_nothing_is_cut_off(setting: Setting) -> None:
+    host, port = setting.server.endpoint().removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), HANG_S) as stranger:
         while stranger.recv(100):
             pass  # ZeroMQ's greeting
-    assert until(lambda: scene.server.auth.refused == 1)
-    assert scene.server._router.handshake_ivl == 5000
+    assert until(lambda: setting.server.auth.refused == 1)
+    assert setting.server._router.handshake_ivl == 5000
 
 
-def test_a_client_with_the_wrong_key_learns_why(scene: Scene, tmp_path: Path) -> None:
-    with ControlClient(scene.server.endpoint(), RunKeys.create(tmp_path / "other.json"), "critic", 0, 1) as client:
+def test_a_client_with_the_wrong_key_learns_why(setting: Setting, tmp_path: Path) -> None:
+    with ControlClient(setting.server.endpoint(), RunKeys.create(tmp_path / "other.json"), "critic", 0, 1) as client:
         with pytest.raises(CallTimeout, match=r"critic rank 0: .*gave no welcome in 0\.5 s: .*key is another one"):
             client.connect(0.5)
 
@@ -211,17 +211,17 @@ def nonsense() -> list[list[bytes]]:
     return messages
 
 
-def test_nonsense_from_a_stranger_with_the_key_is_counted(scene: Scene) -> None:
-    dealer = scene.insider()
+def test_nonsense_from_a_stranger_with_the_key_is_counted(setting: Setting) -> None:
+    dealer = setting.insider()
     for frames in nonsense():
         dealer.send_multipart(frames or [b""])
-    assert until(lambda: scene.server.garbage == len(nonsense()))
-    assert scene.server.peers("critic") == []
-    assert scene.server.auth.refused == 0
+    assert until(lambda: setting.server.garbage == len(nonsense()))
+    assert setting.server.peers("critic") == []
+    assert setting.server.auth.refused == 0
 
 
-def test_nonsense_from_a_rank_is_counted_and_the_rank_goes_on(scene: Scene) -> None:
-    dealer = scene.insider()
+def test_nonsense_from_a_rank_is_counted_and_the_rank_goes_on(setting: Setting) -> None:
+    dealer = setting.insider()
     dealer.send_multipart(message("hello", 0, HELLO))
     assert dealer.recv_multipart()[0] == Envelope("welcome", 0).pack()
     bad = [[b"\xc1"], message("call", 1), message("event", 2), message("event", 3, [1])]
@@ -229,67 +229,67 @@ def test_nonsense_from_a_rank_is_counted_and_the_rank_goes_on(scene: Scene) -> N
     for frames in bad:
         dealer.send_multipart(frames)
     dealer.send_multipart(message("event", 5, {"n": 1}, name="fine"))
-    assert until(lambda: scene.events == [("fine", {"n": 1})])
-    assert scene.server.garbage == len(bad)
-    assert [peer.lost for peer in scene.server.peers("critic")] == [""]
+    assert until(lambda: setting.events == [("fine", {"n": 1})])
+    assert setting.server.garbage == len(bad)
+    assert [peer.lost for peer in setting.server.peers("critic")] == [""]
 
 
-def test_replayed_messages_are_counted_and_have_no_effect(scene: Scene) -> None:
-    dealer = scene.insider()
+def test_replayed_messages_are_counted_and_have_no_effect(setting: Setting) -> None:
+    dealer = setting.insider()
     hello, event = message("hello", 0, HELLO), message("event", 1, {}, name="once")
     for frames in (hello, event, event, event, message("beat", 0)):
         dealer.send_multipart(frames)
-    assert until(lambda: scene.server.replayed == 3)
-    assert scene.events == [("once", {})]
-    futures = [ask(scene.server, "critic", 0, "values", timeout_s=HANG_S) for _ in range(2)]
+    assert until(lambda: setting.server.replayed == 3)
+    assert setting.events == [("once", {})]
+    futures = [ask(setting.server, "critic", 0, "values", timeout_s=HANG_S) for _ in range(2)]
     for number in (2, 2, 3):
         dealer.send_multipart(message("reply", number, number, call=number - 1))
     assert [future.result(HANG_S) for future in futures] == [2, 3]
-    assert scene.server.replayed == 4
+    assert setting.server.replayed == 4
 
 
-def test_a_reply_counts_only_from_the_rank_that_was_called(scene: Scene) -> None:
-    dealer = scene.insider()
+def test_a_reply_counts_only_from_the_rank_that_was_called(setting: Setting) -> None:
+    dealer = setting.insider()
     dealer.send_multipart(message("hello", 0, HELLO))
-    scene.server.wait_for("critic", 1, HANG_S)
-    future = ask(scene.server, "actor", 0, "echo", timeout_s=HANG_S)
-    request = scene.client.receive(HANG_S)
+    setting.server.wait_for("critic", 1, HANG_S)
+    future = ask(setting.server, "actor", 0, "echo", timeout_s=HANG_S)
+    request = setting.client.receive(HANG_S)
     assert request is not None
     dealer.send_multipart(message("reply", 1, "forged", call=request.id))
-    assert until(lambda: scene.server.late == 1)
+    assert until(lambda: setting.server.late == 1)
     assert not future.done()
     request.reply("true")
     assert future.result(HANG_S) == "true"
 
 
-def test_a_second_process_cannot_take_a_rank(scene: Scene) -> None:
-    with ControlClient(scene.server.endpoint(), scene.keys, "actor", 0, 1, host="elsewhere") as second:
+def test_a_second_process_cannot_take_a_rank(setting: Setting) -> None:
+    with ControlClient(setting.server.endpoint(), setting.keys, "actor", 0, 1, host="elsewhere") as second:
         with pytest.raises(CallTimeout, match=r"actor rank 0 on .* \(pid \d+\) has this rank"):
             second.connect(0.5)
         second.event("from the wrong one")
-        assert scene.call_works()
-    assert scene.server.replayed > 0
-    assert scene.events == []
+        assert setting.call_works()
+    assert setting.server.replayed > 0
+    assert setting.events == []
 
 
-def test_a_flood_of_garbage_stalls_nothing(scene: Scene) -> None:
-    dealer = scene.insider()
+def test_a_flood_of_garbage_stalls_nothing(setting: Setting) -> None:
+    dealer = setting.insider()
     for _ in range(20_000):
         dealer.send_multipart([b"\xc1" * 20, b"garbage"])
-    assert all(scene.call_works() for _ in range(20))
-    assert until(lambda: scene.server.garbage == 20_000)
+    assert all(setting.call_works() for _ in range(20))
+    assert until(lambda: setting.server.garbage == 20_000)
 
 
-def test_a_reply_that_does_not_decode_fails_its_call_at_once(scene: Scene) -> None:
-    dealer = scene.insider()
+def test_a_reply_that_does_not_decode_fails_its_call_at_once(setting: Setting) -> None:
+    dealer = setting.insider()
     dealer.send_multipart(message("hello", 0, HELLO))
-    scene.server.wait_for("critic", 1, HANG_S)
+    setting.server.wait_for("critic", 1, HANG_S)
     for number, (kind, broken) in enumerate([("reply", [b"\xc1"]), ("error", encode({})), ("error", encode(3))], 1):
-        future = ask(scene.server, "critic", 0, "values", timeout_s=HANG_S)
+        future = ask(setting.server, "critic", 0, "values", timeout_s=HANG_S)
         dealer.send_multipart([Envelope(kind, number, number).pack(), *broken])
         with pytest.raises(Exception, match=r"critic rank 0 on node09 .*values.* broken"):
             future.result(HANG_S)
-    assert scene.server.garbage == 3
+    assert setting.server.garbage == 3
 
 
 def test_garbage_from_the_conductors_side_is_counted_by_the_rank(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_nested_records_arrive(typed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "stated"),
     [
         ({"more": 1}, "Object contains unknown field `more`$"),
         ({"inner": {"name": "x", "sizes": [], "more": 1}}, r"unknown field `more` - at `\$\.inner`"),
@@ -181,8 +181,8 @@ def test_nested_records_arrive(typed: bool) -> None:
     ],
     ids=str,
 )
-def test_everything_but_what_is_declared_is_refused_by_its_place(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(WireError, match=f"^it does not decode: .*{told}"):
+def test_everything_but_what_is_declared_is_refused_by_its_place(change: dict[str, Any], stated: str) -> None:
+    with pytest.raises(WireError, match=f"^it does not decode: .*{stated}"):
         decode(encode(GOOD | change), Outer, "it")
     with pytest.raises(WireError, match=r"^it is not what is declared: "):
         read(Outer, GOOD | change, "it")

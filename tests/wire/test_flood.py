@@ -133,7 +133,7 @@ def test_it_closes_with_more_news_of_connections_than_zeromq_keeps(tmp_path: Pat
         process.kill()
 
 
-def test_ranks_that_find_no_descriptor_are_told_which_limit_it_was(tmp_path: Path) -> None:
+def test_ranks_that_find_no_descriptor_are_shown_which_limit_it_was(tmp_path: Path) -> None:
     keys, (soft, hard) = RunKeys.create(tmp_path / "keys.json"), resource.getrlimit(resource.RLIMIT_NOFILE)
     with ControlServer(keys) as server:
         comes = start_peer(server.endpoint(), tmp_path / "keys.json", "actor", 0, 1)

@@ -95,7 +95,7 @@ def test_a_worker_that_does_a_call_says_where_it_is_and_goes_on(pools: Pools, tm
         ("nothing", (), "raised", "has no attribute 'nothing'", False),
     ],
 )
-def test_a_call_that_goes_wrong_is_told_by_kind(
+def test_a_call_that_goes_wrong_is_reported_by_kind(
     pools: Pools, method: str, arguments: tuple[Any, ...], kind: str, text: str, replaced: bool
 ) -> None:
     pool = pools(memory_mb=400)

@@ -29,7 +29,7 @@ class Node(DistantNode):
     """Has workers as an agent has them, without the network between."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.hosted, self.told = name, HostedWorkers(), list[str]()
+        self.name, self.hosted, self.stated = name, HostedWorkers(), list[str]()
         self.gone = ""
         self.threads = ThreadPoolExecutor(16)
 
@@ -42,7 +42,7 @@ class Node(DistantNode):
         return self.gone
 
     def lose(self, why: str) -> None:
-        self.told.append(why)
+        self.stated.append(why)
 
 
 Pools = Callable[..., tuple[WorkerPool, list[Node]]]
@@ -90,7 +90,7 @@ def test_each_node_has_as_many_workers_whose_calls_are_answered(pools: Pools, tm
         ("double", (object(),), "raised", "a value of type object cannot go to another process", False),
     ],
 )
-def test_a_call_that_goes_wrong_is_told_as_here(
+def test_a_call_that_goes_wrong_is_reported_as_here(
     pools: Pools, method: str, arguments: tuple[Any, ...], kind: str, text: str, ends: bool
 ) -> None:
     pool, _ = pools(memory_mb=400)
@@ -144,7 +144,7 @@ def test_a_lost_node_fails_what_it_did_and_the_others_do_the_rest(pools: Pools, 
     (tmp_path / "go").touch()
     assert held[1].result(HANG_S) is True
     assert [call.result(HANG_S) for call in queued] == [[0], [2], [4], [6]]
-    assert [node.told for node in nodes] == [["cable cut"], []]
+    assert [node.stated for node in nodes] == [["cable cut"], []]
     with pytest.raises(WorkerError, match="the process in which it lived has ended"):
         leases[0].submit("double", [1], timeout_s=HANG_S).result(HANG_S)
     assert {pool.lease().worker for _ in range(3)} == {leases[1].worker}  # which has more leases by then
@@ -167,7 +167,7 @@ def test_a_pool_that_is_closed_ends_its_workers_there_in_the_middle_of_a_call(po
     with pytest.raises(WorkerError, match="closed"):
         call.result(0)
     until(lambda: not any(map(running, pids)), "end of the workers")
-    assert nodes[0].told == []
+    assert nodes[0].stated == []
 
 
 def test_episodes_of_a_lost_node_begin_anew(pools: Pools) -> None:

@@ -54,7 +54,7 @@ class OnSlurm:
             # Until Slurm says how the job ended its conductor may be saving.
             over = _job(session).number
             wait_until(lambda: self._slurm.job(over)["JobState"] in OVER, REST_S, 0.2, 0.2)
-            seen.told += self._slurm.run(COMMAND, "status", str(session.directory.root))
+            seen.stated += self._slurm.run(COMMAND, "status", str(session.directory.root))
 
     def look_at_rest(self, session: Session, seen: Observation) -> None:
         self._look_at(session, seen, *self._slurm.names)

@@ -90,7 +90,7 @@ class ThisMachine:
         if seen.exit_code is not None and seen.exit_code < 0:  # a conductor that was killed leaves no word
             asked = self.start(["status", str(session.directory.root)])
             wait_until(lambda: asked.poll() is not None, END_S, 0.05)
-            seen.told += asked.output()
+            seen.stated += asked.output()
         if session.over:
             look_at_rest(session, seen)
 
@@ -225,7 +225,7 @@ class Leader:
         seen.hit_phase, seen.hit_step, seen.pid, seen.nodes = now.phase, now.step, hit.pid, hit.nodes
         try:
             seen.checkpoint = session.checkpoint
-            seen.told = "\n".join([*session.events(known), ""])
+            seen.stated = "\n".join([*session.events(known), ""])
             watch(session, fault, seen, hit.events, hit.at, hit.undo, partial(self._holds.let_go, EXPORT))
             self._site.look_after(session, fault, seen, hit)
         finally:
@@ -275,7 +275,7 @@ class Leader:
             if session is not None:
                 case.seen.resumed_at = session.began_at or 0
                 # What a start says of damaged checkpoints.
-                case.seen.told += "\n".join([*session.own_events(), session.process.output()])
+                case.seen.stated += "\n".join([*session.own_events(), session.process.output()])
                 case.rows = _rows(session, min(case.seen.checkpoint, case.seen.resumed_at))
             yield self._row(case)
 
@@ -341,7 +341,7 @@ class Leader:
                 case.seen.resumed = True
         except RunError as error:
             case.seen.resumed = False
-            case.seen.told += str(error)
+            case.seen.stated += str(error)
         finally:
             session.kill()
         return session

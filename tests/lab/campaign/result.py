@@ -38,8 +38,8 @@ def carried_out(rows: Iterable[Row], seed: int, out: Path) -> list[Row]:
     began, found, figures = time.monotonic(), list[Row](), list[str]()
     for row in rows:
         found.append(row)
-        told = "; ".join(row.problems) or f"{row.outcome}, {row.said}".removesuffix(", ")
-        print(f"{'ok   ' if row.good else 'WRONG'} {row.fault}: {printable(told)}", flush=True)
+        stated = "; ".join(row.problems) or f"{row.outcome}, {row.said}".removesuffix(", ")
+        print(f"{'ok   ' if row.good else 'WRONG'} {row.fault}: {printable(stated)}", flush=True)
         figures = summary(found, seed, time.monotonic() - began)
         content = {"good": all(each.good for each in found), "summary": figures, "seed": seed, "time-outs": timeouts}
         content["rows"] = [asdict(each) for each in found]

@@ -43,7 +43,7 @@ class Observation:
     resumed: bool | None = None  # the same command went on; None: it was not tried
     resumed_at: int = 0  # the step that it went on from
     innocents: list[str] = field(default_factory=list)  # that the run says have died, though nobody hit them
-    told: str = ""  # output, events, status and what the next start said
+    stated: str = ""  # output, events, status and what the next start said
     traceback: bool = False  # the terminal showed one
     orphans: list[str] = field(default_factory=list)  # processes
     shared_memory: list[str] = field(default_factory=list)  # files in /dev/shm
@@ -86,7 +86,7 @@ def judge(fault: Fault, seen: Observation) -> Row:
         fault = replace(fault, does=BORNE)
     elif fault.does == EITHER:
         fault = replace(fault, does=HURTS)
-    quotes = [quote(one, seen.told) for one in patterns(fault, seen)]
+    quotes = [quote(one, seen.stated) for one in patterns(fault, seen)]
     said = " / ".join(dict.fromkeys(filter(None, quotes)))
     culprit = None if fault.does == BORNE else all(quotes) and not seen.innocents
     outcome = outcome_of(fault, seen)
@@ -108,7 +108,7 @@ def patterns(fault: Fault, seen: Observation) -> list[str]:
     return [says.replace("{node}", re.escape(node)) for node in seen.nodes or ("",)]
 
 
-def innocents(fault: Fault, told: str) -> list[str]:
+def innocents(fault: Fault, stated: str) -> list[str]:
     """List who has died by them, where the fault was to hit others; empty where it hits a node, or no rank at all.
 
     While roles start, a rank may be gone before its number is known: then the role is enough.
@@ -117,8 +117,8 @@ def innocents(fault: Fault, told: str) -> list[str]:
         return []  # all of its ranks are hit
     ranks = {(role, number) for role, number in _RANK.findall(fault.target)}
     roles = {role for role, _ in ranks} | {*_TORCHRUN.findall(fault.target)}
-    found = [(role, number) for role, number in _DIED.findall(told)]
-    found += [(ROLLOUT, number) for number in _LOST_ENGINE.findall(told)]
+    found = [(role, number) for role, number in _DIED.findall(stated)]
+    found += [(ROLLOUT, number) for number in _LOST_ENGINE.findall(stated)]
     wrong = [
         f"{role} rank {number}" if number else role
         for role, number in found
@@ -127,17 +127,17 @@ def innocents(fault: Fault, told: str) -> list[str]:
     return list(dict.fromkeys(wrong)) if roles else []
 
 
-def newest_failure(told: str) -> str:
+def newest_failure(stated: str) -> str:
     """Leave out what a run that is not restarted any more lists of its earlier failures: other faults' (`refusal`)."""
-    return _LISTED_BEFORE.sub("", told)
+    return _LISTED_BEFORE.sub("", stated)
 
 
-def quote(expression: str, told: str) -> str:
+def quote(expression: str, stated: str) -> str:
     """Return the line that names the culprit, shortened; empty: none does."""
-    if not expression or (match := re.search(expression, told)) is None:
+    if not expression or (match := re.search(expression, stated)) is None:
         return ""
-    begin, end = told.rfind("\n", 0, match.start()) + 1, told.find("\n", match.end())
-    return told[begin : end if end >= 0 else len(told)].strip()[:300]
+    begin, end = stated.rfind("\n", 0, match.start()) + 1, stated.find("\n", match.end())
+    return stated[begin : end if end >= 0 else len(stated)].strip()[:300]
 
 
 def outcome_of(fault: Fault, seen: Observation) -> str:

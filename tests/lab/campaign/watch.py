@@ -86,10 +86,10 @@ def watch(
     undo()
     output = session.process.output()[seen.printed :] if session.over else ""
     seen.traceback = "Traceback (most recent call last)" in output
-    seen.told += output + (written_since(session.directory.logs, marks) if stopped or crashed else "")
-    seen.told += "\n" + "\n".join(session.events(known_events)) + "\n"
-    seen.told = newest_failure(seen.told)
-    seen.innocents = innocents(fault, seen.told)
+    seen.stated += output + (written_since(session.directory.logs, marks) if stopped or crashed else "")
+    seen.stated += "\n" + "\n".join(session.events(known_events)) + "\n"
+    seen.stated = newest_failure(seen.stated)
+    seen.innocents = innocents(fault, seen.stated)
 
 
 def noticed(session: Session, fault: Fault, seen: Observation, known_events: int, over: bool) -> bool:
@@ -97,8 +97,8 @@ def noticed(session: Session, fault: Fault, seen: Observation, known_events: int
     if over and not finished(session):
         return True
     names = re.compile("|".join(f"(?:{one})" for one in patterns(fault, seen))) if fault.says else None
-    told = session.events(known_events)
-    return any(text.partition(":")[0] in ENDS or (names and names.search(text)) for text in told)
+    stated = session.events(known_events)
+    return any(text.partition(":")[0] in ENDS or (names and names.search(text)) for text in stated)
 
 
 def finished(session: Session) -> bool:

@@ -16,7 +16,7 @@ def visible() -> str:
     return os.environ.get(GPUS, "")
 
 
-def seat(number: int) -> dict[str, str]:
+def gpu_environment(number: int) -> dict[str, str]:
     """Variables for the single process `number`, which has one GPU; nothing without GPUs.
 
     NCCL refuses two ranks on one GPU by the hash of their host and the GPU's bus ("Duplicate GPU detected"). With a
@@ -31,5 +31,5 @@ def seat(number: int) -> dict[str, str]:
 
 
 def device() -> str:
-    """Where a process with an environment of `seat` keeps its weights."""
+    """Where a process with an environment of `gpu_environment` keeps its weights."""
     return "cuda" if visible() else "cpu"
