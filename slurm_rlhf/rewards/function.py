@@ -76,7 +76,7 @@ class RewardFunction:
     @classmethod
     def named(cls, name: str, input_key: str = "input") -> RewardFunction:
         """Find a function that is registered, or MODULE:NAME. Raises ConfigError, and RewardError as `load`."""
-        if ":" in name:
+        if ":" in name and name not in _REGISTERED:
             place, _, own = name.partition(":")
             try:
                 module = import_module(place)
