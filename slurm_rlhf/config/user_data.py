@@ -176,7 +176,7 @@ def data_files(path: Path | str) -> list[Path]:
 
 def has_rows(file: Path) -> bool:
     """Tell whether a file of a directory holds rows, and not what `datasets` notes about them."""
-    return file.suffix in FORMATS and file.is_file() and not file.name.startswith("dataset_info")
+    return file.suffix in FORMATS and file.is_file() and file.name not in ("dataset_info.json", "dataset_infos.json")
 
 
 def _directory(place: Path) -> list[Path]:

@@ -133,7 +133,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
 def _json(path: Path) -> Iterator[tuple[str, Row]]:
     """Read an array of rows; a file that holds none is JSONL."""
     try:
-        text = path.read_bytes().strip()
+        text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").strip()
         rows = json.loads(text) if text.startswith(b"[") else None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON that can be read: {error}") from None
@@ -225,7 +225,10 @@ _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 def _messages(value: Any) -> Any:
     """Return a list of messages with role and content, a text where it is in parts; anything else stays as it is."""
-    if not (isinstance(value, list) and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in value)):
+    needed: tuple[set[str], ...] = ({"role"}, {"from", "value"})
+    if not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        return value
+    if not all(any(keys <= one.keys() for keys in needed) for one in value):
         return value
     found = []
     for one in _present(value):

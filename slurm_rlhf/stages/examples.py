@@ -165,8 +165,8 @@ def load_pairs(path: Path, tokenizer: Tokenizer, data: Data, margins: bool = Fal
 
 def _dialogue(value: Any) -> Any:
     """Return the messages of a text with all of a dialogue, as in HH-RLHF; anything else stays as it is."""
-    said = _SPEAKER.split(value) if isinstance(value, str) else []
-    turns = zip(said[1::2], said[2::2], strict=True)
+    before, *said = _SPEAKER.split(value) if isinstance(value, str) else [""]
+    turns = [] if before.strip() else zip(said[::2], said[1::2], strict=True)
     return [{"role": _SPEAKERS[who], "content": words.strip()} for who, words in turns] or value
 
 

@@ -13,6 +13,7 @@ import pytest
 from chat_templates import TEMPLATES, write_tokenizer
 
 from slurm_rlhf.config.schema import Config, Data
+from slurm_rlhf.data.rows import read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.stages.examples import Examples, RefusedRows, load_examples, load_pairs
 from slurm_rlhf.stages.stage import fingerprint
@@ -81,6 +82,15 @@ def test_dialogues_as_text_are_pairs(tmp_path: Path, tokenizer: Tokenizer) -> No
     answers = {key: [*talk, {**ANSWER, "content": text}] for key, text in (("chosen", "3"), ("rejected", "4"))}
     plain = read(tmp_path, load_pairs, "plain.jsonl", lines(answers), tokenizer)
     assert fingerprint(read(tmp_path, load_pairs, "hh.jsonl", as_text, tokenizer)) == fingerprint(plain)
+
+
+def test_what_only_resembles_messages_or_a_dialogue_stays(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    edges = [{"from": 1, "to": 2, "by": None}]
+    (tmp_path / "graph.jsonl").write_text(lines({"label": edges}))
+    assert [row for _, row in read_rows(tmp_path / "graph.jsonl")] == [{"label": edges}]
+    talk = "Once.\n\nHuman: a b\n\nAssistant: "
+    with pytest.raises(RefusedRows, match="no messages before the answers"):
+        read(tmp_path, load_pairs, "a.jsonl", lines({"chosen": f"{talk}1", "rejected": f"{talk}2"}), tokenizer)
 
 
 @pytest.mark.parametrize("content", ["", None])
