@@ -29,6 +29,9 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.wire.auth import RunKeys
 
+_GROWING = ("metrics.jsonl", "reference-*")
+"""Files that grow with what a stage has done."""
+
 
 @dataclass(slots=True)
 class StageJob:
@@ -57,8 +60,8 @@ class StageJob:
         back = WayBack.of(CheckpointDir(self.directory.root), self.checkpoint)
         try:
             while True:
-                before = self._sizes("metrics.jsonl", "reference-*")
-                self._train(stop)
+                before = self._sizes(*_GROWING)
+                self._train(stop, before)
                 out = Path(get(self.config, f"{self.name}.output_dir"))
                 if out.is_dir() and any(out.iterdir()):
                     return
@@ -70,8 +73,11 @@ class StageJob:
             self.directory.keys.unlink(missing_ok=True)
             self._show()
 
-    def _train(self, stop: Stop) -> None:
-        """Start the ranks, and wait until they have ended. Raises StopRequested when they have saved."""
+    def _train(self, stop: Stop, before: list[tuple[str, int]]) -> None:
+        """Start the ranks, and wait until they have ended. Raises StopRequested when they have saved.
+
+        `before`: the sizes of files now. While they stay, the ranks have nothing to save, and may never be complete.
+        """
         self._ended = []
         self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
         log = self._rank_log
@@ -85,7 +91,8 @@ class StageJob:
                 self._ended = self._wait()
         except StopRequested:
             (self.directory.root / STOP_FILE).touch()  # behind their step the ranks save, and end
-            self._ended = self._wait(self.config.timeout.collective)
+            if self._sizes(*_GROWING) != before:
+                self._ended = self._wait(self.config.timeout.collective)
             raise
 
     def _begin_again(self, back: WayBack, before: list[tuple[str, int]]) -> None:
@@ -97,7 +104,7 @@ class StageJob:
         first, most = self._ended[0], self.config.train.max_restarts
         what = f"the process group of {self.name} on {first.node} {first.how}, and no model was written"
         died = RoleDied(f"{what}\n{quoted(self._rank_log, 3, self._before)}")
-        if not most or self.launcher.fixed or set(self._sizes("metrics.jsonl", "reference-*")) <= set(before):
+        if not most or self.launcher.fixed or set(self._sizes(*_GROWING)) <= set(before):
             raise died
         step = read_run_status(self.directory.metrics, self.directory.summary).step
         self._failures.append(RunFailure(step, str(died)))
