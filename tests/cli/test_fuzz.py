@@ -118,6 +118,7 @@ def test_keys_with_any_values(folder: Path, table: dict[str, Any]) -> None:
 @given(st.lists(st.tuples(WORDS, ODD | TEXT, st.booleans()), min_size=1, max_size=3))
 @example([("rollout.batch_size", "9" * 400, False)])
 @example([("rm.dataset", "9" * 400, False)])
+@example([("train.plugins", "9" * 400, False)])
 @fuzz("overrides")
 def test_any_words_on_the_command_line(words: list[tuple[str, str, bool]]) -> None:
     line = [part for key, value, joined in words for part in ([f"--{key}={value}"] if joined else [f"--{key}", value])]
