@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import os
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -176,8 +175,8 @@ def load_plugins(files: Sequence[str]) -> dict[str, str]:
 
 
 def _load(file: Path) -> str:
-    if not os.path.isfile(file):  # unlike Path.is_file, false for a name that no file can have
-        what = "is a directory, not a file" if os.path.isdir(file) else "no such file"
+    if not file.is_file():
+        what = "is a directory, not a file" if file.is_dir() else "no such file"
         raise ConfigError(
             f"train.plugins: {what}: {file}: name a Python file that calls slurm_rlhf.register_algorithm(...)"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.config.text import BadValue, flat, from_text, from_toml, split_overrides
 from slurm_rlhf.config.user_data import parts
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, cut
 
 COMMAND_LINE = "the command line"
 NOT_PATHS = {
@@ -183,7 +184,15 @@ def _unknown(name: str, dashes: str = "") -> str:
     return f"unknown key {dashes}{name}{asked} (`slurm-rlhf train --help` names all keys)"
 
 
+NAME_MAX = 255  # bytes of a file's name, by POSIX and Linux
+
+
 def _resolved(key: Key, value: Any, base: Path) -> Any:
+    if key.kind in ("path", "list[path]"):
+        for name in re.split("[/,]", value if isinstance(value, str) else "/".join(value)):
+            if len(name.encode(errors="surrogatepass")) > NAME_MAX:
+                said = f"{key.name}: {cut(name, 40)!r} names no file: names have at most {NAME_MAX} bytes"
+                raise BadValue(key, name, said)
     if key.kind == "list[path]":
         return [os.path.abspath(base / Path(item).expanduser()) for item in value]
     if key.kind in ENTRIES:

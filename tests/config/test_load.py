@@ -113,6 +113,8 @@ def test_overrides(words: list[str], key: str, value: Any) -> None:
         ("[actor]\nlr_scheduler = 'cosin'", ["one of constant, linear, cosine, got 'cosin'"]),
         ("reward.sources = [{name = 'a', preset = 'mth'}]", ["reward.sources: preset takes one of", "got 'mth'"]),
         ("run_dir = 5", ["run_dir takes a path (a string), got 5"]),
+        (f"run_dir = 'a/{'x' * 256}/b'", ["run_dir: 'xxx", "names no file: names have at most 255 bytes"]),
+        (f"train.plugins = ['a.py', '{'é' * 128}']", ["train.plugins: 'éé", "names no file"]),
         ("[data]\ninput_key = 2020-01-01", ["data.input_key takes a string"]),
         ("[actor\n", ["not valid TOML", "line 1"]),
         ("[actor]\nnum_nodes = 1\nnum_nodes = 2\n", ["not valid TOML", "line 3"]),
