@@ -66,7 +66,7 @@ class AgentLauncher:
         news: list[Ended] = []
         with self._lock:
             for item in self._roles:
-                if self._stopping or not self.agents.will_run(item):
+                if not self.agents.will_run(item, self._stopping):
                     log = item.running.log
                     news += [Ended(item.spec.role, node, how, log) for node, _, how in item.news()]
         return news
@@ -146,7 +146,7 @@ class AgentEngines:
                 else:
                     for each in (each for each, node in here.items() if node in names_in(nodes)):
                         self._note(each, f"its step on {nodes} {how}; see {step.running.log}", here)
-            if step.running.code is not None:  # srun may say nothing of a node that died
+            if step.code is not None:  # srun may say nothing of a node that died
                 for engine, node in here.items():
                     self._note(engine, f"the step on {node} is over; see {step.running.log}", here)
 

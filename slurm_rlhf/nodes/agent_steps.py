@@ -157,6 +157,7 @@ class AgentStep:
     here: dict[str, Peer] = field(default_factory=dict)  # agents by node
     said: deque[tuple[str, int | None, str]] = field(default_factory=deque)
     attempts: int = 0
+    code: int | None = None  # exit status of `running` when `will_run` looked last: `news` knows no later one
     reported: int = 0  # failures of `running` that `news` has seen
     over: set[str] = field(default_factory=set)  # nodes whose agent has said that all is over
 
@@ -169,7 +170,7 @@ class AgentStep:
         while self.said:
             found.append(self.said.popleft())
         self.over |= {node for node, engine, _ in found if engine is None}
-        for nodes, how in self.running.failures()[self.reported :]:
+        for nodes, how in self.running.failures(self.code)[self.reported :]:
             self.reported += 1
             if not self.over.issuperset(names_in(nodes)):
                 found.append((nodes, None, how))
@@ -249,12 +250,13 @@ class AgentSteps(AgentServer):
         self._start(started)
         return started
 
-    def will_run(self, step: AgentStep) -> bool:
+    def will_run(self, step: AgentStep, stopping: bool = False) -> bool:
         """Start a step once more that ended before it did anything, for a reason which may be gone the next time.
 
-        Returns whether it was.
+        Returns whether it was; never when `stopping`.
         """
-        ended = step.running.code is not None and not (step.said or step.reported or step.over)
+        step.code = step.running.code
+        ended = step.code is not None and not (stopping or step.said or step.reported or step.over)
         again = ended and step.attempts < _ATTEMPTS and any(text in step.running.said() for text in PASSING_FAILURES)
         if again:
             self._start(step)
@@ -262,7 +264,7 @@ class AgentSteps(AgentServer):
 
     def _start(self, step: AgentStep) -> None:
         step.name, step.attempts = f"agent of {step.spec.role} ({secrets.token_hex(4)}) on", step.attempts + 1
-        step.here, step.store = {}, ""
+        step.here, step.store, step.code = {}, "", None
         self._steps[step.name] = step
         step.running.variables = self.orders(step=step.name).to_environment()
         step.running.start()
@@ -327,7 +329,7 @@ class NodeWithWorkers(DistantNode):
         return server.call(self._role, 0, method, (key, arguments), limit_s, reader)
 
     def absence(self) -> str:
-        hows = [how for nodes, how in self._running.failures() if self.name in names_in(nodes)]
+        hows = [how for nodes, how in self._running.failures(self._running.code) if self.name in names_in(nodes)]
         over = "" if self._running.alive else "its step is over"
         return f"{(hows or [over])[0]}; see {self._running.log}" if hows or over else ""
 

@@ -153,12 +153,15 @@ class RunningStep:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
-    def failures(self) -> list[tuple[str, str]]:
-        """Return (nodes, how) of the tasks that failed, in order, or of the command; empty while all is well."""
+    def failures(self, code: int | None) -> list[tuple[str, str]]:
+        """Return (nodes, how) of the tasks that failed, in order, or of the command, which ended with `code`.
+
+        Empty while all is well. `code`: None if it had not ended when the caller looked.
+        """
         found = [(match["nodes"], f"ended: {match['how']}") for match in _TASK_ENDED.finditer(self.said())]
-        if found or self.code is None:
+        if found or code is None:
             return found
-        return [(",".join(self.step.nodes), f"ended ({Path(self._command[0]).name} {exit_text(self.code)})")]
+        return [(",".join(self.step.nodes), f"ended ({Path(self._command[0]).name} {exit_text(code)})")]
 
 
 def wait_over(steps: Sequence[RunningStep], seconds: float) -> None:

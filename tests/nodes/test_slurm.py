@@ -14,7 +14,7 @@ from waiting import HANG_S, until
 
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.nodes.agent_launcher import AgentLauncher
-from slurm_rlhf.nodes.agent_steps import AgentSteps
+from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.nodes.node_look import look
 from slurm_rlhf.placement.rank_map import place
@@ -134,8 +134,22 @@ def test_a_controller_that_restarts_costs_another_attempt_with_agents_of_its_own
     assert said + bench.launcher.ended() == []
 
 
-def test_a_controller_that_stays_away_ends_the_run(bench: Bench) -> None:
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_controller_that_stays_away_ends_the_run(
+    bench: Bench, meanwhile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each srun ends just after it was looked at."""
     bench.srun("echo 'srun: error: Unable to contact slurm controller'; exit 1")
+    look = bench.steps.will_run
+
+    def looked_at(step: AgentStep, stopping: bool) -> bool:
+        again = look(step, stopping)
+        if not again:
+            until(lambda: step.running.code is not None, "the end of srun")
+        return again
+
+    if meanwhile:
+        monkeypatch.setattr(bench.steps, "will_run", looked_at)
     bench.start("actor")
     (ended,) = bench.news()
     assert ended.role == "actor"
