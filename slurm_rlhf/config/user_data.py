@@ -99,7 +99,7 @@ def download(
     at: dict[str, Any] = {"revision": revision} if revision else {}
     try:
         return str(snapshot_download(name, repo_type=kind, allow_patterns=list(wanted), etag_timeout=10, **at))
-    except Exception as error:  # of the operating system, of three libraries for networks
+    except Exception as error:  # the system and three libraries for networks have their own
         raise ModelError(f"{f'{key}: ' * bool(key)}{name}: {_trouble(error, name, kind)}") from error
 
 

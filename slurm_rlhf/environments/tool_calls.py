@@ -135,7 +135,7 @@ class ToolReader:
     name: str  # name of the format
     read: Read
     as_text: bool  # the template takes arguments as JSON text
-    outside: Callable[[str], dict[str, Any]] = lambda text: {}  # what stands outside calls, as fields of a message
+    outside: Callable[[str], dict[str, Any]] = lambda text: {}  # reads the text outside calls into fields of a message
     cut: Callable[[str], str] = str  # makes what `read` and `outside` take of a turn with its special tokens
 
     def written(self, text: str, plain: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

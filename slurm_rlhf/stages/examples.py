@@ -40,7 +40,7 @@ class Examples(Record):
     width: int  # sequences of an example
     places: list[str]  # where each example stands
     dropped: list[str]  # where those stand that have a sequence longer than data.max_len
-    refused: list[str]  # what is wrong with rows that are no examples
+    refused: list[str]  # errors of rows that are no examples
 
     def __len__(self) -> int:
         return len(self.experience) // self.width
