@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import sys
@@ -182,9 +181,7 @@ def require_fit(memory: Memory) -> None:
     for role in dict.fromkeys(row.role for row in found.rows):
         if not found.fits(role):
             worst = max((row for row in found.rows if row.role == role), key=lambda row: (not row.fits, row.needed))
-            share = config.vllm.gpu_memory_utilization - (worst.needed - worst.there) / memory.size.memory
-            lower, fits = "lower vllm.gpu_memory_utilization", f" to {math.floor(100 * share) / 100}" * (share > 0)
-            keys = " or ".join(help_for(config, worst)).replace(lower, lower + fits)
+            keys = " or ".join(help_for(config, worst))
             more = "use more GPUs, GPUs with more memory, or a smaller model"
             advice = f"what helps: {keys}; else {more}" if keys else f"no key makes it fit: {more}"
             lines += [_problem(worst, config, found), textwrap.indent(textwrap.fill(advice, _WIDTH - 4), "    ")]

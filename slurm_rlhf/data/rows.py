@@ -53,7 +53,7 @@ def _of_file(file: Path, columns: Columns) -> Iterator[tuple[str, Row]]:
         if isinstance(row, DataError):
             yield where, row
             continue
-        found = columns.renamed(row)
+        found = columns.renamed(row, filled=read is _columnar)
         if first:
             columns.compare(file, found)
             first = False
@@ -191,13 +191,15 @@ class Columns:
         self._used = {getattr(data, key): f"data.{key}" for key in KEYS}
         self._first: tuple[Path, set[str]] | None = None
 
-    def renamed(self, row: dict[str, Any]) -> dict[str, Any]:
+    def renamed(self, row: dict[str, Any], filled: bool = False) -> dict[str, Any]:
         """Return the row with the names of data.map; a column that is not there is left out.
 
-        Messages are as chat templates take them. Tools lack the keys that only other rows have, which Parquet fills
-        with nothing.
+        Messages are as chat templates take them. `filled`: the file gives each message and tool the keys of all others,
+        without a value, as Parquet does; they are left out.
         """
-        row = {name: _present(value) if name == self._tools else _messages(value) for name, value in row.items()}
+        if filled:
+            row = {name: _present(each) if name == self._tools or _said(each) else each for name, each in row.items()}
+        row = {name: _messages(value) if _said(value) else value for name, value in row.items()}
         found = {name: value for name, _, column in self._names if (value := _value(row, column)) is not _MISSING}
         moved = {column for name, _, column in self._names if name in found}
         return {name: value for name, value in row.items() if name not in moved} | found
@@ -223,16 +225,19 @@ _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 """Roles in the files of ShareGPT -> those of chat templates."""
 
 
-def _messages(value: Any) -> Any:
-    """Return a list of messages with role and content, a text where it is in parts; anything else stays as it is."""
+def _said(value: Any) -> bool:
+    """Tell whether a value is a list of messages."""
     needed: tuple[set[str], ...] = ({"role"}, {"from", "value"})
-    if not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
-        return value
-    if not all(any(keys <= one.keys() for keys in needed) for one in value):
-        return value
+    dicts = isinstance(value, list) and all(isinstance(one, dict) for one in value)
+    return dicts and all(any(keys <= one.keys() for keys in needed) for one in value)
+
+
+def _messages(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with role and content, a text where it is in parts, and no other key without a value."""
     found = []
-    for one in _present(value):
-        message = one if "role" in one else {"role": _ROLES.get(one["from"], one["from"]), "content": one.get("value")}
+    for one in value:
+        named = one if "role" in one else {"role": _ROLES.get(one["from"], one["from"]), "content": one.get("value")}
+        message = {key: each for key, each in named.items() if each is not None or key == "content"}
         parts = message.get("content")
         if isinstance(parts, list) and all(isinstance(part, dict) and "text" in part for part in parts):
             message["content"] = "".join(part["text"] for part in parts)

@@ -25,7 +25,7 @@ from slurm_rlhf.environments.executor import EXECUTOR, executor_of
 from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
 from slurm_rlhf.environments.user_class import UserClass, answer_calls, columns_of, schemas_of, tools_of
 from slurm_rlhf.errors import EpisodeError, meant
-from slurm_rlhf.user_files import file_and_name, run_file
+from slurm_rlhf.user_files import file_and_name, functions_in, run_file
 
 KEY = "env.path"
 CLASS, SEVERAL, COLUMN = "Environment", "ENVIRONMENTS", "environment"
@@ -55,8 +55,8 @@ class ToolEnvironment(UserClass):
     def end(self) -> Answer:
         rewarded = hasattr(self.instance, "get_reward")
         reward = self.number("get_reward", self.call("get_reward")) if rewarded else 0.0
-        found = inspect.getmembers(sys.modules[self.made.__module__], inspect.isfunction)
-        own = [one for _, one in found if one.__module__ == self.made.__module__]
+        module = sys.modules[self.made.__module__]
+        own = [getattr(module, name) for name in functions_in(module)]
         reward += sum(self._judged(one) for one in own if "environments" in inspect.signature(one).parameters)
         super().end()
         return Answer(reward=reward)

@@ -6,6 +6,7 @@ An `Account` has a row for each use of a GPU.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -299,6 +300,7 @@ LOWER, RAISE = "lower", "raise"
 WAYS: list[tuple[str, str, str, object]] = json.loads(Path(__file__).with_name("ways.json").read_text(encoding="utf-8"))
 """Kinds of roles, their term, the key that makes it smaller, and how: a value (of stages: or more), lower, or raise."""
 
+_SHARE = ("vllm.gpu_memory_utilization", LOWER)
 _FOR_ONE_SEQUENCE: list[tuple[str, object]] = [
     ("vllm.gpu_memory_utilization", RAISE),
     ("vllm.tensor_parallel_size", RAISE),
@@ -309,10 +311,11 @@ _FOR_ONE_SEQUENCE: list[tuple[str, object]] = [
 def help_for(config: Config, row: Row) -> list[str]:
     """Say which two keys help where the role of `row` does not fit: `lower train.max_tokens_per_gpu (now 16384)`.
 
-    One for each of the largest terms comes first; how much is needed is not computed. Empty: no key helps.
+    One for each of the largest terms comes first; how much is needed is computed for the engines' share of a GPU alone.
+    Empty: no key helps.
     """
     terms = [_FOR_ONE_SEQUENCE] if row.role == ROLLOUT and row.fits else _ways(row)
-    sentences = [[text for key, how in ways if (text := _said(config, key, how))] for ways in terms]
+    sentences = [[text for key, how in ways if (text := _said(config, key, how, row))] for ways in terms]
     first, others = [texts[0] for texts in sentences if texts], [text for texts in sentences for text in texts[1:]]
     return list(dict.fromkeys(first + others))[:2]
 
@@ -333,7 +336,7 @@ def ways_for(role: RoleSpec, term: str) -> list[tuple[str, object]]:
     return [(key, how) for kinds, name, key, how in WAYS if role.kind in kinds.split() and term == name]
 
 
-def _said(config: Config, key: str, how: object) -> str:
+def _said(config: Config, key: str, how: object, row: Row) -> str:
     """Say what to do with a key; empty where that is done already."""
     effective: dict[str, Any] = {
         "train.forward_max_tokens_per_gpu": config.train.forward_tokens,
@@ -343,6 +346,8 @@ def _said(config: Config, key: str, how: object) -> str:
     if how in (LOWER, RAISE):
         # A sequence that is longer than the budget is a micro-batch by itself.
         used_up = key.endswith("max_tokens_per_gpu") and value <= config.data.max_len
-        return "" if used_up else f"{how} {key} (now {value})"
+        share = value - (row.needed / row.there - 1) if (key, how) == _SHARE and row.there else 0
+        fits = f" to {math.floor(100 * share) / 100}" if share > 0 else ""
+        return "" if used_up else f"{how} {key}{fits} (now {value})"
     done = value == how or (isinstance(how, int) and value > how)
     return "" if done else f"set {key} = {str(how).lower()}"

@@ -64,12 +64,16 @@ class Examples(Record):
 
 
 class RefusedRows(DataError):
-    """Report rows that are no examples, the first of them by name; `examples` are of the others."""
+    """Report rows that are no examples, one of each kind by name; `examples` are of the others."""
 
     def __init__(self, path: Path, examples: Examples) -> None:
         rows, self.examples = examples.refused, examples
         several = f"{path}: {len(rows)} rows cannot be used: " if len(rows) > 1 else ""
-        super().__init__(several + shortened(rows, NAMED, "; "))
+        kinds: dict[str, list[str]] = {}
+        for row in rows:
+            kinds.setdefault(re.sub(r"\d+", "", row), []).append(row)
+        named = [f"{first}{f' (and {len(more)} more like it)' if more else ''}" for first, *more in kinds.values()]
+        super().__init__(several + shortened(named, NAMED, "; "))
 
 
 def of_held_out(data: Data) -> Data:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import key_problems
@@ -109,3 +111,14 @@ def test_what_cannot_be_read_is_a_broken_rule() -> None:
     assert "data.filter has 'level<three'" in problems
     assert "'a=b'" not in problems
     assert "data.map has 'input<question'" in problems
+
+
+def test_only_tables_lose_keys_that_hold_nothing(tmp_path: Path) -> None:
+    call = {"name": "find", "arguments": {"where": "Rome", "year": None}}
+    rows = [{"input": [{"role": "user", "content": None, "name": None, "tool_calls": [call]}], "info": {"year": None}}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    read = {"role": "user", "content": None, "tool_calls": [call]}
+    assert [row["input"] for _, row in read_rows(written(tmp_path / "a.jsonl", rows))] == [[read]]
+    bare = read | {"tool_calls": [{"name": "find", "arguments": {"where": "Rome"}}]}
+    (found,) = (row for _, row in read_rows(tmp_path / "a.parquet"))
+    assert found == {"input": [bare], "info": {"year": None}}

@@ -180,7 +180,7 @@ def test_all_on_one_gpu_is_the_sum_of_what_stays() -> None:
             {"vllm__gpu_memory_utilization": 0.99},
             79.1,
             ROLLOUT,
-            ["lower vllm.gpu_memory_utilization (now 0.99)", "raise vllm.tensor_parallel_size (now 1)"],
+            ["lower vllm.gpu_memory_utilization to 0.95 (now 0.99)", "raise vllm.tensor_parallel_size (now 1)"],
         ),
         (
             {"vllm__gpu_memory_utilization": 0.69},

@@ -214,8 +214,8 @@ def test_rows_that_are_no_examples_are_named_together(job: Path) -> None:
         load_examples(job / "bad.jsonl", Tokenizer.load(job / "model"), Data(max_len=32))
     said = str(caught.value)
     assert said.startswith(f"{job}/bad.jsonl: 7 rows cannot be used: {job}/bad.jsonl:2: the prompt is empty")
-    assert [f"bad.jsonl:{line}: " in said for line in range(2, 9)] == [True] * 5 + [False] * 2
-    assert said.endswith(" and 2 more")
+    assert [f"bad.jsonl:{line}: " in said for line in range(2, 9)] == [True] * 2 + [False] * 5
+    assert said.endswith(" (and 5 more like it)")
     assert [place.rpartition(":")[2] for place in caught.value.examples.places] == ["1", "9"]
 
 
