@@ -65,6 +65,7 @@ while status:
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
 def test_kill_before_every_single_file_operation(tmp_path: Path, step: int) -> None:
     command = [sys.executable, "-c", KILL_AT_EVERY_OPERATION, tmp_path, "1", str(step)]
@@ -92,6 +93,7 @@ def saved_or_ended(process: subprocess.Popen[bytes], run: Path) -> bool:
     return process.poll() is not None or CheckpointDir(run).latest() is not None
 
 
+@pytest.mark.slow
 def test_kill_at_random_moments(tmp_path: Path) -> None:
     loop = SAVE + "step = 0\nwhile True:\n    step += 1\n    save(sys.argv[1], step, str(step), 1_000_000)\n"
     delays = random.Random(0)

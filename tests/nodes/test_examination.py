@@ -132,6 +132,7 @@ def test_without_groups_nothing_is_measured(agents: LocalAgents) -> None:
     assert talk.measure_links(Lineup("links", (), ()), topology, 1.0) == []
 
 
+@pytest.mark.slow
 def test_an_agent_that_does_not_reach_the_conductor_says_so(tmp_path: Path) -> None:
     with closing(LocalAgents(tmp_path, HERE)) as agents:
         agents._nodes._command = [sys.executable, "-c", DEAF]

@@ -96,6 +96,7 @@ def test_own_stacks_begin_with_the_main_thread_and_have_names() -> None:
     assert read_stacks(written(found)) == found
 
 
+@pytest.mark.slow
 def test_a_thread_writes_its_stack_while_a_call_into_c_holds_the_interpreters_lock() -> None:
     done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, check=True, timeout=HANG_S)
     main, after, other = done.stderr.partition("words of after\n")
@@ -106,6 +107,7 @@ def test_a_thread_writes_its_stack_while_a_call_into_c_holds_the_interpreters_lo
     assert "in wait" in other
 
 
+@pytest.mark.slow
 def test_a_process_that_runs_when_its_stacks_are_due_goes_on() -> None:
     """A thread that reads the frames of running threads ends this process by SIGSEGV within a second."""
     done = subprocess.run([sys.executable, "-c", RUNS], capture_output=True, text=True, timeout=HANG_S, check=False)
@@ -113,6 +115,7 @@ def test_a_process_that_runs_when_its_stacks_are_due_goes_on() -> None:
     assert done.stderr.count("in deep") > 100
 
 
+@pytest.mark.slow
 def test_no_thread_reads_its_stack_while_a_call_begins() -> None:
     """C that calls Python makes a frame known before its fields are written: a signal handler dies of it."""
     done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True, timeout=HANG_S, check=False)

@@ -72,6 +72,7 @@ print("goes on", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 64 << 20])
 def test_a_rank_without_address_space_ends_and_says_so(left: int) -> None:
     """`Thread.start` waits for ever for a thread that gets none to begin with: the rank passed for one in a C call."""
@@ -148,6 +149,7 @@ time.sleep(600)
 """Rank 0 takes SIGTERM for a preemption, as inside a Slurm step, and goes on; rank 1 is killed."""
 
 
+@pytest.mark.slow
 def test_the_others_are_killed_when_a_rank_was(tmp_path: Path) -> None:
     """By SIGTERM they would tell of a preemption, and this torchrun would wait for them for half a minute."""
     script, log = tmp_path / "ranks.py", tmp_path / "log"

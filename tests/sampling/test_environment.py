@@ -285,6 +285,7 @@ class Environment:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hermes", "deepseek"])
 def test_tools_are_called_and_answer(tmp_path: Path, name: str) -> None:
     tokenizer = write_tokenizer(tmp_path, TEMPLATES[name])
@@ -315,11 +316,13 @@ def test_tools_are_called_and_answer(tmp_path: Path, name: str) -> None:
     assert whole.response_ids[whole.action_mask].tolist() == [i for one in texts for i in one.response_ids.tolist()]
 
 
+@pytest.mark.slow
 def test_tools_need_a_chat_template(tmp_path: Path, plain: Tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"data\.apply_chat_template = true"):
         environments(tmp_path, plain, TOOL)
 
 
+@pytest.mark.slow
 def test_a_row_without_a_column_that_is_needed_is_named(tmp_path: Path) -> None:
     made = environments(tmp_path, write_tokenizer(tmp_path, TEMPLATES["hermes"]), TOOL)
     made.check_rows([Prompt(0, "a", np.zeros(1, np.int32), None, {"number": 1})], "data.prompt_dataset")
@@ -327,6 +330,7 @@ def test_a_row_without_a_column_that_is_needed_is_named(tmp_path: Path) -> None:
         made.check_rows([Prompt(4, "a", np.zeros(1, np.int32), None, {"label": 1})], "data.prompt_dataset")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [{"number": 1}, {"number": 1, "environment": "gues"}])
 def test_a_row_that_names_no_environment_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
     two = f"{TOOL}\nENVIRONMENTS = {{'guess': Environment, 'other': Environment}}\n"

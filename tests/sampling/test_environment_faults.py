@@ -20,6 +20,8 @@ from slurm_rlhf.records import LOST, STOP, Trajectory
 from slurm_rlhf.sampling import environment
 from slurm_rlhf.sampling.environment import Environments
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:

@@ -181,6 +181,7 @@ def test_other_protocols_are_refused_and_counted(setting: Setting, content: byte
     assert until(lambda: setting.server.auth.refused > 0)
 
 
+@pytest.mark.slow
 def test_who_says_nothing_is_cut_off(setting: Setting) -> None:
     host, port = setting.server.endpoint().removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), HANG_S) as stranger:
