@@ -26,7 +26,6 @@ from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.nodes.environment import role_environment
 from slurm_rlhf.observe.run_log import read_events
 from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.step_time import AGAIN, FASTER
 from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.scored import ModelRewards, Scoring, reward_scale
@@ -135,8 +134,9 @@ class Startup:
 
     def _weight_sync(self, engines: EngineHandle) -> WeightSync:
         actor, host, before = self.supervisor.roles[ACTOR], self.supervisor.sync_host, self._sync
-        fresh = WeightSync(self.run.config, actor, engines, host)
-        self._sync = before.renewed(actor, engines, host) if before else fresh
+        # The store and the groups of an actor that was started again are new ones, and so have other names.
+        known = (0, False) if before is None else (before.generation, before.fell_back)
+        self._sync = WeightSync(self.run.config, actor, engines, host, *known)
         return self._sync
 
     def _cadence(self, step: int) -> SaveCadence:
@@ -262,7 +262,8 @@ class Startup:
         source = inputs.reward or model
         assert source is not None
         engines = self.supervisor.engines  # one that died may start again on another node
-        node = sampling_nodes(self.run.ranks).__getitem__ if engines is None else engines.node
+        actors = [share.node for share in self.run.ranks.roles[ACTOR] for _ in share.ranks]  # sample without engines
+        node = actors.__getitem__ if engines is None else engines.node
         return TrainingStep(
             config=config,
             algorithm=algorithm_of(config),
@@ -308,11 +309,6 @@ def ways(config: Config, trainers: Collection[str]) -> Iterator[str]:
         "KV cache kept over updates": config.vllm.keep_kv_cache,
     }
     yield from (words for words, is_used in in_use.items() if is_used)
-
-
-def sampling_nodes(ranks: RankMap) -> list[str]:
-    """List the node of each engine; without engines, of each rank of the actor."""
-    return [*ranks.engine_nodes.values()] or [share.node for share in ranks.roles[ACTOR] for _ in share.ranks]
 
 
 def optimizer_steps(config: Config, role: str, steps: int) -> int:
