@@ -254,11 +254,14 @@ _PART = re.compile(r"/\*(\w+\.(?:css|js))\*/")
 
 def page(content: dict[str, Any]) -> str:
     """Return the page that shows `content`."""
-    folder = files("slurm_rlhf.report") / "page"
-    html = (folder / "page.html").read_text(encoding="utf-8")
-    html = _PART.sub(lambda mark: (folder / mark[1]).read_text(encoding="utf-8"), html)
-    before, _, after = html.partition("/*DATA*/")
+    before, _, after = _template("page.html").partition("/*DATA*/")
     return before + embedded(content) + after
+
+
+def _template(name: str) -> str:
+    folder = files("slurm_rlhf.report") / "page"
+    html = (folder / name).read_text(encoding="utf-8")
+    return _PART.sub(lambda mark: (folder / mark[1]).read_text(encoding="utf-8"), html)
 
 
 def embedded(content: dict[str, Any]) -> str:
@@ -317,10 +320,7 @@ def histogram(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 def write_data_page(path: Path, views: Sequence[DataView]) -> None:
     """Write the page into a file. Raises OSError."""
-    folder = files("slurm_rlhf.report") / "page"
-    html = (folder / "data.html").read_text(encoding="utf-8")
-    css = (folder / "page.css").read_text(encoding="utf-8")
-    text = html.replace("/*CSS*/", css).replace("<!--BODY-->", "\n".join(map(_section, views)))
+    text = _template("data.html").replace("<!--BODY-->", "\n".join(map(_section, views)))
     write_atomically(path, text.encode("utf-8", "replace").decode())  # a text may have lone surrogates
 
 
