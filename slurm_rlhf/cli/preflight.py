@@ -100,8 +100,10 @@ def _examine_allocation(
 ) -> tuple[Report, RankMap]:
     spares, workers = config.cluster.spares, ranks.topology.workers
     nodes: Sequence[str] = slurm.job_nodes if spares else (*ranks.used_nodes, *workers)
-    needs = _needs(config, ranks, "ask for them with sbatch --gpus-per-node")
-    needs = _for_spares(needs, [node for node in nodes if node not in workers])
+    needs = needs_of(config, ranks, "ask for them with sbatch --gpus-per-node")
+    if slots := needs.wanted.slots:  # spare nodes may have to replace others
+        every = dict.fromkeys([node for node in nodes if node not in workers], max(slots.values()))
+        needs = replace(needs, wanted=replace(needs.wanted, slots={**every, **slots}))
     asked = replace(
         question(config, ranks, needs, nodes, slurm),
         place=lambda names: layout_here(config, nodes=names),
@@ -134,20 +136,7 @@ def local_question(
     config: Config, ranks: RankMap, granted_by: str = "start it where nvidia-smi shows GPUs"
 ) -> Question:
     """Say what is asked of this machine alone."""
-    return question(config, ranks, _needs(config, ranks, granted_by), [ranks.topology.nodes[0].name])
-
-
-def _needs(config: Config, ranks: RankMap, granted_by: str) -> Needs:
-    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-    return needs_of(config, ranks, granted_by)
-
-
-def _for_spares(needs: Needs, nodes: Sequence[str]) -> Needs:
-    """Require of spare nodes what the others need: they may have to replace them."""
-    slots = needs.wanted.slots
-    if not slots:
-        return needs
-    return replace(needs, wanted=replace(needs.wanted, slots={**dict.fromkeys(nodes, max(slots.values())), **slots}))
+    return question(config, ranks, needs_of(config, ranks, granted_by), [ranks.topology.nodes[0].name])
 
 
 def preflight(arguments: Arguments) -> int:
