@@ -295,7 +295,9 @@ class Engines:
 
     def _start_again(self, engine: int, unit: Unit, launcher: AgentEngines) -> None:
         spares = [node for node in launcher.spares if node not in self._left_out]
-        gone = self._node_gone(unit)
+        silent = self._server.silent(self._timeout.heartbeat / 2)
+        # Its node is, if it is silent and with it all processes of the run there.
+        gone = unit.silent and all(peer.lost or peer in silent for peer in self._server.peers_on(unit.node))
         try:
             node = next_place(engine, unit.node, self._losses, spares, gone, self._most, launcher.unfit)
             launcher.start_again(engine, node)
@@ -336,8 +338,3 @@ class Engines:
     def _here(self, engine: int) -> bool:
         """Tell whether all ranks of an engine have said hello."""
         return {peer.rank for peer in self._peers(engine) if not peer.lost} == set(self._ranks(engine))
-
-    def _node_gone(self, unit: Unit) -> bool:
-        """Tell whether an engine is silent, and with it all processes of the run on its node."""
-        silent = self._server.silent(self._timeout.heartbeat / 2)
-        return unit.silent and all(peer.lost or peer in silent for peer in self._server.peers_on(unit.node))

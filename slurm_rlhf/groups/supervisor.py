@@ -106,7 +106,10 @@ class Supervisor:
         engines = self.roles.get(ROLLOUT)
         if isinstance(engines, EngineHandle):
             if self.engines is None or ROLLOUT in roles:
-                self.engines = self._make_engines(engines)
+                # Where engines share accelerators with trainers, one would measure memory in use while it starts.
+                launcher = None if self._config.train.colocate_all else self._launcher.engines
+                homes = self._ranks.engine_nodes
+                self.engines = Engines(engines, self.server, launcher, homes, self._config, self.fail, self._over)
             else:
                 self.engines.renew(engines)
         if not self._watching:
@@ -166,11 +169,6 @@ class Supervisor:
         if any(share.engines for share in self._ranks.roles[role]):
             return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
         return RoleHandle(self.server, role, world, timeout, lambda: ROLES[role].layout(self._config))
-
-    def _make_engines(self, handle: EngineHandle) -> Engines:
-        # Where engines share accelerators with trainers, one would measure memory that is in use while it starts.
-        launcher, config = None if self._config.train.colocate_all else self._launcher.engines, self._config
-        return Engines(handle, self.server, launcher, self._ranks.engine_nodes, config, self.fail, self._over)
 
     def _over(self) -> bool:
         return self.failure is not None or self._leaving.is_set()
@@ -310,17 +308,14 @@ class Supervisor:
             if self._deaths.more_to_come(waited_s, known, self._silence.patience_s, self._silence.enough_s):
                 return
         elif not self._deaths.sure:
-            dead = self._on_dead_nodes()
+            # Ranks on nodes where every rank is silent, and of which the launcher has no end to report.
+            heard = self._silence.heard_nodes().union(*(names_in(end.node) for end in self._deaths.ends))
+            dead = [peer for peer in self._silence.ranks() if peer.host not in heard]
             self._give_up(dead, f"{end.role} on {end.node} {end.how}")
             if dead or waited_s < self._silence.patience_s:
                 return
         end, what = self._deaths.verdict(known, self._named)
         self._fail(end.role, names_in(end.node), what, self._logs.of_end(end))
-
-    def _on_dead_nodes(self) -> list[Peer]:
-        """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
-        known = self._silence.heard_nodes().union(*(names_in(end.node) for end in self._deaths.ends))
-        return [peer for peer in self._silence.ranks() if peer.host not in known]
 
     def silent_nodes(self) -> set[str]:
         """List the nodes of which no rank is heard any more, or ever was."""

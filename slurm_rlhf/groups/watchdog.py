@@ -175,7 +175,9 @@ class Watchdog:
             if engines is not None and engines.all_lost:  # starts have deadlines of their own
                 self._moved = self._clock.now()
             waited, phase, moved = self._learn(), self._phase, self._moved
-            budget = self._budgets.of(phase, self._ceiling(flights), once=phase == START)
+            # At most a share of the deadline that comes first.
+            ceiling = CEILING * min([flight.timeout_s for flight in flights] or [self.config.timeout.reward])
+            budget = self._budgets.of(phase, ceiling, once=phase == START)
         if moved != self._stuck_since:
             self._goes_on(moved)
         self._watch_silence()
@@ -190,11 +192,6 @@ class Watchdog:
         """Return how long nothing may move while the run saves because of a hang."""
         usual = self._budgets.of("checkpoint", CEILING * self.config.timeout.checkpoint)
         return max(self.config.timeout.hang, usual.seconds)
-
-    def _ceiling(self, flights: Sequence[Flight]) -> float:
-        """Return the most a budget can be: a share of the deadline that comes first."""
-        deadlines = [flight.timeout_s for flight in flights] or [self.config.timeout.reward]
-        return CEILING * min(deadlines)
 
     def _goes_on(self, moved: float) -> None:
         if self._asked_to_stop:
