@@ -153,16 +153,16 @@ class Request:
         self.failed = True
         self._answer("error", encode(CallFailure.of(error)))
 
+    def answer_with(self, work: Callable[[], Any]) -> None:
+        """Answer with what `work` returns, or raises."""
+        try:
+            self.reply(work())
+        except Exception as error:
+            self.fail(error)
+
     def answer_apart(self, work: Callable[[], Any]) -> None:
-        """Answer with what `work` returns, in a thread of its own."""
-
-        def answer() -> None:
-            try:
-                self.reply(work())
-            except Exception as error:
-                self.fail(error)
-
-        threading.Thread(target=answer, name=self.method, daemon=True).start()
+        """Do `answer_with` in a thread of its own."""
+        threading.Thread(target=self.answer_with, args=(work,), name=self.method, daemon=True).start()
 
     def _answer(self, kind: Kind, frames: list[Buffer]) -> None:
         if self.answered:
