@@ -105,9 +105,6 @@ def check_generate(config: Config) -> None:
     _raise([*problems, *row_problems("lengths", config), *_engines_alone(config), *_no_training_run(config)], [])
 
 
-ENVIRONMENTS = "a Python file with environments (slurm-rlhf docs environments)"
-
-
 def check_eval(config: Config) -> None:
     """Check keys and files of `slurm-rlhf eval`, as `check_generate` does."""
     problems = [
@@ -254,12 +251,6 @@ def _output(key: str, value: str, what: str) -> Iterator[str]:
             yield f"{key}: you may not write to {there}: name another place than {value}"
 
 
-def _file(key: str, value: str, what: str) -> Iterator[str]:
-    yield from _needed(key, value, what)
-    if value and not Path(value).is_file():
-        yield f"{key}: {'is a directory, not a file' if Path(value).is_dir() else 'no such file'}: {value}"
-
-
 def _data(key: str, value: str) -> Iterator[str]:
     yield from _needed(key, value, WHAT)
     if value:
@@ -268,7 +259,7 @@ def _data(key: str, value: str) -> Iterator[str]:
 
 def reward_source(config: Config) -> Iterator[str]:
     """Check the keys that name where rewards come from: exactly one of them is needed."""
-    yield from _file_or_servers("env.path", config.env.path, ENVIRONMENTS)
+    yield from _file_or_servers("env.path", config.env.path)
     for key, value in (("reward.token", config.reward.token), ("env.token", config.env.token)):
         if value and not value.startswith("env:") and not os.path.isfile(value):
             yield (
@@ -279,7 +270,7 @@ def reward_source(config: Config) -> Iterator[str]:
         yield from part_problems(config)
         for part in config.reward.sources:
             alone = changed(config, settings_of(part))
-            found = [*preset(alone), *_reward_file(alone)]
+            found = [*preset(alone), *_file_or_servers("reward.remote_url", part.remote_url)]
             yield from (f"reward.sources, {part.name}: {problem}" for problem in found)
         return
     yield from preset(config)
@@ -290,17 +281,15 @@ def reward_source(config: Config) -> Iterator[str]:
     elif not named and not config.env.path and not has_teacher(config):
         known = " nor ".join(f"reward.{name} ({what})" for name, what in REWARD_SOURCES.items())
         yield f"neither {known} nor env.path (an environment) is set: name one, or a teacher (algo.distill)"
-    yield from _reward_file(config)
+    yield from _file_or_servers("reward.remote_url", config.reward.remote_url)
 
 
-def _reward_file(config: Config) -> Iterator[str]:
-    yield from _file_or_servers("reward.remote_url", config.reward.remote_url, "a Python file with reward_func")
-
-
-def _file_or_servers(key: str, value: str, what: str) -> Iterator[str]:
+def _file_or_servers(key: str, value: str) -> Iterator[str]:
     """Check the file or the servers that a key names, if it names any."""
     if not value.startswith(URLS):
-        yield from _file(key, file_and_name(value)[0], what) if value else ()
+        file = file_and_name(value)[0]
+        if file and not Path(file).is_file():
+            yield f"{key}: {'is a directory, not a file' if Path(file).is_dir() else 'no such file'}: {file}"
         return
     for url in value.split(","):
         if "@" in url.rpartition("://")[2].partition("/")[0]:
