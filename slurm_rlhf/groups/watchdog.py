@@ -183,7 +183,10 @@ class Watchdog:
         self._watch_silence()
         if self._hang is None:
             if (flights or phase != START) and waited > budget.seconds:
-                self._find(budget, waited, moved)
+                with self._reporting:
+                    self._stuck_since, self._stuck_phase = moved, self._phase
+                    found, verdict = self._ask()
+                    self._report(found, verdict, budget, waited)
         elif time.monotonic() > self._act_at:
             self._act(flights)
 
@@ -222,17 +225,12 @@ class Watchdog:
     def _judge(self, found: Findings) -> HangVerdict:
         return judge(found.ranks, found.conductor, self.config.vllm.tensor_parallel_size)
 
-    def _find(self, budget: Budget, waited: float, moved: float) -> None:
-        with self._reporting:
-            self._stuck_since, self._stuck_phase = moved, self._phase
-            found, verdict = self._ask()
-            self._report(found, verdict, budget, waited)
-
     def _report(
         self, found: Findings, verdict: HangVerdict, budget: Budget, waited: float = 0.0, silent: bool = False
     ) -> None:
         """Write and note the findings; `silent`: a rank was given up, so that no rank can be asked any more."""
-        where, attempt = self._place()
+        paths = ((self.directory.hang(self.step(), number), number) for number in count(1))
+        where, attempt = next(each for each in paths if not os.path.exists(each[0]))  # false if the disk fails
         with contextlib.suppress(OSError):
             where.mkdir(parents=True)
             look_from_outside(found, self.supervisor)
@@ -252,11 +250,6 @@ class Watchdog:
         self._hang = hang
         self._act_at = time.monotonic() + grace_s
         self.note_hang(paragraph)
-
-    def _place(self) -> tuple[Path, int]:
-        """Return the directory of the next report, and its number among those of the step."""
-        paths = ((self.directory.hang(self.step(), number), number) for number in count(1))
-        return next(each for each in paths if not os.path.exists(each[0]))  # false if the disk fails
 
     def _next(self, hang: Hang, silent: bool, grace_s: float) -> str:
         key = f"train.on_hang = {self.config.train.on_hang}"
