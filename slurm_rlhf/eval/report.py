@@ -96,7 +96,9 @@ def bootstrap(sums: F64, counts: F64, seed: int, name: str) -> Estimate:
     """
     # Prompts that add the same are one row: a draw of P prompts is then one multinomial draw of few numbers.
     kinds, times = np.unique(np.stack([sums, counts], axis=1), axis=0, return_counts=True)
-    drawn = _generator(seed, name).multinomial(len(sums), times / len(sums), size=RESAMPLES) @ kinds
+    figure = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    dice = np.random.default_rng([seed, figure])
+    drawn = dice.multinomial(len(sums), times / len(sums), size=RESAMPLES) @ kinds
     drawn = drawn[drawn[:, 1] > 0]
     tail = (1.0 - CONFIDENCE) / 2
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [tail, 1.0 - tail])
@@ -119,11 +121,6 @@ def wilson(sums: F64, counts: F64) -> Estimate:
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     scale = 1.0 + z * z / n
     return Estimate(p, max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0))
-
-
-def _generator(seed: int, name: str) -> np.random.Generator:
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return np.random.default_rng([seed, int.from_bytes(digest, "little")])
 
 
 K = TypeVar("K", int, str)
