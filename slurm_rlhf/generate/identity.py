@@ -62,7 +62,10 @@ def shard_here(root: Path, environ: Mapping[str, str]) -> RowShard:
             raise ConfigError(
                 f"--array has tasks up to {last}, and there are {tasks}, numbered from 0: use --array=0-{tasks - 1}"
             )
-        count = _settle(root, tasks)
+        root.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # another task was faster
+            write_atomically(root / SPLIT, json.dumps({"count": tasks}) + "\n", once=True)
+        count = known_count(root) or tasks
     if index >= count:
         raise ConfigError(
             f"{ID} = {index}, and the rows in {root} are divided into {count} parts, numbered from 0 ({SPLIT}): use "
@@ -79,14 +82,6 @@ def known_count(root: Path) -> int | None:
         return None
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{root / SPLIT} cannot be read: remove it if no shard of {root} was started yet") from None
-
-
-def _settle(root: Path, count: int) -> int:
-    """Write the number of parts, unless another task was faster; return the number that counts."""
-    root.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        write_atomically(root / SPLIT, json.dumps({"count": count}) + "\n", once=True)
-    return known_count(root) or count
 
 
 FILE = "generation.json"
