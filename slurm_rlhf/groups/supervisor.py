@@ -93,7 +93,7 @@ class Supervisor:
     def _start(self, roles: Collection[str], environment: Mapping[str, Environment]) -> None:
         for role in self._ranks.roles:
             if (old := self.roles.get(role)) is not None:
-                old.retire(RunError("the role goes on after a restart; this call is of before"))
+                old.retired = RunError("the role goes on after a restart; this call is of before")
             if role in roles:
                 arguments = [
                     f"--role={role}",
