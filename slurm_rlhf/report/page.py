@@ -156,9 +156,7 @@ def run_content(run: RunFiles, now: float) -> dict[str, Any]:
         "sessions": sessions(run.events, now, run.summary.get("status") == "running"),
         "requeues": sum(event.event == REQUEUE for event in run.events),
         "restarts": sum(event.event == RESTART for event in run.events),
-        "tokens_per_s": latest(run.rows, "perf/tokens_per_s"),
-        "gpu_idle": latest(run.rows, "perf/gpu_idle"),
-        "mfu": latest(run.rows, "perf/mfu"),
+        **{name: latest(run.rows, f"perf/{name}") for name in ("tokens_per_s", "gpu_idle", "mfu")},
     }
 
 
