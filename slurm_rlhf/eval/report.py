@@ -255,8 +255,7 @@ def overall(reports: Sequence[DataSetReport]) -> float:
 
 def spread(found: Sequence[Any], most: int) -> list[Any]:
     """Choose at most `most`, evenly spread: the end of a file is as interesting as its beginning."""
-    if len(found) <= most:
-        return list(found)
+    most = min(most, len(found))
     return [found[place * len(found) // most] for place in range(most)]
 
 
@@ -302,15 +301,9 @@ def report_text(reports: Sequence[DataSetReport]) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Align columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ([row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 def _figures(part: Subset) -> list[str]:
