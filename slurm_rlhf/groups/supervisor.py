@@ -117,17 +117,14 @@ class Supervisor:
             threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
         for role, handle in self.roles.items():
             if not isinstance(handle, EngineHandle):  # each engine has a state of its own
-                self._wait_for_hello(role, handle.world)
+                try:
+                    self.server.wait_for(role, handle.world, self._config.timeout.connect)
+                except CallTimeout as error:
+                    self._lose_before_hello(role, self._silence.enough_s, str(error))
+                    raise self.failure or error from error
             with self._failure_lock:
                 if self.units[role].state == "starting":
                     self.units[role] = self.units[role].up()
-
-    def _wait_for_hello(self, role: str, world: int) -> None:
-        try:
-            self.server.wait_for(role, world, self._config.timeout.connect)
-        except CallTimeout as error:
-            self._lose_before_hello(role, self._silence.enough_s, str(error))
-            raise self.failure or error from error
 
     def _lose_before_hello(self, role: str, silent_s: float, why: str) -> None:
         """Break the run if ranks of `role` are missing on nodes of which nothing was heard for `silent_s`."""
