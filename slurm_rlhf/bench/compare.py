@@ -58,15 +58,8 @@ def with_model(options: Mapping[str, Any], config: Config, mean_response: int) -
 
 def table(rows: Mapping[str, Mapping[str, Any]], unit: str) -> str:
     """Format both sides of each comparison, their ratio, and the load of the machine."""
-    figures = [
-        [
-            name,
-            f"{row['ours']:.0f}",
-            f"{row['bare']:.0f}",
-            *(f"{row[key]:.3f}" for key in ("ratio", "cpu_ratio", "load")),
-        ]
-        for name, row in rows.items()
-    ]
+    shown = {"ours": ".0f", "bare": ".0f", "ratio": ".3f", "cpu_ratio": ".3f", "load": ".3f"}
+    figures = [[name, *(format(row[key], how) for key, how in shown.items())] for name, row in rows.items()]
     return aligned([[unit, "slurm-rlhf", "bare", "ratio", "by CPU time", "load"], *figures])
 
 

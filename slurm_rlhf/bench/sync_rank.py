@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ class Rank:
         network = not is_loopback(self.group.me.address)
         at = self.device if self.group.backend == "nccl" else torch.device("cpu")
         whole = torch.zeros(min(RAW_PIECE, self.plan.payload), dtype=torch.uint8, device=at)
-        pieces = [whole[: min(RAW_PIECE, left)] for left in _left(self.plan.payload)]
+        pieces = [whole[: min(RAW_PIECE, self.plan.payload - sent)] for sent in range(0, self.plan.payload, RAW_PIECE)]
         world = range(layout.world) if network else ()
         remote = [rank for rank in world if layout.node(rank) != layout.node(0)]
         if not remote:
@@ -182,12 +182,6 @@ def _values(parameter: Parameter, index: int) -> torch.Tensor:
     """Make numbers that differ between neighbours and between parameters, and are the same on every rank."""
     flat = (torch.arange(parameter.numel, dtype=torch.int32) * 7919 + index * 104729) % 65521
     return (flat - 32760).to(getattr(torch, parameter.dtype)).view(parameter.shape)
-
-
-def _left(nbytes: int) -> Iterator[int]:
-    while nbytes > 0:
-        yield nbytes
-        nbytes -= RAW_PIECE
 
 
 def main() -> None:

@@ -63,7 +63,8 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     role = ActorWorker(config, RankInfo("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
     role.start(1)
     baseline = BaselineTrainer(config, micro)
-    shape, gpu = read_shape("actor.model_name_or_path", config.actor.model_name_or_path), _gpu()
+    shape = read_shape("actor.model_name_or_path", config.actor.model_name_or_path)
+    gpu = str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
     result: dict[str, Any] = {"bench": "train", "unit": "tokens/s", "gpu": gpu}
     for name in ("equal", "ragged"):
         batch = _batch(config, sequences, prompt_tokens, name == "ragged", role)
@@ -113,11 +114,6 @@ def utilisation(shape: ModelShape, batch: Experience, rate: float, dtype: str, g
     known = find_gpu(gpu) if dtype == "bf16" else None
     share = mfu(flops, seconds, 1, known.bf16_tflops) if known else 0.0
     return {"tflops": flops / seconds / 1e12, "mfu": share or None}
-
-
-def _gpu() -> str:
-    """Return the name of this process's GPU; empty if it has none."""
-    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
 def _micros(config: Config, role: ActorWorker, batch: Experience) -> list[list[int]]:
@@ -207,15 +203,12 @@ class BaselineTrainer:
 
 def _pad(part: Experience) -> tuple[Tensor, Tensor, Tensor]:
     """Return padded token ids and their mask, [B, L], and [B, L - 1]: True if the policy sampled the next token."""
-    lengths = [int(length) for length in part.lengths]
-    input_ids = torch.zeros(len(part), max(lengths), dtype=torch.int64)
-    attention = torch.zeros_like(input_ids)
-    actions = torch.zeros(len(part), max(lengths) - 1, dtype=torch.bool)
-    for row, (start, length, prompt) in enumerate(zip(part.token_offsets, lengths, part.prompt_lens, strict=False)):
-        input_ids[row, :length] = torch.from_numpy(part.token_ids[start : start + length])
-        attention[row, :length] = 1
-        actions[row, prompt - 1 : length - 1] = True
-    return input_ids, attention, actions
+    lengths, prompts = (torch.from_numpy(each)[:, None] for each in (part.lengths, part.prompt_lens))
+    place = torch.arange(int(lengths.max()))
+    known = place < lengths
+    input_ids = torch.zeros(known.shape, dtype=torch.int64)
+    input_ids[known] = torch.from_numpy(part.token_ids).long()
+    return input_ids, known.long(), (known & (place >= prompts))[:, 1:]
 
 
 def _spread(column: Any, actions: Tensor) -> Tensor:

@@ -90,26 +90,22 @@ def examine(config: Config, ranks: RankMap, steps: AgentSteps, full: bool = Fals
     for a run directory that cannot be written.
     """
     with run_directory_kept(Path(config.run_dir)):
-        if steps.slurm is not None:
-            return _examine_allocation(config, ranks, steps, steps.slurm, full)
-        return examine_nodes(replace(local_question(config, ranks), measure=full), steps)
-
-
-def _examine_allocation(
-    config: Config, ranks: RankMap, steps: AgentSteps, slurm: SlurmEnvironment, full: bool
-) -> tuple[Report, RankMap]:
-    spares, workers = config.cluster.spares, ranks.topology.workers
-    nodes: Sequence[str] = slurm.job_nodes if spares else (*ranks.used_nodes, *workers)
-    needs = _needs(config, ranks, "ask for them with sbatch --gpus-per-node")
-    needs = _for_spares(needs, [node for node in nodes if node not in workers])
-    asked = replace(
-        question(config, ranks, needs, nodes, slurm),
-        place=lambda names: layout_here(config, nodes=names),
-        spares=spares,
-        thorough=full,
-        measure=full or (config.preflight != QUICK and len(nodes) > 1),
-    )
-    return examine_nodes(asked, steps)
+        if steps.slurm is None:
+            return examine_nodes(replace(local_question(config, ranks), measure=full), steps)
+        spares, workers = config.cluster.spares, ranks.topology.workers
+        nodes: Sequence[str] = steps.slurm.job_nodes if spares else (*ranks.used_nodes, *workers)
+        needs = needs_of(config, ranks, "ask for them with sbatch --gpus-per-node")
+        if slots := needs.wanted.slots:  # spare nodes may have to replace others
+            every = dict.fromkeys([node for node in nodes if node not in workers], max(slots.values()))
+            needs = replace(needs, wanted=replace(needs.wanted, slots={**every, **slots}))
+        asked = replace(
+            question(config, ranks, needs, nodes, steps.slurm),
+            place=lambda names: layout_here(config, nodes=names),
+            spares=spares,
+            thorough=full,
+            measure=full or (config.preflight != QUICK and len(nodes) > 1),
+        )
+        return examine_nodes(asked, steps)
 
 
 def question(
@@ -134,20 +130,7 @@ def local_question(
     config: Config, ranks: RankMap, granted_by: str = "start it where nvidia-smi shows GPUs"
 ) -> Question:
     """Say what is asked of this machine alone."""
-    return question(config, ranks, _needs(config, ranks, granted_by), [ranks.topology.nodes[0].name])
-
-
-def _needs(config: Config, ranks: RankMap, granted_by: str) -> Needs:
-    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-    return needs_of(config, ranks, granted_by)
-
-
-def _for_spares(needs: Needs, nodes: Sequence[str]) -> Needs:
-    """Require of spare nodes what the others need: they may have to replace them."""
-    slots = needs.wanted.slots
-    if not slots:
-        return needs
-    return replace(needs, wanted=replace(needs.wanted, slots={**dict.fromkeys(nodes, max(slots.values())), **slots}))
+    return question(config, ranks, needs_of(config, ranks, granted_by), [ranks.topology.nodes[0].name])
 
 
 def preflight(arguments: Arguments) -> int:

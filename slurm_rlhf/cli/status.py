@@ -85,10 +85,8 @@ def status_of(word: str, curves: bool = False) -> tuple[list[str], bool]:
         return pipeline_lines(whole)
     found = find(word)
     if found.directory is None:
-        return [
-            *job_lines(found),
-            _row("run", "its directory is not known yet: the job prints it when it starts"),
-        ], False
+        unknown = _row("run", "its directory is not known yet: the job prints it when it starts")
+        return [*job_lines(found), unknown], False
     directory = RunDirectory(found.directory)
     status = read_run_status(directory.metrics, directory.summary)
     cut_off = _cut_off(found, status)

@@ -17,17 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import convert
 
+from slurm_rlhf.cli import plan
 from slurm_rlhf.cli.commands import Arguments, commands
 from slurm_rlhf.cli.main import guarded
-from slurm_rlhf.cli.plan import (
-    check_memory,
-    draw_layout,
-    layout_here,
-    layout_somewhere,
-    print_resolved,
-    require_fit,
-    training_command,
-)
 from slurm_rlhf.cli.preflight import OFF, QUICK, before_run, local_question, show, steps_of, tell
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import attach_line
@@ -78,10 +70,10 @@ def train(arguments: Arguments) -> int:
         from slurm_rlhf.cli.check import looked
 
         check(config)
-        layout = draw_layout(config)
-        memory = memory_on(config, layout_somewhere(config))
-        print_resolved(config, layout, memory, looked(config))
-        require_fit(memory)
+        layout = plan.draw_layout(config)
+        memory = memory_on(config, plan.layout_somewhere(config))
+        plan.print_resolved(config, layout, memory, looked(config))
+        plan.require_fit(memory)
         return 0
     fetch_models(config, _say)
     return train_here(config)
@@ -115,8 +107,8 @@ def train_here(config: Config, command: str = TRAIN) -> int:
     if command == TRAIN:
         check(config)
     placed = of_command(config, command)
-    ranks = layout_here(placed)
-    config = check_memory(config, ranks, command)
+    ranks = plan.layout_here(placed)
+    config = plan.check_memory(config, ranks, command)
     run_dir = Path(placed.run_dir)
     with steps_of(placed, run_dir) as steps:
         ranks, unfit = before_run(placed, ranks, steps)
@@ -161,7 +153,7 @@ def stage(arguments: Arguments) -> int:
         return train_here(config, name)
     placed = of_command(config, name)
     if not by_torchrun:
-        config = check_memory(config, layout_here(placed), name)
+        config = plan.check_memory(config, plan.layout_here(placed), name)
     from slurm_rlhf.groups.run_lock import occupied
     from slurm_rlhf.nodes.environment import WAITING_THREADS
 
@@ -188,7 +180,7 @@ def stage_config(arguments: Arguments) -> Config:
 
 def submit(arguments: Arguments) -> int:
     """Submit a job that trains. Raises SlurmRlhfError."""
-    name = training_command(arguments)
+    name = plan.training_command(arguments)
     arguments = replace(arguments, command=commands()[name])
     if name in STAGES:
         config = stage_config(arguments)
@@ -196,7 +188,7 @@ def submit(arguments: Arguments) -> int:
         refuse_unread_keys(arguments)
         config = load_config(arguments.files, arguments.overrides)
         fetch_models(config, _say)
-    require_fit(memory_of(config, None, name))  # if train.gpu names the GPUs: fail now, not after the queue
+    plan.require_fit(memory_of(config, None, name))  # if train.gpu names the GPUs: fail now, not after the queue
     from slurm_rlhf.nodes.submitit_job import submit as submit_job
 
     job = submit_job(config, "local" in arguments.options, name)
@@ -238,14 +230,14 @@ def _first(world: Communicator, arguments: Arguments, start: Launched, seen: lis
             check(config)
         placed = place_processes(of_command(config, name), convert(seen, list[Process]), start)
         if name != EXAMINE:
-            config = check_memory(config, placed.ranks, name)
+            config = plan.check_memory(config, placed.ranks, name)
     except SlurmRlhfError as error:
         return _refuse(world, error)
     if "dry_run" in arguments.options:
         world.broadcast(None)
         from slurm_rlhf.cli.check import looked
 
-        print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks), looked(config))
+        plan.print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks), looked(config))
         return 0
     if name != EXAMINE:
         _tell(of_command(config, name).run_dir, placed)

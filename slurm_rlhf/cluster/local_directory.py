@@ -53,7 +53,11 @@ def take_directory(name: str, base: Path) -> LocalDirectory:
     First removes directories of this user whose processes have ended: a killed process cannot clean up. `base` must not
     be on a shared file system, where a stale handle can end one rank and hang the others.
     """
-    root = _private(base)
+    root = base / f"slurm_rlhf.{os.getuid()}"  # for this user, and no other can read it
+    try:
+        private_directory(root)
+    except PermissionError:  # another user has it
+        root = Path(tempfile.mkdtemp(prefix=f"{root.name}.", dir=base))
     with _turn(root):
         for other in root.iterdir():
             if other.is_dir() and _abandoned(other):
@@ -70,15 +74,6 @@ def take_temporary() -> LocalDirectory:
     """Make the directory that processes of this one get as TMPDIR. Its path is short, for Unix sockets in it."""
     place = tempfile.gettempdir()
     return take_directory(f"{os.getpid()}.{os.urandom(3).hex()}", Path(place if len(place) <= _LONGEST else "/tmp"))
-
-
-def _private(base: Path) -> Path:
-    """Make a directory in `base` that belongs to this user and that no other user can read."""
-    root = base / f"slurm_rlhf.{os.getuid()}"
-    try:
-        return private_directory(root)
-    except PermissionError:  # another user has it
-        return Path(tempfile.mkdtemp(prefix=f"{root.name}.", dir=base))
 
 
 def _abandoned(directory: Path) -> bool:

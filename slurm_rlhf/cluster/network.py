@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -109,23 +110,16 @@ def link_mbits(interfaces: str, root: Path = Path("/sys/class/net")) -> int:
 
     The kernel has it for Ethernet, and for InfiniBand as the rate of the port ("200 Gb/sec (4X HDR)").
     """
-    speeds = [_ethernet_mbits(root / name) or _infiniband_mbits(root / name) for name in interfaces.split(",") if name]
+    speeds = [_mbits(root / name) for name in interfaces.split(",") if name]
     return sum(speeds) if all(speeds) else 0
 
 
-def _ethernet_mbits(directory: Path) -> int:
-    try:
-        return max(0, int((directory / "speed").read_text(encoding="ascii")))
-    except (OSError, ValueError):  # loopback, or an interface that is down
-        return 0
-
-
-def _infiniband_mbits(directory: Path) -> int:
-    for rate in sorted(directory.glob("device/infiniband/*/ports/*/rate")):
-        try:
-            return round(1000 * float(rate.read_text(encoding="ascii").split()[0]))
-        except (OSError, ValueError, IndexError):
-            continue
+def _mbits(directory: Path) -> int:
+    for file in (directory / "speed", *sorted(directory.glob("device/infiniband/*/ports/*/rate"))):
+        with suppress(OSError, ValueError, IndexError):  # loopback, or an interface that is down
+            found = float(file.read_text(encoding="ascii").split()[0])
+            if found > 0:
+                return round(found if file.name == "speed" else 1000 * found)
     return 0
 
 

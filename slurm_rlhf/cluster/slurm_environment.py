@@ -124,7 +124,7 @@ def parse_gpus(text: str) -> int:
     Raises ValueError.
     """
     total = 0
-    for part in _split(text):
+    for part in map(str.strip, re.split(r",(?![^(]*\))", text)):  # at commas outside of parentheses
         if _OTHER_RESOURCE.match(part):
             continue
         match = _GPU.fullmatch(part)
@@ -132,11 +132,6 @@ def parse_gpus(text: str) -> int:
             raise ValueError(f"expected GPUs like 8, a100:4 or gpu:a100:4, got {part!r}")
         total += int(match["count"] or 1)
     return total
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas that are not inside parentheses."""
-    return [part.strip() for part in re.split(r",(?![^(]*\))", text)]
 
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # batch, extern and interactive steps

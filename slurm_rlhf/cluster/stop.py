@@ -132,9 +132,8 @@ class Stop:
     def __init__(self, directory: Path, end: float | None = None, margin_s: float = 0.0) -> None:
         self.reason: Reason | None = None
         self._directory = directory
-        self._end = (
-            None if end is None else time.monotonic() + end - time.time()
-        )  # the clock of a node may be set meanwhile
+        # By time.monotonic(): the clock of a node may be set meanwhile.
+        self._end = None if end is None else time.monotonic() + end - time.time()
         self._margin_s = margin_s
         self.can_drop = False
         """True while a stop takes effect at once."""

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config import rules
 from slurm_rlhf.config.contents import check_same_tokenizer
 from slurm_rlhf.config.evaluation import data_sets, eval_problems
 from slurm_rlhf.config.keys import changed, get
@@ -28,16 +29,6 @@ from slurm_rlhf.config.ranges import URLS
 from slurm_rlhf.config.reward_sources import part_problems, preset, settings_of
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, has_reward, has_teacher, layout_of, running_roles
 from slurm_rlhf.config.rule import row_problems
-from slurm_rlhf.config.rules import (
-    colocated,
-    hpz_problem,
-    key_problems,
-    layer_problems,
-    out_of_range,
-    rule_problems,
-    shares_problem,
-    unused_note,
-)
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import StageKeys, minutes
 from slurm_rlhf.config.schema_models import REWARD_SOURCES
@@ -61,13 +52,13 @@ def check(config: Config, unmade: Collection[str] = ()) -> None:
 
 def check_colocation(config: Config) -> None:
     """Check the ranges of all numbers, and which roles share accelerators. Raises one ConfigError with all problems."""
-    _raise(list(out_of_range(config)) or colocated(config), [])
+    _raise(list(rules.out_of_range(config)) or rules.colocated(config), [])
 
 
 def check_stage(config: Config, stage: str) -> None:
     """Check everything that a stage (`slurm-rlhf sft`, `rm`, `dpo`) can know beforehand; raises as `check` does."""
     keys: StageKeys = get(config, stage)
-    problems = [*key_problems(config), *layer_problems(config)]
+    problems = [*rules.key_problems(config), *rules.layer_problems(config)]
     problems += _output(f"{stage}.output_dir", keys.output_dir, "where to write the trained model")
     if keys.output_dir and (out := Path(keys.output_dir)).is_dir() and any(out.iterdir()):
         problems += [f"{stage}.output_dir: {out} is there already and is not empty: remove it or name another one"]
@@ -92,26 +83,23 @@ def check_stage(config: Config, stage: str) -> None:
 def stage_shares_problem(config: Config, stage: str, ranks: int) -> Iterator[str]:
     """Check that a stage's batches divide over the ranks, or their groups, and ds.hpz_size the ranks of a node."""
     batch = get(config, f"{stage}.batch_size")
-    yield from hpz_problem(config, "actor", config.actor.num_gpus_per_node)
-    yield from shares_problem(config, f"{stage}.batch_size = {batch} does", batch, str(ranks), ranks)
+    yield from rules.hpz_problem(config, "actor", config.actor.num_gpus_per_node)
+    yield from rules.shares_problem(config, f"{stage}.batch_size = {batch} does", batch, str(ranks), ranks)
 
 
 def check_generate(config: Config) -> None:
     """Check keys and files of `slurm-rlhf generate`, but for the model. Raises one ConfigError with all problems."""
-    problems = list(key_problems(config))
+    problems = list(rules.key_problems(config))
     what = "a Hugging Face directory, a run directory or a checkpoint"
     problems += _needed(GENERATED_BY, config.generate.model_name_or_path, what)
     problems += _data("generate.dataset", config.generate.dataset)
     _raise([*problems, *row_problems("lengths", config), *_engines_alone(config), *_no_training_run(config)], [])
 
 
-ENVIRONMENTS = "a Python file with environments (slurm-rlhf docs environments)"
-
-
 def check_eval(config: Config) -> None:
     """Check keys and files of `slurm-rlhf eval`, as `check_generate` does."""
     problems = [
-        *key_problems(config),
+        *rules.key_problems(config),
         *eval_problems(config),
         *row_problems("lengths", config),
         *_engines_alone(config),
@@ -147,7 +135,7 @@ def warnings(config: Config) -> list[str]:
     """Return the warnings about a checked configuration, which can be run."""
     key, actor = ROLES[ACTOR].model(config)
     compared = uncompared(key, actor) if has_engines(config) else ""
-    return list(filter(None, [compared, unused_note(config)]))
+    return list(filter(None, [compared, rules.unused_note(config)]))
 
 
 def _model_problems(config: Config, unmade: Collection[str]) -> Iterator[UserError]:
@@ -213,7 +201,7 @@ def _raise(problems: Iterable[str], of_models: Iterable[UserError]) -> None:
 
 
 def _training_problems(config: Config) -> Iterator[str]:
-    yield from rule_problems(config)
+    yield from rules.rule_problems(config)
     yield from _output("run_dir", config.run_dir, "where to put everything of the run")
     yield from _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
     yield from _prompts(config)
@@ -254,12 +242,6 @@ def _output(key: str, value: str, what: str) -> Iterator[str]:
             yield f"{key}: you may not write to {there}: name another place than {value}"
 
 
-def _file(key: str, value: str, what: str) -> Iterator[str]:
-    yield from _needed(key, value, what)
-    if value and not Path(value).is_file():
-        yield f"{key}: {'is a directory, not a file' if Path(value).is_dir() else 'no such file'}: {value}"
-
-
 def _data(key: str, value: str) -> Iterator[str]:
     yield from _needed(key, value, WHAT)
     if value:
@@ -268,7 +250,7 @@ def _data(key: str, value: str) -> Iterator[str]:
 
 def reward_source(config: Config) -> Iterator[str]:
     """Check the keys that name where rewards come from: exactly one of them is needed."""
-    yield from _file_or_servers("env.path", config.env.path, ENVIRONMENTS)
+    yield from _file_or_servers("env.path", config.env.path)
     for key, value in (("reward.token", config.reward.token), ("env.token", config.env.token)):
         if value and not value.startswith("env:") and not os.path.isfile(value):
             yield (
@@ -279,7 +261,7 @@ def reward_source(config: Config) -> Iterator[str]:
         yield from part_problems(config)
         for part in config.reward.sources:
             alone = changed(config, settings_of(part))
-            found = [*preset(alone), *_reward_file(alone)]
+            found = [*preset(alone), *_file_or_servers("reward.remote_url", part.remote_url)]
             yield from (f"reward.sources, {part.name}: {problem}" for problem in found)
         return
     yield from preset(config)
@@ -290,17 +272,15 @@ def reward_source(config: Config) -> Iterator[str]:
     elif not named and not config.env.path and not has_teacher(config):
         known = " nor ".join(f"reward.{name} ({what})" for name, what in REWARD_SOURCES.items())
         yield f"neither {known} nor env.path (an environment) is set: name one, or a teacher (algo.distill)"
-    yield from _reward_file(config)
+    yield from _file_or_servers("reward.remote_url", config.reward.remote_url)
 
 
-def _reward_file(config: Config) -> Iterator[str]:
-    yield from _file_or_servers("reward.remote_url", config.reward.remote_url, "a Python file with reward_func")
-
-
-def _file_or_servers(key: str, value: str, what: str) -> Iterator[str]:
+def _file_or_servers(key: str, value: str) -> Iterator[str]:
     """Check the file or the servers that a key names, if it names any."""
     if not value.startswith(URLS):
-        yield from _file(key, file_and_name(value)[0], what) if value else ()
+        file = file_and_name(value)[0]
+        if file and not Path(file).is_file():
+            yield f"{key}: {'is a directory, not a file' if Path(file).is_dir() else 'no such file'}: {file}"
         return
     for url in value.split(","):
         if "@" in url.rpartition("://")[2].partition("/")[0]:

@@ -80,8 +80,10 @@ def eval_problems(config: Config) -> Iterator[str]:
         for name in sorted({name for name in names if names.count(name) > 1})
     ]
     yield from found
-    if not found:
-        yield from _best(config)
+    name, valid = config.ckpt.best_metric, metric_names(config)
+    if not found and name and name not in valid:
+        unknown = f"ckpt.best_metric = {name!r} is no metric of this evaluation{meant(name, valid)}"
+        yield f"{unknown} (valid: {', '.join(valid)})"
     yield from row_problems("overlap", config)
 
 
@@ -92,13 +94,6 @@ def _settled(entry: EvalDataSet, config: Config) -> EvalSettings:
     values["name"] = entry.name or re.sub(r"[^A-Za-z0-9_.@+-]", "_", Path(entry.path).stem) or "eval"
     values["pass_k"] = tuple(values["pass_k"]) or default_pass_k(values["n_samples_per_prompt"])
     return EvalSettings(**values, needs_label=entry.label_key is not None)
-
-
-def _best(config: Config) -> Iterator[str]:
-    name, valid = config.ckpt.best_metric, metric_names(config)
-    if name and name not in valid:
-        unknown = f"ckpt.best_metric = {name!r} is no metric of this evaluation{meant(name, valid)}"
-        yield f"{unknown} (valid: {', '.join(valid)})"
 
 
 def _set_problems(config: Config, one: EvalSettings) -> Iterator[str]:

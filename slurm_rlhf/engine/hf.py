@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from slurm_rlhf.data.tokenizer import CONTEXT_TOKENS, Tokenizer, end_tokens
 from slurm_rlhf.engine._transformers import Texts, decoding_setup, go_on, prefilled, selects_rows
@@ -327,20 +328,11 @@ def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
     scores = logits.float()
     if sampling.temperature > 0:
         scores = scores / sampling.temperature
-        if 0 < sampling.top_k < scores.shape[-1]:
-            least = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
-            scores = scores.masked_fill(scores < least, -torch.inf)
+        if sampling.top_k > 0:
+            scores = TopKLogitsWarper(sampling.top_k)(None, scores)
         if sampling.top_p < 1:
-            scores = _nucleus(scores, sampling.top_p)
+            scores = TopPLogitsWarper(sampling.top_p)(None, scores)
     return torch.log_softmax(scores, dim=-1)
-
-
-def _nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest tokens whose probabilities add up to `top_p`. Source: Holtzman et al. (2020)."""
-    ordered, order = scores.sort(dim=-1)
-    below = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
-    below[:, -1] = False  # the likeliest always stays
-    return scores.masked_fill(below.scatter(-1, order, below), -torch.inf)
 
 
 def choose(logprobs: Tensor, rows: Sequence[SampledRow], greedy: bool) -> Tensor:

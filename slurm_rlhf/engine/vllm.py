@@ -13,19 +13,8 @@ from typing import TYPE_CHECKING, Any
 from slurm_rlhf.algorithms.lora import adapter_shapes, target_layers
 from slurm_rlhf.config.model_directory import check_model_directory, check_tensor_parallel, read_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.engine import _vllm
 from slurm_rlhf.engine._transformers import as_saved, parameter_shapes, skeleton
-from slurm_rlhf.engine._vllm import (
-    EngineCore,
-    SampledTokens,
-    StopWatcher,
-    can_sleep,
-    import_model_class,
-    import_vllm,
-    platform,
-    refusals,
-    useful_kv_bytes,
-    vllm_config,
-)
 from slurm_rlhf.engine._vllm_updates import Adapters, adapter_rank, reload_weights
 from slurm_rlhf.engine.engine import ActiveRequest, Engine, GenerateRequest, Readiness, Status, checked
 from slurm_rlhf.errors import ConfigError, ModelError, RunError, SyncError, shortened
@@ -123,14 +112,14 @@ def engine_config(config: Config) -> Any:
     path = config.actor.model_name_or_path
     check_model_directory("actor.model_name_or_path", path, tokenizer=True)
     check_tensor_parallel("actor.model_name_or_path", path, config.vllm.tensor_parallel_size)
-    on_cpu = platform().is_cpu()
-    if config.train.colocate_all and not can_sleep():
+    on_cpu = _vllm.platform().is_cpu()
+    if config.train.colocate_all and not _vllm.can_sleep():
         raise ConfigError(
-            f"train.colocate_all needs vLLM's sleep mode, which it does not have on {platform().device_name}: "
+            f"train.colocate_all needs vLLM's sleep mode, which it does not have on {_vllm.platform().device_name}: "
             "give the engines accelerators of their own"
         )
     for architecture in read_config("actor.model_name_or_path", Path(path)).get("architectures") or []:
-        import_model_class(architecture)
+        _vllm.import_model_class(architecture)
     dtype = DTYPES[config.ds.param_dtype if config.vllm.dtype == "auto" else config.vllm.dtype]
     if dtype == "float32":
         # Triton's attention would multiply in TF32, which has the 10 bits of fp16: 3e-3 nats from the actor (H200).
@@ -169,13 +158,13 @@ def engine_config(config: Config) -> Any:
         use_tqdm_on_load=False,
     )
     try:
-        made = vllm_config(args)
-    except refusals() as error:
+        made = _vllm.vllm_config(args)
+    except _vllm.refusals() as error:
         raise ModelError(f"vLLM does not accept the model in {path}: {error}") from error
     if on_cpu:
         # The cache is zeroed, page by page, while the engine starts: 2.5 s per GiB that a small model never uses.
         cache = made.cache_config
-        cache.kv_cache_memory_bytes = min(cache.kv_cache_memory_bytes, useful_kv_bytes(made))
+        cache.kv_cache_memory_bytes = min(cache.kv_cache_memory_bytes, _vllm.useful_kv_bytes(made))
     return made
 
 
@@ -187,7 +176,7 @@ def adapter_arguments(config: Config) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": rank, "max_loras": at_once}
 
 
-import_library = import_vllm
+import_library = _vllm.import_vllm
 
 # --- engine ---------------------------------------------------------------------------------------------------------
 
@@ -230,8 +219,8 @@ class VllmEngine(Engine):
         # The engine collects garbage five times while it starts; the imports left none, and looking takes 0.3 s a time.
         gc.freeze()
         try:
-            self._core = EngineCore(self._config, self._executor)
-        except refusals() as error:
+            self._core = _vllm.EngineCore(self._config, self._executor)
+        except _vllm.refusals() as error:
             raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
         self._adapters: Adapters | None = None
         if lora.rank:
@@ -241,7 +230,7 @@ class VllmEngine(Engine):
                     f"{self._path}: vLLM has no adapters for {shortened(lost)}: leave them out of lora.target_modules"
                 )
         self._active: dict[str, ActiveRequest] = {}  # vLLM's request id -> request
-        self._stops: dict[str, StopWatcher] = {}  # likewise, where a request has stop strings
+        self._stops: dict[str, _vllm.StopWatcher] = {}  # likewise, where a request has stop strings
         self._keys: set[str] = set()  # keys of the active requests
         self._added = 0
         self._loads = 0
@@ -274,7 +263,7 @@ class VllmEngine(Engine):
         salt = str(self._loads) if self._keeps_cache else None
         try:
             stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed, used, salt)
-        except refusals() as error:
+        except _vllm.refusals() as error:
             raise RunError(
                 f"engine {self._number} refuses request {request.key!r} (prompt {request.prompt}, {len(prompt_ids)} "
                 f"tokens): {error}"
@@ -310,7 +299,7 @@ class VllmEngine(Engine):
         finished, self._finished = self._finished, []
         return finished
 
-    def _read(self, batch: list[SampledTokens]) -> None:
+    def _read(self, batch: list[_vllm.SampledTokens]) -> None:
         """Add what one batch has sampled to the requests, and finish those that have ended."""
         cut = []
         for sampled in batch:

@@ -96,7 +96,9 @@ def bootstrap(sums: F64, counts: F64, seed: int, name: str) -> Estimate:
     """
     # Prompts that add the same are one row: a draw of P prompts is then one multinomial draw of few numbers.
     kinds, times = np.unique(np.stack([sums, counts], axis=1), axis=0, return_counts=True)
-    drawn = _generator(seed, name).multinomial(len(sums), times / len(sums), size=RESAMPLES) @ kinds
+    figure = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    dice = np.random.default_rng([seed, figure])
+    drawn = dice.multinomial(len(sums), times / len(sums), size=RESAMPLES) @ kinds
     drawn = drawn[drawn[:, 1] > 0]
     tail = (1.0 - CONFIDENCE) / 2
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [tail, 1.0 - tail])
@@ -119,11 +121,6 @@ def wilson(sums: F64, counts: F64) -> Estimate:
     middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     scale = 1.0 + z * z / n
     return Estimate(p, max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0))
-
-
-def _generator(seed: int, name: str) -> np.random.Generator:
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return np.random.default_rng([seed, int.from_bytes(digest, "little")])
 
 
 K = TypeVar("K", int, str)
@@ -258,8 +255,7 @@ def overall(reports: Sequence[DataSetReport]) -> float:
 
 def spread(found: Sequence[Any], most: int) -> list[Any]:
     """Choose at most `most`, evenly spread: the end of a file is as interesting as its beginning."""
-    if len(found) <= most:
-        return list(found)
+    most = min(most, len(found))
     return [found[place * len(found) // most] for place in range(most)]
 
 
@@ -305,15 +301,9 @@ def report_text(reports: Sequence[DataSetReport]) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Align columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if place else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ([row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 def _figures(part: Subset) -> list[str]:

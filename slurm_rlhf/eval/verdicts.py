@@ -194,11 +194,6 @@ def agreement_line(title: str, verdicts: Sequence[CheckResult], names: dict[str,
     return f"self-check, {title}: {figures} nats ({bound.statistic}; at most {bound.limit:g})"
 
 
-def ratio_line(verdict: CheckResult) -> str:
-    """Write `self-check, first update: mean ratio 1, ...; at most 0.0001 off`."""
-    return f"self-check, first update: {verdict.detail}; at most {verdict.bound.limit:g} off"
-
-
 def shares_line(title: str, shares: dict[str, float], names: Sequence[str]) -> str:
     """Write `self-check, rewards: 0 % clipped, 12 % of the groups constant, 3 % truncated`."""
     words = ", ".join(f"{_percent(shares[name])} {SHARES[name]['words']}" for name in names if name in shares)

@@ -62,7 +62,10 @@ def shard_here(root: Path, environ: Mapping[str, str]) -> RowShard:
             raise ConfigError(
                 f"--array has tasks up to {last}, and there are {tasks}, numbered from 0: use --array=0-{tasks - 1}"
             )
-        count = _settle(root, tasks)
+        root.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # another task was faster
+            write_atomically(root / SPLIT, json.dumps({"count": tasks}) + "\n", once=True)
+        count = known_count(root) or tasks
     if index >= count:
         raise ConfigError(
             f"{ID} = {index}, and the rows in {root} are divided into {count} parts, numbered from 0 ({SPLIT}): use "
@@ -81,41 +84,18 @@ def known_count(root: Path) -> int | None:
         raise ConfigError(f"{root / SPLIT} cannot be read: remove it if no shard of {root} was started yet") from None
 
 
-def _settle(root: Path, count: int) -> int:
-    """Write the number of parts, unless another task was faster; return the number that counts."""
-    root.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        write_atomically(root / SPLIT, json.dumps({"count": count}) + "\n", once=True)
-    return known_count(root) or count
-
-
 FILE = "generation.json"
 """Name of the description, in the directory of the output."""
 COMMON = (
-    "data.input_template",
-    "data.apply_chat_template",
-    "data.max_len",
-    "rollout.max_new_tokens",
-    "rollout.stop",
-    "train.seed",
+    *(f"data.{name}" for name in ("input_template", "apply_chat_template", "max_len")),
+    *("rollout.max_new_tokens", "rollout.stop", "train.seed"),
 )
 """Keys that change every response."""
 OF_ROWS = (
-    "generate.model_name_or_path",
-    "generate.dataset",
-    "generate.max_samples",
-    "generate.logprobs",
-    "data.input_key",
-    "data.weights",
-    "data.map",
-    "data.filter",
-    "rollout.n_samples_per_prompt",
-    "rollout.temperature",
-    "rollout.top_p",
-    "rollout.top_k",
-    "rollout.repetition_detection_max_pattern_size",
-    "rollout.repetition_detection_min_pattern_size",
-    "rollout.repetition_detection_min_count",
+    *(f"generate.{name}" for name in ("model_name_or_path", "dataset", "max_samples", "logprobs")),
+    *(f"data.{name}" for name in ("input_key", "weights", "map", "filter")),
+    *(f"rollout.{name}" for name in ("n_samples_per_prompt", "temperature", "top_p", "top_k")),
+    *(f"rollout.repetition_detection_{name}" for name in ("max_pattern_size", "min_pattern_size", "min_count")),
 )
 """Keys that change those to the rows of `slurm-rlhf generate`."""
 ROWS, SHARD = "rows", "shard"

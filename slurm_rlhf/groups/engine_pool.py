@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass, field
 
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.groups.supervisor import Supervisor
@@ -16,6 +17,7 @@ log = logging.getLogger(__name__)
 _STARTED_S = 0.02
 
 
+@dataclass(slots=True)
 class EnginePool:
     """Gives engines that have started the actor's weights: from then on they are in `EngineHandle.ready`.
 
@@ -24,22 +26,14 @@ class EnginePool:
     engine that was lost and started again joins in the same way.
     """
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        engines: Engines,
-        handle: EngineHandle,
-        weight_sync: WeightSync,
-        all_at_once: bool,
-    ) -> None:
-        self._supervisor = supervisor
-        self._engines = engines
-        self._handle = handle
-        self._weight_sync = weight_sync
-        self._all_at_once = all_at_once
-        self._connected: dict[int, int] = {}  # engine -> life, in the present sync group
-        self._parameters: list[ParameterSpec] = []
-        self._version = 0  # version of the actor's policy
+    supervisor: Supervisor
+    engines: Engines
+    handle: EngineHandle
+    weight_sync: WeightSync
+    all_at_once: bool
+    _connected: dict[int, int] = field(default_factory=dict, init=False)  # engine -> life, in the present sync group
+    _parameters: list[ParameterSpec] = field(default_factory=list, init=False)
+    _version: int = field(default=0, init=False)  # version of the actor's policy
 
     def wait(self, parameters: list[ParameterSpec]) -> list[int]:
         """Wait until the first engine has started, or all; return those that have.
@@ -48,40 +42,40 @@ class EnginePool:
         """
         self._parameters = parameters
         while True:
-            if self._supervisor.failure is not None:
-                raise self._supervisor.failure
-            if len(up := self._engines.up) >= (self._engines.left if self._all_at_once else 1):
+            if self.supervisor.failure is not None:
+                raise self.supervisor.failure
+            if len(up := self.engines.up) >= (self.engines.left if self.all_at_once else 1):
                 return [*up]
             time.sleep(_STARTED_S)
 
     @property
     def coming(self) -> bool:
         """Tell whether some engines are not ready yet."""
-        return len(self._handle.ready) < self._engines.left
+        return len(self.handle.ready) < self.engines.left
 
     def admit(self, version: int) -> list[int]:
         """Give engines that have started meanwhile the actor's weights, policy `version`; answer which they are.
 
         The others are not disturbed: they may be generating.
         """
-        up, ready = self._engines.up if self.coming else {}, [*self._handle.ready]
+        up, ready = self.engines.up if self.coming else {}, [*self.handle.ready]
         new = {engine: life for engine, life in up.items() if engine not in ready}
         if not new:
             return []
         try:
             self._join(new)
-            self._weight_sync.update(version)
+            self.weight_sync.update(version)
         except EngineLost:
             return []
-        self._engines.take_part([*self._handle.ready, *new], version)
+        self.engines.take_part([*self.handle.ready, *new], version)
         return [*new]
 
     def rescue(self) -> list[int]:
         """Admit engines that have started again, if none is left; return which. Raises the error that ended the run."""
-        if self._handle.ready:
+        if self.handle.ready:
             return []
-        if self._supervisor.failure is not None:
-            raise self._supervisor.failure
+        if self.supervisor.failure is not None:
+            raise self.supervisor.failure
         return self.admit(self._version)
 
     def update(self, version: int) -> dict[str, float]:
@@ -90,19 +84,19 @@ class EnginePool:
         The run goes on without engines that are lost meanwhile. If none is left, `rescue` waits for one.
         """
         self._version = version
-        while up := self._engines.up:
+        while up := self.engines.up:
             try:
                 if up != self._connected:
                     self._join(up)
-                metrics = self._weight_sync.update(version)
+                metrics = self.weight_sync.update(version)
             except EngineLost as lost:
                 log.warning("%s; the update to policy version %d goes on without", lost, version)
                 continue
-            self._engines.take_part(up, version)
+            self.engines.take_part(up, version)
             return metrics
         return {}
 
     def _join(self, engines: dict[int, int]) -> None:
         self._connected = {}
-        self._weight_sync.connect(self._parameters, [*engines])
+        self.weight_sync.connect(self._parameters, [*engines])
         self._connected = engines

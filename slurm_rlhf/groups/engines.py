@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,32 +35,23 @@ Tell = Callable[[str, str, int], None]
 """Gets the text, the kind of the event, and the engine."""
 
 
+@dataclass(eq=False)
 class Engines:
     """Knows in which state each engine is. Only the supervisor's thread calls `look`; any thread may call the rest.
 
     Until one has started, an engine that dies ends the run: engines that cannot start at all end it at once.
     """
 
-    def __init__(
-        self,
-        handle: EngineHandle,
-        server: ControlServer,
-        launcher: AgentEngines | None,
-        homes: Mapping[int, str],
-        config: Config,
-        fail: Callable[[Exception], None],
-        over: Callable[[], bool],
-    ) -> None:
-        """`homes`: engine -> node. `launcher` None: the run ends with the first engine that dies, as none starts again.
+    handle: InitVar[EngineHandle]
+    server: ControlServer
+    launcher: AgentEngines | None  # None: the run ends with the first engine that dies, as none starts again
+    homes: InitVar[Mapping[int, str]]  # engine -> node
+    config: Config
+    fail: Callable[[Exception], None]  # ends the run
+    over: Callable[[], bool]  # tells whether it ends
 
-        `fail` ends the run; `over`: it ends.
-        """
-        self._server = server
-        self._launcher = launcher
-        self._timeout = config.timeout
-        self._most = config.train.max_engine_restarts
-        self._fail = fail
-        self._over = over
+    def __post_init__(self, handle: EngineHandle, homes: Mapping[int, str]) -> None:
+        self._most = self.config.train.max_engine_restarts
         self._units = {engine: Unit(ROLLOUT, (node,)) for engine, node in homes.items()}
         self._losses: list[Loss] = []
         self._left_out: set[str] = set()  # nodes that the run has given up
@@ -119,12 +110,12 @@ class Engines:
     @property
     def alone(self) -> bool:
         """Tell whether each engine can be started again by itself."""
-        return self._launcher is not None
+        return self.launcher is not None
 
     @property
     def armed(self) -> bool:
         """Tell whether the run goes on when an engine dies."""
-        return self.alone and self._started_once and not self._over()
+        return self.alone and self._started_once and not self.over()
 
     @property
     def up(self) -> dict[int, int]:
@@ -188,7 +179,7 @@ class Engines:
             self._set(engine, unit.lost(why, now, silent))
             others = len(self._handle.ready)
         for rank in self._ranks(engine):
-            self._server.give_up(ROLLOUT, rank, why)
+            self.server.give_up(ROLLOUT, rank, why)
         self.tell(
             f"engine {engine} on {unit.node} is lost: {why}. "
             f"{others} of {len(self._units)} engines go on, with its unfinished prompts",
@@ -215,7 +206,7 @@ class Engines:
 
         The new processes end with this thread.
         """
-        begun, launcher = self._begun and not self._over(), self._launcher
+        begun, launcher = self._begun and not self.over(), self.launcher
         for engine, unit in list(self._units.items()):
             if unit.state == "starting" and not unit.asked and begun:
                 self._ask(engine)
@@ -231,12 +222,12 @@ class Engines:
     def close(self) -> None:
         """End engines that are starting: the run ends, and would have to wait for them."""
         for engine, unit in list(self._units.items()):
-            if self._launcher is None:
+            if self.launcher is None:
                 return
             if unit.state == "lost" or (unit.state == "starting" and (self._apart or not self._here(engine))):
-                self._launcher.end(engine)
+                self.launcher.end(engine)
                 for rank in self._ranks(engine):
-                    self._server.give_up(ROLLOUT, rank, "the run ends before its engine has started")
+                    self.server.give_up(ROLLOUT, rank, "the run ends before its engine has started")
 
     def _ask(self, engine: int) -> None:
         with self._lock:
@@ -265,14 +256,14 @@ class Engines:
         if (life or self._apart) and self.lost(engine, f"it did not start: {error}"):
             log.error("engine %d: %s", engine, getattr(error, "remote_traceback", ""))
         elif isinstance(error, Exception):
-            self._fail(error)
+            self.fail(error)
 
     def _watch_late(self) -> None:
         """Give up engines that have not said hello in time; those of the first start may still come, if others have."""
-        end = time.monotonic() - self._timeout.connect
+        end = time.monotonic() - self.config.timeout.connect
         late = [e for e, u in self._units.items() if u.state == "starting" and not u.asked and u.began < end]
         first = [engine for engine in late if not (self._units[engine].life or self._apart)]
-        limit = f"within {self._timeout.connect:g} s (timeout.connect)"
+        limit = f"within {self.config.timeout.connect:g} s (timeout.connect)"
         for engine in set(late) - set(first):
             self.lost(engine, f"it did not say hello {limit}")
         if not first or self._late:
@@ -285,7 +276,7 @@ class Engines:
             f"ranks: {len(first)}. Their log files say why"
         )
         if self._all_at_once or len(first) == len(self._units):
-            self._fail(CallTimeout(what))
+            self.fail(CallTimeout(what))
         else:
             self._note(f"warning: {what}. The run goes on without them, and takes them in when they come")
 
@@ -295,7 +286,9 @@ class Engines:
 
     def _start_again(self, engine: int, unit: Unit, launcher: AgentEngines) -> None:
         spares = [node for node in launcher.spares if node not in self._left_out]
-        gone = self._node_gone(unit)
+        silent = self.server.silent(self.config.timeout.heartbeat / 2)
+        # Its node is, if it is silent and with it all processes of the run there.
+        gone = unit.silent and all(peer.lost or peer in silent for peer in self.server.peers_on(unit.node))
         try:
             node = next_place(engine, unit.node, self._losses, spares, gone, self._most, launcher.unfit)
             launcher.start_again(engine, node)
@@ -311,7 +304,7 @@ class Engines:
         self.tell(words, ENGINE_LOST, engine)
         if not self.left and not self._apart:
             last = self._units[engine]
-            self._fail(RoleDied(f"no engine is left: the last one, engine {engine} on {unit.node}, died: {last.why}."))
+            self.fail(RoleDied(f"no engine is left: the last one, engine {engine} on {unit.node}, died: {last.why}."))
 
     def _put(self, engine: int, **changes: Any) -> None:
         """Change what does not belong to the state of an engine."""
@@ -327,7 +320,7 @@ class Engines:
         return range(engine * self._handle.width, (engine + 1) * self._handle.width)
 
     def _peers(self, engine: int) -> list[Peer]:
-        return [peer for peer in self._server.peers(ROLLOUT) if peer.rank in self._ranks(engine)]
+        return [peer for peer in self.server.peers(ROLLOUT) if peer.rank in self._ranks(engine)]
 
     def _peers_lost(self, engine: int) -> bool:
         """Tell whether all processes of an engine are lost."""
@@ -336,8 +329,3 @@ class Engines:
     def _here(self, engine: int) -> bool:
         """Tell whether all ranks of an engine have said hello."""
         return {peer.rank for peer in self._peers(engine) if not peer.lost} == set(self._ranks(engine))
-
-    def _node_gone(self, unit: Unit) -> bool:
-        """Tell whether an engine is silent, and with it all processes of the run on its node."""
-        silent = self._server.silent(self._timeout.heartbeat / 2)
-        return unit.silent and all(peer.lost or peer in silent for peer in self._server.peers_on(unit.node))

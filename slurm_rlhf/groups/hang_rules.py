@@ -87,9 +87,7 @@ class HangVerdict:
 
 def rank_state(seen: Sighting, line_of: Callable[[str, int], str] = linecache.getline) -> RankState:
     """Classify a rank by its main thread; `line_of`: the text of a line of a file."""
-    if not seen.threads:
-        return RankState("unknown")
-    frames = seen.threads[0].frames
+    frames = seen.threads[0].frames if seen.threads else ()
     if not frames:
         return RankState("unknown")
     by = next((frame for frame in frames if not _library(frame)), None)

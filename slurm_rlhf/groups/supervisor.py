@@ -93,7 +93,7 @@ class Supervisor:
     def _start(self, roles: Collection[str], environment: Mapping[str, Environment]) -> None:
         for role in self._ranks.roles:
             if (old := self.roles.get(role)) is not None:
-                old.retire(RunError("the role goes on after a restart; this call is of before"))
+                old.retired = RunError("the role goes on after a restart; this call is of before")
             if role in roles:
                 arguments = [
                     f"--role={role}",
@@ -106,7 +106,10 @@ class Supervisor:
         engines = self.roles.get(ROLLOUT)
         if isinstance(engines, EngineHandle):
             if self.engines is None or ROLLOUT in roles:
-                self.engines = self._make_engines(engines)
+                # Where engines share accelerators with trainers, one would measure memory in use while it starts.
+                launcher = None if self._config.train.colocate_all else self._launcher.engines
+                homes = self._ranks.engine_nodes
+                self.engines = Engines(engines, self.server, launcher, homes, self._config, self.fail, self._over)
             else:
                 self.engines.renew(engines)
         if not self._watching:
@@ -114,17 +117,14 @@ class Supervisor:
             threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
         for role, handle in self.roles.items():
             if not isinstance(handle, EngineHandle):  # each engine has a state of its own
-                self._wait_for_hello(role, handle.world)
+                try:
+                    self.server.wait_for(role, handle.world, self._config.timeout.connect)
+                except CallTimeout as error:
+                    self._lose_before_hello(role, self._silence.enough_s, str(error))
+                    raise self.failure or error from error
             with self._failure_lock:
                 if self.units[role].state == "starting":
                     self.units[role] = self.units[role].up()
-
-    def _wait_for_hello(self, role: str, world: int) -> None:
-        try:
-            self.server.wait_for(role, world, self._config.timeout.connect)
-        except CallTimeout as error:
-            self._lose_before_hello(role, self._silence.enough_s, str(error))
-            raise self.failure or error from error
 
     def _lose_before_hello(self, role: str, silent_s: float, why: str) -> None:
         """Break the run if ranks of `role` are missing on nodes of which nothing was heard for `silent_s`."""
@@ -166,11 +166,6 @@ class Supervisor:
         if any(share.engines for share in self._ranks.roles[role]):
             return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
         return RoleHandle(self.server, role, world, timeout, lambda: ROLES[role].layout(self._config))
-
-    def _make_engines(self, handle: EngineHandle) -> Engines:
-        # Where engines share accelerators with trainers, one would measure memory that is in use while it starts.
-        launcher, config = None if self._config.train.colocate_all else self._launcher.engines, self._config
-        return Engines(handle, self.server, launcher, self._ranks.engine_nodes, config, self.fail, self._over)
 
     def _over(self) -> bool:
         return self.failure is not None or self._leaving.is_set()
@@ -310,17 +305,14 @@ class Supervisor:
             if self._deaths.more_to_come(waited_s, known, self._silence.patience_s, self._silence.enough_s):
                 return
         elif not self._deaths.sure:
-            dead = self._on_dead_nodes()
+            # Ranks on nodes where every rank is silent, and of which the launcher has no end to report.
+            heard = self._silence.heard_nodes().union(*(names_in(end.node) for end in self._deaths.ends))
+            dead = [peer for peer in self._silence.ranks() if peer.host not in heard]
             self._give_up(dead, f"{end.role} on {end.node} {end.how}")
             if dead or waited_s < self._silence.patience_s:
                 return
         end, what = self._deaths.verdict(known, self._named)
         self._fail(end.role, names_in(end.node), what, self._logs.of_end(end))
-
-    def _on_dead_nodes(self) -> list[Peer]:
-        """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
-        known = self._silence.heard_nodes().union(*(names_in(end.node) for end in self._deaths.ends))
-        return [peer for peer in self._silence.ranks() if peer.host not in known]
 
     def silent_nodes(self) -> set[str]:
         """List the nodes of which no rank is heard any more, or ever was."""

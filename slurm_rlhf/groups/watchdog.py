@@ -62,28 +62,20 @@ class Hang:
         )
 
 
+@dataclass
 class Watchdog:
     """Watches one run. The main thread calls `phase`, `ended` and `behind`; a thread of its own does the rest."""
 
-    def __init__(
-        self,
-        config: Config,
-        directory: RunDirectory,
-        supervisor: Supervisor,
-        stop: Stop,
-        note: Callable[[str], None],
-        note_hang: Callable[[str], None],
-        step: Callable[[], int],
-    ) -> None:
-        """`step`: the number of the step that is under way."""
-        self._config = config
-        self._directory = directory
-        self._supervisor = supervisor
-        self._stop = stop
-        self._note = note
-        self._note_hang = note_hang
-        self._step = step
-        self._budgets = WaitBudgets(config.timeout.hang)
+    config: Config
+    directory: RunDirectory
+    supervisor: Supervisor
+    stop: Stop
+    note: Callable[[str], None]
+    note_hang: Callable[[str], None]
+    step: Callable[[], int]  # returns the number of the step that is under way
+
+    def __post_init__(self) -> None:
+        self._budgets = WaitBudgets(self.config.timeout.hang)
         self._phase = START
         self._clock = ListeningClock(timeouts.WATCHDOG_ROUND_S)  # a suspended run hangs nowhere
         self._moved = self._clock.now()
@@ -140,7 +132,7 @@ class Watchdog:
         """Return the error that ends the run in place of `error`, if a hang has caused that."""
         with self._reporting:
             if self._hang is None and self._silence is not None and isinstance(error, RoleDied):
-                self._report(*self._silence, Budget(self._config.timeout.heartbeat, None), silent=True)
+                self._report(*self._silence, Budget(self.config.timeout.heartbeat, None), silent=True)
             hang = self._hang
         if hang is None or not isinstance(error, CallTimeout | RoleDied | RunHung):
             return None
@@ -152,15 +144,15 @@ class Watchdog:
 
     def _lost(self, verdict: HangVerdict) -> bool:
         """Tell whether a rank that causes the hang was given up since."""
-        server = self._supervisor.server
-        lost = {(peer.role, peer.rank) for role in self._supervisor.roles for peer in server.peers(role) if peer.lost}
+        server = self.supervisor.server
+        lost = {(peer.role, peer.rank) for role in self.supervisor.roles for peer in server.peers(role) if peer.lost}
         return any((seen.role, seen.rank) in lost for seen in verdict.behind)
 
     def _run(self) -> None:
         while not self._leaving.wait(POLL_S):
             # A reward function may keep the interpreter's lock: then ranks lose this process, and nothing here runs.
             rewarding = [thread for thread in threading.enumerate() if thread.name in _REWARDING]
-            self._late.put_off(self._config.timeout.heartbeat, rewarding)
+            self._late.put_off(self.config.timeout.heartbeat, rewarding)
             try:
                 self._look()
             except Exception:
@@ -169,52 +161,52 @@ class Watchdog:
 
     def _learn(self) -> float:
         """Learn how long nothing had moved, if something has since; returns how long nothing moves now."""
-        now, moves = self._clock.now(), self._supervisor.server.moves() + UNDER_WAY.ended
+        now, moves = self._clock.now(), self.supervisor.server.moves() + UNDER_WAY.ended
         if moves != self._moves:
             self._budgets.waited(self._phase, now - self._moved)
             self._moved, self._moves = now, moves
         return now - self._moved
 
     def _look(self) -> None:
-        flights = self._supervisor.server.flights()
+        flights = self.supervisor.server.flights()
         with self._lock:
             self._clock.tick()
-            engines = self._supervisor.engines
+            engines = self.supervisor.engines
             if engines is not None and engines.all_lost:  # starts have deadlines of their own
                 self._moved = self._clock.now()
             waited, phase, moved = self._learn(), self._phase, self._moved
-            budget = self._budgets.of(phase, self._ceiling(flights), once=phase == START)
+            # At most a share of the deadline that comes first.
+            ceiling = CEILING * min([flight.timeout_s for flight in flights] or [self.config.timeout.reward])
+            budget = self._budgets.of(phase, ceiling, once=phase == START)
         if moved != self._stuck_since:
             self._goes_on(moved)
         self._watch_silence()
         if self._hang is None:
             if (flights or phase != START) and waited > budget.seconds:
-                self._find(budget, waited, moved)
+                with self._reporting:
+                    self._stuck_since, self._stuck_phase = moved, self._phase
+                    found, verdict = self._ask()
+                    self._report(found, verdict, budget, waited)
         elif time.monotonic() > self._act_at:
             self._act(flights)
 
     @property
     def _saving_s(self) -> float:
         """Return how long nothing may move while the run saves because of a hang."""
-        usual = self._budgets.of("checkpoint", CEILING * self._config.timeout.checkpoint)
-        return max(self._config.timeout.hang, usual.seconds)
-
-    def _ceiling(self, flights: Sequence[Flight]) -> float:
-        """Return the most a budget can be: a share of the deadline that comes first."""
-        deadlines = [flight.timeout_s for flight in flights] or [self._config.timeout.reward]
-        return CEILING * min(deadlines)
+        usual = self._budgets.of("checkpoint", CEILING * self.config.timeout.checkpoint)
+        return max(self.config.timeout.hang, usual.seconds)
 
     def _goes_on(self, moved: float) -> None:
         if self._asked_to_stop:
             # The run saves, and makes progress.
             self._stuck_since, self._act_at = moved, time.monotonic() + self._saving_s
         elif self._hang is not None:
-            self._note(f"the run goes on: step {self._hang.step} moves again")
+            self.note(f"the run goes on: step {self._hang.step} moves again")
             self._hang = None
 
     def _watch_silence(self) -> None:
         """Take the stacks while a rank is silent and not yet lost: afterwards its role cannot be asked."""
-        silent = {str(peer) for peer in self._supervisor.server.silent(self._config.timeout.heartbeat / 2)}
+        silent = {str(peer) for peer in self.supervisor.server.silent(self.config.timeout.heartbeat / 2)}
         if silent - self._silent and self._hang is None:
             with self._reporting:
                 self._stuck_phase = self._phase
@@ -227,30 +219,25 @@ class Watchdog:
 
     def _ask(self) -> tuple[Findings, HangVerdict]:
         self._late.stop()  # the answers take their time
-        found = ask_ranks(self._supervisor, self._directory, self._config.timeout)
+        found = ask_ranks(self.supervisor, self.directory, self.config.timeout)
         return found, self._judge(found)
 
     def _judge(self, found: Findings) -> HangVerdict:
-        return judge(found.ranks, found.conductor, self._config.vllm.tensor_parallel_size)
-
-    def _find(self, budget: Budget, waited: float, moved: float) -> None:
-        with self._reporting:
-            self._stuck_since, self._stuck_phase = moved, self._phase
-            found, verdict = self._ask()
-            self._report(found, verdict, budget, waited)
+        return judge(found.ranks, found.conductor, self.config.vllm.tensor_parallel_size)
 
     def _report(
         self, found: Findings, verdict: HangVerdict, budget: Budget, waited: float = 0.0, silent: bool = False
     ) -> None:
         """Write and note the findings; `silent`: a rank was given up, so that no rank can be asked any more."""
-        where, attempt = self._place()
+        paths = ((self.directory.hang(self.step(), number), number) for number in count(1))
+        where, attempt = next(each for each in paths if not os.path.exists(each[0]))  # false if the disk fails
         with contextlib.suppress(OSError):
             where.mkdir(parents=True)
-            look_from_outside(found, self._supervisor)
+            look_from_outside(found, self.supervisor)
             verdict = verdict if silent else self._judge(found)
-        hang = Hang(self._step(), self._stuck_phase, verdict, where, attempt)
-        grace_s = max(self._config.timeout.hang_grace, budget.ends_s - waited)
-        if not self._supervisor.server.flights():  # users' code that fails at its deadline need not end the run
+        hang = Hang(self.step(), self._stuck_phase, verdict, where, attempt)
+        grace_s = max(self.config.timeout.hang_grace, budget.ends_s - waited)
+        if not self.supervisor.server.flights():  # users' code that fails at its deadline need not end the run
             grace_s = max(grace_s, UNDER_WAY.longest_s())
         cause = "a rank has sent no heartbeat" if silent else f"nothing has moved for {waited:.0f} s ({budget.words()})"
         paragraph = (
@@ -258,28 +245,23 @@ class Watchdog:
             f"last messages and the load of the nodes are in {where}/. {self._next(hang, silent, grace_s)}"
         )
         with contextlib.suppress(OSError):
-            take_flights(self._directory.logs, found.when, where)
+            take_flights(self.directory.logs, found.when, where)
             write_findings(found, verdict, paragraph, where)
         self._hang = hang
         self._act_at = time.monotonic() + grace_s
-        self._note_hang(paragraph)
-
-    def _place(self) -> tuple[Path, int]:
-        """Return the directory of the next report, and its number among those of the step."""
-        paths = ((self._directory.hang(self._step(), number), number) for number in count(1))
-        return next(each for each in paths if not os.path.exists(each[0]))  # false if the disk fails
+        self.note_hang(paragraph)
 
     def _next(self, hang: Hang, silent: bool, grace_s: float) -> str:
-        key = f"train.on_hang = {self._config.train.on_hang}"
+        key = f"train.on_hang = {self.config.train.on_hang}"
         ends = "ends and starts again" if self._restart(hang) else "ends with an error"
-        if self._config.train.on_hang == "restart" and not self._restart(hang):
+        if self.config.train.on_hang == "restart" and not self._restart(hang):
             key += f", but this step has hung {hang.attempt} times"
         if silent:
             return f"The run {ends} ({key})."
         return f"If nothing moves for {grace_s:.4g} s more, the run {ends} ({key})."
 
     def _restart(self, hang: Hang) -> Reason | None:
-        if self._config.train.on_hang != "restart" or hang.attempt > MOST_RESTARTS:
+        if self.config.train.on_hang != "restart" or hang.attempt > MOST_RESTARTS:
             return None
         return Reason(f"a hang in {_phase_words(hang.phase)} of step {hang.step}: {hang.where}", True, 1)
 
@@ -290,15 +272,15 @@ class Watchdog:
         if not hang.verdict.alive:
             return  # missing heartbeats end the run where a process or a node is gone
         stuck = any(ROLES[flight.peer.role].kind == "trained" for flight in flights)
-        if not stuck and not self._asked_to_stop and self._stop.can_drop:
+        if not stuck and not self._asked_to_stop and self.stop.can_drop:
             self._asked_to_stop = True
             self._act_at = time.monotonic() + self._saving_s
             what = f"a hang in {_phase_words(hang.phase)} of step {hang.step}: {hang.where}"
-            self._stop.ask(self._restart(hang) or Reason(what, False, 1))
+            self.stop.ask(self._restart(hang) or Reason(what, False, 1))
             return
         log.error("%s", hang.error())
         self._act_at = float("inf")
-        self._supervisor.fail(hang.error())
+        self.supervisor.fail(hang.error())
 
 
 def _phase_words(phase: str) -> str:

@@ -166,9 +166,7 @@ class AgentStep:
 
         Agents tell it. Where an agent itself ended, srun does, and may name several nodes.
         """
-        found = []
-        while self.said:
-            found.append(self.said.popleft())
+        found = [self.said.popleft() for _ in range(len(self.said))]
         self.over |= {node for node, engine, _ in found if engine is None}
         for nodes, how in self.running.failures(self.code)[self.reported :]:
             self.reported += 1

@@ -119,13 +119,9 @@ def _towards(conductor: str) -> tuple[str, str, str]:
     except PlacementError:
         return "", "", ""
     interface = interface_of(address)
-    return address, interface, _subnet(interface, address)
-
-
-def _subnet(interface: str, address: str) -> str:
     known = psutil.net_if_addrs().get(interface, [])
     mask = next((each.netmask for each in known if each.address == address and each.family == socket.AF_INET), None)
-    return str(ip_interface(f"{address}/{mask}").network) if mask else ""
+    return address, interface, str(ip_interface(f"{address}/{mask}").network) if mask else ""
 
 
 def _exported(environ: Mapping[str, str]) -> list[str]:

@@ -160,12 +160,18 @@ def worker_arguments(ranks: RankMap, role: str, share: NodeShare) -> list[str]:
 
 def torchrun_command(spec: StepSpec, ranks: RankMap, node: str, log_dir: str) -> list[str]:
     """Return the torchrun command line of `spec` on `node`."""
-    share = share_on(ranks, spec.role, node)
+    share, shares = share_on(ranks, spec.role, node), ranks.roles[spec.role]
+    # Alone on its node, the store binds port 0 itself: no other process can take a port chosen beforehand.
+    store = spec.store or f"{shares[0].node if len(shares) > 1 else LOOPBACK}:0"
     return [
         sys.executable,
         "-m",
         TORCHRUN_MODULE,
-        *_rendezvous(spec, ranks, share),
+        # Not by torch's own ways to meet: those listen on every address of the node.
+        f"--nnodes={len(shares)}",
+        "--rdzv-backend=bound",
+        f"--rdzv-endpoint={store}",
+        f"--rdzv-conf=rank={shares.index(share)}",
         f"--nproc-per-node={len(share.ranks)}",
         f"--rdzv-id={spec.run_id}.{spec.role}",
         "--max-restarts=0",
@@ -177,17 +183,4 @@ def torchrun_command(spec: StepSpec, ranks: RankMap, node: str, log_dir: str) ->
         WORKER_MODULE,
         *spec.arguments,
         *worker_arguments(ranks, spec.role, share),
-    ]
-
-
-def _rendezvous(spec: StepSpec, ranks: RankMap, share: NodeShare) -> list[str]:
-    """Say where the torchruns meet. Not by torch's own ways: those listen on every address of the node."""
-    shares = ranks.roles[spec.role]
-    # Alone on its node, the store binds port 0 itself: no other process can take a port chosen beforehand.
-    store = spec.store or f"{shares[0].node if len(shares) > 1 else LOOPBACK}:0"
-    return [
-        f"--nnodes={len(shares)}",
-        "--rdzv-backend=bound",
-        f"--rdzv-endpoint={store}",
-        f"--rdzv-conf=rank={shares.index(share)}",
     ]

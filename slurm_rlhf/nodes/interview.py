@@ -88,10 +88,6 @@ class Interview:
             self._skews[node] = skew(asked, said.clock, time.time())
             self.met[node] = said
 
-    def _on_gpus(self, topology: Topology) -> bool:
-        """Tell whether ranks compute on GPUs: there are some, and torch is built for them everywhere."""
-        return topology.accelerator == GPU and all(each.equipment.get("cuda_build") for each in self.facts.values())
-
     def measure_links(self, lineup: Lineup, topology: Topology, until: float) -> list[Outcome]:
         """Measure the pairs of `lineup`, and once more, one after the other, those that seem slow."""
         seen = self.measure_groups(lineup, topology, until)
@@ -107,6 +103,8 @@ class Interview:
         first = lineup.processes[0].node
         known = {node.name: node for node in topology.nodes}
         taking_part = dict.fromkeys(process.node for process in lineup.processes)
+        # Ranks compute on GPUs where there are some, and torch is built for them everywhere.
+        on_gpus = topology.accelerator == GPU and all(each.equipment.get("cuda_build") for each in self.facts.values())
         calls = {}
         for node in taking_part:
             place = known.get(node, topology.nodes[0])
@@ -115,7 +113,7 @@ class Interview:
                 "place": asdict(Topology((replace(place, name=node),), topology.accelerator)),
                 "host": self.met[first].address,
                 "port": self.met[first].port,
-                "backend": "nccl" if self._on_gpus(topology) else "gloo",
+                "backend": "nccl" if on_gpus else "gloo",
                 "processes_in_all": len(lineup.processes),
                 "limit_s": max(self.left(until) - timeouts.REPORT_S, timeouts.REPORT_S),
             }

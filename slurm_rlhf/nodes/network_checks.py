@@ -87,13 +87,14 @@ def clocks(facts: Facts) -> Check:
     """Name nodes whose clock differs from the conductor's."""
     found = []
     for node, each in facts.items():
-        if abs(each.skew_s) >= SKEW_S:
-            said = f"the clock of {node} is {_duration(abs(each.skew_s))} {'ahead' if each.skew_s > 0 else 'behind'}"
+        if (off := abs(each.skew_s)) >= SKEW_S:
+            by = f"{off:.1f} s" if off < 120 else f"{off / 60:.0f} min"
+            said = f"the clock of {node} is {by} {'ahead' if each.skew_s > 0 else 'behind'}"
             remedy = (
                 f"Set it (chronyc makestep, as root), or {exclude(node)}: credentials of munge are refused from 300 s "
                 "on, and times of files and log lines mislead"
             )
-            found.append((failed if abs(each.skew_s) >= SKEW_FAILS_S else warned)(said, remedy, node))
+            found.append((failed if off >= SKEW_FAILS_S else warned)(said, remedy, node))
     return Check("clocks", f"all within {SKEW_S:g} s", found)
 
 
@@ -106,10 +107,6 @@ def servers(found: Sequence[Health]) -> Check:
     away = [warned(f"{one.key}: {one.url} is not there: {one.away}", remedy) for one in found if one.away]
     text = "; ".join(f"{one.url} serves {one.serves or one.key}" for one in found if not one.away)
     return Check("servers", text, away)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 SLOW = 1 / 3
@@ -173,7 +170,7 @@ def groups(outcomes: Sequence[Outcome]) -> Check:
         peers = [
             other.figures.rate
             for other in outcomes
-            if other is not each and other.figures is not None and _alike(other, each)
+            if other is not each and other.figures is not None and _size(other) == _size(each)
         ]
         if each.figures is None or len(peers) < 2 or each.figures.rate >= SLOW * median(peers):
             continue
@@ -209,9 +206,8 @@ def _called(outcome: Outcome) -> str:
     return f"{outcome.group.kind} group {outcome.group.name} ({len(outcome.group.processes)} ranks)"
 
 
-def _alike(one: Outcome, other: Outcome) -> bool:
-    same = one.group.kind == other.group.kind and len(one.group.processes) == len(other.group.processes)
-    return same and len(one.nodes) == len(other.nodes)
+def _size(outcome: Outcome) -> tuple[str, int, int]:
+    return outcome.group.kind, len(outcome.group.processes), len(outcome.nodes)
 
 
 def _median_without(rates: dict[str, float], node: str) -> float:

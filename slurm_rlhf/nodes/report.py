@@ -129,7 +129,9 @@ class Report:
 def draw(report: Report) -> str:
     """Draw a row per check, and below it each finding with its remedy."""
     width = max(len(check.name) for check in report.checks)
-    lines = [f"preflight of {_counted(report.nodes)} in {report.seconds:.1f} s: {report.verdict}"]
+    names, count = shortened(report.nodes, 4), len(report.nodes)
+    nodes = f"{count} nodes ({names})" if count > 1 else names
+    lines = [f"preflight of {nodes} in {report.seconds:.1f} s: {report.verdict}"]
     for check in report.checks:
         head = f"{check.name:{width}}  {check.verdict:7}  "
         lines += _wrapped(head, check.said if not check.findings else _told(check.findings[0]))
@@ -150,8 +152,3 @@ def _told(finding: Finding) -> str:
 def _wrapped(head: str, text: str) -> list[str]:
     lines = [part for line in text.splitlines() for part in textwrap.wrap(line, _WIDTH - len(head)) or [""]]
     return [f"{head if not number else ' ' * len(head)}{line}" for number, line in enumerate(lines)]
-
-
-def _counted(nodes: Collection[str]) -> str:
-    names = shortened(nodes, 4)
-    return f"{len(nodes)} nodes ({names})" if len(nodes) > 1 else names

@@ -67,16 +67,14 @@ class SlurmContinuation(Continuation):
 
     def end_time(self) -> float | None:
         """Read the end from the environment, else ask `squeue` once (Slurm before 23.02 sets no variable)."""
-        end = float(self._slurm.end_time) if self._slurm.end_time is not None else self._asked_end()
+        end: float | None = self._slurm.end_time
+        if end is None:
+            answer = command(["squeue", "-h", "-j", self._job, "-o", "%e"])
+            # Without a limit, or an answer of the controller, Slurm's signal stops the run in time.
+            with suppress(ValueError):
+                end = datetime.fromisoformat(answer.stdout.strip()).timestamp()
         self._last = None if end is None else time.monotonic() + end - time.time() - timeouts.REQUEUE_END_S
         return end
-
-    def _asked_end(self) -> float | None:
-        answer = command(["squeue", "-h", "-j", self._job, "-o", "%e"])
-        try:
-            return datetime.fromisoformat(answer.stdout.strip()).timestamp()
-        except ValueError:
-            return None  # the job has no limit, or the controller did not answer; Slurm's signal stops the run in time
 
     def go_on(self) -> Arrangement:
         """Run `scontrol requeue`, else `sbatch --dependency=afterany`. Only the main thread may call it.
@@ -148,7 +146,9 @@ class ChainContinuation(SlurmContinuation):
 
         Other experiments may have the same name: they train in another run directory, and so have other arguments.
         """
-        waiting = [job for job, _, after in _waiting(self._slurm.job_name) if "singleton" in after]
+        words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
+        pending = [line.partition(" ") for line in command([*words, "-o", "%i %E"]).stdout.splitlines()]
+        waiting = [job for job, _, after in pending if "singleton" in after]
         own, *others = map(_what, (str(self._slurm.job_id), *waiting))
         return [job for job, what in zip(waiting, others, strict=True) if what == own and all(own)]
 
@@ -163,12 +163,6 @@ class ParentContinuation(Continuation):
     def go_on(self) -> Arrangement:
         os.kill(self._parent, self._number)
         return Arrangement("the job is requeued by the process that submitit started", True)
-
-
-def _waiting(name: str) -> list[tuple[str, str, str]]:
-    """List (job, a blank, its dependency) of this user's pending jobs of this name."""
-    words = ["squeue", "-h", "-t", "PENDING", f"--name={name}", f"--user={os.getuid()}", "-o", "%i %E"]
-    return [line.partition(" ") for line in command(words).stdout.splitlines()]
 
 
 def is_away(text: str) -> bool:
@@ -363,9 +357,7 @@ class Successor:
         if what == REQUEUE:
             self._say(f"{why}: {self.node} has requeued it")  # before: there may be no time afterwards
             refused = command(["scontrol", "requeue", job.id])
-            if refused.returncode == 0:
-                return
-            if is_away(refused.stderr):
+            if refused.returncode == 0 or is_away(refused.stderr):
                 return
             why += f" (scontrol requeue: {refused.stderr.strip()})"
         self._say(f"{why}: {self.node} has cancelled it")

@@ -19,7 +19,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes.child_process import start_child
 from slurm_rlhf.nodes.facts import WORKERS
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.topology import GPU, Node, Topology
+from slurm_rlhf.placement.topology import GPU, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.wire import timeouts
 
@@ -248,18 +248,10 @@ def workers_step(topology: Topology, names: Sequence[str], logs: Path, container
         name=WORKERS,
         nodes=tuple(names),
         cpus=min(node.cpus for node in nodes),
-        gpus=_gpus(topology, nodes),
+        # All that the job has there: agents choose among them, and NCCL needs to see the neighbours.
+        gpus=tuple(node.gpus for node in nodes) if topology.accelerator == GPU else (),
         output=str(logs / f"{WORKERS}.%N.log"),
         together=False,
-        uneven=_uneven(topology),
+        uneven=len({node.gpus for node in topology.nodes}) > 1,
         options=container.step_options(),
     )
-
-
-def _gpus(topology: Topology, nodes: Sequence[Node]) -> tuple[int, ...]:
-    """Return all GPUs that the job has on `nodes`: agents choose among them, and NCCL needs to see the neighbours."""
-    return tuple(node.gpus for node in nodes) if topology.accelerator == GPU else ()
-
-
-def _uneven(topology: Topology) -> bool:
-    return len({node.gpus for node in topology.nodes}) > 1

@@ -75,9 +75,6 @@ class LiveProgress(PlainProgress):
 
 def make_progress(settings: Logger) -> Progress:
     """Make the display that `logger.progress` names; auto: rich if standard output is a terminal."""
-    kind = settings.progress
-    if kind == "auto":
-        kind = "rich" if sys.stdout.isatty() else "plain"
-    if kind == "rich":
-        return LiveProgress()
-    return PlainProgress() if kind == "plain" else Progress()
+    kinds: dict[str, type[Progress]] = {"rich": LiveProgress, "plain": PlainProgress, "none": Progress}
+    kinds["auto"] = LiveProgress if sys.stdout.isatty() else PlainProgress
+    return kinds[settings.progress]()

@@ -71,13 +71,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def count_lines(path: Path) -> int:
     """Count the lines of a file; 0 if it is missing or cannot be read."""
-    if not path.is_file():
-        return 0
-    try:
-        with path.open("rb") as file:
-            return sum(1 for _ in file)
-    except OSError:
-        return 0
+    with suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return sum(1 for _ in file)
+    return 0
 
 
 def truncate_after(path: Path, step: int) -> int:

@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -189,7 +190,10 @@ class RunStatus:
 
 def read_run_status(metrics: Path, summary: Path) -> RunStatus:
     """Read the two files; a file that is missing or half written counts as empty."""
-    ended, rows = read_object(summary), _last_rows(metrics)
+    ended = read_object(summary)
+    rows: list[dict[str, Any]] = []
+    with suppress(OSError):
+        rows = [row for _, row in whole_lines(read_end(metrics, most=_READ))]
     seconds = [row["time/step"] for row in rows if row.get("time/step") is not None][-_WINDOW:]
     return RunStatus(
         status=str(ended.get("status", "")),
@@ -203,10 +207,3 @@ def read_run_status(metrics: Path, summary: Path) -> RunStatus:
         restarts=tuple(map(str, ended.get("restarts", ()))),
         rows=rows,
     )
-
-
-def _last_rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [row for _, row in whole_lines(read_end(path, most=_READ))]
-    except OSError:
-        return []

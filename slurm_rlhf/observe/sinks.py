@@ -253,7 +253,8 @@ def main() -> int:
                 answer("note", sink.open(TrackedRun(**given[0])))
             elif sink is not None:
                 closed = closed or call == "close"
-                getattr(sink, call)(*given[:-1], _decoded(call, given[-1]))
+                last = [Sample(**row) for row in given[-1]] if call == "samples" else given[-1]
+                getattr(sink, call)(*given[:-1], last)
         if sink is not None and not closed:
             sink.close(True)
     except Exception as error:  # any error of a library
@@ -262,10 +263,6 @@ def main() -> int:
         print(without_secrets(f"{type(error).__name__}: {error}", os.environ), file=sys.stderr)
         return 1
     return 0
-
-
-def _decoded(call: str, value: Any) -> Any:
-    return [Sample(**row) for row in value] if call == "samples" else value
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from slurm_rlhf.observe.run_log import append_line, read_rows
 from slurm_rlhf.run_directory import write_atomically
 
 
+@dataclass(slots=True)
 class Phases:
     """Add up wall time per phase: `with phases("rollout"): ...`, then `take()` once a step.
 
@@ -25,25 +26,22 @@ class Phases:
     before that with the phase that has ended.
     """
 
-    def __init__(
-        self, watch: Callable[[str], None] = lambda name: None, ended: Callable[[str], None] = lambda name: None
-    ) -> None:
-        self._seconds: dict[str, float] = {}
-        self._open: list[str] = []
-        self._watch = watch
-        self._ended = ended
+    watch: Callable[[str], None] = lambda name: None
+    ended: Callable[[str], None] = lambda name: None
+    _seconds: dict[str, float] = field(default_factory=dict, init=False)
+    _open: list[str] = field(default_factory=list, init=False)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.monotonic()
         self._open.append(name)
-        self._watch(name)
+        self.watch(name)
         try:
             yield
         finally:
             self._open.pop()
-            self._ended(name)
-            self._watch(self._open[-1] if self._open else "")
+            self.ended(name)
+            self.watch(self._open[-1] if self._open else "")
             seconds = time.monotonic() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             if self._open:

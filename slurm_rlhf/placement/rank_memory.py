@@ -131,9 +131,8 @@ def engine(config: Config, shape: ModelShape, gpu: int) -> EngineMemory:
     kv = int(vllm.gpu_memory_utilization * gpu) - held - work - graphs
     block = block_bytes(shape, tp, dtype)
     blocks = max(0, kv // block)
-    per_sequence = blocks_of_sequence(
-        shape, config.data.max_len, 2 * tokens
-    )  # a step may be prepared while another runs
+    # A step may be prepared while another runs.
+    per_sequence = blocks_of_sequence(shape, config.data.max_len, 2 * tokens)
     return EngineMemory(held, work, graphs, kv, block, blocks, blocks / per_sequence)
 
 

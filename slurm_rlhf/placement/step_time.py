@@ -269,9 +269,8 @@ class Work:
         computed = self._seconds(flops, self.rates.update, tokens, steps, passes=2)
         elements = trained(config, self.shape, ROLES[self.role].head)[0]
         part = elements / ranks if ds.zero_stage else elements
-        own = (
-            ADAM_BYTES * part / (self.rates.optimizer * self.gpu.bandwidth_gbs * 1e9)
-        )  # gradient, master and moments, read and written
+        # Gradient, master and moments are read and written.
+        own = ADAM_BYTES * part / (self.rates.optimizer * self.gpu.bandwidth_gbs * 1e9)
         gradient = elements * (2 if ds.grad_comm_dtype == "bf16" else 4) * (ranks - 1) / ranks / self._link()
         parameters = elements * (2 if half(config) else 4) * (ranks - 1) / ranks / self._link()
         if ds.zero_stage >= 2:  # in each micro-batch, while the next layers compute

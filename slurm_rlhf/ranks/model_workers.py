@@ -162,7 +162,7 @@ class ActorWorker(TrainerWorker, ActorCalls):
         return self.sync.join(request.parameters, **request.described())
 
     def sync_abort(self) -> None:
-        abort_newest("an engine was lost before the group was formed")
+        abort_newest()
 
     def sync_push(self, version: int) -> SyncReport:
         return self.sync.push(self.trainer.local_parameters(), version)

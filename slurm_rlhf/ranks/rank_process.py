@@ -166,13 +166,6 @@ def relay_termination(client: ControlClient) -> None:
     threading.Thread(target=wait, name="termination", daemon=True).start()
 
 
-def abort_forming() -> None:
-    """Give up the weight transfer group that is being formed: a member of it is gone."""
-    from slurm_rlhf.weights.group import abort_newest  # it needs torch
-
-    abort_newest("an engine was lost before the group was formed")
-
-
 def _leave(reason: str) -> None:
     """End this process: it hears its conductor no more, and its main thread may sit in a collective that never ends."""
     own = reason == THREAD_FAILED
@@ -244,6 +237,7 @@ def main() -> None:
     # Before there is a client: from its hello on, a silent rank counts as lost.
     import_libraries(config, info)
     from slurm_rlhf.process_groups._torch import protect  # it needs torch
+    from slurm_rlhf.weights.group import abort_newest
 
     protect(keys.client_secret)
     if arguments.program:
@@ -261,7 +255,7 @@ def main() -> None:
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,
         on_beat=partial(beat, late_s(config.timeout.heartbeat)),
-        threaded={RankCalls.stacks.__name__: take_stacks, ActorCalls.sync_abort.__name__: abort_forming},
+        threaded={RankCalls.stacks.__name__: take_stacks, ActorCalls.sync_abort.__name__: abort_newest},
     )
     client.connect(config.timeout.connect)
     if held:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +119,7 @@ class Worker(RankCalls):
             arguments = [] if spec.argument is None else [request.argument(spec.argument)]
             answer = self.perform(getattr(self, spec.name), arguments)
             if isinstance(answer, Future):
-                answer.add_done_callback(partial(_settle, request))
+                answer.add_done_callback(lambda done: request.answer_with(done.result))
             else:
                 request.reply(answer)
         except Exception as error:
@@ -139,11 +138,3 @@ class Worker(RankCalls):
 
     def close(self) -> None:
         """Release what outlives a process: shared memory, sockets, groups."""
-
-
-def _settle(request: Request, answer: Future[Any]) -> None:
-    """Answer a call with what its Future has brought."""
-    try:
-        request.reply(answer.result())
-    except Exception as error:
-        request.fail(error)

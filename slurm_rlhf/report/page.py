@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +24,8 @@ from slurm_rlhf.config.rules import GROUP, correction_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import stored_keys
 from slurm_rlhf.errors import cut
-from slurm_rlhf.observe.run_log import (
-    REQUEUE,
-    RESTART,
-    RunEvent,
-    Sample,
-    count_lines,
-    read_events,
-    read_object,
-    read_rows,
-    read_samples,
-)
-from slurm_rlhf.report.pictures import (
-    curves,
-    latest,
-    nodes,
-    role_times,
-    sessions,
-    shown,
-    step_times,
-    timeline,
-    weight_sync,
-)
+from slurm_rlhf.observe import run_log
+from slurm_rlhf.report import pictures
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 SAMPLES = 300
@@ -66,9 +47,9 @@ class RunFiles:
     name: str  # the directory's name
     root: str
     rows: list[dict[str, Any]]  # the lines of metrics.jsonl
-    samples: list[Sample]  # chosen by `shown_places`
+    samples: list[run_log.Sample]  # chosen by `shown_places`
     samples_of: int  # number of samples in the file
-    events: list[RunEvent]
+    events: list[run_log.RunEvent]
     timeline: list[dict[str, Any]]  # as `StepSpans.line` returns them
     layout: dict[str, Any]
     summary: dict[str, Any]
@@ -78,17 +59,17 @@ class RunFiles:
     @classmethod
     def read(cls, directory: RunDirectory) -> RunFiles:
         """Read everything."""
-        root, samples_of = directory.root.absolute(), count_lines(directory.samples)
+        root, samples_of = directory.root.absolute(), run_log.count_lines(directory.samples)
         return cls(
             name=root.name,
             root=str(root),
-            rows=read_rows(directory.metrics),
-            samples=read_samples(directory.samples, set(shown_places(samples_of))),
+            rows=run_log.read_rows(directory.metrics),
+            samples=run_log.read_samples(directory.samples, set(shown_places(samples_of))),
             samples_of=samples_of,
-            events=read_events(directory.events),
-            timeline=read_rows(directory.timeline),
-            layout=read_object(directory.layout),
-            summary=read_object(directory.summary),
+            events=run_log.read_events(directory.events),
+            timeline=run_log.read_rows(directory.timeline),
+            layout=run_log.read_object(directory.layout),
+            summary=run_log.read_object(directory.summary),
             config=stored_keys(directory.config),
             evaluations=read_evaluations(directory.evaluations),
         )
@@ -116,7 +97,7 @@ def _step(path: Path) -> str:
 
 
 def _figures(path: Path) -> dict[str, Any] | None:
-    found = read_object(path)
+    found = run_log.read_object(path)
     return {"eval": found.get("eval"), "datasets": found["datasets"]} if "datasets" in found else None
 
 
@@ -142,23 +123,21 @@ def run_content(run: RunFiles, now: float) -> dict[str, Any]:
     return {
         "root": run.root,
         "summary": run.summary,
-        "curves": curves(run.rows),
+        "curves": pictures.curves(run.rows),
         "corrected": corrected(run.config),
-        "times": step_times(run.rows),
-        "role_times": role_times(run.timeline),
-        "timeline": timeline(run.timeline, run.layout),
-        "nodes": nodes(run.layout, run.rows),
-        "sync": weight_sync(run.layout, run.rows),
+        "times": pictures.step_times(run.rows),
+        "role_times": pictures.role_times(run.timeline),
+        "timeline": pictures.timeline(run.timeline, run.layout),
+        "nodes": pictures.nodes(run.layout, run.rows),
+        "sync": pictures.weight_sync(run.layout, run.rows),
         "evaluations": run.evaluations,
         "samples": [short(sample) for sample in run.samples],
         "samples_of": run.samples_of,
-        "events": [asdict(event) for event in shown(run.events)],
-        "sessions": sessions(run.events, now, run.summary.get("status") == "running"),
-        "requeues": sum(event.event == REQUEUE for event in run.events),
-        "restarts": sum(event.event == RESTART for event in run.events),
-        "tokens_per_s": latest(run.rows, "perf/tokens_per_s"),
-        "gpu_idle": latest(run.rows, "perf/gpu_idle"),
-        "mfu": latest(run.rows, "perf/mfu"),
+        "events": [asdict(event) for event in pictures.shown(run.events)],
+        "sessions": pictures.sessions(run.events, now, run.summary.get("status") == "running"),
+        "requeues": sum(event.event == run_log.REQUEUE for event in run.events),
+        "restarts": sum(event.event == run_log.RESTART for event in run.events),
+        **{name: pictures.latest(run.rows, f"perf/{name}") for name in ("tokens_per_s", "gpu_idle", "mfu")},
     }
 
 
@@ -171,7 +150,7 @@ def corrected(config: dict[str, Any]) -> bool:
     return correction_of(made) is not None or bool(made.algo.correction.off_policy_delta)
 
 
-def short(sample: Sample) -> dict[str, Any]:
+def short(sample: run_log.Sample) -> dict[str, Any]:
     """Return a sample for the page: with rounded numbers and shortened texts."""
     found = asdict(sample)
     found |= {name: cut(found[name], CHARACTERS) for name in ("prompt", "response")}
@@ -184,12 +163,7 @@ def short(sample: Sample) -> dict[str, Any]:
 
 def tokens_within(tokens: Sequence[str], most: int) -> int:
     """Return how many tokens from the first on have at most `most` characters together."""
-    total = 0
-    for count, token in enumerate(tokens):
-        total += len(token)
-        if total > most:
-            return count
-    return len(tokens)
+    return sum(total <= most for total in accumulate(map(len, tokens)))
 
 
 def distinct(names: Sequence[str], roots: Sequence[str]) -> list[str]:
@@ -254,11 +228,14 @@ _PART = re.compile(r"/\*(\w+\.(?:css|js))\*/")
 
 def page(content: dict[str, Any]) -> str:
     """Return the page that shows `content`."""
-    folder = files("slurm_rlhf.report") / "page"
-    html = (folder / "page.html").read_text(encoding="utf-8")
-    html = _PART.sub(lambda mark: (folder / mark[1]).read_text(encoding="utf-8"), html)
-    before, _, after = html.partition("/*DATA*/")
+    before, _, after = _template("page.html").partition("/*DATA*/")
     return before + embedded(content) + after
+
+
+def _template(name: str) -> str:
+    folder = files("slurm_rlhf.report") / "page"
+    html = (folder / name).read_text(encoding="utf-8")
+    return _PART.sub(lambda mark: (folder / mark[1]).read_text(encoding="utf-8"), html)
 
 
 def embedded(content: dict[str, Any]) -> str:
@@ -317,10 +294,7 @@ def histogram(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 def write_data_page(path: Path, views: Sequence[DataView]) -> None:
     """Write the page into a file. Raises OSError."""
-    folder = files("slurm_rlhf.report") / "page"
-    html = (folder / "data.html").read_text(encoding="utf-8")
-    css = (folder / "page.css").read_text(encoding="utf-8")
-    text = html.replace("/*CSS*/", css).replace("<!--BODY-->", "\n".join(map(_section, views)))
+    text = _template("data.html").replace("<!--BODY-->", "\n".join(map(_section, views)))
     write_atomically(path, text.encode("utf-8", "replace").decode())  # a text may have lone surrogates
 
 

@@ -144,9 +144,8 @@ def _named(values: Any, key: str, where: str) -> dict[str, Any]:
 def _log_values(values: Any, count: int, where: str) -> F32:
     """Read one number per response, or one for all."""
     plain = _plain(values)
-    if isinstance(plain, (list, tuple)):
-        return _numbers(plain, count, where, "values")
-    return _numbers([plain], 1, where, "values")
+    several = isinstance(plain, (list, tuple))
+    return _numbers(plain if several else [plain], count if several else 1, where, "values")
 
 
 def _numbers(values: Any, count: int, where: str, noun: str) -> F32:

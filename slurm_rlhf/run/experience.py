@@ -109,14 +109,17 @@ def fill_advantages(
     rewards = judged.rewards
     if scale is not None:
         rewards = reward_shaping.normalized(rewards, scale.with_batch(rewards))
-    rewards, shaping = shaped_rewards(config, experience, judged, rewards)
+    # Its own score, or its reward without scores, says by being above 0 whether a response is correct.
+    correct, longest = (judged.rewards if judged.scores is None else judged.scores) > 0, config.rollout.max_new_tokens
+    groups = groups_of(config, experience)
+    shaped, shaping = reward_shaping.shape(rewards, experience, correct, groups, longest, config.reward)
     inputs = AdvantageInputs(
-        rewards=rewards,
+        rewards=shaped.astype(np.float32),
         kl=kl,
         values=columns.get("values"),
         action_mask=mask,
         offsets=offsets,
-        groups=groups_of(config, experience),
+        groups=groups,
         kl_coef=0.0 if config.algo.kl.use_loss else kl_coef,
         clip_range=config.reward.clip_range,
         gamma=advantage.gamma,
@@ -176,20 +179,6 @@ def fill_correction(config: Config, experience: Experience, age: I32) -> dict[st
 def groups_of(config: Config, experience: Experience) -> reward_shaping.Groups:
     """Number the prompt of each response, [N]: 0, 0, 1, 1, ..."""
     return np.arange(len(experience)) // config.rollout.n_samples_per_prompt
-
-
-def shaped_rewards(
-    config: Config, experience: Experience, judged: Rewards, rewards: F32
-) -> tuple[F32, dict[str, float]]:
-    """Return `rewards` with the penalties that are on, [N], and their metrics.
-
-    `rewards` are the normalised ones of `judged`, whose own scores, or rewards without scores, say by being above 0
-    whether a response is correct.
-    """
-    correct = (judged.rewards if judged.scores is None else judged.scores) > 0
-    groups, longest = groups_of(config, experience), config.rollout.max_new_tokens
-    shaped, metrics = reward_shaping.shape(rewards, experience, correct, groups, longest, config.reward)
-    return shaped.astype(np.float32), metrics
 
 
 def loss_mask(config: Config, experience: Experience) -> Bool:

@@ -19,22 +19,11 @@ import numpy as np
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
+from slurm_rlhf.placement import step_time
 from slurm_rlhf.placement.gpus import Gpu
 from slurm_rlhf.placement.memory import Models, read_models
 from slurm_rlhf.placement.model_shape import batch_flops
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.step_time import (
-    MEAN,
-    RATES,
-    Cores,
-    Links,
-    Probe,
-    Rates,
-    StepLengths,
-    Work,
-    measured,
-    predict,
-)
 from slurm_rlhf.placement.topology import CPU
 from slurm_rlhf.records import I32, Experience
 from slurm_rlhf.wire.calls import EngineCalls, PassRequest, SamplingRequest, TrainerCalls
@@ -63,9 +52,9 @@ class Speeds:
     """Hold what is known of the hardware."""
 
     gpu: Gpu
-    links: Links
-    rates: Rates = RATES
-    cores: Cores | None = None  # None: on GPUs
+    links: step_time.Links
+    rates: step_time.Rates = step_time.RATES
+    cores: step_time.Cores | None = None  # None: on GPUs
 
 
 @dataclass(slots=True)
@@ -77,7 +66,7 @@ class Prediction:
     speeds: Speeds | None = None
     _first: bool = field(default=True, init=False)  # only the first step is there
     _seconds: dict[str, deque[float]] = field(default_factory=dict, init=False)
-    _lengths: deque[StepLengths] = field(default_factory=partial(deque, maxlen=LAST), init=False)
+    _lengths: deque[step_time.StepLengths] = field(default_factory=partial(deque, maxlen=LAST), init=False)
 
     def step(self, experience: Experience, timings: Mapping[str, float]) -> None:
         """Note a step; `timings` holds its phases, as `time/<phase>`.
@@ -89,7 +78,7 @@ class Prediction:
             self._lengths.clear()
             self._seconds.clear()
         responses, prompt = experience.response_lens.tolist(), round(float(experience.prompt_lens.mean()))
-        self._lengths.append(StepLengths(responses, experience.lengths.tolist(), prompt))
+        self._lengths.append(step_time.StepLengths(responses, experience.lengths.tolist(), prompt))
         ahead = self.config.vllm.sync_mode == "inflight"  # then a step waits for what is left of sampling
         for phase, name in MEASURED.items():
             if name in timings and not (ahead and phase == "sampling"):
@@ -101,7 +90,9 @@ class Prediction:
         if not self._lengths or self.models is None or known is None:
             return {}
         found = [
-            predict(self.config, self.models, known.gpu, known.links, 0.0, step, known.rates, known.cores).phases
+            step_time.predict(
+                self.config, self.models, known.gpu, known.links, 0.0, step, known.rates, known.cores
+            ).phases
             for step in self._lengths
         ]
         return {
@@ -167,8 +158,8 @@ class _Measurement:
         here = len(os.sched_getaffinity(0))
         cores = sum(self.ranks.topology.node(node).cpus or here for node in nodes)
         rivals = sum(self.ranks.world(role) for role in self.models if role != ROLLOUT)
-        self._cores = Cores(cores, self.config.train.threads_per_rank or max(1, cores // rivals))
-        self._response = max(1, round(MEAN * self.config.rollout.max_new_tokens))
+        self._cores = step_time.Cores(cores, self.config.train.threads_per_rank or max(1, cores // rivals))
+        self._response = max(1, round(step_time.MEAN * self.config.rollout.max_new_tokens))
 
     def speeds(self) -> Speeds | None:
         """Measure; None for a model that takes too long."""
@@ -189,16 +180,18 @@ class _Measurement:
             sorted((self._sampling(count) for _ in range(3)), key=lambda probe: probe.seconds / probe.steps)[1]
             for count in (max(1, most // 4), most)
         )
-        gpu, rates = measured(forward, update, (few, more), optimizer)
-        return Speeds(gpu, Links(link or optimizer, link or optimizer), rates, self._cores)
+        gpu, rates = step_time.measured(forward, update, (few, more), optimizer)
+        return Speeds(gpu, step_time.Links(link or optimizer, link or optimizer), rates, self._cores)
 
-    def _work(self, count: int) -> Work:
+    def _work(self, count: int) -> step_time.Work:
         """Describe what a rank of the actor has to do with so many sequences."""
         prompt, response = len(self.prompt), self._response
-        batch = StepLengths([response] * count, [prompt + response] * count, prompt)
-        return Work(self.config, ACTOR, self.models[ACTOR], Gpu("CPU", 0, 0, 0, ""), Links(0, 0), batch)
+        batch = step_time.StepLengths([response] * count, [prompt + response] * count, prompt)
+        return step_time.Work(
+            self.config, ACTOR, self.models[ACTOR], Gpu("CPU", 0, 0, 0, ""), step_time.Links(0, 0), batch
+        )
 
-    def _pass(self, count: int, backward: bool) -> tuple[Probe, float, float]:
+    def _pass(self, count: int, backward: bool) -> tuple[step_time.Probe, float, float]:
         """Have all ranks of the trained roles pass `count` sequences each; return what the actor's slowest did."""
         answers = {}
         for role in self._trained:
@@ -216,13 +209,13 @@ class _Measurement:
         # Predictions share the cores among the ranks: by the clock more ranks than these hold have taken turns here.
         threads = sum(self.roles[role].world for role in self._trained) * self._cores.threads
         crowd = max(1.0, threads / self._cores.count)
-        probe = Probe(flops, max(max(each.seconds / crowd, each.busy) for each in found))
+        probe = step_time.Probe(flops, max(max(each.seconds / crowd, each.busy) for each in found))
         return probe, min(each.optimizer for each in found), min(each.link for each in found)
 
-    def _sampling(self, count: int) -> Probe:
+    def _sampling(self, count: int) -> step_time.Probe:
         """Have all engines sample `count` responses; return what the slowest did."""
         request = SamplingRequest(self.prompt, count, min(TOKENS, self._response))
         loads = gather([self.roles[ROLLOUT].call(number, EngineCalls.measure, request) for number in self.engines])
         load, shape = max(loads, key=lambda each: each.busy_s), self.models[ROLLOUT]
         prefill = count * batch_flops(shape, [len(self.prompt)], backward=False, head_tokens=0)
-        return Probe(prefill + 2.0 * shape.active * load.tokens, load.busy_s, load.steps)
+        return step_time.Probe(prefill + 2.0 * shape.active * load.tokens, load.busy_s, load.steps)

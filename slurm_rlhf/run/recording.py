@@ -214,6 +214,7 @@ def sample_of(
     assert batch.scored is not None
     trajectory, columns = batch.trajectories[row], experience.columns
     prompt = batch.prompts[row * len(batch.prompts) // len(batch.trajectories)]
+    label = prompt.label if prompt.label is None or isinstance(prompt.label, bool | int | str) else str(prompt.label)
     start, end = (int(offset) for offset in experience.action_offsets[row : row + 2])
 
     def numbers(name: str) -> list[float | None]:
@@ -226,7 +227,7 @@ def sample_of(
         sample=trajectory.sample,
         prompt=prompt.text,
         response=trajectory.text,
-        label=_plain(prompt.label),
+        label=label,
         reward=finite(float(batch.scored.rewards[row])),
         score=None if batch.scored.scores is None else finite(float(batch.scored.scores[row])),
         advantage=finite(float(np.mean(advantages[start:end]))) if advantages is not None and end > start else None,
@@ -239,8 +240,3 @@ def sample_of(
         failed="" if batch.scored.failed is None else str(batch.scored.failed[row]),
         observed=np.flatnonzero(np.diff(~trajectory.action_mask, prepend=False, append=False)).tolist(),
     )
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON can hold."""
-    return value if value is None or isinstance(value, bool | int | str) else str(value)

@@ -315,17 +315,13 @@ class RunCheckpoints:
         return [role for role in self.step.roles if ROLES[role].kind == "trained"]
 
     def _state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"run": asdict(self.state), "order": self.order, "kl": self.step.kl.state_dict()}
-        if self.step.scale is not None:
-            state[REWARD_SCALE] = asdict(self.step.scale)
-        if self.unevaluated is not None:
-            state[UNEVALUATED] = {name: finite(value) for name, value in self.unevaluated.items()}
-        if self.best is not None:
-            state[BEST] = asdict(self.best)
-        if self.gpus is not None:
-            state[GPUS] = self.gpus.state_dict()
-        if plugins := load_plugins(self.step.config.train.plugins):
-            state[PLUGINS] = plugins
-        if self.model:
-            state[MODEL] = self.model
-        return state
+        optional = {
+            REWARD_SCALE: self.step.scale and asdict(self.step.scale),
+            UNEVALUATED: self.unevaluated and {name: finite(value) for name, value in self.unevaluated.items()},
+            BEST: self.best and asdict(self.best),
+            GPUS: self.gpus and self.gpus.state_dict(),
+            PLUGINS: load_plugins(self.step.config.train.plugins),
+            MODEL: self.model,
+        }
+        state = {"run": asdict(self.state), "order": self.order, "kl": self.step.kl.state_dict()}
+        return state | {key: value for key, value in optional.items() if value}

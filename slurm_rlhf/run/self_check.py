@@ -128,7 +128,7 @@ class SelfCheck:
             return
         self._updated = True
         self.figures["ratio"] = metrics["first_ratio"]
-        self.note(verdicts.ratio_line(verdict))
+        self.note(f"self-check, first update: {verdict.detail}; at most {verdict.bound.limit:g} off")
         self._insist(verdict)
 
     def _first_ratio(self, exp: Experience, metrics: dict[str, float]) -> tuple[float, float]:

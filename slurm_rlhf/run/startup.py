@@ -20,13 +20,11 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.eval.sets import Evaluation
 from slurm_rlhf.groups.engine_pool import EnginePool
-from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import Watchdog
 from slurm_rlhf.nodes.environment import role_environment
 from slurm_rlhf.observe.run_log import read_events
 from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.step_time import AGAIN, FASTER
 from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.scored import ModelRewards, Scoring, reward_scale
@@ -117,13 +115,21 @@ class Startup:
             weight_sync = self._weight_sync(engines)
             self.run.reporting.recorder.transfer = lambda: weight_sync.connection
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
-            pool = self._start_engines(units, engines, weight_sync, colocation)
+            # Begin to start them; colocated ones before the trainers, which find them asleep.
+            all_at_once = config.train.full_determinism or config.train.colocate_all
+            pool = EnginePool(self.supervisor, units, engines, weight_sync, all_at_once)
+            units.begin(all_at_once, self.run.reporting.note)
+            if colocation is not None:
+                log.info("engines %s have started, before any trainer", pool.wait([]))
+                colocation.put_engines_to_sleep()
         gpus = self._gpus()
         self._start_trainers(pool)
         self._measure_cpus()
         step = self._step(self._episodes(pool), pool, colocation)
         directory, saved = CheckpointDir(self.run.directory.root), self.run.reporting.saved
-        cadence = self._cadence(state.step)
+        nodes, ckpt = len(self.run.ranks.topology.nodes), config.ckpt
+        known = failures(read_events(self.run.directory.events), nodes, ckpt.mtbf_hours)
+        cadence = SaveCadence(ckpt.save_steps, known, self.run.reporting.note, last=state.step)
         checkpoints = RunCheckpoints(directory, state, step, saved, cadence, self.run.started, gpus, self.inputs.model)
         self._checkpoints = checkpoints
         if checkpoint is not None:
@@ -135,14 +141,10 @@ class Startup:
 
     def _weight_sync(self, engines: EngineHandle) -> WeightSync:
         actor, host, before = self.supervisor.roles[ACTOR], self.supervisor.sync_host, self._sync
-        fresh = WeightSync(self.run.config, actor, engines, host)
-        self._sync = before.renewed(actor, engines, host) if before else fresh
+        # The store and the groups of an actor that was started again are new ones, and so have other names.
+        known = (0, False) if before is None else (before.generation, before.fell_back)
+        self._sync = WeightSync(self.run.config, actor, engines, host, *known)
         return self._sync
-
-    def _cadence(self, step: int) -> SaveCadence:
-        ckpt = self.run.config.ckpt
-        known = failures(read_events(self.run.directory.events), len(self.run.ranks.topology.nodes), ckpt.mtbf_hours)
-        return SaveCadence(ckpt.save_steps, known, self.run.reporting.note, last=step)
 
     def _evaluation(self, step: TrainingStep) -> Evaluation | None:
         config, sets = self.run.config, self.inputs.evaluation
@@ -177,18 +179,6 @@ class Startup:
             report.prediction = measured_prediction(run.config, run.ranks, roles, [*engines.up], typical)
         except RunError as error:
             report.note(f"the speed of the CPUs was not measured, so no step is predicted: {error}")
-
-    def _start_engines(
-        self, engines: Engines, handle: EngineHandle, weight_sync: WeightSync, colocation: Colocation | None
-    ) -> EnginePool:
-        """Begin to start the engines; colocated ones before the trainers, which find them asleep."""
-        all_at_once = self.run.config.train.full_determinism or self.run.config.train.colocate_all
-        pool = EnginePool(self.supervisor, engines, handle, weight_sync, all_at_once)
-        engines.begin(all_at_once, self.run.reporting.note)
-        if colocation is not None:
-            log.info("engines %s have started, before any trainer", pool.wait([]))
-            colocation.put_engines_to_sleep()
-        return pool
 
     def _start_trainers(self, pool: EnginePool | None) -> None:
         """Start the trainers, while the engines of `pool` start, and wait for them and the first engine."""
@@ -262,7 +252,8 @@ class Startup:
         source = inputs.reward or model
         assert source is not None
         engines = self.supervisor.engines  # one that died may start again on another node
-        node = sampling_nodes(self.run.ranks).__getitem__ if engines is None else engines.node
+        actors = [share.node for share in self.run.ranks.roles[ACTOR] for _ in share.ranks]  # sample without engines
+        node = actors.__getitem__ if engines is None else engines.node
         return TrainingStep(
             config=config,
             algorithm=algorithm_of(config),
@@ -308,11 +299,6 @@ def ways(config: Config, trainers: Collection[str]) -> Iterator[str]:
         "KV cache kept over updates": config.vllm.keep_kv_cache,
     }
     yield from (words for words, is_used in in_use.items() if is_used)
-
-
-def sampling_nodes(ranks: RankMap) -> list[str]:
-    """List the node of each engine; without engines, of each rank of the actor."""
-    return [*ranks.engine_nodes.values()] or [share.node for share in ranks.roles[ACTOR] for _ in share.ranks]
 
 
 def optimizer_steps(config: Config, role: str, steps: int) -> int:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
@@ -38,6 +39,7 @@ from slurm_rlhf.sampling.batches import (
 from slurm_rlhf.sampling.episodes import Episodes
 
 
+@dataclass(eq=False)
 class GroupStream:
     """Gives each step its batch: of groups of any age within the bound, or of fresh ones, if `size` is None.
 
@@ -51,21 +53,17 @@ class GroupStream:
     price: engines wait for the last response of a round.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        prompts: PromptSet,
-        order: PromptOrder,
-        last: int,
-        episodes: Episodes,
-        reward: Scoring,
-        awake: Callable[[int], AbstractContextManager[None]],
-    ) -> None:
-        """`last`: last step of the run; `awake` lets engines sample with a policy version: colocated ones are awake
-        meanwhile."""
-        self.config, self.prompts, self.order, self.last = config, prompts, order, last
-        self.episodes, self.reward, self.awake = episodes, reward, awake
-        train, algo = config.train, config.algo
+    config: Config
+    prompts: PromptSet
+    order: PromptOrder
+    last: int  # last step of the run
+    episodes: Episodes
+    reward: Scoring
+    awake: Callable[[int], AbstractContextManager[None]]
+    """Lets engines sample with a policy version: colocated ones are awake meanwhile."""
+
+    def __post_init__(self) -> None:
+        config, train, algo = self.config, self.config.train, self.config.algo
         filtered, inflight = algo.dynamic_filtering_enable, config.vllm.sync_mode == "inflight"
         # train.async_queue_size; None: a step samples its batch, under one policy
         self.size = train.async_queue_size if inflight else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -69,7 +69,8 @@ class Generation:
         Nothing of the training changes by it: no random number of the run is drawn, modes are restored. Where the
         policy is not whole, `layer` is called with the number of each layer before its parameters are gathered.
         """
-        with undisturbed(self._module, self._device), torch.no_grad(), self._cast():
+        cast = torch.autocast(self._device.type, self._autocast, self._autocast is not None)
+        with undisturbed(self._module, self._device), torch.no_grad(), cast:
             if self.whole:
                 yield
                 return
@@ -88,9 +89,6 @@ class Generation:
         for own in self._own.values():
             own.data = torch.empty(0, dtype=own.dtype, device=self._device)
         return freed
-
-    def _cast(self) -> Any:
-        return nullcontext() if self._autocast is None else torch.autocast(self._device.type, dtype=self._autocast)
 
 
 def stepping(model: Any, step: Callable[..., Any]) -> Any:

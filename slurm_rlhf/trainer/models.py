@@ -14,28 +14,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_rlhf.config.model_directory import (
-    REWARD_HEADS,
-    check_head_shape,
-    check_model_directory,
-    reward_head,
-    weight_files,
-)
+from slurm_rlhf.config import model_directory
 from slurm_rlhf.config.roles import layout_of
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.trainer import batch
+from slurm_rlhf.trainer import batch, forward_fixes
 from slurm_rlhf.trainer._transformers import packed_rows_are_known, restore_buffers
 from slurm_rlhf.trainer.backends import gathering, is_sharded
 from slurm_rlhf.trainer.batch import PackedRow
 from slurm_rlhf.trainer.distributed import local_device
-from slurm_rlhf.trainer.forward_fixes import (
-    checkpoint_layers,
-    compile_layers,
-    fix_frequencies,
-    switch_off,
-    take_liger_kernels,
-)
 from slurm_rlhf.trainer.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
 from slurm_rlhf.trainer.optimizer_state import Fragment
 from slurm_rlhf.trainer.trainer import DTYPES
@@ -230,7 +217,7 @@ def _load(kind: Any, path: Path, ds: Ds, checkpointing: str, max_len: int) -> An
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    check_model_directory("the model", str(path), tokenizer=False)
+    model_directory.check_model_directory("the model", str(path), tokenizer=False)
     try:
         model, info = _from_pretrained(kind, path, ds)
     except Exception as error:  # transformers, safetensors and pickle raise many kinds
@@ -245,17 +232,17 @@ def _load(kind: Any, path: Path, ds: Ds, checkpointing: str, max_len: int) -> An
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
     if sharded:
         restore_buffers(model, kind)
-    switch_off(model)
-    fix_frequencies(model, max_len, str(path))
+    forward_fixes.switch_off(model)
+    forward_fixes.fix_frequencies(model, max_len, str(path))
     if not sharded:
         model.to(local_device())  # some kernels know no CPU: models are compared and compiled where they train
     if layout_of(ds, str(path)).packed:
         _compare_packed(model.base_model, str(path))
-    checkpoint_layers(model, checkpointing)
+    forward_fixes.checkpoint_layers(model, checkpointing)
     if ds.use_liger_kernel:
-        take_liger_kernels(model)
+        forward_fixes.take_liger_kernels(model)
     if ds.compile:
-        compile_layers(model)
+        forward_fixes.compile_layers(model)
     return model
 
 
@@ -350,7 +337,7 @@ class ValueHead(nn.Linear):
 def head_name(directory: Path) -> str | None:
     """Return which of REWARD_HEADS the directory has, or None. Raises ModelError if it has several."""
     names = _tensors(directory)
-    found = [head for head in REWARD_HEADS if f"{head}.weight" in names]
+    found = [head for head in model_directory.REWARD_HEADS if f"{head}.weight" in names]
     if len(found) > 1:
         raise ModelError(
             f"{directory}: {' and '.join(found)} are in it, and a reward model has one head: remove the others"
@@ -375,9 +362,9 @@ def take_head(directory: Path, head: ValueHead, statistics: tuple[float, float] 
 def load_head(directory: Path, hidden: int) -> ValueHead:
     """Load the directory's head, fp32. Raises ModelError unless there is one and it has one output."""
     tensors = _tensors(directory)
-    found = reward_head(tensors, directory)
+    found = model_directory.reward_head(tensors, directory)
     weight, bias = tensors[f"{found}.weight"], tensors.get(f"{found}.bias")
-    check_head_shape(str(directory), found, list(weight.shape), hidden)
+    model_directory.check_head_shape(str(directory), found, list(weight.shape), hidden)
     head = ValueHead(hidden, bias=bias is not None)
     with torch.no_grad():
         head.weight.copy_(weight)
@@ -389,7 +376,7 @@ def load_head(directory: Path, hidden: int) -> ValueHead:
 def _tensors(directory: Path) -> dict[str, Tensor]:
     """Map the weights of a directory: no more is read from the disk than what is used."""
     found: dict[str, Tensor] = {}
-    for file in weight_files(directory):
+    for file in model_directory.weight_files(directory):
         try:
             if file.suffix == ".safetensors":
                 found |= load_file(file)

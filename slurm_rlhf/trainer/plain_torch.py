@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import groupby
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ class PlainTrainer(Trainer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         dtype = self.cfg.autocast
-        with nullcontext() if dtype is None else torch.autocast(self.world.device.type, dtype=dtype):
+        with torch.autocast(self.world.device.type, dtype, dtype is not None):
             return self.module(*args, **kwargs)
 
     def accumulate(self, loss: Tensor, last: bool) -> None:

@@ -283,12 +283,8 @@ class Trainer(ABC):
         """Return a copy of what a checkpoint holds besides the fragments."""
         cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
         state = {"steps": self.steps, "sizes": self._sizes(), "rng": torch.get_rng_state(), "cuda_rng": cuda}
-        adapter = settings_of(self.module)
-        return (
-            state
-            | ({"loss_scale": self._scale.state()} if self._scale else {})
-            | ({"adapter": adapter} if adapter else {})
-        )
+        optional = {"loss_scale": self._scale and self._scale.state(), "adapter": settings_of(self.module)}
+        return state | {name: value for name, value in optional.items() if value}
 
     def _sizes(self) -> dict[str, int]:
         """Count the elements of every trained parameter; tied parameters appear once."""

@@ -267,10 +267,10 @@ _newest: list[SyncGroup] = []
 """The group that this process has begun to form last."""
 
 
-def abort_newest(reason: str) -> None:
-    """Abort the group that this process is forming, or has formed last; for any thread."""
+def abort_newest() -> None:
+    """Abort the group that this process is forming, or has formed last: a member of it is gone. For any thread."""
     for group in list(_newest):
-        group.abort(reason)
+        group.abort("an engine was lost before the group was formed")
 
 
 def join(joining: Membership) -> SyncGroup:

@@ -43,10 +43,6 @@ class WeightSync:
     connection: SyncConnection | None = field(default=None, init=False)  # the leader's, for the user
     _parameters: list[ParameterSpec] = field(default_factory=list, init=False)
 
-    def renewed(self, actor: RoleHandle[ActorCalls], rollout: EngineHandle, host: str) -> WeightSync:
-        """Lead the updates of an actor that was started again: its store and its groups are new ones."""
-        return WeightSync(self.config, actor, rollout, host, self.generation, self.fell_back)
-
     def connect(self, parameters: list[ParameterSpec], engines: list[int]) -> None:
         """Form the group anew. `parameters` are what the actor will send.
 
@@ -122,7 +118,8 @@ class WeightSync:
             self.rollout.call(engine, EngineCalls.sync_join, replace(group, rank=actors + tp * place))
             for place, engine in enumerate(self.engines)
         ]
-        settle_forming(self.rollout, self.actor, joins, dict(zip(engines, self.engines, strict=True)))
+        forming = _Transfer(self.rollout, joins, dict(zip(engines, self.engines, strict=True)))
+        _settle(forming, partial(_end_forming, self.actor))
         connections = gather([*joins, *engines])
         self.connection = connections[LEADER]
         for member in {tuple(sorted(asdict(connection).items())) for connection in connections}:
@@ -185,13 +182,6 @@ def settle_update(rollout: EngineHandle, actor: Sequence[Call], engines: Mapping
     _settle(_Transfer(rollout, actor, engines), _give_up_late)
 
 
-def settle_forming(
-    rollout: EngineHandle, leader: RoleHandle[ActorCalls], actor: Sequence[Call], engines: Mapping[Call, int]
-) -> None:
-    """Wait for the calls that form a group, as `settle_update` does; once an engine is lost, all others give up."""
-    _settle(_Transfer(rollout, actor, engines), partial(_end_forming, leader))
-
-
 def _settle(transfer: _Transfer, urge: Callable[[_Transfer, float], None]) -> None:
     """Wait. Once a call has failed or broken off, `urge(transfer, seconds since then)` hurries the others."""
     pending = {*transfer.actor, *transfer.engines}
@@ -218,7 +208,7 @@ def _give_up_late(transfer: _Transfer, waited: float) -> None:
 
 
 def _end_forming(leader: RoleHandle[ActorCalls], transfer: _Transfer, waited: float) -> None:
-    """Let the members give the group up, again and again: the leader may not have begun to form it."""
+    """Let the members give the group up once an engine is lost, again and again: the leader may not have begun."""
     if transfer.lost and waited > transfer.aborts * timeouts.TRANSFER_ABORT_S:
         transfer.aborts += 1
         leader.call(LEADER, ActorCalls.sync_abort)

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, TypeVarTuple, overload
 
 from slurm_rlhf.algorithms.batching import Shard, shards
@@ -208,40 +209,32 @@ As = TypeVarTuple("As")
 R = TypeVar("R")
 
 
+@dataclass(eq=False)
 class RoleHandle(Generic[C]):
     """Calls the ranks of one role; `C` is the class that declares the role's calls, such as `ActorCalls`.
 
     `handle.call(0, ActorCalls.logprobs, batch).result()`: the argument's and the result's types are those of the
-    declaration, and so is the deadline.
+    declaration, and so is the deadline. Ranks may still be starting when it is made (`ControlServer.wait_for`).
     """
 
-    def __init__(
-        self,
-        server: ControlServer,
-        role: str,
-        world: int,
-        timeout: Timeout,
-        layout: Callable[[], Layout] = lambda: ROWS,
-    ) -> None:
-        """`world`: the role's ranks; `layout` tells how its model reads micro-batches, when one is cut.
+    server: ControlServer
+    role: str
+    world: int  # ranks of the role
+    timeout: Timeout
+    find_layout: Callable[[], Layout] = lambda: ROWS  # tells how its model reads micro-batches, when one is cut
+    retired: Exception | None = field(default=None, init=False)
+    """What every later call raises: the role goes on under another handle."""
+    watchers: list[Callable[[int, str], Callable[[], None]]] = field(default_factory=list, init=False)
+    """Each gets the rank and the name of every call, and returns what to call when the answer is there."""
 
-        Raises nothing: ranks may still be starting (`ControlServer.wait_for`).
-        """
-        self.role = role
-        self.world = world
-        self._layout = layout
-        self._server = server
-        self._timeout = timeout
-        self._retired: Exception | None = None
-        self.ready: list[int] = list(range(world))
+    def __post_init__(self) -> None:
+        self.ready = list(range(self.world))
         """Those that can be called; of engines, who starts them keeps it up to date."""
-        self.watchers: list[Callable[[int, str], Callable[[], None]]] = []
-        """Each gets the rank and the name of every call, and returns what to call when the answer is there."""
 
     @property
     def layout(self) -> Layout:
         """Tell how the model of the role reads micro-batches. Raises ModelError."""
-        return self._layout()
+        return self.find_layout()
 
     @overload
     def call(self, rank: int, method: Callable[[C], R], /) -> Future[R]: ...
@@ -279,17 +272,13 @@ class RoleHandle(Generic[C]):
         """
         return gather(self.start_all(method, *argument))
 
-    def retire(self, error: Exception) -> None:
-        """Let every later call through this handle raise `error`: its role goes on under another handle."""
-        self._retired = error
-
     def phases(self) -> dict[int, str]:
         """Return what each rank is doing, as of its last heartbeat: rank -> phase."""
-        return {peer.rank: peer.phase for peer in self._server.peers(self.role)}
+        return {peer.rank: peer.phase for peer in self.server.peers(self.role)}
 
     def names(self, rank: int) -> str:
         """Name a rank, with its node and process id."""
-        found = [str(peer) for peer in self._server.peers(self.role) if peer.rank == rank]
+        found = [str(peer) for peer in self.server.peers(self.role) if peer.rank == rank]
         return found[0] if found else f"{self.role} rank {rank}"
 
     def ask(self, rank: int, method: Callable[[Any], R]) -> Future[R]:
@@ -297,9 +286,9 @@ class RoleHandle(Generic[C]):
         return self._send(rank, spec_of(method))
 
     def _send(self, rank: int, spec: CallSpec, argument: Any = None) -> Future[Any]:
-        if self._retired is not None:
-            return failed(self._retired)
-        return self._server.call(self.role, rank, spec.name, argument, spec.seconds(self._timeout), spec.read_result)
+        if self.retired is not None:
+            return failed(self.retired)
+        return self.server.call(self.role, rank, spec.name, argument, spec.seconds(self.timeout), spec.read_result)
 
     def rank_of(self, number: int) -> int:
         """Return the rank that takes the calls to `number`."""

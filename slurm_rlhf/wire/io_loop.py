@@ -221,7 +221,7 @@ class IoLoop(IoThread):
         with self._lock:
             call = self.pending.answered(envelope.call, peer, self.now)
         if call is None:
-            if not self.pending.was_made(envelope.call):
+            if not 0 < envelope.call <= self.pending.newest:
                 raise WireError(f"{peer} replied to call {envelope.call}, which nobody made")
             self.late += 1
             return

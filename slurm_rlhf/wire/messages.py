@@ -153,16 +153,16 @@ class Request:
         self.failed = True
         self._answer("error", encode(CallFailure.of(error)))
 
+    def answer_with(self, work: Callable[[], Any]) -> None:
+        """Answer with what `work` returns, or raises."""
+        try:
+            self.reply(work())
+        except Exception as error:
+            self.fail(error)
+
     def answer_apart(self, work: Callable[[], Any]) -> None:
-        """Answer with what `work` returns, in a thread of its own."""
-
-        def answer() -> None:
-            try:
-                self.reply(work())
-            except Exception as error:
-                self.fail(error)
-
-        threading.Thread(target=answer, name=self.method, daemon=True).start()
+        """Do `answer_with` in a thread of its own."""
+        threading.Thread(target=self.answer_with, args=(work,), name=self.method, daemon=True).start()
 
     def _answer(self, kind: Kind, frames: list[Buffer]) -> None:
         if self.answered:
@@ -261,11 +261,11 @@ class PendingCalls:
     def __init__(self) -> None:
         self._calls: dict[int, Call] = {}
         self._last_reply: dict[tuple[Peer, str], float] = {}
-        self._newest = 0
+        self.newest = 0  # id of the newest call
 
     def add(self, peer: Peer, method: str, timeout_s: float, read: Reader, now: float) -> Call:
-        self._newest += 1
-        call = Call(self._newest, peer, method, timeout_s, read, now)
+        self.newest += 1
+        call = Call(self.newest, peer, method, timeout_s, read, now)
         call.future.set_running_or_notify_cancel()
         self._calls[call.id] = call
         return call
@@ -277,9 +277,6 @@ class PendingCalls:
             return None
         self._last_reply[peer, call.method] = now
         return self._calls.pop(id)
-
-    def was_made(self, id: int) -> bool:
-        return 0 < id <= self._newest
 
     def expired(self, now: float) -> list[Call]:
         """Take the calls that are past their deadline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from slurm_rlhf.ranks.worker import RankInfo
 from slurm_rlhf.records import Sampling, SyncReport, Trajectory, VersionSpan
 from slurm_rlhf.wire.calls import Asked, GenerateBatch, PackedPrompts
 from slurm_rlhf.wire.codec import decode, encode
+from slurm_rlhf.wire.messages import Request
 
 
 class Call:
@@ -31,6 +33,9 @@ class Call:
 
     def fail(self, error: Exception) -> None:
         self.answer = error
+
+    def answer_with(self, work: Callable[[], Any]) -> None:
+        Request.answer_with(self, work)  # type: ignore[arg-type]
 
 
 class Scripted:

@@ -95,7 +95,6 @@ class Backend(Protocol):
         Called by `Sender`, in the thread that runs the update. Does not block. `wait` of what it returns blocks until
         the buffer may be used again, at most the group's time-out.
         """
-        ...
 
     def receive(self, bucket: int) -> Incoming:
         """Start to receive an engine rank's next bucket, up to `DEPTH - 2` ahead of the one that is waited for.
@@ -103,7 +102,6 @@ class Backend(Protocol):
         Called by `Receiver`, in the thread that runs the update. Blocks only while others of this node still take the
         buckets before, at most the group's time-out. `wait` of what it returns has the group's time-out, too.
         """
-        ...
 
     def flush(self) -> None:
         """Wait until nothing of this member's is on its way any more: the end of an update.
@@ -111,7 +109,6 @@ class Backend(Protocol):
         Called by `Sender` and `Receiver`, in the thread that runs the update. Blocks, at most the group's time-out for
         each chunk.
         """
-        ...
 
     def abort(self) -> None:
         """Fail whatever is pending, here and at the members it talks to.
@@ -119,11 +116,9 @@ class Backend(Protocol):
         Called by `SyncGroup`, in any thread and at any time. Does not wait for the others; NCCL needs up to the group's
         time-out.
         """
-        ...
 
     def close(self) -> None:
         """Give back connections, memory and files.
 
         Called by `SyncGroup`, after the last update. Blocks as `abort` does.
         """
-        ...

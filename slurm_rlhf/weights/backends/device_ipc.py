@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,35 +26,28 @@ from slurm_rlhf.weights.rendezvous import device_name, device_names
 from slurm_rlhf.weights.transfer_plan import DEPTH, BucketPart, SyncPlan
 
 
+@dataclass
 class DeviceIpc:
     """Hand buckets over in memory of one GPU; see `Backend`. The plan's nodes are GPUs here.
 
     An actor rank has `DEPTH` slots for buckets there: for its parts, all of them if it holds whole models and has
     the GPU alone, or for what was gathered. `marks`, a shared memory without room for data, says which slot holds which
-    bucket and who has copied it.
+    bucket and who has copied it. Where actor ranks hold shards, making it is collective for them, and raises
+    TransportFailure.
     """
 
-    def __init__(
-        self,
-        plan: SyncPlan,
-        rank: int,
-        store: Store,
-        marks: SharedMemory | None,
-        gathered: bool,
-        gather: NcclCommunicator | None,
-        timeout_s: float,
-    ) -> None:
-        """`marks`: None for an actor rank that hands nothing over. `gathered`: actor ranks hold shards, and have the
-        communicator `gather`; collective for them then. Raises TransportFailure."""
+    plan: SyncPlan
+    rank: int
+    store: Store
+    marks: SharedMemory | None  # None for an actor rank that hands nothing over
+    gathered: bool  # actor ranks hold shards, and have the communicator `gather`
+    gather: NcclCommunicator | None
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        plan, rank, gather = self.plan, self.rank, self.gather
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.pool = Pool(self.device)
-        self._plan = plan
-        self._rank = rank
-        self._store = store
-        self._marks = marks
-        self._gathered = gathered
-        self._gather = gather
-        self._timeout_s = timeout_s
         self._aborted = False
         self._readers = plan.layout.by_node.get(plan.layout.node(rank), ())
         actors = plan.layout.actors
@@ -69,9 +63,9 @@ class DeviceIpc:
         if rank < len(actors) and (self._readers or gather):
             largest = max(plan.nbytes(bucket, self._stream) for bucket in range(len(plan.buckets)))
             self._slots = [self.pool.take(largest) for _ in range(DEPTH)]
-            store.set(f"cuda/{rank}", msgpack.encode([device_name(), *map(share_gpu_memory, self._slots)]))
+            self.store.set(f"cuda/{rank}", msgpack.encode([device_name(), *map(share_gpu_memory, self._slots)]))
         if gather is not None:
-            in_time(lambda: gather.settle(gather.meet(self.device)), timeout_s)
+            in_time(lambda: gather.settle(gather.meet(self.device)), self.timeout_s)
 
     def send(
         self, bucket: int, stream: int, part: BucketPart, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
@@ -84,19 +78,19 @@ class DeviceIpc:
         return Incoming(partial(self._copy, bucket, self._number + bucket))
 
     def flush(self) -> None:
-        if self._gather is not None:
-            self._reach(len(self._plan.buckets))
+        if self.gather is not None:
+            self._reach(len(self.plan.buckets))
         self._hand_over(0)
         self._give_back(0)
-        self._number += len(self._plan.buckets)
+        self._number += len(self.plan.buckets)
         self._next = 0
 
     def abort(self) -> None:
         self._aborted = True
-        if self._marks is not None:
-            self._marks.abort()
-        if self._gather is not None:
-            self._gather.abort()
+        if self.marks is not None:
+            self.marks.abort()
+        if self.gather is not None:
+            self.gather.abort()
 
     def close(self) -> None:
         self.abort()
@@ -105,13 +99,13 @@ class DeviceIpc:
 
     def _copy(self, bucket: int, number: int) -> torch.Tensor:
         """Copy a bucket out of its slot, which is free again when the GPU has done so. Nobody waits for that here."""
-        assert self._marks is not None
+        assert self.marks is not None
         self._give_back(DEPTH - 2)
-        nbytes = self._plan.nbytes(bucket, self._stream)
-        ranges = [(part.owner, part.start, part.start + part.nbytes) for part in self._plan.parts(bucket, self._stream)]
-        if self._gathered:
+        nbytes = self.plan.nbytes(bucket, self._stream)
+        ranges = [(part.owner, part.start, part.start + part.nbytes) for part in self.plan.parts(bucket, self._stream)]
+        if self.gathered:
             ranges = [(self._givers[0], 0, nbytes)]
-        self._marks.wait(number, len(ranges))
+        self.marks.wait(number, len(ranges))
         buffer = self.pool.take(nbytes)
         for owner, low, high in ranges:
             buffer[low:high].copy_(self._slots_of(owner)[number % DEPTH][low:high])
@@ -120,25 +114,25 @@ class DeviceIpc:
 
     def _reach(self, bucket: int) -> None:
         """Take part in the gathering of the buckets before this one, of which this rank owns nothing."""
-        while self._gather is not None and self._next < bucket:
+        while self.gather is not None and self._next < bucket:
             self._fill(self._next)
 
     def _fill(self, bucket: int, part: BucketPart | None = None, buffer: torch.Tensor | None = None) -> None:
         """Put this rank's part into the bucket's slot, gather the others', and hand over the bucket before."""
         number = self._number + bucket
-        if self._marks is not None:
-            self._marks.slot(number)
+        if self.marks is not None:
+            self.marks.slot(number)
         slot = self._slots[number % DEPTH]
         if part is not None and buffer is not None:
             slot[part.start : part.start + part.nbytes].copy_(buffer)
         works: list[Work] = []
         event = None
-        if self._gather is not None:
-            parts = self._plan.parts(bucket, self._stream)
-            works = self._gather.spread([(slot[p.start : p.start + p.nbytes], p.owner) for p in parts])
+        if self.gather is not None:
+            parts = self.plan.parts(bucket, self._stream)
+            works = self.gather.spread([(slot[p.start : p.start + p.nbytes], p.owner) for p in parts])
         else:
             event = torch.cuda.current_stream(self.device).record_event()
-        self._filling.append((number, part.index if part and not self._gathered else 0, works, event))
+        self._filling.append((number, part.index if part and not self.gathered else 0, works, event))
         self._next = bucket + 1
         self._hand_over(1)
 
@@ -146,28 +140,28 @@ class DeviceIpc:
         """Tell the engine ranks of slots that are full, but for the last `leave`, which the GPU still works on."""
         while len(self._filling) > leave:
             number, index, works, event = self._filling.popleft()
-            if self._gather is not None:
-                self._gather.settle(works)
+            if self.gather is not None:
+                self.gather.settle(works)
             else:
                 self._until(event)
-            if self._marks is not None:
-                self._marks.mark(number, [index])
+            if self.marks is not None:
+                self.marks.mark(number, [index])
 
     def _give_back(self, leave: int) -> None:
         while self._copied and (len(self._copied) > leave or self._copied[0][1].query()):
             number, event = self._copied.popleft()
             self._until(event)
-            assert self._marks is not None
-            self._marks.give_back(number, self._readers.index(self._rank))
+            assert self.marks is not None
+            self.marks.give_back(number, self._readers.index(self.rank))
 
     def _until(self, event: Any) -> None:
         """Wait for an event, as long as the group lives."""
 
-        wait_for(lambda: bool(event.query()), lambda: self._aborted, self._timeout_s, "a GPU is not done")
+        wait_for(lambda: bool(event.query()), lambda: self._aborted, self.timeout_s, "a GPU is not done")
 
     def _slots_of(self, owner: int) -> list[torch.Tensor]:
         if owner not in self._mapped:
-            device, *shared = msgpack.decode(self._store.get(f"cuda/{owner}"))
+            device, *shared = msgpack.decode(self.store.get(f"cuda/{owner}"))
             # The number of the GPU in what is shared is that of its owner's process.
             ordinal = ordinal_of(device, device_names(), f"actor {owner}")
             self._mapped[owner] = [open_gpu_memory(ordinal, slot) for slot in shared]
