@@ -44,7 +44,7 @@ def check_targets(model: str, parts: Collection[str], known: Collection[str], ta
     """
     if "experts" in parts:
         raise ModelError(f"lora.rank: {model} has experts, for which there are no adapters here: set it to 0")
-    unknown = [name for name in targets if name != ALL_LINEAR and name not in known]
+    unknown = [name or "(empty)" for name in targets if name != ALL_LINEAR and name not in known]
     if unknown or not known:
         raise ModelError(
             f"lora.target_modules: {model} has no linear layers named {shortened(unknown or targets)}; it has "

@@ -243,7 +243,7 @@ def _advice(path: Path) -> str:
 
 
 _MODEL = "actor.model_name_or_path"
-_SCALE = "lora.alpha"
+_ADAPTERS = ("lora.rank", "lora.alpha", "lora.target_modules")
 _OF_A_START = ("run_dir", "resume")
 """Keys that say where a run is, and do not change its results."""
 
@@ -259,16 +259,16 @@ def changed_keys(earlier: Path, config: Config) -> list[str]:
     ]
 
 
-def refuse_other_scale(changes: Iterable[str], directory: str = "run_dir") -> None:
-    """Raise ConfigError if the adapters would count more or less than before.
+def refuse_other_adapters(changes: Iterable[str], directory: str = "run_dir") -> None:
+    """Raise ConfigError if the adapters would be others than before, or count more or less.
 
     `changes`: of `changed_keys`; `directory`: the key of what a new run needs another of.
     """
     for change in changes:
-        if change.startswith(f"{_SCALE} "):
+        if (key := change.partition(" ")[0]) in _ADAPTERS:
             raise ConfigError(
                 f"{change}: the adapters in the checkpoint were trained with the first value, and with the other one "
-                f"the policy would be another at once. Restore {_SCALE}, or give another --{directory} for a new "
+                f"the policy would be another at once. Restore {key}, or give another --{directory} for a new "
                 "run"
             )
 

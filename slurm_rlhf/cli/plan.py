@@ -17,20 +17,19 @@ from slurm_rlhf.cluster.slurm_environment import expand, expand_counts, per_node
 from slurm_rlhf.config.check import check_colocation
 from slurm_rlhf.config.keys import changed, get
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.model_directory import sent_parameters
 from slurm_rlhf.config.pipeline import TRAIN, TRAINING
 from slurm_rlhf.config.roles import REWARD, ROLLOUT, colocations, has_engines, has_reward, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.config.text import dump_toml
-from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, UserError, shortened, shortened_lines
+from slurm_rlhf.errors import ConfigError, PlacementError, UserError, shortened, shortened_lines
 from slurm_rlhf.placement.memory import Account, Row, gib, help_for
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.replacement import chosen
 from slurm_rlhf.placement.step_time import GIGABIT, PROMPT, Links, StepLengths, StepTime, predict
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names, role_sizes
-from slurm_rlhf.weights.routes import cost_of
-from slurm_rlhf.weights.transfer_plan import SyncPlan, TransferLayout, make_plan
+from slurm_rlhf.weights.routes import cost_of, transfer_plan
+from slurm_rlhf.weights.transfer_plan import SyncPlan
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
 _WIDTH = 100
@@ -262,21 +261,6 @@ def wanted_nodes(arguments: Arguments) -> tuple[list[str], tuple[int, ...]] | No
             f"{text!r} for {shortened(names)}: {error}"
         ) from None
     return names, gpus
-
-
-def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
-    """Plan the transfer of the actor's model over `ranks`; None without engines, or if its shapes are not known."""
-    if not has_engines(config):
-        return None
-    try:
-        sent = sent_parameters(config.actor.model_name_or_path, config.lora)
-    except ModelError:
-        return None
-    described = [[name, shape, config.ds.param_dtype] for name, shape in sent]
-    nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
-    layout = TransferLayout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
-    on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
-    return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)
 
 
 def transfer_json(plan: SyncPlan, rates: dict[str, float]) -> dict[str, Any]:

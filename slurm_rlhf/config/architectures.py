@@ -73,6 +73,9 @@ PACKED = frozenset(_TABLES["packed"])
 in fp32, with gradients, by `pytest -m "" tests/trainer/test_packing.py`. Others have layers that carry a state from
 token to token, or attention of their own: a row for each sequence."""
 
+ALONE: tuple[str, ...] = tuple(_TABLES["alone"])
+"""How a model_type, or a field of a config, begins where that is known: attention of its own, or fields of a state."""
+
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of classes that predict the next token."""

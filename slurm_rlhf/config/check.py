@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config import rules
+from slurm_rlhf.config.architectures import ALONE
 from slurm_rlhf.config.contents import check_same_tokenizer
 from slurm_rlhf.config.evaluation import data_sets, eval_problems
 from slurm_rlhf.config.keys import changed, get
@@ -23,6 +24,7 @@ from slurm_rlhf.config.model_directory import (
     check_model_directory,
     check_tensor_parallel,
     read_config,
+    text_config,
     uncompared,
 )
 from slurm_rlhf.config.ranges import URLS
@@ -31,7 +33,7 @@ from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, has_reward, has_t
 from slurm_rlhf.config.rule import row_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import StageKeys, minutes
-from slurm_rlhf.config.schema_models import REWARD_SOURCES
+from slurm_rlhf.config.schema_models import REWARD_SOURCES, Ds
 from slurm_rlhf.config.user_data import WHAT, data_files
 from slurm_rlhf.errors import ConfigError, ModelError, UserError
 from slurm_rlhf.user_files import file_and_name
@@ -74,7 +76,7 @@ def check_stage(config: Config, stage: str) -> None:
     how = {"head": stage != "rm", "sampled": False, "tokenizer": True}
     of_model = list(_errors_of(_check_model, key, actor, config.data.max_len, **how)) if actor else []
     if actor and not of_model:
-        of_model += _errors_of(layout_of, config.ds, actor)
+        of_model += _errors_of(_check_layout, config.ds, key, actor)
         if config.lora.rank:
             of_model += _errors_of(check_adapters, key, actor, config.lora.target_modules)
     _raise(problems, of_model)
@@ -151,7 +153,7 @@ def _model_problems(config: Config, unmade: Collection[str]) -> Iterator[UserErr
         if path:
             how = {"head": head, "sampled": head, "engines": has_engines(config), "whole": key not in unmade}
             found = list(_errors_of(_check_model, key, path, config.data.max_len, **how))
-            found = found or list(_errors_of(layout_of, config.ds, path))
+            found = found or list(_errors_of(_check_layout, config.ds, key, path))
             if key in adapted:
                 found = found or list(_errors_of(check_adapters, key, path, config.lora.target_modules))
             yield from found
@@ -165,6 +167,18 @@ def _model_problems(config: Config, unmade: Collection[str]) -> Iterator[UserErr
         if has_teacher(config):
             teacher = config.algo.distill.model_name_or_path
             yield from _errors_of(check_same_tokenizer, TEACHER, teacher, actor, "use a teacher of the actor's family")
+
+
+def _check_layout(ds: Ds, key: str, path: str) -> None:
+    """Check how the model in `path` is to read micro-batches. Raises ConfigError."""
+    layout_of(ds, path, key)
+    config = text_config(read_config(key, Path(path)))
+    found = next((name for name in (str(config.get("model_type")), *config) if name.startswith(ALONE)), "")
+    if ds.packing_samples == "always" and found:
+        raise ConfigError(
+            f"ds.packing_samples = always lays sequences end to end, and {key} = {path} needs a row for each: it "
+            f"carries a state from token to token, or has attention of its own ({found}). Use ds.packing_samples = auto"
+        )
 
 
 def _errors_of(rule: Callable[..., object], *arguments: Any, **named: Any) -> Iterator[UserError]:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
-from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_model, refuse_other_scale
+from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_adapters, refuse_other_model
 from slurm_rlhf.cluster.resources import current_topology, fits_gpus
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.check import warnings
@@ -190,7 +190,7 @@ class Conductor:
                 "train.max_steps to go on, or give another --run_dir)"
             )
             return
-        refuse_other_scale(changed)
+        refuse_other_adapters(changed)
         self._write_config()
         self.reporting.begin(self.state, inputs.total_steps, checkpoint)
         if changed:

@@ -20,6 +20,7 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.step_time import USUAL_LINKS
 from slurm_rlhf.records import I32, Experience, SyncConnection
 from slurm_rlhf.run.prediction import PhaseSeconds, Prediction, Speeds
+from slurm_rlhf.weights.routes import cost_of, transfer_plan
 from slurm_rlhf.wire.calls import DeviceReport, RankCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather
 
@@ -155,6 +156,8 @@ class GpuAccount:
         if card is None or not card.bf16_tflops or self._flops is None or not has_engines(self.config):
             return {}
         self._prediction.models, self._prediction.speeds = self._flops.models, Speeds(card, USUAL_LINKS)
+        if transfer := transfer_plan(self.config, self.ranks):
+            self._prediction.sync_s = cost_of(transfer).seconds(USUAL_LINKS.network, USUAL_LINKS.inside)
         return self._prediction.compared()
 
     def hours(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ class TrainingLoop:
     def _begin(self) -> None:
         """Give the engines their first weights; inflight and colocated, evaluate before training."""
         self.step.sync(self.state.policy_version)
+        if self.reporting.prediction is not None and self.step.pool is not None:
+            self.reporting.prediction.measure_sync(partial(self.step.pool.update, self.state.policy_version))
         if self.reporting.gpus is not None:
             self.reporting.gpus.started()
         self.reporting.best = self.checkpoints.best

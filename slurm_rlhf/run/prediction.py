@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -31,9 +31,9 @@ from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
 MEASURED = {
     **{"sampling": "time/rollout", "forward": "time/forward", "update": "time/update"},
-    "reward": "time/reward",
+    **{"sync": "time/sync_transfer", "reward": "time/reward"},
 }
-"""Phase of a prediction -> the metric with its seconds. Those of weight updates depend on links of unknown speed."""
+"""Phase of a prediction -> the metric with its seconds."""
 
 LAST = 16
 """Steps of a run that are compared, each by the lengths of its sequences."""
@@ -64,6 +64,7 @@ class Prediction:
     config: Config
     models: Models | None = None  # None: a shape is not known, and nothing is compared
     speeds: Speeds | None = None
+    sync_s: float | None = None  # seconds of a weight update; None: not known, and not compared
     _first: bool = field(default=True, init=False)  # only the first step is there
     _seconds: dict[str, deque[float]] = field(default_factory=dict, init=False)
     _lengths: deque[step_time.StepLengths] = field(default_factory=partial(deque, maxlen=LAST), init=False)
@@ -84,20 +85,25 @@ class Prediction:
             if name in timings and not (ahead and phase == "sampling"):
                 self._seconds.setdefault(phase, deque(maxlen=LAST)).append(timings[name])
 
+    def measure_sync(self, update: Callable[[], Mapping[str, float]]) -> None:
+        """Note how long `update`, which returns its metrics, takes engines that have had one before."""
+        if self.sync_s is None and (took := [s for _ in range(3) if (s := update().get(MEASURED["sync"]))]):
+            self.sync_s = median(took)
+
     def compared(self) -> dict[str, PhaseSeconds]:
         """Predict the phases, each with what was measured; empty before the first step."""
         known = self.speeds
         if not self._lengths or self.models is None or known is None:
             return {}
+        sync_s, hardware = self.sync_s or 0.0, (known.rates, known.cores)
         found = [
-            step_time.predict(
-                self.config, self.models, known.gpu, known.links, 0.0, step, known.rates, known.cores
-            ).phases
+            step_time.predict(self.config, self.models, known.gpu, known.links, sync_s, step, *hardware).phases
             for step in self._lengths
         ]
         return {
             phase: PhaseSeconds(median(each[phase] for each in found) if phase in found[0] else None, median(seconds))
             for phase, seconds in self._seconds.items()
+            if phase != "sync" or self.sync_s is not None
         }
 
 

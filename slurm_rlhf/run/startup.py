@@ -287,6 +287,7 @@ def ways(config: Config, trainers: Collection[str]) -> Iterator[str]:
         yield f"{role} padded ({text.get('model_type')}, ds.packing_samples = {ds.packing_samples})"
     in_use = {
         "sequences packed": not padded,
+        "AdamW fused": not config.train.full_determinism,
         f"layers compiled ({dict(FASTER)['ds.compile']} times as fast)": ds.compile,
         f"Liger's kernels ({dict(FASTER)['ds.use_liger_kernel']} times as fast)": ds.use_liger_kernel,
         f"attention {ds.attn_implementation}": ds.attn_implementation != "sdpa",

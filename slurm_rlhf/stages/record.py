@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_model, refuse_other_scale
+from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_adapters, refuse_other_model
 from slurm_rlhf.cluster.stop import INTERRUPT, STOP_FILE, TERM, USR1, Reason
 from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
@@ -63,7 +63,7 @@ class StageRecord:
         changes = changed_keys(checkpoint / _CONFIG, self._config) if checkpoint else []
         self.model = model or {}
         refuse_other_model(state.get("model", {}), self.model, f"{self._name}.output_dir")
-        refuse_other_scale(changes, f"{self._name}.output_dir")
+        refuse_other_adapters(changes, f"{self._name}.output_dir")
         if state and order is not None:
             order.load_state_dict(state["order"])
         if state and state["steps"] != steps:

@@ -10,7 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurm_rlhf.weights.transfer_plan import BucketPart, SyncPlan
+from slurm_rlhf.config.model_directory import sent_parameters
+from slurm_rlhf.config.roles import has_engines
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.topology import GPU
+from slurm_rlhf.weights.transfer_plan import BucketPart, SyncPlan, TransferLayout, make_plan
 
 _TAG_BUCKETS = 32  # tags for buckets; fewer buckets are on their way at a time
 _TAGS_OF_BUCKET = 1 << 24
@@ -136,3 +142,18 @@ def cost_of(plan: SyncPlan) -> Cost:
             for rank in ranks[node]:
                 found.sent[rank] += siblings / len(ranks[node])
     return found
+
+
+def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
+    """Plan the transfer of the actor's model over `ranks`; None without engines, or if its shapes are not known."""
+    if not has_engines(config):
+        return None
+    try:
+        sent = sent_parameters(config.actor.model_name_or_path, config.lora)
+    except ModelError:
+        return None
+    described = [[name, shape, config.ds.param_dtype] for name, shape in sent]
+    nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
+    layout = TransferLayout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
+    on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
+    return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)

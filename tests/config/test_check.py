@@ -8,9 +8,11 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from model_configs import NO_WEIGHTS, tensors
+from packed_rows import edit_config
 from waiting import HANG_S
 
 from slurm_rlhf.config.check import check, check_stage, warnings
@@ -283,6 +285,28 @@ def test_layers_that_get_adapters_are_there(config: Config, layer: str, words: s
     assert "actor.model_name_or_path" in str(caught.value)
     assert str(caught.value).count("lora.") == 1, "policy and critic start from one directory"
     return None
+
+
+@pytest.mark.parametrize(
+    ("field", "words", "stated"),
+    [
+        ({"model_type": "bloom"}, "ds.packing_samples=always", "ds.packing_samples = always .* {} .*(bloom)"),
+        ({"mamba_d_state": 4}, "ds.packing_samples=always", "ds.packing_samples = always .* {} .*(mamba_d_state)"),
+        ({"model_type": "qwen2"}, "ds.ulysses_size=5", "ds.ulysses_size = 5 does not divide the 12 .* of {}. Valid"),
+        ({"model_type": "bloom"}, "ds.ulysses_size=2", "ds.ulysses_size = 2 .* {} .*ds.packing_samples = auto"),
+    ],
+)
+def test_a_model_whose_rows_cannot_be_laid_so_is_named(
+    config: Config, field: dict[str, Any], words: str, stated: str
+) -> None:
+    path = edit_config(Path(config.actor.model_name_or_path), **field)
+    config.actor.num_gpus_per_node = config.critic.num_gpus_per_node = config.ref.num_gpus_per_node = 10
+    config.rollout.batch_size = config.train.batch_size = config.sft.batch_size = 160
+    check(config)
+    expected = re.escape(stated.format(f"actor.model_name_or_path = {path}")).replace(re.escape(" .*"), ".*")
+    for refuses in (check, partial(check_stage, stage="sft")):
+        with pytest.raises(ConfigError, match=expected):
+            refuses(change(config, words))
 
 
 def test_sft_writes_into_a_new_directory(config: Config) -> None:

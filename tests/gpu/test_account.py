@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import save_file
 from steps import OnDemand, make_loop, make_step
 
 from slurm_rlhf.algorithms.losses import KLController
@@ -27,7 +28,7 @@ from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.records import Experience, Sampling, SyncConnection
 from slurm_rlhf.run.gpu_account import GpuAccount, StepFlops, slots_of
 from slurm_rlhf.run.loop import TrainingLoop
-from slurm_rlhf.run.prediction import words
+from slurm_rlhf.run.prediction import PhaseSeconds, words
 from slurm_rlhf.run.reporting import Reporting
 from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.run.step import TrainingStep
@@ -106,17 +107,15 @@ def config(tmp_path: Path, **model: Any) -> Config:
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | model))
     made = Config(run_dir=str(tmp_path))
     made.actor.model_name_or_path = str(tmp_path / "model")
-    made.rollout.n_samples_per_prompt = 2
-    made.rollout.batch_size = 2
+    made.rollout.n_samples_per_prompt = made.rollout.batch_size = 2
     return made
 
 
 def experience(prompts: list[int], responses: list[int]) -> Experience:
-    tokens = sum(prompts) + sum(responses)
     return Experience(
         np.array(prompts, np.int32),
         np.array(responses, np.int32),
-        np.zeros(tokens, np.int32),
+        np.zeros(sum(prompts + responses), np.int32),
         np.ones(sum(responses), np.bool_),
         np.zeros(len(prompts), np.float32),
     )
@@ -232,14 +231,15 @@ def test_seconds_of_phases_stand_with_their_prediction(tmp_path: Path, server: S
     assert account.compared() == {}
     for seconds in (60.0, 5.0, 6.0, 7.0):  # kernels are compiled in the first step
         times = {"time/step": 2 * seconds, "time/update": seconds, "time/rollout": seconds / 2, "time/reward": 0.5}
-        account.step(1, FOUR, CallSpans(Clock()).take(), times)
+        account.step(1, FOUR, CallSpans(Clock()).take(), times | {"time/sync_transfer": seconds / 4})
     found = account.compared()
     assert words(found).endswith(", reward of a function, not predicted/0.5")
     assert found.pop("reward").predicted is None
     assert {phase: each.measured for phase, each in found.items()} == {"update": 6.0, "sampling": 3.0}
     assert all(0 < each.predicted < 1 for each in found.values())
     assert found["update"].measured == 6.0
-    assert words(found).endswith("/6")
+    save_file({"w": np.zeros((1000, 1000), np.float32)}, tmp_path / "model" / "model.safetensors")
+    assert account.compared()["sync"] == PhaseSeconds(pytest.approx(2 * 2e6 / 100e9), 1.5)  # to two ranks, 800 Gbit/s
 
 
 def test_hours_go_on_over_sessions(tmp_path: Path, server: Server) -> None:

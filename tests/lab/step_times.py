@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 from slurm_rlhf.bench.compare import ModelSize, write_qwen2
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
-PHASES = ("sampling", "forward", "update")
+PHASES = ("sampling", "forward", "update", "sync")
 LARGER = ModelSize(hidden=512, layers=8, positions=64)
 """Sizes of a Qwen2 of 30 million parameters."""
 

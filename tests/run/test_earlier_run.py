@@ -10,6 +10,7 @@ import pytest
 
 from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_model
 from slurm_rlhf.config.contents import model_contents
+from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError
@@ -59,11 +60,21 @@ def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Pa
         refuse_other_model(first, {str(tmp_path / "a"): model_contents(tmp_path / "a")})
 
 
-def test_another_scale_of_adapters_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "stated"),
+    [
+        ("lora.alpha", 64.0, r"lora\.alpha 16\.0 -> 64\.0"),
+        ("lora.rank", 8, r"lora\.rank 0 -> 8"),
+        ("lora.target_modules", ["q_proj"], r"lora\.target_modules \[\"all-linear\"\] -> \[\"q_proj\"\]"),
+    ],
+)
+def test_other_adapters_are_refused_before_anything_is_written(
+    tmp_path: Path, key: str, value: object, stated: str
+) -> None:
     config, checkpoint = Config(run_dir=str(tmp_path)), tmp_path / "checkpoints" / "step_000003"
     (tmp_path / "config.toml").write_text(dump_toml(config))
-    config.lora.alpha = 64.0
+    put(config, key, value)
     inputs: Any = SimpleNamespace(total_steps=9)
     run: Any = SimpleNamespace(config=config, _resume=lambda inputs: (RunState(seed=0, step=3), checkpoint, False))
-    with pytest.raises(ConfigError, match=r"^lora\.alpha 16\.0 -> 64\.0: .* another --run_dir for a new run"):
+    with pytest.raises(ConfigError, match=rf"^{stated}: .* Restore {key}, .* another --run_dir for a new run"):
         Conductor._work(run, inputs)

@@ -37,12 +37,12 @@ def run_config(tmp_path: Path, **kinds: str) -> Config:
 
 def test_how_a_run_computes_is_named(tmp_path: Path) -> None:
     config = run_config(tmp_path, actor="qwen2", critic="mamba2")
-    assert [*ways(config, ["actor"])] == ["activation checkpointing off", "sequences packed"]
+    assert [*ways(config, ["actor"])] == ["activation checkpointing off", "sequences packed", "AdamW fused"]
     stated = "critic padded (mamba2, ds.packing_samples = auto)"
-    assert [*ways(config, ["actor", "critic"])] == ["activation checkpointing off", stated]
+    assert [*ways(config, ["actor", "critic"])] == ["activation checkpointing off", stated, "AdamW fused"]
     config.ds.grad_comm_dtype, config.ds.hpz_size, config.lora.rank = "bf16", 2, 8
     config.vllm.sync_mode, config.vllm.keep_kv_cache, config.ds.attn_implementation = "inflight", True, "eager"
-    config.train.gradient_checkpointing, config.ds.compile = "full", True
+    config.train.gradient_checkpointing, config.ds.compile, config.train.full_determinism = "full", True, True
     assert [*ways(config, ["actor"])] == [
         "activation checkpointing full (updates 1.18 times as long)",
         "actor padded (qwen2, ds.packing_samples = auto)",

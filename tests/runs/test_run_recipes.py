@@ -59,6 +59,7 @@ def test_it_trains(name: str, config: Path, tmp_path: Path) -> None:
     assert {"forward", "update"} <= summary["phases"].keys()
     assert all(phase["measured"] > 0 for phase in summary["phases"].values())
     assert summary["phases"]["update"]["predicted"] > 0
+    assert summary["phases"]["sync"]["predicted"] > 0
     assert "seconds of a step, predicted/measured: " in output
 
 
