@@ -179,7 +179,7 @@ def test_a_node_that_is_silent_past_a_calls_deadline_is_lost(pools: Pools) -> No
     other.silent_s = timeouts.WORKER_SILENT_S
     with pytest.raises(WorkerError, match="n2 and its workers are lost"):
         pool.submit("double", [1], timeout_s=SHORT_S).result(HANG_S)
-    with pytest.raises(WorkerError, match="no node with workers is left: n.* Start the run again, on other nodes"):
+    with pytest.raises(WorkerError, match=r"no node with workers is left: n.* Start the run again, on other nodes"):
         pool.submit("double", [1], timeout_s=HANG_S).result(HANG_S)
 
 
