@@ -343,12 +343,12 @@ def test_clients_that_break_off_leave_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with own_server(tmp_path) as server:
-        tell, told = server.handle_error, list[object]()
-        monkeypatch.setattr(server, "handle_error", lambda *about: told.append(tell(*about)))
+        handle, handled = server.handle_error, list[object]()
+        monkeypatch.setattr(server, "handle_error", lambda *about: handled.append(handle(*about)))
         with socket.create_connection(("127.0.0.1", server.server_port)) as gone:
             gone.sendall(b"POST / HTTP/1.1\r\nContent-Length: 50\r\n\r\n{")
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
-        until(lambda: told, "its end")
+        until(lambda: handled, "its end")
         with socket.create_connection(("127.0.0.1", server.server_port)) as odd:
             odd.sendall(b"POST / HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n")
             assert odd.recv(100).startswith(b"HTTP/1.1 413")
