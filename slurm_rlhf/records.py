@@ -86,6 +86,8 @@ class Trajectory(Record):
     key: str = ""  # name of the request that it answers
     reward: float = 0.0  # by the environment, summed over the turns
     turns: int = 1
+    began: str = ""  # the prompt that an environment has made; empty: that of the data
+    messages: str = ""  # JSON: the same as messages; empty: it is none
     dialogue: str = ""  # with an environment, JSON: messages behind the prompt, the policy's as `assistant`
     score: float | None = None  # by the environment, by the task's own measure
     logs: dict[str, float] = {}  # by the environment, to be averaged and logged

@@ -196,8 +196,8 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         others = ", and other rewards are added" if isinstance(inputs.reward, WeightedRewards) else ""
         yield f"rewards: by the environment in {inputs.environments.file}{others}"
         yield from inputs.environments.lines()
-        inputs.environments.try_out(inputs.prompts[0], "data.prompt_dataset")
-        yield "an episode of the first row begins"
+        began = inputs.environments.try_out(inputs.prompts[0], "data.prompt_dataset")
+        yield f"an episode of the first row begins: {cut(repr(began), _WIDTH)}"
         return
     if config.reward.model_name_or_path:
         yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"

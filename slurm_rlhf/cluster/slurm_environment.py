@@ -203,15 +203,16 @@ def read_slurm(environ: Mapping[str, str]) -> SlurmEnvironment | None:
     if not any(environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_JOBID")):
         return None
     values = {each.name: _read(environ, each) for each in fields(SlurmEnvironment)}
+    if values["het_size"] > 1:
+        raise PlacementError(
+            f"this is a heterogeneous job of {values['het_size']} components (SLURM_HET_SIZE), and roles can only be "
+            "placed on the nodes of one job: submit one job with --nodes and --gpus-per-node, and what serves rewards "
+            "on CPU nodes as another (slurm-rlhf docs rewards)"
+        )
     if not values["job_nodes"]:
         raise PlacementError(
             f"SLURM_JOB_ID is {values['job_id']}, but SLURM_JOB_NODELIST is not set: unset SLURM_JOB_ID to run outside "
             "Slurm, or start from the batch script, salloc or srun"
-        )
-    if values["het_size"] > 1:
-        raise PlacementError(
-            f"this is a heterogeneous job of {values['het_size']} components (SLURM_HET_SIZE), and roles can only be "
-            "placed on the nodes of one job: submit one job with --nodes and --gpus-per-node"
         )
     _check_counts(values)
     return SlurmEnvironment(**values)

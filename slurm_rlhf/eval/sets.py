@@ -162,6 +162,7 @@ def score(one: EvalSet, found: list[Trajectory], reward: Scoring, step: int) -> 
             prompt,
             {
                 "sample": response.sample,
+                "prompt": response.began,
                 "response": response.text,
                 "score": float(scores[place]),
                 "reward": float(rewards.rewards[place]),
@@ -186,7 +187,7 @@ def scored_response(settings: EvalSettings, prompt: Prompt, line: Mapping[str, A
         index=prompt.index,
         sample=line["sample"],
         source=str(prompt.row.get(settings.source_key, "")) if settings.source_key else "",
-        prompt=prompt.text,
+        prompt=line.get("prompt") or prompt.text,
         response=response or "",
         label=prompt.label,
         answer=None if response is None else answer_of(response, settings.answer_pattern),

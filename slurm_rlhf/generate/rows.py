@@ -278,7 +278,7 @@ class PendingRows:
             OutputLine(
                 row=prompt.index,
                 sample=trajectory.sample,
-                prompt=prompt.text,
+                prompt=trajectory.began or prompt.text,
                 response=trajectory.text,
                 finish_reason=trajectory.finish_reason,
                 prompt_tokens=len(trajectory.prompt_ids),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import signal
 import threading
@@ -326,10 +327,13 @@ class NodeWithWorkers(DistantNode):
         reader = partial(decode, declared=str, name=f"the answer to {method}")
         return server.call(self._role, 0, method, (key, arguments), limit_s, reader)
 
-    def absence(self) -> str:
+    def absence(self, silence_s: float = math.inf) -> str:
         hows = [how for nodes, how in self._running.failures(self._running.code) if self.name in names_in(nodes)]
-        over = "" if self._running.alive else "its step is over"
-        return f"{(hows or [over])[0]}; see {self._running.log}" if hows or over else ""
+        over = [] if self._running.alive else ["its step is over"]
+        if hows or over:
+            return f"{[*hows, *over][0]}; see {self._running.log}"
+        silent = self._steps.server.silent(silence_s)
+        return f"it was not heard from for {silence_s:g} s" if self._role in [peer.role for peer in silent] else ""
 
     def lose(self, why: str) -> None:
         if self._told.acquire(blocking=False):

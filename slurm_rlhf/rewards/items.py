@@ -30,7 +30,7 @@ def items_of(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], inpu
     """Make the items of `trajectories`; `prompts[i]` is the prompt of `trajectories[i]`."""
     return [
         Item(
-            prompt=prompt.text,
+            prompt=found.began or prompt.text,
             messages=_messages(prompt, found, prompt.row.get(input_key)),
             response=found.text,
             dialogue=json.loads(found.dialogue) if found.dialogue else answered(found.text),
@@ -57,8 +57,8 @@ def last_turn(item: Item) -> str:
 
 
 def _messages(prompt: Prompt, found: Trajectory, given: Any) -> list[dict[str, Any]] | None:
-    if isinstance(given, list):
-        return given
+    if found.messages or isinstance(given, list):
+        return json.loads(found.messages) if found.messages else given
     return [{"role": "user", "content": prompt.text if given is None else str(given)}] if found.dialogue else None
 
 

@@ -177,13 +177,16 @@ class ModelServer(RewardServer):
     def _next(self) -> None:
         """Submit what waits, if a worker is free."""
         with self._lock:
-            if self._calls == self.pool.count:
+            if self._calls >= self.pool.count:
                 return
             taken = [asked for asked in self._waiting if asked.answer.set_running_or_notify_cancel()]
             self._waiting = []
             if not taken:
                 return
             self._calls += 1
+        self._submit(taken)
+
+    def _submit(self, taken: list[_Asked]) -> None:
         items = [item for asked in taken for item in asked.items]
         call = self.pool.submit("answer", items, 0, timeout_s=max(asked.limit_s for asked in taken))
         call.add_done_callback(partial(self._answered, taken))
@@ -194,8 +197,14 @@ class ModelServer(RewardServer):
         try:
             scores = iter(call.result())
         except (WorkerError, CancelledError) as error:
+            again = len(taken) > 1 and getattr(error, "kind", LATE) != LATE and not self.pool.closed
+            with self._lock:
+                self._calls += again * len(taken)
             for asked in taken:
-                asked.answer.set_exception(error)
+                if again:  # one of them is to blame, the others are not
+                    self._submit([asked])
+                else:
+                    asked.answer.set_exception(error)
         else:
             for asked in taken:
                 asked.answer.set_result([next(scores) for _ in asked.items])

@@ -99,7 +99,7 @@ class Inputs:
         )
         total = config.train.max_steps or order.total
         reward, environments = reward_source(config, printed, note, nodes), None
-        findings = PromptFindings.of(prompts, tokenizer, config.data)
+        findings = PromptFindings.of(prompts, tokenizer, config.data, bool(config.env.path))
         path = config.actor.model_name_or_path
         model = {path: model_contents(Path(path))}
         if config.env.path:  # last: it starts processes

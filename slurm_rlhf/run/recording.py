@@ -225,7 +225,7 @@ def sample_of(
         step=batch.step,
         prompt_index=prompt.index,
         sample=trajectory.sample,
-        prompt=prompt.text,
+        prompt=trajectory.began or prompt.text,
         response=trajectory.text,
         label=label,
         reward=finite(float(batch.scored.rewards[row])),

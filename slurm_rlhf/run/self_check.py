@@ -40,14 +40,14 @@ class PromptFindings:
     template: str = ""  # fault in the way in which the chat template ends an answer
 
     @classmethod
-    def of(cls, prompts: PromptSet, tokenizer: Tokenizer, data: Data) -> PromptFindings:
-        """Look at the prompts, which were read as `data` says."""
+    def of(cls, prompts: PromptSet, tokenizer: Tokenizer, data: Data, played: bool = False) -> PromptFindings:
+        """Look at the prompts, which were read as `data` says; `played`: environments may make others of their rows."""
         count = len(prompts)
         shares = {
             "prompts_dropped": prompts.dropped / (prompts.dropped + count),
             "prompts_double_bos": sum(has_double_bos(p.token_ids[:2].tolist(), tokenizer) for p in prompts) / count,
             "prompts_answered": prompts.answered / count,
-            "prompts_repeated": 1.0 - len({p.token_ids.tobytes() for p in prompts}) / count,
+            "prompts_repeated": 1.0 - len({repr(p.row) if played else p.token_ids.tobytes() for p in prompts}) / count,
         }
         if not data.apply_chat_template:
             return cls(shares)

@@ -131,11 +131,12 @@ class Environments:
                         f"{self.file} needs (columns: {', '.join(prompt.row)}): add it, or give the parameter a default"
                     )
 
-    def try_out(self, prompt: Prompt, where: str) -> None:
-        """Begin an episode with a row, and give it up. Raises EpisodeError."""
+    def try_out(self, prompt: Prompt, where: str) -> str:
+        """Begin an episode with a row, and give it up; return its prompt. Raises EpisodeError."""
         episode = Turns(self, prompt, Sampling(max_new_tokens=self.config.rollout.max_new_tokens), 0)
         try:
             asyncio.run(episode.reset())
+            return episode.text or prompt.text
         except (EpisodeError, ModelError) as error:
             raise EpisodeError(f"{where}, row {prompt.index}: {error}") from error
         finally:
@@ -187,6 +188,7 @@ class Turns(Episode):
         self._tries = tries
         self._home = self._environments.host.home(next(self._environments.numbers))
         self._prompt_ids: I32 = self._prompt.token_ids
+        self.text = self._messages = ""  # of a prompt that the environment makes
         self._ids: list[int] = []  # sampled tokens and tokens of observations, in their order
         self._logprobs: list[float] = []
         self._sampled: list[bool] = []
@@ -266,15 +268,16 @@ class Turns(Episode):
             ids = environments.tokenizer.encode(begun.text)
         elif begun.messages is not None:
             ids = self._tokens.prompt(begun.messages, self._tools.schemas, environments.file)
+            self._messages = json.dumps(begun.messages)
         else:
             self._go_on()
             return
         longest = environments.config.data.max_len - self._most
+        self.text = environments.tokenizer.decode(ids, skip_special_tokens=False)
         if not 0 < len(ids) <= longest:
-            text = cut(environments.tokenizer.decode(ids, skip_special_tokens=False), 80)
             raise EpisodeError(
                 f"{environments.file}: the environment begins with a prompt of {len(ids)} tokens, and 1 to {longest} "
-                f"fit (data.max_len - rollout.max_new_tokens): {text!r}"
+                f"fit (data.max_len - rollout.max_new_tokens): {cut(self.text, 80)!r}"
             )
         self._prompt_ids = np.array(ids, dtype=np.int32)
         self._go_on(begun.limit)
@@ -353,5 +356,7 @@ class Turns(Episode):
             counts=self._sums.counts,
             digests=[] if reason == LOST else self._digests,
             turns=self._turns,
+            began=self.text,
+            messages=self._messages,
             dialogue=json.dumps(self._dialogue),
         )

@@ -58,6 +58,7 @@ MPI_LEAVE_S = 600.0  # the common end of an MPI start: the conductor may still a
 # --- workers: processes that run code of the user's ---
 WORKER_STACK_S = 1.0  # the stack of a worker that is too late, or its exit status once its connection is closed
 WORKER_LOOK_S = 1.0  # the pause between two looks whether the node of a worker is there that does a call
+WORKER_SILENT_S = 5.0  # the silence of such a node that counts, where the deadline of a call is shorter
 WORKER_END_S = 5.0  # the end of a worker's thread, which kills its processes
 
 # --- preflight ---

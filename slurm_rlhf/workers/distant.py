@@ -6,6 +6,7 @@ The agent of a node that is kept for workers does what it is asked with calls of
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
@@ -35,8 +36,8 @@ class DistantNode(ABC):
         """
 
     @abstractmethod
-    def absence(self) -> str:
-        """Say why it cannot answer any more; empty: it can."""
+    def absence(self, silence_s: float = math.inf) -> str:
+        """Say why it cannot answer any more, or that it was silent for so long; empty: it can."""
 
     @abstractmethod
     def lose(self, why: str) -> None:
@@ -63,18 +64,19 @@ class DistantWorker(PoolWorker):
 
     def _done(self, call: PoolCall) -> Any:
         if self.lost:
-            raise WorkerError(ENDED, self.lost)
+            raise WorkerError(ENDED, f"no node with workers is left: {self.lost}. Start the run again, on other nodes")
         return self._ask("do", call.method, call.arguments, call.timeout_s, limit_s=call.timeout_s)
 
     def _ask(self, method: str, *arguments: Any, limit_s: float = 0.0) -> Any:
         """Ask the node, and wait for its answer; where it is lost, so is this. Raises WorkerError."""
         try:
+            silence_s = max(limit_s, timeouts.WORKER_SILENT_S) if limit_s else math.inf
             limit_s += self.pool.start_s + timeouts.AGENT_S  # a process may be starting there
             answer = self._node.ask(method, self._key, packed(arguments), limit_s)
             while not wait([answer], timeouts.WORKER_LOOK_S).done:
                 if self.pool.closed:
                     raise WorkerError(ENDED, "the pool of workers was closed")
-                if why := self._node.absence():
+                if why := self._node.absence(silence_s):
                     raise RunError(why)
             self.life, value, kind, said = json.loads(answer.result())
         except (TypeError, ValueError, WireError) as error:  # arguments that cannot be sent

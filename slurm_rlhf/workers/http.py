@@ -257,6 +257,11 @@ class WorkServer(ThreadingHTTPServer, ABC):
         """Return what is sent for the answer of a call."""
         return answer
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Leave out clients that have gone; say in a line what else broke off a request."""
+        if not isinstance(error := sys.exception(), ConnectionError):
+            print(f"{client_address[0]}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
 
 class _Request(BaseHTTPRequestHandler):
     server: WorkServer
@@ -277,7 +282,7 @@ class _Request(BaseHTTPRequestHandler):
             self._say(401, {"error": "the token is missing or another one"})
             return
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > LARGEST:
+        if not (length.isdecimal() and len(length) < 10 and int(length) <= LARGEST):
             self.close_connection = True
             self._say(413, {"error": f"send Content-Length, {LARGEST} bytes at most"})
             return
@@ -286,7 +291,7 @@ class _Request(BaseHTTPRequestHandler):
             if not isinstance(body, dict):
                 raise ValueError("expected an object")
             answer = self._result(self.server.begin(body))
-        except (ValueError, AttributeError, TypeError, KeyError) as error:
+        except (ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError) as error:
             self._say(400, {"error": f"{type(error).__name__}: {error}"})
         except (WorkerError, CancelledError) as error:
             if self._alone():

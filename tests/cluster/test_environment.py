@@ -198,6 +198,7 @@ def test_counts() -> None:
         ({"SLURM_JOB_NUM_NODES": "4"}, "is 4, but SLURM_JOB_NODELIST names 3"),
         ({"SLURM_JOB_NODELIST": "", "SLURM_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
         ({"SLURM_HET_SIZE": "2"}, "heterogeneous"),
+        ({"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "", "SLURM_NODELIST": ""}, "heterogeneous job of 2 components"),
     ],
 )
 def test_contradictions_name_the_variable(changed: dict[str, str], message: str) -> None:

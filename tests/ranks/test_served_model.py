@@ -60,6 +60,17 @@ def test_the_scores_are_those_of_transformers(tmp_path: Path) -> None:
         body = {"query": ["12+30=42"], "prompts": ["12+30="], "labels": [None]}
         said = httpx.post(url, json=body, timeout=HANG_S).json()  # as OpenRLHF asks: text alone
         np.testing.assert_allclose(said["rewards"], wanted[1:2], atol=1e-5)
+
+        def asked(number: int) -> tuple[int, list[float]]:
+            """Ask with others; each eighth of them for what has no tokens."""
+            what = {"query": [""], "prompts": [""], "labels": [None]} if number % 8 == 5 else body
+            answer = httpx.post(url, json=what, timeout=HANG_S)
+            return answer.status_code, answer.json().get("rewards", [])
+
+        with ThreadPoolExecutor(32) as threads:
+            several = [*threads.map(asked, range(32))]
+        assert [status for status, _ in several] == [422 if number % 8 == 5 else 200 for number in range(32)]
+        np.testing.assert_allclose([rewards[0] for _, rewards in several if rewards], wanted[1], atol=1e-5)
     finally:
         source.close()
         server.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -333,8 +334,25 @@ def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch
         headers = {"Authorization": "Bearer s3cret"}
         answered = httpx.post(url(server) + "/get_reward", json=body, headers=headers, timeout=HANG_S)
         assert answered.json() == {"rewards": [10]}
-        for wrong in ("[]", "{", '{"query": 1}', '{"items": [1]}', '{"items": [{}]}'):
+        endless = '{"query": ["a"], "prompts": ["a"], "step": Infinity}'
+        for wrong in ("[]", "{", '{"query": 1}', '{"items": [1]}', '{"items": [{}]}', endless, "[" * 100_000):
             assert httpx.post(url(server), content=wrong, headers=headers, timeout=HANG_S).status_code == 400
+
+
+def test_clients_that_break_off_leave_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with own_server(tmp_path) as server:
+        handle, handled = server.handle_error, list[object]()
+        monkeypatch.setattr(server, "handle_error", lambda *about: handled.append(handle(*about)))
+        with socket.create_connection(("127.0.0.1", server.server_port)) as gone:
+            gone.sendall(b"POST / HTTP/1.1\r\nContent-Length: 50\r\n\r\n{")
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        until(lambda: handled, "its end")
+        with socket.create_connection(("127.0.0.1", server.server_port)) as odd:
+            odd.sendall(b"POST / HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n")
+            assert odd.recv(100).startswith(b"HTTP/1.1 413")
+    assert capfd.readouterr().err == ""
 
 
 def test_a_call_whose_client_has_gone_is_not_begun_and_one_that_is_late_is_reported(tmp_path: Path) -> None:

@@ -231,8 +231,11 @@ def test_prompts_that_hold_their_answer_and_rows_that_repeat_are_found(tmp_path:
     rows: list[object] = [[asked], [asked, answer], "2+2", "2+2"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"input": row}) + "\n" for row in rows))
     data = Data(apply_chat_template=True)
-    shares = PromptFindings.of(PromptSet.load(tmp_path / "prompts.jsonl", tokenizer, data, 400), tokenizer, data).shares
+    prompts = PromptSet.load(tmp_path / "prompts.jsonl", tokenizer, data, 400)
+    shares = PromptFindings.of(prompts, tokenizer, data).shares
     assert (shares["prompts_answered"], shares["prompts_repeated"]) == (0.25, 0.25)
+    prompts[3].row["seed"] = 1  # an environment may make another prompt of it
+    assert PromptFindings.of(prompts, tokenizer, data, played=True).shares["prompts_repeated"] == 0.0
     few = warnings({"prompts_answered": 0.25, "prompts_repeated": 60 / 64}, PROMPT_SHARES)
     assert "25 % of the prompts end with a message of the assistant" in few[0]
     assert "94 % of the prompts stand in the file once more" in few[1]

@@ -173,6 +173,8 @@ def test_the_prompt_may_be_the_environments(tmp_path: Path, plain: Tokenizer) ->
         environments(tmp_path, plain), {"start": "7+7=", "answers": ["(None, 0, True)"]}, [sampled(plain, "4")]
     )
     assert (asked, plain.decode(whole.prompt_ids.tolist())) == ([("7+7=", 6)], "7+7=")
+    (item,) = items_of([Prompt(7, "2+2=", whole.prompt_ids, None, {"input": "2+2="}, "input")], [whole])
+    assert (item["prompt"], item["messages"]) == ("7+7=", [{"role": "user", "content": "7+7="}])
 
 
 @pytest.mark.parametrize("ends", ["*", ""])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ from worker_pids import pids_of
 
 from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.errors import RoleDied, WorkerError
+from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.distant import DistantNode, HostedWorkers
 from slurm_rlhf.workers.pool import WORKER, Code, WorkerPool, stacks_of_workers
 
@@ -30,16 +33,18 @@ class Node(DistantNode):
 
     def __init__(self, name: str) -> None:
         self.name, self.hosted, self.stated = name, HostedWorkers(), list[str]()
-        self.gone = ""
+        self.gone, self.silent_s = "", 0.0
         self.threads = ThreadPoolExecutor(16)
 
     def ask(self, method: str, key: str, arguments: str, limit_s: float) -> Future[str]:
         if self.gone:
             raise RoleDied(self.gone)
+        if self.silent_s:
+            return Future()
         return self.threads.submit(getattr(self.hosted, method), key, *json.loads(arguments))
 
-    def absence(self) -> str:
-        return self.gone
+    def absence(self, silence_s: float = math.inf) -> str:
+        return self.gone or ("not heard from" if self.silent_s >= silence_s else "")
 
     def lose(self, why: str) -> None:
         self.stated.append(why)
@@ -156,6 +161,26 @@ def test_a_lost_node_fails_what_it_did_and_the_others_do_the_rest(pools: Pools, 
     with pytest.raises(WorkerError, match="are lost") as failed:
         last.result(HANG_S)
     assert failed.value.kind == "ended"
+
+
+def test_a_node_that_is_silent_past_a_calls_deadline_is_lost(pools: Pools) -> None:
+    pool, (node, other) = pools(nodes=2)
+    pool.ready()
+    leases = {lease.worker.name: lease for lease in (pool.lease(), pool.lease())}
+    node.silent_s = timeouts.WORKER_SILENT_S
+    patient = leases["worker 0"].submit("double", [1], timeout_s=HANG_S)
+    pool.submit("double", [1], timeout_s=SHORT_S).result(HANG_S)  # by the other one
+    time.sleep(2 * timeouts.WORKER_LOOK_S)
+    assert (patient.done(), node.stated) == (False, [])
+    node.silent_s = HANG_S
+    with pytest.raises(WorkerError, match="n1 and its workers are lost: not heard from") as failed:
+        patient.result(HANG_S)
+    assert failed.value.kind == "gone"
+    other.silent_s = timeouts.WORKER_SILENT_S
+    with pytest.raises(WorkerError, match="n2 and its workers are lost"):
+        pool.submit("double", [1], timeout_s=SHORT_S).result(HANG_S)
+    with pytest.raises(WorkerError, match=r"no node with workers is left: n.* Start the run again, on other nodes"):
+        pool.submit("double", [1], timeout_s=HANG_S).result(HANG_S)
 
 
 def test_a_pool_that_is_closed_ends_its_workers_there_in_the_middle_of_a_call(pools: Pools, tmp_path: Path) -> None:
