@@ -232,3 +232,4 @@ def test_a_name_that_is_near_nothing_is_not_guessed_at() -> None:
         assert nearest(name) == []
     assert nearest("temprature") == ["rollout.temperature", "eval.temperature"]
     assert nearest("actor.learnign_rate") == ["actor.learning_rate"]
+    assert nearest("reward.preflight") == ["preflight", "timeout.preflight"]  # the same word, and not reward.preset

@@ -252,6 +252,7 @@ def test_a_run_that_moves_is_left_alone_and_one_whose_trainers_wait_is_stopped_s
             threading.Event().wait(HANG_S)
         assert (stopped.value.reason.requeue, stopped.value.reason.exit_code, stopped.value.saved) == (False, 1, True)
         assert "hang-7" in stopped.value.reason.what
+        assert run.dog._saving_s == UNKNOWN * scaled(1.0)  # not timeout.hang: nobody knows yet what saving takes
 
 
 def test_a_conductor_whose_lock_a_reward_function_holds_writes_its_own_stack(tmp_path: Path) -> None:

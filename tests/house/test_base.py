@@ -20,7 +20,7 @@ def test_a_long_list_is_cut_and_counted() -> None:
     assert shortened(["a", "b", "c"], 2) == "a, b and 1 more"
     assert shortened((str(n) for n in range(7)), separator=" and ") == "0 and 1 and 2 and 3 and 4 and 2 more"
     assert "said:" + shortened_lines(["a", "b", "c"], 2) == "said:\n  a\n  b\n  and 1 more"
-    assert shortened_lines(["a"], 2) == "\n  a"
+    assert shortened_lines(["a", "b"], 2) == "\n  a\n  b"
 
 
 def test_a_file_is_replaced_whole_and_nothing_is_left_with_it(tmp_path: Path) -> None:

@@ -127,6 +127,8 @@ def test_nodes_are_as_few_as_hold_the_roles() -> None:
     config = Config()
     config.actor.num_gpus_per_node, config.vllm.num_engines, config.slurm.gpus_per_node = 4, 8, 8
     assert wanted_nodes(config) == 2  # 4 + 1 + 1 + 8
+    config.vllm.num_engines = 2
+    assert wanted_nodes(config) == 1  # 4 + 1 + 1 + 2
     config.slurm.nodes = 5
     assert slurm_parameters(config)["slurm_additional_parameters"]["nodes"] == 5
     config.slurm.nodes, config.actor.num_gpus_per_node = 0, 9

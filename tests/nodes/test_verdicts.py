@@ -236,6 +236,7 @@ def test_a_bad_node_that_a_spare_stands_in_for() -> None:
     assert "left out: n3" in draw(report)
     assert report.to_json()["left_out"] == ["n3"]
     (why,) = report.unfit().values()
+    assert "is not shared by all nodes: n3 cannot see" in why
     assert why in report.notes()[0]
     assert replace(report, left_out=()).unfit() == {}
 

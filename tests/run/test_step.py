@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
 from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.scored import Scoring
+from slurm_rlhf.rewards.scored import Rewards, Scoring
 from slurm_rlhf.rewards.signature import taken
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch
@@ -75,11 +76,11 @@ class Run:
         reward = Scoring(RewardFunction(reward_func, "", taken(reward_func, "reward_func")), 10.0)
         self.phases: list[str] = []  # as they begin, each again after one inside it
         kl, phases = KLController(config.algo.kl.init_coef, 0.0, 1), Phases(self.phases.append)
-        step = make_step(config, self.roles, reward=reward, kl=kl, phases=phases)
+        self.step = make_step(config, self.roles, reward=reward, kl=kl, phases=phases)
         config.vllm.sync_mode = "inflight" if self.VERSION else "drain"  # no engines are asked
         self.batch = Batch(3, prompts, found, {}, 1.0, {})
-        self.experience, self.metrics = step.collect(self.batch, self.VERSION)
-        self.metrics = step.update(3, found, self.experience, self.metrics, self.VERSION)
+        self.experience, self.metrics = self.step.collect(self.batch, self.VERSION)
+        self.metrics = self.step.update(3, found, self.experience, self.metrics, self.VERSION)
 
     def trained(self, role: str) -> tuple[float, Experience]:
         """(denominator, batch) of the only optimizer step, its responses in their order."""
@@ -133,6 +134,15 @@ def test_the_turn_of_a_reward_model_counts_for_rewards() -> None:
     for roles, begin in ((["actor", "reward"], ["forward", "reward", "forward", ""]), (["actor"], ["forward", ""])):
         run = Run(roles, train__colocate_all=True, algo__advantage__estimator="rloo")
         assert run.phases[: len(begin) + 1] == [*begin, "reward"]
+
+
+def test_rewards_that_are_there_or_were_asked_for_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(["actor"], algo__advantage__estimator="rloo")
+    there, asked = Rewards(np.array(REWARDS, dtype=np.float32)), Future[Rewards]()
+    asked.set_result(there)
+    monkeypatch.setattr(Scoring, "begin", None)
+    for batch in (replace(run.batch, rewards=there), replace(run.batch, asked=[asked])):
+        assert run.step.collect(batch, 0)[0].rewards.tolist() == REWARDS
 
 
 class LaterRun(Run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ def test_an_executor_that_fails_costs_its_own_episode(tmp_path: Path, tokenizer:
     for one in found:
         if one.finish_reason != LOST:
             assert (one.reward, one.turns, one.action_mask.tolist()) == (3.0, 3, [True, False, True, False, True])
+            assert [each["role"] for each in json.loads(one.dialogue)] == ["assistant", "user"] * 2 + ["assistant"]
 
 
 def test_an_episode_does_not_begin_anew_for_ever(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections import Counter
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,9 +28,12 @@ def owners(engines: Engines, engine: int) -> list[int]:
 class Batch:
     """Episodes that a thread of its own waits for, over engines that finish one response when the test says so."""
 
-    def __init__(self, engines: Engines, count: int, deterministic: bool, admit: Any = None, width: int = 2) -> None:
+    def __init__(
+        self, engines: Engines, count: int, deterministic: bool, admit: Any = None, width: int = 2, play: Any = None
+    ) -> None:
         self.engines = engines
-        episodes = Episodes((Waves if deterministic else Scheduler)(cast("Any", engines), 1, width), admit)
+        scheduler = (Waves if deterministic else Scheduler)(cast("Any", engines), 1, width)
+        episodes = Episodes(scheduler, admit, cast("Any", play and SimpleNamespace(begin=play)))
         prompts = [Prompt(index, f"{index}", IDS) for index in range(count)]
         self._found: Future[list[Trajectory]] = Future()
 
@@ -80,6 +85,35 @@ def test_what_a_lost_engine_had_finished_is_kept_and_the_rest_goes_to_others() -
     assert [(prompt, sample) for prompt, sample, _ in found] == [(p, s) for p in range(8) for s in (0, 1)]
     assert {engine for prompt, _, engine in found if prompt != kept} == {0}
     assert {engine for prompt, _, engine in found if prompt == kept} == {1}
+
+
+def test_a_turn_asked_for_when_its_engine_is_known_to_be_lost_goes_to_another() -> None:
+    engines, acted = Engines(), threading.Event()
+
+    class TwoTurns:
+        token_ids, limit, turn = IDS, 4, 0
+
+        def __init__(self, *_: Any) -> None: ...
+
+        async def start(self) -> None: ...
+
+        async def take(self, found: Trajectory) -> Trajectory | None:
+            while not acted.is_set():
+                await asyncio.sleep(0.001)
+            self.turn += 1
+            return found if self.turn == 2 else None
+
+        def drop(self) -> None: ...
+
+    batch = Batch(engines, 4, deterministic=False, width=8, play=TwoTurns)
+    until(lambda: owners(engines, 0) == [0, 2] and owners(engines, 1) == [1, 3])
+    engines.finish(1)
+    engines.lose(1)
+    until(lambda: owners(engines, 0) == [0, 2, 3])
+    acted.set()
+    until(lambda: owners(engines, 0) == [0, 1, 2, 3])
+    batch.finish_all()
+    assert batch.result() == [(prompt, sample, 0) for prompt in range(4) for sample in (0, 1)]
 
 
 class Pool:

@@ -124,6 +124,16 @@ def test_more_strangers_than_descriptors_end_nothing(tmp_path: Path) -> None:
     assert any("without the run's key" in event.text for event in read_events(events))
 
 
+def test_admitted_ranks_that_have_said_nothing_yet_are_not_ended_however_many_they_are(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        authenticator = Authenticator(context, router, RunKeys.create(tmp_path / "keys.json"))
+        silent = dict.fromkeys(range(10**6, 10**6 + authenticator._most + 1))
+        authenticator._unheard = dict(silent)
+        authenticator.answer()
+        assert authenticator._unheard == silent
+        authenticator.close()
+
+
 def test_it_closes_with_more_news_of_connections_than_zeromq_keeps(tmp_path: Path) -> None:
     """In a process of its own: where it waits for ZeroMQ's lock, it holds Python's."""
     process = lines("close_unread", str(tmp_path / "keys.json"))
