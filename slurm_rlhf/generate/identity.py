@@ -87,15 +87,30 @@ def known_count(root: Path) -> int | None:
 FILE = "generation.json"
 """Name of the description, in the directory of the output."""
 COMMON = (
-    *(f"data.{name}" for name in ("input_template", "apply_chat_template", "max_len")),
-    *("rollout.max_new_tokens", "rollout.stop", "train.seed"),
+    "data.input_template",
+    "data.apply_chat_template",
+    "data.max_len",
+    "rollout.max_new_tokens",
+    "rollout.stop",
+    "train.seed",
 )
 """Keys that change every response."""
 OF_ROWS = (
-    *(f"generate.{name}" for name in ("model_name_or_path", "dataset", "max_samples", "logprobs")),
-    *(f"data.{name}" for name in ("input_key", "weights", "map", "filter")),
-    *(f"rollout.{name}" for name in ("n_samples_per_prompt", "temperature", "top_p", "top_k")),
-    *(f"rollout.repetition_detection_{name}" for name in ("max_pattern_size", "min_pattern_size", "min_count")),
+    "generate.model_name_or_path",
+    "generate.dataset",
+    "generate.max_samples",
+    "generate.logprobs",
+    "data.input_key",
+    "data.weights",
+    "data.map",
+    "data.filter",
+    "rollout.n_samples_per_prompt",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.repetition_detection_max_pattern_size",
+    "rollout.repetition_detection_min_pattern_size",
+    "rollout.repetition_detection_min_count",
 )
 """Keys that change those to the rows of `slurm-rlhf generate`."""
 ROWS, SHARD = "rows", "shard"
