@@ -166,7 +166,7 @@ def data_files(path: Path | str) -> list[Path]:
         return _directory(place)
     if found := sorted(glob.glob(str(path))):
         return [file for each in found for file in data_files(each)]
-    if name := remote_name(str(place)):
+    if place.suffix not in FORMATS and (name := remote_name(str(place))):
         raise DataError(
             f"no such file: {place}. If {name} is a data set of the Hugging Face hub: `slurm-rlhf prefetch FILE.toml` "
             "downloads it where there is a network, as on a login node, and prints the line for the file"

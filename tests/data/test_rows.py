@@ -106,7 +106,7 @@ def test_what_is_no_data_set_says_what_to_write(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a directory without files of rows"):
         data_files(tmp_path)
     with pytest.raises(DataError, match=r"^no such file: .*none\.jsonl$"):
-        data_files(tmp_path / "none.jsonl")
+        data_files(tmp_path / "data" / "none.jsonl")
     with pytest.raises(DataError, match="openai/gsm8k is a data set of the Hugging Face hub: `slurm-rlhf prefetch"):
         data_files(tmp_path / "openai" / "gsm8k")
     jsonl(tmp_path / "a.jsonl", ROWS)
