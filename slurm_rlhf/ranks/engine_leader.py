@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
+from torch import distributed as dist
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import GenerateRequest, Meter, backend, requests_of
@@ -35,10 +36,6 @@ from slurm_rlhf.wire.calls import (
 )
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.messages import FAILURE, Request, sendable
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch import distributed as dist
 
 log = logging.getLogger(__name__)
 

@@ -132,8 +132,7 @@ class TrainingLoop:
     def _end_early(self, over: EpisodesOver) -> None:
         """Evaluate as after the last step, if that is not done: dynamic sampling has used up the prompts early."""
         self.reporting.note(str(over))
-        every = self.step.config.eval.steps
-        evaluated = self.state.step > 0 and every > 0 and self.state.step % every == 0
+        evaluated = self.state.step > 0 and self._due(self.step.config.eval.steps)
         if self.checkpoints.unevaluated is not None:
             self._evaluate_left_over()
         elif not evaluated:

@@ -287,19 +287,16 @@ def _in_order(parts: tuple[BucketPart, ...]) -> list[tuple[Piece, BucketPart]]:
     return sorted(pieces, key=lambda each: (each[0].span.parameter, each[0].span.low))
 
 
-def _side_by_side(pieces: Sequence[Piece]) -> Iterator[Piece]:
+def _side_by_side(pieces: Sequence[Piece]) -> list[Piece]:
     """Take pieces of a parameter that follow each other in the buffer for one."""
-    last: Piece | None = None
+    found: list[Piece] = []
     for piece in pieces:
-        if last is None:
-            last = piece
-        elif piece.apart and (piece.span.parameter, piece.span.low) == (last.span.parameter, last.span.high):
-            last = replace(last, span=replace(last.span, high=piece.span.high))
+        last = found[-1].span if found else None
+        if last and piece.apart and (piece.span.parameter, piece.span.low) == (last.parameter, last.high):
+            found[-1] = replace(found[-1], span=replace(last, high=piece.span.high))
         else:
-            yield last
-            last = piece
-    if last is not None:
-        yield last
+            found.append(piece)
+    return found
 
 
 def _shaped(data: torch.Tensor, parameter: Parameter) -> torch.Tensor:

@@ -245,9 +245,7 @@ def nccl_available() -> bool:
 
 def device_name() -> str:
     """Return a name that no two GPUs share, of the current one; empty without one."""
-    if not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return device_names()[torch.cuda.current_device()] if torch.cuda.is_available() else ""
 
 
 def device_names() -> list[str]:
