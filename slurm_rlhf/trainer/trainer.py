@@ -261,7 +261,7 @@ class Trainer(ABC):
 
     def _checked(self, loss: Tensor) -> Tensor:
         """Make a loss that is not finite NaN: then the sum of gradients is NaN, and all ranks skip the step."""
-        return loss * torch.where(torch.isfinite(loss.detach()), 1.0, math.nan).to(loss.dtype)
+        return loss * torch.where(torch.isfinite(loss), 1.0, math.nan).to(loss.dtype)
 
     def _judge(self, norm: float) -> None:
         """Count skipped steps, and choose the next loss scale. Raises RunError for a step that ends the run."""

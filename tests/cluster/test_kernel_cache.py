@@ -168,7 +168,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     made = [tmp_path / "disk", tmp_path / "other"]
     for place in made:
         place.mkdir()
-    monkeypatch.setattr(local_directory, "ACCELERATORS", (tmp_path,))
+    monkeypatch.setattr(local_directory, "ACCELERATORS", (tmp_path / "none", tmp_path))
     monkeypatch.setattr(local_directory, "local_places", lambda: made)
     return made
 

@@ -10,7 +10,7 @@ from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import check_architecture
 from slurm_rlhf.config.roles import ROLLOUT, running_roles
-from slurm_rlhf.config.rules import correction_of, rule_problems, unused_note
+from slurm_rlhf.config.rules import _divisors, correction_of, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 
@@ -64,6 +64,12 @@ def test_keys_that_exclude_each_other_are_one_error_with_their_names(words: str,
 
 
 # --- engine rules -----------------------------------------------------------------------------------------------------
+
+
+def test_divisors_are_looked_for_as_long_as_a_user_waits() -> None:
+    """The product of two primes above a million has more than are found."""
+    assert _divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert _divisors(1_000_003 * 1_000_033) == [1, 1_000_003 * 1_000_033]
 
 
 def test_the_actor_samples_alone() -> None:

@@ -107,7 +107,7 @@ def test_entries_are_read_and_written_back(tmp_path: Path) -> None:
         ("weight = true", "reward.sources: weight takes a number, got true"),
         ("name = 3", "reward.sources: name takes a string, got 3"),
         ("clip = [1]", "clip takes two numbers, the lower first, got [1.0]"),
-        ("clip = [2, 1]", "clip takes two numbers, the lower first, got [2.0, 1.0]"),
+        ("clip = [1, 1]", "clip takes two numbers, the lower first, got [1.0, 1.0]"),
     ],
 )
 def test_entries_that_cannot_be_read(tmp_path: Path, entry: str, stated: str) -> None:

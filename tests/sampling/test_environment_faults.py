@@ -11,7 +11,7 @@ import psutil
 import pytest
 from played_episodes import FAULTS, FAULTY, FAULTY_EXECUTOR, played
 from random_models import tiny_tokenizer
-from waiting import scaled
+from waiting import scaled, until
 from worker_pids import pids_of
 
 from slurm_rlhf.config.schema import Config
@@ -43,7 +43,9 @@ def made(tmp_path: Path, tokenizer: Tokenizer, code: str = FAULTY, **settings: A
 
 def play(environments: Environments, faults: list[str]) -> list[Trajectory]:
     try:
-        return played(environments, faults)
+        found = played(environments, faults)
+        until(lambda: not any(worker.leases for worker in environments.host._pool._workers), "the last lease's end")
+        return found
     finally:
         pids = pids_of(environments.host._pool)
         environments.close()
