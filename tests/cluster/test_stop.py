@@ -85,6 +85,7 @@ def test_the_wakeup_of_signals_is_left_as_it_was(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_sigterm_after_sigusr1_means_that_nothing_is_to_go_on(tmp_path: Path) -> None:
     """As with `scancel` while a run saves; a second one, later, ends the process."""
     with Stop(tmp_path) as stop:

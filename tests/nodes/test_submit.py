@@ -165,6 +165,7 @@ BACK = f'test "$1 $(grep -c requeue calls)" = "requeue 3" || {{ {AWAY}; }}'
 """At the third attempt."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scontrol", "end_s", "stated", "holds", "calls"),
     [

@@ -191,6 +191,7 @@ def test_who_says_nothing_is_cut_off(setting: Setting) -> None:
     assert setting.server._router.handshake_ivl == 5000
 
 
+@pytest.mark.slow
 def test_a_client_with_the_wrong_key_learns_why(setting: Setting, tmp_path: Path) -> None:
     with ControlClient(setting.server.endpoint(), RunKeys.create(tmp_path / "other.json"), "critic", 0, 1) as client:
         with pytest.raises(CallTimeout, match=r"critic rank 0: .*gave no welcome in 0\.5 s: .*key is another one"):

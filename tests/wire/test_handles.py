@@ -127,6 +127,7 @@ def test_a_users_error_is_preferred_to_what_followed_from_it(handle: RoleHandle[
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.slow
 def test_the_deadline_is_the_methods(handle: RoleHandle[TeamCalls]) -> None:
     jobs = [Job(), Job(after=3 * FORWARD_S), Job()]
     with pytest.raises(CallTimeout, match=rf"actor rank 1 .* did not answer look within {FORWARD_S} s"):
