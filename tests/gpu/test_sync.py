@@ -19,7 +19,6 @@ from waiting import HANG_S
 
 import slurm_rlhf.weights.ends as push_module
 from slurm_rlhf.bench import sync as bench_sync
-from slurm_rlhf.bench import train as bench_train
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
@@ -357,10 +356,6 @@ def test_the_benchmark_of_transfers_knows_the_gpus(monkeypatch):
     for backend in ("nccl", "gloo"):
         assert main(["bench", "sync", f"--backend={backend}", "--size=1MB"]) == 0
     assert asked == [(("0", "1"), 256 << 20), ((), 64 << 20)]
-
-
-def test_the_benchmark_of_training_names_the_gpu(cuda: FakeCuda):
-    assert bench_train._gpu() == torch.cuda.get_device_name()
 
 
 def test_the_gpu_of_a_rank(cuda: FakeCuda):

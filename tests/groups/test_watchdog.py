@@ -179,7 +179,7 @@ def test_a_hang_of_the_first_step_is_reported_long_before_the_deadline_and_ends_
         assert f"(budget {UNKNOWN * 0.2:g} s: the usual wait is not known in the first pass)" in stated
         left = float(re.search(r"If nothing moves for ([\d.]+) s more, the run ends", stated)[1])  # type: ignore[index]
         assert 0.5 * HANG_S < left < 0.9 * HANG_S
-        time.sleep(5 * run.dog._config.timeout.hang_grace)
+        time.sleep(5 * run.dog.config.timeout.hang_grace)
         assert not call.done()
         assert run.supervisor.failure is None
 
