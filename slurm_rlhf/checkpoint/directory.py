@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.checkpoint import resume
-from slurm_rlhf.checkpoint.resume import describe, entries, read, search, verify, write, write_state
+from slurm_rlhf.checkpoint.resume import describe, entries, passed_over, read, verify, write, write_state
 from slurm_rlhf.errors import CheckpointError, RemoteError
 from slurm_rlhf.observe.run_log import BEGINS, ENDS, ERROR, HANG, REQUEUE, RESTART, RunEvent
 from slurm_rlhf.run_directory import MIB, refusal, remedy, size_of, vanished
@@ -205,7 +205,7 @@ class WayBack:
         if newest is None or read(newest).serial <= self.serial:
             newest = self.first
         if newest is not None:
-            for problem in search(self.directory.root)[1]:
+            for problem in passed_over(self.directory.root, newest):
                 tell(f"warning: {problem}; the run goes back to {newest.name}, which is whole")
         return newest
 

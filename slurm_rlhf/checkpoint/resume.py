@@ -174,7 +174,7 @@ def entries(root: Path) -> tuple[list[Entry], list[CheckpointError]]:
 
 def latest(root: Path) -> Path | None:
     """Return the newest checkpoint under `root` that is whole. Damaged ones are skipped with a warning in the log."""
-    return search(root)[0]
+    return _search(root)[0]
 
 
 def load_state(path: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def resolve(root: Path, resume: str) -> Path | None:
     if resume != "auto":
         load_state(Path(resume))
         return Path(resume)
-    newest, problems = search(root)
+    newest, problems = _search(root)
     if newest is None and problems:
         listed = "\n  ".join(str(problem) for problem in problems)
         raise CheckpointError(
@@ -218,8 +218,7 @@ def resolve(root: Path, resume: str) -> Path | None:
     return newest
 
 
-def search(root: Path) -> tuple[Path | None, list[CheckpointError]]:
-    """Return what `latest` does, and what is wrong with those that are newer, or cannot be read."""
+def _search(root: Path) -> tuple[Path | None, list[CheckpointError]]:
     found, problems = entries(root)
     for problem in problems:
         log.warning("%s; it is skipped", problem)
@@ -231,6 +230,20 @@ def search(root: Path) -> tuple[Path | None, list[CheckpointError]]:
             log.warning("%s; it is skipped", error)
             problems.append(error)
     return None, problems
+
+
+def passed_over(root: Path, chosen: Path) -> list[str]:
+    """Say what is wrong with the checkpoints under `root` that are newer than `chosen`. Reads their files."""
+    found, problems = entries(root)
+    serial = read(chosen).serial
+    found_wrong = [str(problem) for problem in problems]
+    for entry in found:
+        if entry.manifest.serial > serial:
+            try:
+                verify(entry.path)
+            except CheckpointError as error:
+                found_wrong.append(str(error))
+    return found_wrong
 
 
 def _advice(path: Path) -> str:
