@@ -188,7 +188,7 @@ class Turns(Episode):
         self._tries = tries
         self._home = self._environments.host.home(next(self._environments.numbers))
         self._prompt_ids: I32 = self._prompt.token_ids
-        self.text = self._messages = ""  # of a prompt that the environment makes
+        self.text = self._messages = ""  # an environment that makes the prompt sets both
         self._ids: list[int] = []  # sampled tokens and tokens of observations, in their order
         self._logprobs: list[float] = []
         self._sampled: list[bool] = []
