@@ -62,23 +62,31 @@ class CalledRewards(ABC):
         asked = [(group, self._ask(group, step, len(group) > 1)) for group in groups]
         if not asked:
             return Rewards(np.zeros(0, dtype=np.float32))
-        return joined([part for group, call in asked for part in self._taken(group, call, step)])
+        taken = [self._taken(group, call, step) for group, call in asked]
+        return joined([part for parts in taken for part in parts()])
 
     def _ask(self, items: Sequence[Item], step: int, half: bool) -> Future[Any]:
         return self._begin(items, step, self._timeout_s / (2 if half else 1))
 
-    def _taken(self, items: list[Item], call: Future[Any], step: int) -> list[Rewards]:
-        """Return the rewards of `items`, in one part or in one for each."""
+    def _taken(self, items: list[Item], call: Future[Any], step: int) -> Callable[[], list[Rewards]]:
+        """Wait for a call; return what gives the rewards of `items`, in one part or in one for each.
+
+        It waits for the calls of each item alone, which begin here after a call that failed.
+        """
         try:
-            return [self._read(call, len(items))]
+            found = self._read(call, len(items))
         except WorkerError as error:
-            if len(items) == 1 and error.kind != GONE:  # no fault of theirs: their node is lost
-                return [self._failed(items[0], error)]
-            whole: WorkerError = error
-        alone = [(item, self._ask([item], step, True)) for item in items]
-        parts = [part for item, call in alone for part in self._taken([item], call, step)]
+            if len(items) > 1 or error.kind == GONE:  # gone: no fault of theirs, their node is lost
+                alone = [(item, self._ask([item], step, True)) for item in items]
+                return partial(self._apart, alone, step, error)
+            found = self._failed(items[0], error)
+        return lambda: [found]
+
+    def _apart(self, alone: list[tuple[Item, Future[Any]]], step: int, whole: WorkerError) -> list[Rewards]:
+        """Return the rewards of items of which each is asked for alone, since their call together failed."""
+        parts = [part for item, call in alone for part in self._taken([item], call, step)()]
         if whole.kind == RAISED and not any(part.failed is not None for part in parts):
-            raise RewardError(f"{whole}, for {len(items)} responses to a prompt, and for none of them alone")
+            raise RewardError(f"{whole}, for {len(alone)} responses to a prompt, and for none of them alone")
         return parts
 
     def _read(self, call: Future[Any], count: int) -> Rewards:

@@ -260,6 +260,22 @@ class Scoring:
         """Start computing the rewards of `trajectories`."""
         return in_thread(partial(self._call, prompts, trajectories, step), "reward")
 
+    def begin_each(
+        self, prompts: list[Prompt], trajectories: list[Trajectory], step: int, size: int
+    ) -> list[Future[Rewards]]:
+        """Start one call, as `begin`; return the rewards of each `size` responses that follow one another."""
+        found = [Future[Rewards]() for _ in range(len(trajectories) // size)]
+
+        def share(call: Future[Rewards]) -> None:
+            for index, part in enumerate(found):
+                if (error := call.exception()) is not None:
+                    part.set_exception(error)
+                else:
+                    part.set_result(call.result().select(slice(index * size, (index + 1) * size)))
+
+        self.begin(prompts, trajectories, step).add_done_callback(share)
+        return found
+
     def _call(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
         try:
             return self.source(prompts, trajectories, step)

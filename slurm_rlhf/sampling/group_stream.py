@@ -80,6 +80,7 @@ class GroupStream:
         self._groups: list[PromptGroup] = []  # groups begun since the last batch, in order
         self._coming: deque[PromptGroup] = deque()  # groups that begin next
         self._open: dict[PromptGroup, list[asyncio.Task[None]]] = {}  # episodes in flight
+        self._unscored: list[PromptGroup] = []  # finished since `advance`, for rewards that stream
         self._finished: list[PromptGroup] = []  # finished, but not judged
         self._judging: list[PromptGroup] = []
         self._next: list[PromptGroup] | None = None  # the batch that could be taken now
@@ -144,6 +145,7 @@ class GroupStream:
         if self._failure is not None:
             self.failed(self._failure)
             return
+        self._score()
         self._judge()
         if self._wanted and (chosen := self._choose()) is not None:
             self._deliver(chosen)
@@ -223,9 +225,18 @@ class GroupStream:
         if self.counts is None:
             group.verdict = group.state.finished = self._changed = True
             if self.reward.streams:
-                group.scoring = self.reward.begin(owners_of([group]), responses_of([group]), self._step)
+                self._unscored.append(group)
         else:
             self._finished.append(group)
+
+    def _score(self) -> None:
+        """Have groups scored that finished at once: one thread waits for all of them."""
+        if groups := self._unscored:
+            self._unscored = []
+            size = groups[0].sampling.n
+            found = self.reward.begin_each(owners_of(groups), responses_of(groups), self._step, size)
+            for group, scoring in zip(groups, found, strict=True):
+                group.scoring = scoring
 
     def _judge(self) -> None:
         """Let the reward function judge what has finished since its last call: one call at a time, of whole rounds."""

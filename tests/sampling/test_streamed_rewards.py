@@ -20,11 +20,15 @@ class Begun:
 
     def __init__(self) -> None:
         self.asked: dict[int, Future[Rewards]] = {}
+        self.calls: list[list[int]] = []
 
-    def begin(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Future[Rewards]:
-        (place,) = {prompt.index for prompt in prompts}
-        assert [(found.prompt, found.sample) for found in trajectories] == [(place, 0), (place, 1)]
-        return self.asked.setdefault(place, Future())
+    def begin_each(
+        self, prompts: list[Prompt], trajectories: list[Trajectory], step: int, size: int
+    ) -> list[Future[Rewards]]:
+        owners = [prompt.index for prompt in prompts][::size]
+        assert [(found.prompt, found.sample) for found in trajectories] == [(a, b) for a in owners for b in (0, 1)]
+        self.calls.append(owners)
+        return [self.asked.setdefault(place, Future()) for place in owners]
 
 
 def test_a_group_is_scored_as_soon_as_it_is_complete() -> None:
@@ -35,7 +39,11 @@ def test_a_group_is_scored_as_soon_as_it_is_complete() -> None:
         run.engines.finish(2)
         until(lambda: [*scoring.asked] == [2])
         assert not found
-        run.engines.finish(7, 1, 4)
+        together = [prompt for engine, prompt, sample, *_ in run.engines.rows() if engine == sample == 0][:2]
+        run.engines.finish(*together)
+        until(lambda: len(scoring.asked) == 3)
+        run.engines.finish(*range(8))
     batch = found[0]
     assert isinstance(batch, Batch)
     assert batch.asked == [scoring.asked[place] for place in places(batch)]
+    assert sorted(scoring.calls[1]) == sorted(together), "a call for each of two groups that ended at once"
