@@ -58,6 +58,7 @@ class Rates:
     block: int = 1  # tokens; of a prompt whole blocks are computed once for all of its responses
     faster: Sequence[tuple[str, float]] = FASTER
     response_s: float = 0.0  # the conductor's work for a response, while it shares its cores with the engines
+    overlap: bool = True  # ranks exchange gradients and parameters while layers compute
 
 
 RATES = Rates()
@@ -99,7 +100,9 @@ def measured(forward: Probe, update: Probe, sampling: tuple[Probe, Probe], optim
     decoded, step_s = Probe.line(*sampling)
     # What an engine reads in each step is in `step_s`.
     shares = {"update": trained / peak, "forward": 1.0, "prefill": decoded / peak, "memory": math.inf, "optimizer": 1.0}
-    rates = Rates(**shares, step_s=step_s, layer_s=0.0, block=CPU_BLOCK, faster=(), response_s=CPU_RESPONSE_S)
+    rates = Rates(
+        **shares, step_s=step_s, layer_s=0.0, block=CPU_BLOCK, faster=(), response_s=CPU_RESPONSE_S, overlap=False
+    )
     return Gpu("CPU", 1 << 20, peak / 1e12, optimizer / 1e9, ""), rates
 
 
@@ -275,7 +278,8 @@ class Work:
         parameters = elements * (2 if half(config) else 4) * (ranks - 1) / ranks / self._link()
         if ds.zero_stage >= 2:  # in each micro-batch, while the next layers compute
             micros = max(steps, math.ceil(sum(self.batch.lengths) / ranks / tokens))
-            computed, sums = max(computed, micros * gradient), parameters if ds.zero_stage == 2 else 0.0
+            computed = self._meanwhile(computed, micros * gradient)
+            sums = parameters if ds.zero_stage == 2 else 0.0
         else:
             sums = gradient + (parameters if ds.zero_stage else gradient)
         return config.train.max_epochs * (computed + steps * (own + sums))
@@ -295,8 +299,12 @@ class Work:
             # Copies inside nodes are filled by the first pass after each optimizer step.
             far = least if self.config.ds.hpz_size > 1 else passes * micros
             gathered = size * (far / self._link() + max(0, passes * micros - far) / self.links.inside)
-            seconds = max(seconds, gathered)  # while a layer computes the next one is gathered
+            seconds = self._meanwhile(seconds, gathered)  # while a layer computes the next one is gathered
         return seconds + passes * self._exchanged() / self._link()
+
+    def _meanwhile(self, computed: float, exchanged: float) -> float:
+        """Return the seconds of both; CPUs copy what they send, and compute nothing then."""
+        return max(computed, exchanged) if self.rates.overlap else computed + exchanged
 
     def _exchanged(self) -> float:
         """Count the bytes that a rank sends in a pass for ds.ulysses_size: queries, keys, values, what attention gives.

@@ -24,6 +24,7 @@ from slurm_rlhf.placement.step_time import (
     Probe,
     StepLengths,
     StepTime,
+    Work,
     measured,
     predict,
     response_lengths,
@@ -159,6 +160,21 @@ def test_two_probes_give_a_rate_and_what_a_step_takes_with() -> None:
     assert (rate, rest) == (pytest.approx(4e9), pytest.approx(0.1))
     assert Probe.line(Probe(1e9, 0.5), Probe(4e9, 0.4)) == (1e10, 0.0)  # less seconds for more work: noise
     assert Probe.line(Probe(2e9, 0.5), Probe(2e9, 0.5)) == (4e9, 0.0)  # one sequence is all there is room for
+
+
+@pytest.mark.parametrize(("stage", "all_of_it"), [(2, 1.0), (3, 1.5)])
+def test_cpus_exchange_before_or_after_they_compute_and_gpus_meanwhile(stage: int, all_of_it: float) -> None:
+    """ZeRO-3 gathers parameters twice, and sums gradients, which takes half as long and is hidden by it on GPUs."""
+    config = load_config(None, [f"--ds.zero_stage={stage}", "--actor.num_gpus_per_node=2"])
+    shape, lengths = shape_of(SHAPES["7B"]), StepLengths.expected(config, 8, 8)
+    card = find_gpu("H100")
+    assert card is not None
+    work = [Work(config, "actor", shape, card, Links(speed, speed), lengths) for speed in (1e18, 1e9)]
+    own, exchange = (one.update() for one in work)
+    alone, after = (replace(one, rates=replace(RATES, overlap=False)).update() for one in work)
+    assert exchange > 2 * own
+    assert alone == pytest.approx(own)
+    assert after == pytest.approx(all_of_it * exchange + own, rel=0.1)
 
 
 def test_on_cpus_a_step_takes_what_was_measured_and_ranks_share_the_cores() -> None:
