@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.algorithms.lora import check_targets, last_part
-from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, REFUSED, head_fields
+from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, NO_LINEAR, REFUSED, head_fields
 from slurm_rlhf.config.schema_models import Lora
 from slurm_rlhf.config.user_data import is_hub_name
 from slurm_rlhf.errors import ConfigError, ModelError, shortened
@@ -47,8 +47,7 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
 
 def check_not_quantised(key: str, path: str | Path, config: Mapping[str, Any]) -> None:
     """Check that the weights are not quantised, by the parsed config.json of the model. Raises ModelError."""
-    quantised = config.get("quantization_config")
-    if quantised:
+    if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
         raise ModelError(
             f"{key}: {path} holds quantised weights (quantization_config, {method or 'no method named'}), which cannot "
@@ -169,11 +168,11 @@ def check_adapters(key: str, path: str, targets: Sequence[str]) -> None:
     files, config = weight_files(Path(path)), read_config(key, Path(path))
     headers = [_header(file)[0] for file in files if file.suffix == ".safetensors"]
     shapes = {name.removesuffix(".weight"): entry["shape"] for header in headers for name, entry in header.items()}
-    rows = text_config(config).get("vocab_size")
-    known = {last_part(name) for name, shape in shapes.items() if len(shape) == 2 and shape[0] != rows}
-    if not any(name in COMPARED for name in config.get("architectures") or []) or len(headers) < len(files):
+    rows, linear = text_config(config).get("vocab_size"), text_config(config).get("model_type") not in NO_LINEAR
+    known = {last_part(name) for name, shape in shapes.items() if linear and len(shape) == 2 and shape[0] != rows}
+    if linear and (len(headers) < len(files) or COMPARED.keys().isdisjoint(config.get("architectures") or [])):
         known = {*targets}
-    if shapes:
+    if shapes or not linear:
         check_targets(f"{key} = {path}", {part for name in shapes for part in name.split(".")}, known, targets)
 
 
@@ -261,7 +260,8 @@ def _instead_of_model(directory: Path) -> str:
     if (directory / "adapter_config.json").is_file():
         return (
             "is a LoRA adapter and no whole model: put it into the model that it belongs to "
-            "(`AutoPeftModelForCausalLM.from_pretrained(directory).merge_and_unload().save_pretrained(other)`)"
+            "(`AutoPeftModelForCausalLM.from_pretrained(directory).merge_and_unload().save_pretrained(other)`; of a "
+            "reward model AutoPeftModelForSequenceClassification, with num_labels=1)"
         )
     if any(directory.glob("*.gguf")):
         return f"holds GGUF files: {_GGUF}"

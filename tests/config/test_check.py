@@ -287,6 +287,15 @@ def test_layers_that_get_adapters_are_there(config: Config, layer: str, words: s
     return None
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "falcon"])
+def test_models_without_linear_layers_get_no_adapters(config: Config, kind: str) -> None:
+    edit_config(Path(config.actor.model_name_or_path), model_type=kind)
+    for refuses in (check, partial(check_stage, stage="sft")):
+        with pytest.raises(ModelError, match=r"lora\.rank: actor\.model_name_or_path = .* of the class Linear.* to 0"):
+            refuses(change(config, "lora.rank=8"))
+    check(change(config, "lora.rank=0"))
+
+
 @pytest.mark.parametrize(
     ("field", "words", "stated"),
     [
