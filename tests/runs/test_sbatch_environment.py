@@ -189,9 +189,21 @@ def test_aarch64_has_the_gpu_environment_alone(checkout: Path, stub: str, aarch6
     assert made.returncode == 0, made.stderr
     assert "from sbatch/gpu.lock" in made.stderr
     assert ".venv is current (gpu)" in run(script, PATH=aarch64).stderr
+    assert "making" in run(script, SLURM_RLHF_PYTHON=stub).stderr  # x86-64 on the same disk
+    assert "making" in run(script, SLURM_RLHF_PYTHON=stub, PATH=aarch64).stderr
     refused = run(script, "--cpu", SLURM_RLHF_PYTHON=stub, PATH=aarch64)
     assert refused.returncode == 1
     assert "sbatch/cpu.lock is not for Linux aarch64" in refused.stderr
+
+
+def test_an_old_c_library_is_named_before_anything_is_made(checkout: Path, stub: str, aarch64: str) -> None:
+    getconf = Path(aarch64.partition(":")[0]) / "getconf"
+    getconf.write_text("#!/bin/sh\necho glibc 2.28\n")
+    getconf.chmod(0o755)
+    refused = run(checkout / "sbatch" / "environment.sh", "--gpu", SLURM_RLHF_PYTHON=stub, PATH=aarch64)
+    assert refused.returncode == 1
+    assert "needs glibc 2.34 or newer on aarch64, and here is glibc 2.28: use a container" in refused.stderr
+    assert not (checkout / ".venv").exists()
 
 
 def sections(definition: str) -> dict[str, list[str]]:
