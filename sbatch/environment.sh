@@ -210,8 +210,19 @@ main() {
   install --no-build-isolation --editable "$root" || fail_install "pip could not install $root."
   project_stamp >"$venv/project.stamp"
   say "$venv is ready ($kind)"
-  [[ $kind == cpu ]] || command -v gcc >/dev/null || command -v clang >/dev/null ||
-    say "no C compiler here; engines on GPUs need one on the compute nodes: load its module in the batch script"
+  [[ $kind == cpu ]] || say_what_engines_lack
+}
+
+# Warns by the rule of `slurm-rlhf preflight`, where the nodes may well have it.
+say_what_engines_lack() {
+  local lacking
+  lacking=$("$venv/bin/python" -c "
+import os
+from slurm_rlhf.nodes.examiner import no_compiler
+print(no_compiler(os.environ))") || return 0
+  [[ -z $lacking ]] ||
+    say "$lacking here; engines on GPUs need gcc and Python's development files (python3-dev) on the compute nodes:" \
+      "load their module in the batch script, or install them"
 }
 
 main "$@"

@@ -39,7 +39,8 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
         )
     check_not_quantised(key, path, read_config(key, directory))
     if not any((directory / name).is_file() for name in WEIGHTS):
-        raise ModelError(f"{key}: {path} holds no weights (none of {', '.join(WEIGHTS)})")
+        lacking = f"weights (none of {', '.join(WEIGHTS)})"
+        raise ModelError(f"{key}: {path} {_instead_of_model(directory, lacking)}")
     check_weights(key, directory)
     if tokenizer:
         require_tokenizer(directory, f"{key}: ")
@@ -244,7 +245,7 @@ def read_config(key: str, directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{key}: {directory} {_instead_of_model(directory)}") from None
+        raise ModelError(f"{key}: {directory} {_instead_of_model(directory, 'config.json')}") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}: {file} cannot be read: {error}") from None
     if not isinstance(config, dict):
@@ -255,8 +256,8 @@ def read_config(key: str, directory: Path) -> dict[str, Any]:
 _GGUF = "GGUF cannot be trained, give the Hugging Face model that it was made of"
 
 
-def _instead_of_model(directory: Path) -> str:
-    """Say what a directory without config.json is, and what to do."""
+def _instead_of_model(directory: Path, lacking: str) -> str:
+    """Say what a directory without `lacking` is, and what to do."""
     if (directory / "adapter_config.json").is_file():
         return (
             "is a LoRA adapter and no whole model: put it into the model that it belongs to "
@@ -265,7 +266,7 @@ def _instead_of_model(directory: Path) -> str:
         )
     if any(directory.glob("*.gguf")):
         return f"holds GGUF files: {_GGUF}"
-    return "is not a Hugging Face model: it holds no config.json"
+    return f"is not a Hugging Face model: it holds no {lacking}"
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -328,8 +329,7 @@ def _check_file(file: Path) -> None:
         return
     entries, length = _header(file)
     whole = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    size = file.stat().st_size
-    if size != whole:
+    if (size := file.stat().st_size) != whole:
         raise ModelError(
             f"{file} has {size} bytes, and by its header {whole}: the download or copy is incomplete, repeat it"
         )

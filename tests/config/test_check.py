@@ -119,6 +119,15 @@ def test_incomplete_model(config: Config, missing: str, named: str) -> None:
         assert named in str(caught.value)
 
 
+def test_an_adapter_next_to_the_config_of_its_base_is_no_model(config: Config) -> None:
+    """Without weights of its own: some tools write the base's config.json beside it."""
+    directory = Path(config.actor.model_name_or_path)
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text('{"use_dora": true}')
+    with pytest.raises(ModelError, match=r"is a LoRA adapter and no whole model: put it into the model"):
+        check(config)
+
+
 def test_other_bad_models(config: Config, tmp_path: Path) -> None:
     directory = Path(config.actor.model_name_or_path)
     with pytest.raises(ModelError, match=r"max_len = 4096 is longer than the 2048 positions"):
