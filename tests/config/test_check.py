@@ -120,7 +120,7 @@ def test_incomplete_model(config: Config, missing: str, named: str) -> None:
 
 
 def test_an_adapter_next_to_the_config_of_its_base_is_no_model(config: Config) -> None:
-    """Without weights of its own: some tools write the base's config.json beside it."""
+    """Without weights of its own: some tools write the config.json of the base there."""
     directory = Path(config.actor.model_name_or_path)
     (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text('{"use_dora": true}')
