@@ -5,7 +5,8 @@
 #   bash sbatch/environment.sh --gpu     the GPU environment: CUDA builds, sbatch/gpu.lock; on aarch64 (GH200) too
 #   bash sbatch/environment.sh --cpu     the CPU environment, sbatch/cpu.lock
 #
-# A checkout has one of the two; the other one's option replaces it. Run it where there is a network: a login node will do.
+# A checkout has one of the two; the other one's option replaces it. Run it where there is a network: a login node will do,
+# if it has the architecture of the compute nodes. One gpu.lock serves x86-64 and aarch64: nothing has to be chosen.
 #
 # SLURM_RLHF_PYTHON        the Python to use (3.11 to 3.13); default: the first suitable one on PATH
 # SLURM_RLHF_TORCH_INDEX   package index with CPU builds of torch; default: the configured indexes, then PyTorch's own
@@ -38,8 +39,11 @@ choose_kind() {
   lock=$root/sbatch/$kind.lock
 }
 
-# A virtual environment holds absolute paths, so a checkout that was moved needs a new one.
-packages_stamp() { printf '%s %s %s\n' "$(sha256sum <"$lock" | cut -c1-64)" "$1" "$root"; }
+# A virtual environment holds absolute paths, so a checkout that was moved needs a new one, and so does another architecture,
+# which may share the disk.
+packages_stamp() { printf '%s %s %s%s\n' "$(sha256sum <"$lock" | cut -c1-64)" "$1" "$root" "$(foreign_machine)"; }
+
+foreign_machine() { uname -m | sed -n '/^x86_64$/!s/^/ /p'; }
 
 project_stamp() { sha256sum <"$root/pyproject.toml" | cut -c1-64; }
 
@@ -90,6 +94,14 @@ check_space() {
   free_mib=$(($(df -Pm "$root" | awk 'NR == 2 { print $4 }') + ${1:-0}))
   ((free_mib >= needed_mib[$kind])) ||
     fail "$root has $free_mib MiB free, the $kind environment needs ${needed_mib[$kind]}: make room, or clone to a larger disk."
+}
+
+# The wheels for aarch64 want a newer C library than those for x86-64.
+check_libc() {
+  local libc
+  libc=$(getconf GNU_LIBC_VERSION 2>/dev/null) || return 0
+  [[ $(uname -m) != aarch64 || $(printf 'glibc 2.34\n%s\n' "$libc" | sort -V | head -n 1) == "glibc 2.34" ]] ||
+    fail "sbatch/gpu.lock needs glibc 2.34 or newer on aarch64, and here is $libc: use a container (sbatch/container.def)."
 }
 
 install() {
@@ -188,6 +200,7 @@ main() {
     held=$(held_kind)
     [[ -z $held || $held == "$kind" ]] ||
       say "$venv holds the $held environment: the $kind one takes its place (--$held brings it back)"
+    check_libc
     # Before what is there goes; what it takes itself becomes free.
     check_space "$(du -sm "$venv" 2>/dev/null | cut -f1)"
     rm -rf "$venv"
@@ -197,8 +210,19 @@ main() {
   install --no-build-isolation --editable "$root" || fail_install "pip could not install $root."
   project_stamp >"$venv/project.stamp"
   say "$venv is ready ($kind)"
-  [[ $kind == cpu ]] || command -v gcc >/dev/null || command -v clang >/dev/null ||
-    say "no C compiler here; engines on GPUs need one on the compute nodes: load its module in the batch script"
+  [[ $kind == cpu ]] || say_what_engines_lack
+}
+
+# Warns by the rule of `slurm-rlhf preflight`, where the nodes may well have it.
+say_what_engines_lack() {
+  local lacking
+  lacking=$("$venv/bin/python" -c "
+import os
+from slurm_rlhf.nodes.examiner import no_compiler
+print(no_compiler(os.environ))") || return 0
+  [[ -z $lacking ]] ||
+    say "$lacking here; engines on GPUs need gcc and Python's development files (python3-dev) on the compute nodes:" \
+      "load their module in the batch script, or install them"
 }
 
 main "$@"

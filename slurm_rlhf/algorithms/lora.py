@@ -44,11 +44,15 @@ def check_targets(model: str, parts: Collection[str], known: Collection[str], ta
     """
     if "experts" in parts:
         raise ModelError(f"lora.rank: {model} has experts, for which there are no adapters here: set it to 0")
-    unknown = [name or "(empty)" for name in targets if name != ALL_LINEAR and name not in known]
-    if unknown or not known:
+    if not known:
         raise ModelError(
-            f"lora.target_modules: {model} has no linear layers named {shortened(unknown or targets)}; it has "
-            f"{', '.join(sorted(known)) or 'none'}"
+            f"lora.rank: {model} has no layers of the class Linear, which alone get adapters here: set it to 0, or "
+            "use another model"
+        )
+    if unknown := [name or "(empty)" for name in targets if name != ALL_LINEAR and name not in known]:
+        raise ModelError(
+            f"lora.target_modules: {model} has no linear layers named {shortened(unknown)}; it has "
+            f"{', '.join(sorted(known))}"
         )
 
 

@@ -325,11 +325,13 @@ def prompt_tokens(config: Config) -> int:
 def draw_step(time: StepTime, gpu: str, rewards: bool) -> str:
     """Format the seconds of a step for a terminal; `rewards`: something gives rewards."""
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.phases.items())
+    real = ", ".join(f"{role} {share:.1%}" for role, share in time.real.items())
     text = (
         f"a step, predicted and not measured, for prompts of {time.mean_prompt:.0f} and responses of "
         f"{time.mean_response:.0f} tokens in the mean: "
         f"{time.step:.3g} s on {gpu} ({phases}); it waits for {time.binds}. MFU {time.mfu:.0%}, of the update "
-        f"{time.mfu_update:.0%}; {time.tokens_per_gpu:.0f} tokens/s/GPU; GPUs idle {time.idle:.0%}."
+        f"{time.mfu_update:.0%}; {time.tokens_per_gpu:.0f} tokens/s/GPU; GPUs idle {time.idle:.0%}. Real tokens on an "
+        f"update's critical path, the rest is padding and waiting: {real}."
     )
     if rewards and REWARD not in time.phases:
         text += " The reward is a function's, whose time is not predicted."

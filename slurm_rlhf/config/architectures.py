@@ -77,6 +77,10 @@ ALONE: tuple[str, ...] = tuple(_TABLES["alone"])
 """How a model_type, or a field of a config, begins where that is known: attention of its own, or fields of a state."""
 
 
+NO_LINEAR = frozenset(_TABLES["no_linear"])
+"""model_type of models whose layers are of classes of their own (Conv1D, FalconLinear), which get no adapters here."""
+
+
 CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the names of classes that predict the next token."""
 

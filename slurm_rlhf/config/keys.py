@@ -6,6 +6,7 @@ when a name is met that is no key:
     openrlhf           the flags of OpenRLHF's PPO command: `now` is the spelling since April 2026 (`actor.adam.lr`),
                        `before` the one until then (`actor_learning_rate`); `key` takes the same value here, or
                        `instead` says what to do. Read from `openrlhf/cli/train_ppo_ray.py` of August and April 2026.
+    unserved           PEFT's fields, as keys or as TRL's flags -> what vLLM's adapters do not have
     short              short name that people write -> the keys they mean, the most likely first
 
 `peers.toml` leads from names of verl and TRL to the keys that do their work here; values may differ, so errors name the
@@ -259,9 +260,12 @@ def begins_alias(name: str) -> bool:
 
 
 def meaning(name: str) -> str:
-    """Say what a name of OpenRLHF, verl or TRL is here; empty if it is none of theirs, or the last part of a key."""
+    """Say what a name of a peer, or of PEFT, is here; empty if it is none of theirs, or the last part of a key."""
     if name in _instead():
         return f"OpenRLHF's {name} is no key here: {_instead()[name]}"
+    if what := tables()["unserved"].get(name):
+        remedy = "leave the key out, or train all parameters (lora.rank = 0)"
+        return f"vLLM serves no adapters with {what}, so none are trained here: {remedy}"
     for peer in (peers()["verl"], peers()["trl"]):
         key = {**peer["keys"], **peer.get("train", {}).get("keys", {})}.get(name)
         if key and (key.rpartition(".")[2] != name or name in peer["units"]):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.algorithms.lora import check_targets, last_part
-from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, REFUSED, head_fields
+from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, NO_LINEAR, REFUSED, head_fields
 from slurm_rlhf.config.schema_models import Lora
 from slurm_rlhf.config.user_data import is_hub_name
 from slurm_rlhf.errors import ConfigError, ModelError, shortened
@@ -39,7 +39,8 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
         )
     check_not_quantised(key, path, read_config(key, directory))
     if not any((directory / name).is_file() for name in WEIGHTS):
-        raise ModelError(f"{key}: {path} holds no weights (none of {', '.join(WEIGHTS)})")
+        lacking = f"weights (none of {', '.join(WEIGHTS)})"
+        raise ModelError(f"{key}: {path} {_instead_of_model(directory, lacking)}")
     check_weights(key, directory)
     if tokenizer:
         require_tokenizer(directory, f"{key}: ")
@@ -47,8 +48,7 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
 
 def check_not_quantised(key: str, path: str | Path, config: Mapping[str, Any]) -> None:
     """Check that the weights are not quantised, by the parsed config.json of the model. Raises ModelError."""
-    quantised = config.get("quantization_config")
-    if quantised:
+    if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
         raise ModelError(
             f"{key}: {path} holds quantised weights (quantization_config, {method or 'no method named'}), which cannot "
@@ -169,11 +169,11 @@ def check_adapters(key: str, path: str, targets: Sequence[str]) -> None:
     files, config = weight_files(Path(path)), read_config(key, Path(path))
     headers = [_header(file)[0] for file in files if file.suffix == ".safetensors"]
     shapes = {name.removesuffix(".weight"): entry["shape"] for header in headers for name, entry in header.items()}
-    rows = text_config(config).get("vocab_size")
-    known = {last_part(name) for name, shape in shapes.items() if len(shape) == 2 and shape[0] != rows}
-    if not any(name in COMPARED for name in config.get("architectures") or []) or len(headers) < len(files):
+    rows, linear = text_config(config).get("vocab_size"), text_config(config).get("model_type") not in NO_LINEAR
+    known = {last_part(name) for name, shape in shapes.items() if linear and len(shape) == 2 and shape[0] != rows}
+    if linear and (len(headers) < len(files) or COMPARED.keys().isdisjoint(config.get("architectures") or [])):
         known = {*targets}
-    if shapes:
+    if shapes or not linear:
         check_targets(f"{key} = {path}", {part for name in shapes for part in name.split(".")}, known, targets)
 
 
@@ -245,7 +245,7 @@ def read_config(key: str, directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{key}: {directory} {_instead_of_model(directory)}") from None
+        raise ModelError(f"{key}: {directory} {_instead_of_model(directory, 'config.json')}") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}: {file} cannot be read: {error}") from None
     if not isinstance(config, dict):
@@ -256,16 +256,17 @@ def read_config(key: str, directory: Path) -> dict[str, Any]:
 _GGUF = "GGUF cannot be trained, give the Hugging Face model that it was made of"
 
 
-def _instead_of_model(directory: Path) -> str:
-    """Say what a directory without config.json is, and what to do."""
+def _instead_of_model(directory: Path, lacking: str) -> str:
+    """Say what a directory without `lacking` is, and what to do."""
     if (directory / "adapter_config.json").is_file():
         return (
             "is a LoRA adapter and no whole model: put it into the model that it belongs to "
-            "(`AutoPeftModelForCausalLM.from_pretrained(directory).merge_and_unload().save_pretrained(other)`)"
+            "(`AutoPeftModelForCausalLM.from_pretrained(directory).merge_and_unload().save_pretrained(other)`; of a "
+            "reward model AutoPeftModelForSequenceClassification, with num_labels=1)"
         )
     if any(directory.glob("*.gguf")):
         return f"holds GGUF files: {_GGUF}"
-    return "is not a Hugging Face model: it holds no config.json"
+    return f"is not a Hugging Face model: it holds no {lacking}"
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -328,8 +329,7 @@ def _check_file(file: Path) -> None:
         return
     entries, length = _header(file)
     whole = 8 + length + max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    size = file.stat().st_size
-    if size != whole:
+    if (size := file.stat().st_size) != whole:
         raise ModelError(
             f"{file} has {size} bytes, and by its header {whole}: the download or copy is incomplete, repeat it"
         )

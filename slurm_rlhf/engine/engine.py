@@ -144,6 +144,9 @@ class Engine(ABC):
     rank with the deadlines of `config.schema.Timeout`.
     """
 
+    note: str = ""
+    """A line about how it samples, for the user."""
+
     @property
     @abstractmethod
     def status(self) -> Status:

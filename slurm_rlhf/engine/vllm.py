@@ -241,6 +241,8 @@ class VllmEngine(Engine):
         self._tokens_sampled = 0
         self._prompt_tokens = self._cached_tokens = 0
         self._attention = self._core.attention()
+        if self._config.scheduler_config.async_scheduling:
+            self.note = "engines schedule each batch while the one before it is computed (asynchronous scheduling)"
 
     @property
     def status(self) -> Status:

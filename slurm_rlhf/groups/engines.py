@@ -246,6 +246,8 @@ class Engines:
                 return
             if error is None:
                 log.info("engine %d has started", engine)
+                if not self._started_once and call.result().note:
+                    self._note(call.result().note)
                 self._started_once = True
                 self._set(engine, unit.up(self._version))
                 return

@@ -121,11 +121,11 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
             samples = ROLES[role].kind == "engine"
             rivals = sum(count for other, count in here.items() if (ROLES[other].kind == "engine") == samples)
             threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
-            environment[role][node] = _variables(threads, alone=len(nodes) == 1) | _allocator(config, ranks, role)
+            environment[role][node] = _variables(threads, alone=len(nodes) == 1) | allocator(config, ranks, role)
     return environment
 
 
-def _allocator(config: Config, ranks: RankMap, role: str) -> dict[str, str]:
+def allocator(config: Config, ranks: RankMap, role: str) -> dict[str, str]:
     """Let PyTorch grow pieces of GPU memory, so that rows of ever other lengths leave no gaps, where that is safe.
 
     Such memory cannot be mapped by another process, as weights of the actor are, and engines have it in pools that

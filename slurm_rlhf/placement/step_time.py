@@ -132,6 +132,7 @@ class StepTime:
     tokens_per_gpu: float  # tokens of prompts and responses, a second and GPU
     mean_prompt: float
     mean_response: float
+    real: Mapping[str, float]  # trained role -> share of the tokens on an update's critical path that are no padding
 
 
 def response_lengths(count: int, mean: float, longest: int) -> list[int]:
@@ -216,6 +217,7 @@ def predict(
         sum(batch.lengths) / step / gpus,
         batch.prompt,
         sum(responses) / count,
+        {role: 1 / work[role].imbalance(config.train.max_tokens_per_gpu) for role in update},
     )
 
 
@@ -290,7 +292,7 @@ class Work:
         They are done in at least so many micro-batches, which go through the model in so many `passes`: forward,
         backward.
         """
-        seconds = flops * self._imbalance(tokens) / ROLES[self.role].ranks(self.config)
+        seconds = flops * self.imbalance(tokens) / ROLES[self.role].ranks(self.config)
         seconds /= share * self.gpu.bf16_tflops * 1e12
         seconds /= math.prod(times for key, times in self.rates.faster if get(self.config, key))
         if self.config.ds.zero_stage == 3 and ROLES[self.role].kind == "trained":
@@ -317,7 +319,7 @@ class Work:
         of_token = heads * shape.head_dim * (2 if half(self.config) else 4) * shape.layers
         return tokens * of_token * (size - 1) / size
 
-    def _imbalance(self, tokens: int) -> float:
+    def imbalance(self, tokens: int) -> float:
         """Return the tokens on the critical path over the mean of the ranks, as batches are cut."""
         from slurm_rlhf.algorithms.batching import cut_batch
 

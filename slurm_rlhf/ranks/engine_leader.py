@@ -72,12 +72,12 @@ class EngineLeader(EngineWorker, EngineCalls):
     def start(self, total_steps: int) -> StartAnswer:
         if self.place.tp == 1:
             self.engine = backend(self.config).make_engine(self.config, self.place.engine)
-            return StartAnswer()
+            return StartAnswer(self.engine.note)
         streams = self._listener.accept_all(self.place, self.config.timeout.connect)
         self.followers = FollowerLinks(self.place, streams, self.config.timeout, self._broken)
         engine = LeadingEngine(self.config, self.place, self._store, self._identity, self.followers)
         self.engine, self._settle = engine, engine.settle
-        return StartAnswer()
+        return StartAnswer(engine.note)
 
     def _broken(self, reason: str) -> None:
         """End this process: its main thread may be inside a collective that never ends."""

@@ -22,9 +22,10 @@ from slurm_rlhf.eval.sets import Evaluation
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import Watchdog
-from slurm_rlhf.nodes.environment import role_environment
+from slurm_rlhf.nodes.environment import allocator, role_environment
 from slurm_rlhf.observe.run_log import read_events
 from slurm_rlhf.observe.timing import Phases
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.step_time import AGAIN, FASTER
 from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.scored import ModelRewards, Scoring, reward_scale
@@ -187,7 +188,8 @@ class Startup:
             role: handle for role, handle in self.supervisor.roles.items() if not isinstance(handle, EngineHandle)
         }
         engines = f"; starting {self.supervisor.roles[ROLLOUT].world} engines" if pool else ""
-        self.run.reporting.note(f"loading {', '.join(trainers)}{engines}; {', '.join(ways(config, trainers))}")
+        how = ", ".join(ways(config, trainers, self.run.ranks))
+        self.run.reporting.note(f"loading {', '.join(trainers)}{engines}; {how}")
         starts: dict[str, list[Future[StartAnswer]]] = {
             role: handle.start_all(StartCalls.start, optimizer_steps(config, role, self.inputs.total_steps))
             for role, handle in trainers.items()
@@ -276,7 +278,7 @@ class Startup:
         )
 
 
-def ways(config: Config, trainers: Collection[str]) -> Iterator[str]:
+def ways(config: Config, trainers: Collection[str], ranks: RankMap) -> Iterator[str]:
     """Say how models compute and, as far as it is not the default, what ranks exchange and how engines sample."""
     ds, padded = config.ds, [role for role in trainers if not ROLES[role].layout(config).packed]
     again = AGAIN[config.checkpointing] / 3  # a forward pass is a third of an update
@@ -285,9 +287,11 @@ def ways(config: Config, trainers: Collection[str]) -> Iterator[str]:
     for role in padded:
         text = text_config(read_config(role, Path(ROLES[role].model(config)[1])))
         yield f"{role} padded ({text.get('model_type')}, ds.packing_samples = {ds.packing_samples})"
+    growing = ", ".join(role for role in trainers if allocator(config, ranks, role))
     in_use = {
         "sequences packed": not padded,
         "AdamW fused": not config.train.full_determinism,
+        f"GPU memory in growing segments ({growing})": bool(growing),
         f"layers compiled ({dict(FASTER)['ds.compile']} times as fast)": ds.compile,
         f"Liger's kernels ({dict(FASTER)['ds.use_liger_kernel']} times as fast)": ds.use_liger_kernel,
         f"attention {ds.attn_implementation}": ds.attn_implementation != "sdpa",

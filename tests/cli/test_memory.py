@@ -82,8 +82,10 @@ def test_a_step_is_predicted_for_the_prompts_of_the_data_set(
         (tmp_path / "prompts.jsonl").write_text(json.dumps({"input": prompts}) + "\n" if prompts else "no row\n")
         _, out, _ = plan(capsys, *words)
         said = f"for prompts of {mean} and responses of 50 tokens in the mean"
-        assert said in " ".join(out.split())
-        assert " ".join(out.split()).endswith("The reward is a function's, whose time is not predicted.")
+        text = " ".join(out.split())
+        assert said in text
+        assert re.search(r"Real tokens on an update's critical path, .*: actor \d+\.\d%, critic \d+", text)
+        assert text.endswith("The reward is a function's, whose time is not predicted.")
 
 
 def test_plan_names_the_host_memory_of_parked_states(capsys: pytest.CaptureFixture[str], seven: str) -> None:

@@ -233,3 +233,12 @@ def test_a_name_that_is_near_nothing_is_not_guessed_at() -> None:
     assert nearest("temprature") == ["rollout.temperature", "eval.temperature"]
     assert nearest("actor.learnign_rate") == ["actor.learning_rate"]
     assert nearest("reward.preflight") == ["preflight", "timeout.preflight"]  # the same word, and not reward.preset
+
+
+@pytest.mark.parametrize(
+    "words", ["--lora.use_dora", "--lora.bias=all", "--lora.modules_to_save score norm", "--use_dora"]
+)
+def test_what_vllm_does_not_serve_is_named(words: str) -> None:
+    name = re.split("[ =]", words)[0]
+    served = f"unknown key {name}: vLLM serves no adapters with .*: leave the key out, or train all parameters"
+    assert re.search(served, refused(None, *words.split()))

@@ -119,6 +119,15 @@ def test_incomplete_model(config: Config, missing: str, named: str) -> None:
         assert named in str(caught.value)
 
 
+def test_an_adapter_next_to_the_config_of_its_base_is_no_model(config: Config) -> None:
+    """Without weights of its own: some tools write the config.json of the base there."""
+    directory = Path(config.actor.model_name_or_path)
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    (directory / "adapter_config.json").write_text('{"use_dora": true}')
+    with pytest.raises(ModelError, match=r"is a LoRA adapter and no whole model: put it into the model"):
+        check(config)
+
+
 def test_other_bad_models(config: Config, tmp_path: Path) -> None:
     directory = Path(config.actor.model_name_or_path)
     with pytest.raises(ModelError, match=r"max_len = 4096 is longer than the 2048 positions"):
@@ -285,6 +294,15 @@ def test_layers_that_get_adapters_are_there(config: Config, layer: str, words: s
     assert "actor.model_name_or_path" in str(caught.value)
     assert str(caught.value).count("lora.") == 1, "policy and critic start from one directory"
     return None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "falcon"])
+def test_models_without_linear_layers_get_no_adapters(config: Config, kind: str) -> None:
+    edit_config(Path(config.actor.model_name_or_path), model_type=kind)
+    for refuses in (check, partial(check_stage, stage="sft")):
+        with pytest.raises(ModelError, match=r"lora\.rank: actor\.model_name_or_path = .* of the class Linear.* to 0"):
+            refuses(change(config, "lora.rank=8"))
+    check(change(config, "lora.rank=0"))
 
 
 @pytest.mark.parametrize(

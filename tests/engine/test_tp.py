@@ -33,6 +33,7 @@ from slurm_rlhf.wire.calls import (
     PackedPrompts,
     WakeUpRequest,
 )
+from slurm_rlhf.wire.handles import gather
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -159,7 +160,9 @@ def test_two_batches_in_flight_keep_the_ranks_in_step(single: RolloutFleet, mode
     directory = Path(single.config.run_dir).with_name("async")
     fleet = RolloutFleet(config(model, directory, tp=2), str(SUPPORT / "rollout_async.py"))
     try:
-        fleet.start()
+        fleet.launch()
+        (start,) = gather(fleet.starting())
+        assert "asynchronous scheduling" in start.note
         plain = generate(single, 10, 1)
         assert [t.response_ids.tolist() for t in generate(fleet, 10, 1)] == [t.response_ids.tolist() for t in plain]
         how = replace(SAMPLING, stop=[max((t.text for t in plain), key=len)[6:9]])

@@ -153,6 +153,19 @@ def test_the_figures_in_the_heads_of_shipped_files_are_predicted(name: str) -> N
         found = step(name, model=model, card=card)
         wanted = [found.step, *(found.phases[phase] for phase in ("sampling", "forward", "update"))]
         assert [int(number) for number in said.groups()] == pytest.approx(wanted, abs=1)
+        assert 0.95 < min(found.real.values()) <= max(found.real.values()) <= 1
+
+
+def test_the_real_tokens_of_an_update_are_those_of_its_fullest_ranks() -> None:
+    """Five sequences for each of two ranks: in a row each they are as long as the longest one."""
+    keys = ("--rollout.batch_size=10", "--rollout.n_samples_per_prompt=1", "--train.batch_size=10")
+    two = ("--actor.num_gpus_per_node=2", "--train.max_tokens_per_gpu=100000")
+    config = load_config(SBATCH / "recipes/grpo.toml", [*keys, *two])
+    lengths = sorted(StepLengths.expected(config).lengths)
+    padded = step("recipes/grpo", *keys, *two, "--ds.packing_samples=never").real["actor"]
+    assert padded == pytest.approx(sum(lengths) / (2 * 5 * lengths[-1]))
+    assert padded < 0.6
+    assert 0.95 < step("recipes/grpo", *keys, *two).real["actor"] <= 1
 
 
 def test_two_probes_give_a_rate_and_what_a_step_takes_with() -> None:

@@ -8,12 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from golden_files import ranks
+
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.groups.engines import Engines
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 from slurm_rlhf.records import ParameterSpec
 from slurm_rlhf.run.startup import Startup, ways
 from slurm_rlhf.wire.calls import StartAnswer
 from slurm_rlhf.wire.handles import EngineHandle
+
+CPUS = place(Topology((Node("vm", 2),), CPU), [RoleSize("actor", 1, 2)])
 
 
 def answered(*answers: StartAnswer) -> SimpleNamespace:
@@ -37,13 +44,15 @@ def run_config(tmp_path: Path, **kinds: str) -> Config:
 
 def test_how_a_run_computes_is_named(tmp_path: Path) -> None:
     config = run_config(tmp_path, actor="qwen2", critic="mamba2")
-    assert [*ways(config, ["actor"])] == ["activation checkpointing off", "sequences packed", "AdamW fused"]
+    assert [*ways(config, ["actor"], CPUS)] == ["activation checkpointing off", "sequences packed", "AdamW fused"]
     stated = "critic padded (mamba2, ds.packing_samples = auto)"
-    assert [*ways(config, ["actor", "critic"])] == ["activation checkpointing off", stated, "AdamW fused"]
+    assert [*ways(config, ["actor", "critic"], CPUS)] == ["activation checkpointing off", stated, "AdamW fused"]
+    # Engines map the memory of the actor.
+    assert "GPU memory in growing segments (critic)" in [*ways(config, ["actor", "critic"], ranks())]
     config.ds.grad_comm_dtype, config.ds.hpz_size, config.lora.rank = "bf16", 2, 8
     config.vllm.sync_mode, config.vllm.keep_kv_cache, config.ds.attn_implementation = "inflight", True, "eager"
     config.train.gradient_checkpointing, config.ds.compile, config.train.full_determinism = "full", True, True
-    assert [*ways(config, ["actor"])] == [
+    assert [*ways(config, ["actor"], CPUS)] == [
         "activation checkpointing full (updates 1.18 times as long)",
         "actor padded (qwen2, ds.packing_samples = auto)",
         "layers compiled (1.21 times as fast)",
@@ -70,8 +79,9 @@ def test_engines_learn_what_the_first_rank_of_the_actor_is_going_to_send(tmp_pat
         stated.append(parameters)
         return [1]
 
+    reporting = SimpleNamespace(note=notes.append)
     startup: Any = SimpleNamespace(
-        run=SimpleNamespace(config=run_config(tmp_path, actor="qwen2"), reporting=SimpleNamespace(note=notes.append)),
+        run=SimpleNamespace(config=run_config(tmp_path, actor="qwen2"), ranks=CPUS, reporting=reporting),
         supervisor=SimpleNamespace(roles=roles),
         inputs=SimpleNamespace(total_steps=3),
         _tell_when_ready=lambda role, futures: None,
@@ -79,3 +89,18 @@ def test_engines_learn_what_the_first_rank_of_the_actor_is_going_to_send(tmp_pat
     Startup._start_trainers(startup, cast(Any, SimpleNamespace(wait=wait)))
     assert stated == [sent]
     assert notes[-3:] == ["read", "with a new head", "1 of 2 engines are ready; the others join when they are"]
+
+
+def test_the_first_engine_that_starts_says_how_it_samples() -> None:
+    handle = cast(Any, EngineHandle(cast(Any, None), "rollout", 2, 1, Config().timeout))
+    asked: list[Future[StartAnswer]] = [Future(), Future()]
+    handle.call = lambda engine, method, total_steps: asked[engine]
+    server: Any = SimpleNamespace(peers=lambda role: [SimpleNamespace(rank=rank, lost="") for rank in (0, 1)])
+    notes: list[str] = []
+    engines = Engines(handle, server, None, {0: "vm", 1: "vm"}, Config(), notes.append, lambda: False)
+    engines.begin(False, notes.append)
+    engines.look()
+    for start in asked:
+        start.set_result(StartAnswer("two batches at a time"))
+    assert [*engines.up] == [0, 1]
+    assert notes == ["two batches at a time"]

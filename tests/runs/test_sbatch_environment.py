@@ -131,6 +131,7 @@ def test_two_at_once_wait_for_each_other(checkout: Path) -> None:
 STUB = """#!/bin/bash
 # Python, as far as environment.sh goes: `-m venv DIR` makes a copy of this, `-m pip` notes what it is to install.
 case "$1 $2" in
+  "-c "*no_compiler*) ;;
   "-c "*) echo 3.11.7 ;;
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip") echo "${@: -1}" >>"$(dirname "$0")/../installed" && touch "$(dirname "$0")/slurm-rlhf" &&
@@ -189,9 +190,29 @@ def test_aarch64_has_the_gpu_environment_alone(checkout: Path, stub: str, aarch6
     assert made.returncode == 0, made.stderr
     assert "from sbatch/gpu.lock" in made.stderr
     assert ".venv is current (gpu)" in run(script, PATH=aarch64).stderr
+    assert "making" in run(script, SLURM_RLHF_PYTHON=stub).stderr  # x86-64 on the same disk
+    assert "making" in run(script, SLURM_RLHF_PYTHON=stub, PATH=aarch64).stderr
     refused = run(script, "--cpu", SLURM_RLHF_PYTHON=stub, PATH=aarch64)
     assert refused.returncode == 1
     assert "sbatch/cpu.lock is not for Linux aarch64" in refused.stderr
+
+
+def test_an_old_c_library_is_named_before_anything_is_made(checkout: Path, stub: str, aarch64: str) -> None:
+    getconf = Path(aarch64.partition(":")[0]) / "getconf"
+    getconf.write_text("#!/bin/sh\necho glibc 2.28\n")
+    getconf.chmod(0o755)
+    refused = run(checkout / "sbatch" / "environment.sh", "--gpu", SLURM_RLHF_PYTHON=stub, PATH=aarch64)
+    assert refused.returncode == 1
+    assert "needs glibc 2.34 or newer on aarch64, and here is glibc 2.28: use a container" in refused.stderr
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("said", ["no headers of Python: /usr/include/Python.h is missing", ""])
+def test_what_engines_need_to_compile_is_asked_of_the_new_environment(checkout: Path, stub: str, said: str) -> None:
+    Path(stub).write_text(STUB.replace("no_compiler*)", f'no_compiler*) echo "{said}"'))
+    made = run(checkout / "sbatch" / "environment.sh", "--gpu", SLURM_RLHF_PYTHON=stub)
+    assert made.returncode == 0, made.stderr
+    assert (f"{said} here; engines on GPUs need gcc and Python's development files" in made.stderr) == bool(said)
 
 
 def sections(definition: str) -> dict[str, list[str]]:

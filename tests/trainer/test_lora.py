@@ -88,7 +88,8 @@ def test_targets_are_layers_by_the_last_part_of_their_names(tmp_path: Path) -> N
     ("arch", "targets", "message"),
     [
         ("qwen2", ["q_proj", "qproj"], "no linear layers named qproj; it has down_proj, gate_proj, k_proj, "),
-        ("gpt2", ["all-linear"], "no linear layers named all-linear; it has none"),
+        ("gpt2", ["all-linear"], "has no layers of the class Linear"),
+        ("falcon", ["query_key_value"], "has no layers of the class Linear"),
         ("qwen3_moe", ["all-linear"], "has experts, for which there are no adapters here"),
     ],
 )
