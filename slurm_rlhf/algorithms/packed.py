@@ -76,7 +76,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return x.where(mask, 0).sum()
 
 
-def weighed_sum(x: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:
+def weighted_sum(x: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:
     """Add up x * weights over the actions, a scalar; None: every weight is 1."""
     return masked_sum(x if weights is None else x * actions_only(weights, mask), mask)
 

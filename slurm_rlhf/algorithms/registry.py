@@ -56,7 +56,7 @@ class AdvantageInputs:
     no_std_norm: bool = False  # do not divide by a standard deviation
     components: Mapping[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward, as answered
     component_weights: Mapping[str, float] = field(default_factory=dict)  # weights of those to use; empty: all, with 1
-    lengths: NDArray[np.int64] | None = None  # [N], actions of each response, in the loss or not; None: of action_mask
+    lengths: NDArray[np.int64] | None = None  # [N], actions of each response, left out or not; None: by action_mask
 
 
 AdvantageFunction = Callable[[AdvantageInputs], "tuple[F32, F32 | None]"]
@@ -160,7 +160,7 @@ def policy_loss_of(name: str, loss_type: str) -> PolicyLoss:
 
 
 _LOADED: dict[str, str] = {}
-"""Path -> hash of the text that this process ran."""
+"""Path of a plugin -> hash of the text that this process has run."""
 
 
 def load_plugins(files: Sequence[str]) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Find the checkpoint to resume from; list its files, check that they are what was written, keep the conductor's state.
+"""Find the checkpoint to resume from; list its files in a manifest, verify them, write and read the conductor's state.
 
     checkpoints/step_000010/manifest.json
-        format, step, serial, files: {path: {size, sha256, whole}}, digest (SHA-256 of all that comes before)
+        format, step, serial, files: {path: {size, sha256, whole}}, digest (SHA-256 of the other fields)
     checkpoints/step_000010/state.json
         the state of the conductor
 
@@ -258,7 +258,7 @@ def _advice(path: Path) -> str:
 _MODEL = "actor.model_name_or_path"
 _ADAPTERS = ("lora.rank", "lora.alpha", "lora.target_modules")
 _OF_A_START = ("run_dir", "resume")
-"""Keys that say where a run is, and do not change its results."""
+"""Keys that may differ from start to start, and do not change the results."""
 
 
 def changed_keys(earlier: Path, config: Config) -> list[str]:
@@ -273,9 +273,9 @@ def changed_keys(earlier: Path, config: Config) -> list[str]:
 
 
 def refuse_other_adapters(changes: Iterable[str], directory: str = "run_dir") -> None:
-    """Raise ConfigError if the adapters would be others than before, or count more or less.
+    """Raise ConfigError if the adapters, or their weight (lora.alpha), would change.
 
-    `changes`: of `changed_keys`; `directory`: the key of what a new run needs another of.
+    `changes`: the result of `changed_keys`; `directory`: the key whose value a new run has to change.
     """
     for change in changes:
         if (key := change.partition(" ")[0]) in _ADAPTERS:

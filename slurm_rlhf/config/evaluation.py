@@ -34,7 +34,7 @@ class EvalSettings:
     source_key: str  # empty: none
     input_key: str
     label_key: str
-    needs_label: bool  # the data set names the column itself
+    needs_label: bool  # its own entry names label_key, so rows without that column are an error
 
     def reading(self, data: Data) -> Data:
         """Return the keys with which its file is read: every row of it, by its own columns."""
@@ -53,7 +53,7 @@ def default_pass_k(samples: int) -> tuple[int, ...]:
 
 
 def metric_names(config: Config) -> list[str]:
-    """List the metrics of an evaluation of which more is better: those that ckpt.best_metric may name."""
+    """List the metrics of an evaluation for which higher is better: ckpt.best_metric may name them."""
     names = []
     for one in data_sets(config):
         figures = ["mean", *(f"pass@{k}" for k in one.pass_k)]

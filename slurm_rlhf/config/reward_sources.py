@@ -1,4 +1,4 @@
-"""Check the entries of reward.sources, of which each is a part of the reward, and the presets."""
+"""Check the entries of reward.sources, each of which is a part of the reward, and the presets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import RewardPart
 
 ENVIRONMENT, OTHER_SOURCE = "environment", "source"
-"""Components of the reward where env.path has another source next to it: the environment's, and that of a source that
-is no entry of reward.sources."""
+"""Names of the components of the reward if env.path and another source are set: the environment's component, and that
+of a source which is not an entry of reward.sources."""
 SOURCES = ("remote_url", "function", "preset", "model")
 PRESET_LIBRARIES = {
     "math": ("math_verify", "math-verify"),
@@ -64,12 +64,12 @@ def part_problems(config: Config) -> Iterator[str]:
     if models != bool(reward.model_name_or_path):
         yield (
             f"reward.sources has {models} entries with model = true, and reward.model_name_or_path = "
-            f"{reward.model_name_or_path!r}: one entry belongs to one directory of a reward model"
+            f"{reward.model_name_or_path!r}: a reward model needs exactly one such entry, and its directory"
         )
 
 
 def settings_of(part: RewardPart) -> dict[str, Any]:
-    """Return the keys of `reward` for a source that is this entry alone."""
+    """Return the keys of `reward` by which this entry is the only source."""
     found = {f"reward.{name}": getattr(part, name) for name in ("remote_url", "function", "preset", "preset_value")}
     return {**found, "reward.sources": [], "reward.model_name_or_path": ""}
 

@@ -78,7 +78,7 @@ def has_reference(config: Config) -> bool:
 
 
 def has_reward(config: Config) -> bool:
-    """Tell whether anything but a teacher says what is good."""
+    """Tell whether the run has a source of rewards; a teacher is none."""
     named = any(getattr(config.reward, name) for name in REWARD_SOURCES)
     return bool(config.env.path or config.reward.sources or named)
 

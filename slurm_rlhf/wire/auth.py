@@ -107,7 +107,7 @@ log = logging.getLogger(__name__)
 _EVENTS_PER_ROUND = 200
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _QUIET_MS = 10  # no news for so long means that no connection is being made
-_SHARE = 4  # connections whose handshake is not done may take one descriptor in so many
+_SHARE = 4  # connections whose handshake is not done may take 1 / _SHARE of all descriptors
 
 
 class Authenticator:
@@ -139,7 +139,7 @@ class Authenticator:
         socket.zap_domain = b"slurm_rlhf"
         self._monitor = socket.get_monitor_socket(_WATCHED)
         self._monitored = socket
-        self._hand = os.dup(self._zap.fileno())  # for a look at a connection, so that nothing else is ended by mistake
+        self._hand = os.dup(self._zap.fileno())  # own descriptor for a connection that is checked before it is ended
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
@@ -164,7 +164,7 @@ class Authenticator:
         self._unheard.pop(int(message.get(zmq.SRCFD)), None)
 
     def close(self) -> None:
-        """Close, before the socket does, what the end of the context would wait for."""
+        """Close the sockets for which the end of the context would wait; call this before `socket` is closed."""
         with contextlib.suppress(zmq.ZMQError):  # it was never bound
             self._monitored.unbind(self._monitored.getsockopt_string(zmq.LAST_ENDPOINT))
         # ZeroMQ without room for its events waits with a lock held, for which `disable_monitor` would wait.

@@ -134,7 +134,7 @@ class IoLoop(IoThread):
     def _send(self, peer: Peer, kind: Kind, parts: Sequence[Part] = (), call: int = 0, method: str = "") -> None:
         peer.sent += kind in NUMBERED
         message = [peer.route, Envelope(kind, peer.sent, call, method).pack(), *parts]
-        # Heartbeats are worth nothing later; the rest goes when the rank is heard again.
+        # A late heartbeat is useless; other messages are kept until the rank is heard again.
         if (peer.backlog or not self._transmit(message)) and kind != "beat":
             peer.backlog.append(message)
 
