@@ -69,8 +69,8 @@ def address_of(interface: str, key: str) -> str:
 def own_address(name: str, interfaces: str = "") -> str:
     """Return the address of this machine that others reach by `name`, to listen on that address alone.
 
-    If the name is none of this machine's addresses, or only loopback as Debian's 127.0.1.1: the address of the first of
-    `interfaces` (eth0,ib0), else the first that is not loopback. `localhost` and the like mean loopback.
+    If the name stands for none of this machine's addresses, or only for loopback, as Debian's 127.0.1.1: the address of
+    the first of `interfaces` (eth0,ib0), else the first that is not loopback. `localhost` and the like mean loopback.
     """
     if name in _LOOPBACK:
         return _LOOPBACK[name]

@@ -1,7 +1,7 @@
-"""Compute rewards by the user's function, in workers or on servers: a call for the responses to each prompt.
+"""Compute rewards by the user's function, in workers or on servers, with one call for all responses to a prompt.
 
-Responses whose call fails are asked again, each alone: so the one that is to blame is known, and the others get their
-rewards. A call of several has half of timeout.reward and one alone the other half, so nobody waits for longer.
+If a call fails, each of its responses is scored again by a call of its own, which shows the one at fault; the others
+get their rewards. Each of the two calls may take half of timeout.reward, so together they keep to it.
 
 `RewardServer` and `ModelServer` are what `slurm-rlhf serve-reward` runs, in the workers of its machine. OpenRLHF: POST
 {"query", "prompts", "labels"} -> {"rewards", "scores"?, "extra_logs"?}. Our request has `items`, `step` and
@@ -31,25 +31,25 @@ from slurm_rlhf.workers.pool import ENDED, GONE, LATE, MEMORY, RAISED, Code, Wor
 
 FAIL, SKIP = "fail", "skip"
 LONGEST = 300
-"""Characters of the reason that the report shows of a reward that failed."""
+"""Most characters of a failed reward's reason that the report shows."""
 
 
 class CalledRewards(ABC):
-    """Asks for the rewards of the responses to each prompt, and says by `reward.on_error` what those that fail get."""
+    """Requests the rewards of the responses to each prompt; `reward.on_error` decides the rewards of failed calls."""
 
     streams = True
-    """The responses to a prompt may be scored while others are sampled."""
+    """True: the responses to a prompt may be scored while others are sampled."""
     where = ""
-    """Names what is called, where an error does not; empty: each does."""
+    """Name of the called function, for errors without it; empty: all errors have a name."""
 
     def __init__(self, config: Config, printed: Path | None, limit_s: float) -> None:
-        """`printed`: the log of those that fail; None: there is none. `limit_s`: what a reward may take."""
+        """`printed`: the log of rewards that fail; None: no log. `limit_s`: seconds that a reward may take."""
         self._on_error, self._input_key = config.reward.on_error, config.data.input_key
         self._printed, self._timeout_s = printed, limit_s
 
     @abstractmethod
     def _begin(self, items: Sequence[Item], step: int, timeout_s: float) -> Future[Any]:
-        """Begin a call for `items`, which has that long. The future may raise WorkerError, and RewardError at once."""
+        """Begin a call for `items`. A WorkerError of its future is handled, a RewardError is not."""
 
     @abstractmethod
     def _parsed(self, answer: Any, count: int) -> Rewards:
@@ -72,7 +72,7 @@ class CalledRewards(ABC):
         try:
             return [self._read(call, len(items))]
         except WorkerError as error:
-            if len(items) == 1 and error.kind != GONE:  # no fault of theirs: their node is lost
+            if len(items) == 1 and error.kind != GONE:  # GONE: the node of the worker is lost, so try again
                 return [self._failed(items[0], error)]
             whole: WorkerError = error
         alone = [(item, self._ask([item], step, True)) for item in items]
@@ -146,7 +146,7 @@ class RewardServer(WorkServer):
         return self.pool.submit("answer", items_in(body), int(body.get("step") or 0), timeout_s=self._limit_s(body))
 
     def _limit_s(self, body: dict[str, Any]) -> float:
-        """Return how long the call of a request may take: no longer than its client waits, if that says so."""
+        """Return how long the call of a request may take: not longer than its client waits, if it says how long."""
         return min(float(body.get("timeout_s") or self.timeout_s), self.timeout_s)
 
     def said(self, answer: Any) -> Any:
@@ -160,7 +160,7 @@ class _Asked(NamedTuple):
 
 
 class ModelServer(RewardServer):
-    """Joins the requests that wait into one call: a model takes a large batch faster than several small ones."""
+    """Joins all waiting requests into one call: a model computes one large batch faster than several small ones."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -175,7 +175,7 @@ class ModelServer(RewardServer):
         return asked.answer
 
     def _next(self) -> None:
-        """Submit what waits, if a worker is free."""
+        """Submit the waiting requests, if a worker is free."""
         with self._lock:
             if self._calls >= self.pool.count:
                 return
@@ -201,7 +201,7 @@ class ModelServer(RewardServer):
             with self._lock:
                 self._calls += again * len(taken)
             for asked in taken:
-                if again:  # one of them is to blame, the others are not
+                if again:  # one of them is at fault, so each gets a call of its own
                     self._submit([asked])
                 else:
                     asked.answer.set_exception(error)
@@ -241,9 +241,9 @@ def items_in(body: dict[str, Any]) -> list[Item]:
 
 
 AT_ONCE = 32
-"""Requests in flight at most."""
+"""Most requests in flight."""
 OF_LIMIT = 0.9
-"""Share of timeout.reward that our server gets: it says that a reward is late before it counts as away itself."""
+"""Share of timeout.reward that a server gets for a call: it has to report a late reward before it counts as silent."""
 
 
 class RemoteRewards(CalledRewards):
@@ -260,7 +260,7 @@ class RemoteRewards(CalledRewards):
         self.servers = Servers(reward.remote_url, token, note, at_once=AT_ONCE, silence_s=limit_s, total_s=limit_s)
 
     def close(self) -> None:
-        """Give up what is asked, and close the connections."""
+        """Give up requests in flight, and close the connections."""
         self.servers.close()
 
     def _begin(self, items: Sequence[Item], step: int, timeout_s: float) -> Future[Any]:

@@ -77,7 +77,7 @@ WATCHDOG_ROUND_S = 5.0  # a round of the watchdog's thread: what takes longer is
 
 # --- weight transfer ---
 TRANSFER_DEATH_S = 3.0  # the news that an engine has died, which is the usual reason why a member failed
-TRANSFER_SLOW_S = 5.0  # an engine's notice that an update broke off, after all of the actor's ranks have noticed
+TRANSFER_SLOW_S = 5.0  # an engine's answer after an update broke off, once all of the actor's ranks have answered
 TRANSFER_ABORT_S = 1.0  # one abort of the actor, before the next
 POST_S = 3.0  # the survivors' posts after a failure
 POST_CLOSED_S = 0.5  # the survivors' posts, once a connection is known to be closed

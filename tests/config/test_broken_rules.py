@@ -302,7 +302,7 @@ BROKEN = [
     ("eval.temperature=2.1", "eval.temperature must be at least 0 and at most 2, got 2.1"),
     ("eval.dataset=a.jsonl eval.datasets=b.jsonl", "eval.dataset and eval.datasets are both set"),
     ("eval.steps=2", "eval.steps = 2 evaluates nothing without eval.dataset: name a JSONL file"),
-    ("ckpt.best_metric=eval", "ckpt.best_metric = 'eval' is of an evaluation, and there is none"),
+    ("ckpt.best_metric=eval", "ckpt.best_metric = 'eval' needs an evaluation, and there is none"),
     (
         "eval.n_samples_per_prompt=4 with eval.dataset=a.jsonl",
         "= 4 with temperature 0: greedy responses to a prompt are all the same",
