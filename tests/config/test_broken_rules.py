@@ -275,9 +275,9 @@ BROKEN = [
     ("vllm.dtype=fp16 ds.param_dtype=bf16", "would round the weights ... use auto or fp32"),
     ("ds.grad_comm_dtype=bf16 ds.param_dtype=fp16", "would round to 8 bits ... bf16 for both"),
     ("ds.hpz_size=2 ds.zero_stage=2", "it copies what ds.zero_stage = 3 cuts: leave it out"),
-    ("ds.loss_scale_window=9 ds.param_dtype=bf16", "it is of the loss scale of fp16"),
-    ("ds.min_loss_scale=2 ds.param_dtype=bf16", "it is of the loss scale of fp16"),
-    ("ds.initial_scale_power=9 ds.param_dtype=fp32", "it is of the loss scale of fp16"),
+    ("ds.loss_scale_window=9 ds.param_dtype=bf16", "it belongs to the loss scale of fp16"),
+    ("ds.min_loss_scale=2 ds.param_dtype=bf16", "it belongs to the loss scale of fp16"),
+    ("ds.initial_scale_power=9 ds.param_dtype=fp32", "it belongs to the loss scale of fp16"),
     ("ds.initial_scale_power=33 with ds.param_dtype=fp16", "must be at least 0 and at most"),
     ("ds.min_loss_scale=64 ds.initial_scale_power=5 with ds.param_dtype=fp16", "64 is above ... = 5"),
     # slots that are shared
