@@ -9,7 +9,7 @@ SlurmRlhfError                  anything this package raises on purpose
 │   ├── ModelError              a model directory that cannot be used
 │   ├── RewardError             the user's reward function
 │   ├── WorkerError             code of the user's that failed in a process of its own
-│   ├── SelfCheckError          what is about to be trained is not what was asked for
+│   ├── SelfCheckError          the run would train something else than it was asked to
 │   ├── PlacementError          roles that do not fit the nodes, an allocation that is too small
 │   ├── DiskError               a disk that is full, a run directory that has vanished
 │   └── CheckpointError         a checkpoint that is missing, partial or of another run
@@ -62,11 +62,11 @@ class ModelError(UserError):
 
 
 class RewardError(UserError):
-    """Report that the user's reward function failed or answered something that is not a reward."""
+    """Report that the user's reward function failed or returned something that is not a reward."""
 
 
 class EpisodeError(RewardError):
-    """Report that the user's environment failed or answered something that no episode can go on with."""
+    """Report that the user's environment failed or returned something with which no episode can go on."""
 
 
 class WorkerError(UserError):
@@ -221,7 +221,7 @@ def system_cause(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Write control characters as escapes, but for line ends and tabs: text of models, data or logs moves no cursor."""
+    """Escape control characters, except line ends and tabs, so that text of models, data or logs moves no cursor."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
     )

@@ -1,7 +1,7 @@
 """Turn one reward per response into one advantage per token: KL in the reward, GAE, whitening.
 
-Flat packed columns of A tokens (see `packed`), float64 inside, float32 out. Whatever stands at masked positions of the
-inputs, NaN included, reaches no result.
+Flat packed columns of A tokens (see `packed`), float64 inside, float32 out. Values at masked positions of the inputs,
+NaN included, reach no result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Spread a batch over the ranks of a role and into micro-batches, and put the ranks' answers together again.
+"""Spread a batch over the ranks of a role and into micro-batches, and join the results of the ranks.
 
 Deterministic: the same lengths give the same parts.
 """

@@ -11,7 +11,7 @@ from typing import Any
 from slurm_rlhf.errors import ModelError, shortened
 
 ALL_LINEAR = "all-linear"
-"""The target that stands for every linear layer but the head over the vocabulary."""
+"""The target that stands for every linear layer except the head over the vocabulary."""
 A, B = "lora_A.weight", "lora_B.weight"
 
 

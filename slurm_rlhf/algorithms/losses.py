@@ -309,7 +309,7 @@ PolicyLoss = Callable[[PolicyInputs], tuple["Tensor", Metrics]]
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Hold the columns of a micro-batch that losses are made of, [A] each, zero at masked positions."""
+    """Hold the columns of a micro-batch from which losses are computed, [A] each, zero at masked positions."""
 
     logprobs: Tensor  # new log-probs, with gradient
     advantages: Tensor

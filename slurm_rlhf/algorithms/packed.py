@@ -3,7 +3,7 @@
 `offsets[N + 1]` says where each response starts (`Experience.action_offsets`); a response may be empty. Tokens with
 `action_mask` False were not chosen by the policy (a tool wrote them) and count in no sum.
 
-Tensors with a mask, bool [A]: what stands at masked positions reaches neither a result nor a gradient. A masked value,
+Tensors with a mask, bool [A]: values at masked positions reach neither a result nor a gradient. A masked value,
 NaN included, is replaced before anything is computed from it, since multiplying by zero would keep the NaN. Half
 precision is computed in fp32.
 """

@@ -61,7 +61,7 @@ def gspo_loss(inputs: PolicyInputs) -> tuple[Tensor, Metrics]:
 def _surrogate(
     inputs: PolicyInputs, ratio: Tensor, advantages: Tensor, log_ratio: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Clip the surrogate; answers what `aggregated` takes: losses, log-ratio, ratio, and which were clipped."""
+    """Clip the surrogate; return the arguments of `aggregated`: losses, log-ratio, ratio, and which were clipped."""
     plain = ratio * advantages
     clipped = ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high) * advantages
     gain, cut = plain.minimum(clipped), clipped < plain
@@ -150,7 +150,7 @@ class PolicyLossRecord:
     keys: tuple[str, ...]
     """Keys of the group actor that it depends on; the keys of the other losses have no effect with it."""
     clip_range: tuple[float, float] | None = None
-    """Below and above, where eps_clip_low_high is empty; None: eps_clip on both sides."""
+    """Default of actor.eps_clip_low_high; None: actor.eps_clip on both sides."""
     aggregation: str = ""
     """A name in `losses.AGGREGATIONS`; empty: what the algorithm says."""
 

@@ -3,7 +3,7 @@
 step_000010.tmp/     roles and conductor write here; not a checkpoint until it is renamed
 step_000010/         whole, with its manifest
 step_000010.old/     the checkpoint that a new one of the same step is about to replace; still whole
-step_*.tmp           also what is being deleted: a directory is renamed before its first file is removed
+step_*.tmp           also a checkpoint that is being deleted: it is renamed before its first file is removed
 
 How often to save: a save costs the run C seconds. A failure, one in every M seconds, costs the work since the newest
 checkpoint: half an interval T on average. So a share C / T + T / (2 M) of the time is lost, least at T = sqrt(2 C M).

@@ -8,7 +8,7 @@
 `serial` counts the checkpoints of a run directory in the order in which they were written. The newest checkpoint is the
 one with the highest serial, not step: a run that was resumed from step 10 writes step 15 after the abandoned step 20.
 
-A run or a stage is compared with the one that wrote the checkpoint it goes on from: its keys, and its model.
+When a run or a stage goes on from a checkpoint, its keys and model are compared with those of the run that wrote it.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def latest(root: Path) -> Path | None:
 def load_state(path: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
     """Check all files of a checkpoint and return the state that was committed with it.
 
-    Raises CheckpointError that says what is wrong and names the checkpoint to use instead, if there is one; and where
-    it has no part of one of `roles`.
+    Raises CheckpointError if a file is damaged, and names the checkpoint to use instead, if there is one; also if the
+    checkpoint has no state of one of `roles`.
     """
     try:
         verify(path)
@@ -280,9 +280,8 @@ def refuse_other_adapters(changes: Iterable[str], directory: str = "run_dir") ->
     for change in changes:
         if (key := change.partition(" ")[0]) in _ADAPTERS:
             raise ConfigError(
-                f"{change}: the adapters in the checkpoint were trained with the first value, and with the other one "
-                f"the policy would be another at once. Restore {key}, or give another --{directory} for a new "
-                "run"
+                f"{change}: the adapters in the checkpoint were trained with the first value, and the second one would "
+                f"change the policy at once. Restore {key}, or give another --{directory} for a new run"
             )
 
 

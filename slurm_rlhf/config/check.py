@@ -90,7 +90,7 @@ def stage_shares_problem(config: Config, stage: str, ranks: int) -> Iterator[str
 
 
 def check_generate(config: Config) -> None:
-    """Check keys and files of `slurm-rlhf generate`, but for the model. Raises one ConfigError with all problems."""
+    """Check keys and files of `slurm-rlhf generate`, except the model. Raises one ConfigError with all problems."""
     problems = list(rules.key_problems(config))
     what = "a Hugging Face directory, a run directory or a checkpoint"
     problems += _needed(GENERATED_BY, config.generate.model_name_or_path, what)

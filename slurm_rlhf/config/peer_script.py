@@ -55,7 +55,7 @@ class _Branches:
 
 
 class Setting(NamedTuple):
-    """Holds what is said to a program: a name and its words."""
+    """Holds a setting of a program: a name and its words."""
 
     name: str
     words: list[str]
@@ -163,7 +163,7 @@ def _computed(text: str, known: dict[str, list[str]]) -> str:
 
 
 def _number(node: ast.expr, known: dict[str, list[str]]) -> int:
-    """Compute a sum. Raises ValueError or KeyError for what is no number, or no operator of whole numbers."""
+    """Compute a sum. Raises ValueError or KeyError for anything but whole numbers and their operators."""
     if isinstance(node, ast.BinOp):
         return int(_OPERATORS[type(node.op)](_number(node.left, known), _number(node.right, known)))
     return int(known[node.id][0] if isinstance(node, ast.Name) else ast.unparse(node))
@@ -217,7 +217,7 @@ def _value(found: re.Match[str], known: dict[str, list[str]]) -> str:
 
 
 def python_settings(script: str, table: Mapping[str, Any]) -> tuple[str, list[Setting]]:
-    """Return the program that a script's configuration class stands for, and what is said to it.
+    """Return the program that a script's configuration class stands for, and its settings.
 
     `table`: a peer's, with `classes`, `calls` and `uses`. Where the class is not called but made from the command line,
     the flags are those of the first command in the script's docstring. Raises ConfigError for a script that is no
@@ -264,7 +264,7 @@ def _known(assigned: list[tuple[ast.expr, ast.expr]], options: list[ast.Call]) -
 
 
 def _attributes(assigned: list[tuple[ast.expr, ast.expr]], known: Mapping[str, Any]) -> Iterator[Setting]:
-    """Find what is set afterwards, as in `training_args.max_steps = 3`."""
+    """Find settings that are assigned afterwards, as in `training_args.max_steps = 3`."""
     for target, value in assigned:
         if isinstance(target, ast.Attribute) and "args" in ast.unparse(target.value):
             yield Setting(target.attr, _words(value, known), target.attr)

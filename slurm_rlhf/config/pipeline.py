@@ -1,4 +1,4 @@
-"""Read a pipeline: the stages of a TOML file, each a command of slurm-rlhf, and where each leaves what it makes."""
+"""Read a pipeline: the stages of a TOML file, each a command of slurm-rlhf, and the directories of their output."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PipelineStage:
 
     @property
     def model(self) -> Path:
-        """Return what `{name}` stands for: the model that it makes; of `eval` and `generate` its directory."""
+        """Return the path that `{name}` stands for: the trained model; for `eval` and `generate`, the directory."""
         last = "model" if self.trains else "final" if self.command == TRAIN else ""
         return self.directory / last
 
@@ -131,7 +131,7 @@ class Pipeline:
             yield seen, {name[2:] for name, value in given.items() if value in sources}
 
     def _inputs(self, config: Config, keys: Sequence[Key]) -> Iterator[str]:
-        """Hash the files that these keys name, but for what the pipeline makes itself."""
+        """Hash the files that these keys name, except those that the pipeline itself makes."""
         values = [get(config, key.name) for key in keys if key.kind in ("path", "list[path]")]
         values += [one.path for one in config.eval.datasets if any(key.name == "eval.datasets" for key in keys)]
         paths = [path for value in values for path in (value if isinstance(value, list) else [value]) if path]

@@ -26,12 +26,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.@+-]+")
 
 
 def runs_programs(config: Config) -> bool:
-    """Tell whether a reward of the run is by unit tests, in a sandbox."""
+    """Tell whether a reward of the run runs unit tests, in a sandbox."""
     return "code" in (config.reward.preset, *(part.preset for part in config.reward.sources))
 
 
 def in_workers(config: Config) -> dict[str, str]:
-    """Return what runs in workers: key -> the file or the name of a reward function, preset or environment."""
+    """Return the user code that runs in workers: key -> file or name of a reward function, preset or environment."""
     reward, found = config.reward, {"env.path": config.env.path}
     for part in [reward, *reward.sources] if reward.workers else ():
         where = f"reward.sources, {part.name}, " if isinstance(part, RewardPart) else "reward."
@@ -75,7 +75,7 @@ def settings_of(part: RewardPart) -> dict[str, Any]:
 
 
 def preset(config: Config) -> Iterator[str]:
-    """Check the preset of the reward: what it needs, and what it takes."""
+    """Check the preset of the reward: the package that it needs, and its preset_value."""
     name, value = config.reward.preset, config.reward.preset_value
     module, package = PRESET_LIBRARIES.get(name, ("", ""))
     if module and find_spec(module) is None:

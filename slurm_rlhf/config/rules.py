@@ -128,7 +128,7 @@ def _loss_problems(config: Config) -> Iterator[str]:
     if algorithm.policy_loss is not None:
         return
     for leaf in dict.fromkeys(leaf for row in POLICY_LOSSES.values() for leaf in row.keys):
-        if leaf not in chosen.keys:  # the run would be another than its author thinks
+        if leaf not in chosen.keys:  # the author of the run may think that such a key has an effect
             name, users = f"actor.{leaf}", " and ".join(row.name for row in POLICY_LOSSES.values() if leaf in row.keys)
             own = ", set actor.eps_clip_low_high for its range" if leaf == "eps_clip" and chosen.clip_range else ""
             why = f"has no effect with actor.policy_loss_type = {chosen.name}, it belongs to {users}: leave it out{own}"

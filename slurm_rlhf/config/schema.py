@@ -77,7 +77,7 @@ class Data:
 class Rollout:
     engine: Literal["vllm", "hf"] = "vllm"
     """vllm: engines of their own. hf: the actor's ranks sample with transformers' `generate`, for models that vLLM does
-    not run: slower but for tiny models, without a rollout role and without weight transfers. Keys of vllm and sync
+    not run: slower except for tiny models, without a rollout role and without weight transfers. Keys of vllm and sync
     then have no effect."""
     hf_max_num_seqs: Annotated[int, NOT_NEGATIVE] = 0
     """With rollout.engine = hf: responses that a rank of the actor works on at once, at most; 0: 256, on GPUs 64."""
@@ -181,7 +181,7 @@ class Train:
     """Stop after this many training steps, in a further episode if need be; 0: after train.num_episodes."""
     max_tokens_per_gpu: Annotated[int, COUNT] = 16384
     """Token budget of a micro-batch, with the padding that ds.packing_samples leaves; a longer single sequence is a
-    micro-batch of its own. Ranks that compute one together (ds.ulysses_size) have so many each."""
+    micro-batch of its own. Ranks that compute one together (ds.ulysses_size) have this budget each."""
     forward_max_tokens_per_gpu: Annotated[int, NOT_NEGATIVE] = 0
     """The same in passes without gradients (old log-probs, reference, values, reward model), which keep no activations;
     0: four times train.max_tokens_per_gpu."""
@@ -206,8 +206,8 @@ class Train:
     """Python files of yours that register algorithms or rewards (slurm_rlhf.register_algorithm, register_reward).
     Conductor and actor ranks run them, so every node must see them. Relative paths as data.prompt_dataset."""
     async_queue_size: Annotated[int, Range(1, 8)] = 1
-    """With vllm.sync_mode = inflight no token is older than so many updates when trained on, 1 to 8. A batch is made of
-    whichever groups are finished; one whose response is long may come this many batches later."""
+    """With vllm.sync_mode = inflight: the most updates, 1 to 8, that a token may be old when it is trained on. A batch
+    is made of whichever groups are finished; a group with a long response may come this many batches later."""
     staleness_threshold: Annotated[float, Range(0, 8)] = 0.25
     """With vllm.sync_mode = inflight: largest share of a batch's groups that may be begun by policies older than the
     one that trains on it. 0: engines wait for the actor; 1: they sample one whole batch ahead; more: further batches,
@@ -229,8 +229,8 @@ class Train:
     where they hang (train.max_restarts), and else ends it as the end of an allocation does, so that it goes on from its
     last checkpoint."""
     max_restarts: Annotated[int, NOT_NEGATIVE] = 3
-    """When a rank of a trainer or its node dies, all roles but the engines start again from the newest checkpoint, in
-    the same job, so often at most in one start of the run; 0: the run ends. `slurm-rlhf docs resume`. In a stage all
+    """When a rank of a trainer or its node dies, all roles except engines start again from the newest checkpoint in the
+    same job, at most this many times in one start of the run; 0: the run ends. `slurm-rlhf docs resume`. In a stage all
     ranks do, if it has trained since its start."""
     max_skipped_steps: Annotated[int, NOT_NEGATIVE] = 3
     """Optimizer steps in a row that may be skipped on all ranks because loss or gradient is not finite; one more ends

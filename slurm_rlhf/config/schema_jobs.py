@@ -122,7 +122,7 @@ class Timeout:
     heartbeat: Annotated[float, POSITIVE] = 20.0
     """Silence after which a rank is lost."""
     node_down: Annotated[float, POSITIVE] = 900.0
-    """From the silence of the job's first node until Slurm marks it down (SlurmdTimeout): then what is left of a job
+    """From the silence of the job's first node until Slurm marks it down (SlurmdTimeout): then another node of a job
     with --no-kill requeues it."""
     hang: Annotated[float, POSITIVE] = 30.0
     """Shortest time without an answer or a change of phase that the watchdog calls a hang. Where longer waits are usual
@@ -132,7 +132,7 @@ class Timeout:
     preflight: Annotated[float, POSITIVE] = 60.0
     """The checks of all nodes before weights load."""
     tracker: Annotated[float, POSITIVE] = 60.0
-    """At the end of a run, until a tracker (wandb, trackio, mlflow) has taken what it was given."""
+    """At the end of a run, until a tracker (wandb, trackio, mlflow) has processed all that it received."""
     shutdown: Annotated[float, POSITIVE] = 8.0
     """From the request to end until SIGKILL; SIGTERM comes after half of it."""
 
@@ -180,8 +180,8 @@ class Eval:
     pass_score: Annotated[float, ANY] = 1.0
     """A response with at least this score counts as correct."""
     answer_pattern: str = ""
-    """Regular expression for the answer in a response, which the majority vote compares: its last match, or the group
-    of it. Empty: the whole response."""
+    """Regular expression for the answer in a response, which the majority vote compares: the last match, or its group.
+    Empty: the whole response."""
     source_key: str = ""
     """Column that says where a prompt comes from, for a table by source; empty: none."""
     overlap: bool = False
@@ -255,8 +255,8 @@ class Dpo(StageKeys):
     learning_rate: Annotated[float, POSITIVE] = 5e-7
     """Peak learning rate of AdamW."""
     loss_type: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
-    """dpo, ipo and kto compare with the model as it starts; simpo and orpo need no reference. kto takes no pairs, but
-    answers that are called good or bad."""
+    """dpo, ipo and kto compare with the model as it starts; simpo and orpo need no reference. kto takes single answers,
+    labelled good or bad, instead of pairs."""
     beta: Annotated[float, POSITIVE] = 0.1
     """How strongly dpo and kto hold to the reference; ipo's regularisation; simpo's scale (2 is usual); orpo's weight
     of the odds ratio."""

@@ -63,7 +63,7 @@ class Actor:
     sapo_temperature_neg: Annotated[float, POSITIVE] = 1.05
     """The same for the other tokens."""
     entropy_coef: Annotated[float, ANY] = 0.0
-    """Weight of the entropy bonus, which is added up as the policy loss is."""
+    """Weight of the entropy bonus, which is aggregated like the policy loss."""
     nll_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the negative log-likelihood of the responses with a positive reward, a mean over their tokens in the
     optimizer step: imitates what went well (VAPO: 0.1). The reward is the one before normalisation and clipping."""
@@ -181,7 +181,7 @@ class Reward:
     """Rewards are clipped to these two values, after normalisation, before they reach the advantages; `reward_clipped`
     in the metrics is the share of those that it changes."""
     overlong_buffer_len: Annotated[int, NOT_NEGATIVE] = 0
-    """DAPO's penalty for long responses: over the last so many tokens before rollout.max_new_tokens the reward falls by
+    """DAPO's penalty for long responses: over this many tokens before rollout.max_new_tokens the reward falls by
     reward.overlong_penalty_factor; 0: none."""
     overlong_penalty_factor: Annotated[float, POSITIVE] = 1.0
     """Amount that the reward of a response of rollout.max_new_tokens tokens loses."""
@@ -198,7 +198,7 @@ REWARD_SOURCES = {
     "preset": "one that needs no code",
     "model_name_or_path": "a reward model",
 }
-"""Keys of `reward` of which exactly one says where rewards come from -> what it names."""
+"""Keys of `reward`, exactly one of which names the source of rewards -> kind of the source, for messages."""
 
 
 @dataclass(slots=True)
@@ -292,7 +292,7 @@ class Kl:
     """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020). With use_loss: k2, k3, or k3+ (the value of k3 with
     the gradient of k2, which is the right one); in the reward k3+ is k3."""
     use_loss: bool = False
-    """The KL penalty is a term of the actor's loss, added up as the policy loss is, and no part of the reward."""
+    """The KL penalty is a term of the actor's loss, aggregated like the policy loss, and no part of the reward."""
     target: Annotated[float, NOT_NEGATIVE] = 0.0
     """KL per response that the adaptive controller aims at; 0: the coefficient stays fixed."""
     horizon: Annotated[int, COUNT] = 10000
@@ -344,7 +344,7 @@ class Algo:
     """Drop prompts whose responses all have the same score (DAPO's dynamic sampling), and sample others for them."""
     dynamic_filtering_range: Annotated[list[float], ANY] = field(default_factory=list)
     """Two numbers: drop groups whose mean score is not between them, too; empty: any. Scores are those that the reward
-    function answers with its rewards, or the rewards."""
+    function returns with its rewards, else the rewards."""
     dynamic_filtering_max_tries: Annotated[int, COUNT] = 10
     """At most this many times rollout.vllm_generate_batch_size prompts are sampled for a step; then the run ends and
     says what share passed."""

@@ -33,7 +33,7 @@ class BadValue(ValueError):
     """Report a value that its key does not take: the key, what it takes and what it got."""
 
     def __init__(self, key: Key, got: object, message: str = "") -> None:
-        """`message` replaces the one made of key and value."""
+        """`message` replaces the message that is made from key and value."""
         super().__init__(message or f"{key.name} takes {key.expected}, got {_shown(got)}{_hint(key, got)}")
 
 
@@ -237,7 +237,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # JSON escapes what TOML wants escaped, but for DEL.
+        # JSON escapes all characters that TOML wants escaped, except DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(toml_value(item) for item in value)}]"

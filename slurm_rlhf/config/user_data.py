@@ -155,7 +155,7 @@ def data_files(path: Path | str) -> list[Path]:
     """List the files whose rows, one after the other, are the data set `path`, or the several that it joins.
 
     A directory is what `datasets` saves (`save_to_disk`), or holds files of one format and one split, as those of the
-    hub do. Raises DataError for a path without such files: what it is, and what to write instead.
+    hub do. Raises DataError for a path without such files, which says what the path is and what to write instead.
     """
     if len(several := parts(path)) > 1:
         return [file for part in several for file in data_files(part)]

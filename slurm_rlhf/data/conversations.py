@@ -82,7 +82,7 @@ def _turn(
     where: str,
     behind: str,
 ) -> tuple[int, int]:
-    """Return where the last of `messages` stands in the text of the conversation that they begin."""
+    """Return where the last of `messages` is in `text`, the conversation that begins with them."""
     start = tokenizer.chat(messages[:-1], where, tools=tools)
     whole = tokenizer.chat(messages, where, tools=tools, answer=False)
     if not (text.startswith(whole) and whole.startswith(start)):

@@ -94,7 +94,7 @@ class PromptOrder:
         return int(drawn[place % (self.batches_per_episode * self.batch_size)])
 
     def state_dict(self, owed: Iterable[int] = ()) -> dict[str, Any]:
-        """Return where the order stands and the data it belongs to, ready for JSON.
+        """Return the position in the order and the data it belongs to, ready for JSON.
 
         `owed`: places that were handed out and that a resumed run must hand out again. `taken` counts the batches that
         are done; if that does not determine the state, `place` and `again` are stored, too.

@@ -234,7 +234,7 @@ def behind_answer(tokenizer: Tokenizer) -> str | None:
 
 
 def missing_eos(tokenizer: Tokenizer) -> str:
-    """Say what is wrong with how the chat template ends an answer; "" if nothing is.
+    """Return a warning if engines do not recognise the end of an answer by the chat template; "" if none is needed.
 
     A model that was trained with the template ends its answers as the template does. If no token of `end_tokens` is
     among those, engines go on sampling after the answer, up to rollout.max_new_tokens. Raises ModelError when the

@@ -224,7 +224,7 @@ class Sample:
     prompt: str
     response: str
     label: Any  # as the reward function got it; as text if it is no plain value
-    reward: float | None  # the reward function's answer; None for NaN
+    reward: float | None  # as the reward function returned it; None for NaN
     score: float | None  # None: the reward function gives no scores
     advantage: float | None  # mean over the tokens of the response
     finish_reason: str

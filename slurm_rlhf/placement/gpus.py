@@ -117,7 +117,7 @@ def size_by_keys(name: str, memory_gb: float) -> GpuSize | None:
 
 
 def found_size(local: Sequence[tuple[str, float]]) -> GpuSize:
-    """Return the size of the GPUs here, of which `local` has name and MiB; where they differ, the smallest counts."""
+    """Return the size of the GPUs here; `local`: name and MiB of each. If they differ, the smallest counts."""
     sizes = {size.name: size for size in (_local(name, mib) for name, mib in local)}
     if not sizes:
         return GpuSize(0, notes=(f"no GPU says its name: say {TELL}",))

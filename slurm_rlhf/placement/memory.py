@@ -150,7 +150,7 @@ def least_recomputed(config: Config, models: Models, gpu: int, samples: bool = T
     """Choose train.gradient_checkpointing where it is auto: off where that is safe for all trainers, else full.
 
     Selective took 1 % less time than full on an H200, for 8 GiB more (docs/cluster.md), so it is not chosen. Returns
-    the configuration with what is chosen, or `config` itself if there is nothing to choose, and its memory.
+    the configuration with the chosen value, or `config` itself if there is nothing to choose, and its memory.
     """
     if config.train.gradient_checkpointing != "auto" or config.actor.gradient_checkpointing_enable:
         return config, account(config, models, gpu, samples)

@@ -38,7 +38,7 @@ class Replacement:
     change: Change = field(default_factory=dict)  # empty: all roles keep their sizes
 
     def words(self, config: Config) -> str:
-        """Say what is smaller than in `config`; empty: nothing is."""
+        """List the keys that are smaller than in `config`, for the user; empty: none is."""
         return ", ".join(f"{key} = {value} (it was {get(config, key)})" for key, value in self.change.items())
 
 

@@ -1,4 +1,4 @@
-"""Make the page of runs, or of what a model will see of its data: one HTML file, without other files or a network.
+"""Make the page of runs, or of data as a model will see it: one HTML file, without other files or a network.
 
 Missing and half-written parts of a run directory are left out, so that any run can have a report.
 """

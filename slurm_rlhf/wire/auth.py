@@ -147,7 +147,7 @@ class Authenticator:
         return [self._zap, self._monitor]
 
     def answer(self) -> None:
-        """I/O thread: answer and count what has come, the rest of a flood next time; does not block."""
+        """I/O thread: answer and count waiting requests and events, a limited number per call; does not block."""
         for _ in range(_EVENTS_PER_ROUND):
             if not self._zap.poll(0):
                 break

@@ -41,7 +41,7 @@ class DeviceReport(Record):
 
 
 class StacksAnswer(Record):
-    """Says where a rank stands, whatever its main thread does."""
+    """Says where a rank is in its code, whatever its main thread does."""
 
     threads: str  # their stacks as faulthandler writes them, the main thread first
     node: str  # load and memory of its node
@@ -313,7 +313,7 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
 
     @call(deadline="generate")
     def drop(self) -> None:
-        """End sampling, also in the calls that came before: they are answered with nothing."""
+        """End sampling, also in earlier calls, whose answers then have no responses."""
 
     @call(deadline="sync")
     def sync_listen(self, host: str) -> int:

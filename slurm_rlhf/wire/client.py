@@ -52,7 +52,7 @@ class ControlClient(IoThread):
         """Start to connect, and return.
 
         host: this node's name in messages; None: what the node calls itself.
-        start: which start of the role this rank belongs to, as the conductor has said.
+        start: number of the start of the role that this rank belongs to, as given by the conductor.
         on_conductor_lost: called with the reason, on the I/O thread, when the conductor was silent for
             `heartbeat_limit` seconds, said goodbye or gave this rank up. For a rank whose main thread may hang.
         on_beat: called on the I/O thread with each heartbeat; it returns at once.

@@ -125,7 +125,7 @@ def _declared_dtype(declared: Any) -> np.dtype[Any]:
 
 
 def _checked(declared: Any, value: Any) -> Any:
-    """Return `value` if it is an array as declared. msgspec adds the place."""
+    """Return `value` if it is an array as declared; msgspec adds the field's path to the error."""
     wanted = _declared_dtype(declared)
     found = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
     if found != wanted:

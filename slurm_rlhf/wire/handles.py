@@ -36,7 +36,7 @@ class ControlServer(IoLoop):
     """
 
     def endpoint(self, host: str | None = None) -> str:
-        """Return `tcp://host:port` for the ranks; `host` is their name for this node, None: what it listens on."""
+        """Return `tcp://host:port` for the ranks. `host`: their name for this node; None: the address it listens on."""
         return f"tcp://{host or self._host}:{self.port}"
 
     def counts(self) -> str:
@@ -225,7 +225,7 @@ class RoleHandle(Generic[C]):
     retired: Exception | None = field(default=None, init=False)
     """Exception of every later call; the role goes on under another handle."""
     watchers: list[Callable[[int, str], Callable[[], None]]] = field(default_factory=list, init=False)
-    """Each gets the rank and the name of every call, and returns what to call when the answer is there."""
+    """Functions (rank, name of a call) -> function to call when its answer is there; called for each call."""
 
     def __post_init__(self) -> None:
         self.ready = list(range(self.world))

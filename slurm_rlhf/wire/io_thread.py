@@ -32,7 +32,7 @@ _MESSAGES_PER_ROUND = 200
 
 
 def make_socket(context: zmq.Context[Any], kind: int, linger_ms: int) -> zmq.Socket[Any]:
-    """Open a socket whose only limit is the size of a frame; callers limit what is in flight.
+    """Open a socket that limits only the size of a frame; callers limit the messages in flight.
 
     linger_ms: how long unsent messages are kept once the socket, or one of its connections, is closed. It is set first
         of all, because a connection keeps the value of the moment it breaks; ZeroMQ's default is without end.

@@ -284,7 +284,7 @@ class PendingCalls:
         return self.take(lambda call: max(call.since, heard((call.peer, call.method), 0.0)) + call.timeout_s <= now)
 
     def flights(self, now: float) -> list[Flight]:
-        """List the calls, the oldest first, but for those that only look."""
+        """List the calls, the oldest first, except the calls `LOOKING`."""
         calls = [call for call in self._calls.values() if call.method not in LOOKING]
         return [Flight(call.peer, call.method, now - call.since, call.timeout_s) for call in calls]
 

@@ -51,7 +51,7 @@ RANKS_LEAVE_S = 30.0  # the end of ranks that do not hear the conductor either, 
 ENGINE_END_S = 2.0  # a launcher's report how an engine ended whose own ranks have said why
 ENGINE_GONE_S = 10.0  # a node's report that an engine's processes are gone; a node that is cut off never sends it
 GPU_LEFT_S = 5.0  # the processes of an earlier run that are about to leave a GPU
-MPI_S = 60.0  # a message or a barrier between processes of an MPI start, beyond what it waits for
+MPI_S = 60.0  # a message or a barrier between processes of an MPI start, beyond the work that it waits for
 MPI_CLOSED_S = 10.0  # the end of all ranks, beyond their grace
 MPI_LEAVE_S = 600.0  # the common end of an MPI start: the conductor may still ask Slurm to requeue the job
 
@@ -62,7 +62,7 @@ WORKER_SILENT_S = 5.0  # the shortest silence of such a node that counts, even i
 WORKER_END_S = 5.0  # the end of a worker's thread, which kills its processes
 
 # --- preflight ---
-CONNECT_S = 3.0  # a connection to another node's port, where one that does not answer counts as not reached
+CONNECT_S = 3.0  # a connection to another node's port; a port that does not answer counts as not reached
 AGENT_S = 60.0  # an agent's answer to a call; most come at once
 CANARY_S = 5.0  # a file system that is slow to show a new file
 REPORT_S = 1.0  # the reports of the agents, before the time for a measurement is over
@@ -81,7 +81,7 @@ TRANSFER_SLOW_S = 5.0  # an engine's answer after an update broke off, once all 
 TRANSFER_ABORT_S = 1.0  # one abort of the actor, before the next
 POST_S = 3.0  # the survivors' posts after a failure
 POST_CLOSED_S = 0.5  # the survivors' posts, once a connection is known to be closed
-CLOSING_S = 0.3  # the connections that a death closes, one after the other
+CLOSING_S = 0.3  # the closing of all connections of a process that died; they close one after the other
 GROUP_MARGIN_S = 2.0  # a group's answer beyond timeout.sync
 GROUP_REACH_S = 10.0  # the members' connections to each other's ports, while a group is formed
 BENCH_SYNC_S = 600.0  # an operation of `slurm-rlhf bench sync`
