@@ -40,7 +40,7 @@ class SlurmRlhfError(Exception):
 
     exit_code = 1
     hang = False
-    """Somebody was silent for too long; False: something ended, failed or was refused."""
+    """True: somebody was silent for too long; False: something ended, failed or was refused."""
 
 
 class UserError(SlurmRlhfError):

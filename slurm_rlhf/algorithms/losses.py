@@ -88,7 +88,7 @@ class KLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved coefficient; a fixed one stays that of the configuration, to be changed over a resume."""
+        """Restore a saved coefficient; a fixed one comes from the configuration, which may change at a resume."""
         if self.target > 0.0:
             self.coef = float(state["coef"])
 
@@ -249,7 +249,7 @@ def _seq_mean_token_sum(counts: I64, longest: int) -> tuple[float, NDArray[Any] 
 
 
 def _seq_mean_token_sum_norm(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
-    """Divide that by the longest length a response may have. Source: Liu et al., Dr. GRPO (2025), arXiv 2503.20783."""
+    """Divide `_seq_mean_token_sum` by the longest length of a response. Source: Dr. GRPO (2025), arXiv 2503.20783."""
     return float((counts > 0).sum()) * longest, None
 
 

@@ -179,8 +179,8 @@ def clip_range(loss_type: str, low_high: Sequence[float], both: float) -> tuple[
 
 
 def aggregation_of(mode: str, loss_type: str, usual: str) -> str:
-    """Choose how losses of tokens become one number: `actor.loss_agg_mode`, else the loss, else `usual`, the algorithm.
+    """Choose how losses of tokens become one number: `mode` (actor.loss_agg_mode), or the loss's way, or `usual`.
 
-    All are names in `losses.AGGREGATIONS`; `mode` may be empty.
+    `usual` is the algorithm's way. All are names in `losses.AGGREGATIONS`; `mode` may be empty.
     """
     return mode or POLICY_LOSSES[loss_type].aggregation or usual

@@ -71,9 +71,9 @@ class Algorithm:
     """The value of `algo.advantage.estimator` that chooses it."""
     advantages: AdvantageFunction
     needs_critic: bool = False
-    """A value model is trained along with the policy. Without it no critic is started."""
+    """True: a value model is trained along with the policy. False: no critic is started."""
     needs_reference: bool = False
-    """The reference model runs in any case. Without it, it runs where algo.kl.init_coef is not 0."""
+    """True: the reference model always runs. False: it runs where algo.kl.init_coef is not 0."""
     min_samples_per_prompt: int = 1
     """The smallest rollout.n_samples_per_prompt with which the advantages mean something."""
     whiten: bool = False

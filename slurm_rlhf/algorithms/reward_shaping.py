@@ -221,7 +221,7 @@ def overlong_penalty(lengths: ArrayLike, longest: int, buffer: int, factor: floa
 def stop_properly(rewards: ArrayLike, ended: Bool, coef: float) -> F64:
     """Give responses that were cut off reward * coef for 0 <= coef <= 1, and coef itself for coef < 0; [N].
 
-    A negative reward comes nearer to 0 by the first. Source: OpenRLHF, `length_penalty`, after Liu et al., ProRL
+    With coef >= 0 a negative reward comes nearer to 0. Source: OpenRLHF, `length_penalty`, after Liu et al., ProRL
     (2025), arXiv 2505.24864.
     """
     values = np.asarray(rewards, dtype=np.float64)

@@ -154,7 +154,7 @@ class Entry:
 
 
 def entries(root: Path) -> tuple[list[Entry], list[CheckpointError]]:
-    """Return the checkpoints under `root`, newest first, and what is wrong with directories that only look like one.
+    """Return the checkpoints under `root`, newest first, and an error for each directory that is named like one only.
 
     Raises CheckpointError when `root` cannot be listed.
     """

@@ -37,7 +37,7 @@ class EvalSettings:
     needs_label: bool  # its own entry names label_key, so rows without that column are an error
 
     def reading(self, data: Data) -> Data:
-        """Return the keys with which its file is read: every row of it, by its own columns."""
+        """Return `data` as this data set is read: every row, by its own columns."""
         return replace(data, input_key=self.input_key, label_key=self.label_key, weights=[], filter=[])
 
 

@@ -148,7 +148,7 @@ def changed(config: Config, change: Mapping[str, Any]) -> Config:
 
 
 def changed_keys(config: Config, *beginnings: str) -> list[str]:
-    """List the keys that have another value than their default, of those that start with one of `beginnings` if any."""
+    """List the keys that differ from their default; with `beginnings`, only those that start with one of them."""
     keys = [key for name, key in all_keys().items() if name.startswith(beginnings or "")]
     return [key.name for key in keys if get(config, key.name) != key.default]
 
@@ -259,7 +259,7 @@ def begins_alias(name: str) -> bool:
 
 
 def meaning(name: str) -> str:
-    """Say what a name of OpenRLHF, verl or TRL is here; empty if it is none of theirs, or the last part of a key."""
+    """Say which key a name of OpenRLHF, verl or TRL is here; empty for other names, and where the key ends in it."""
     if name in _instead():
         return f"OpenRLHF's {name} is no key here: {_instead()[name]}"
     for peer in (peers()["verl"], peers()["trl"]):

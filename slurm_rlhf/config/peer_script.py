@@ -249,9 +249,9 @@ def python_settings(script: str, table: Mapping[str, Any]) -> tuple[str, list[Se
 
 
 def _known(assigned: list[tuple[ast.expr, ast.expr]], options: list[ast.Call]) -> dict[str, Any]:
-    """Return the names that the script assigns, and assigns once, with the values of literals.
+    """Return the literal values of the names that the script assigns exactly once.
 
-    `args.NAME` has the default of the option of the script's own that is called so.
+    `args.NAME` has the default of the script's own option NAME.
     """
     known: dict[str, Any] = {}
     for call in options:

@@ -28,7 +28,7 @@ SIGNS = {
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """Return what conditions and sentences may name: the groups of keys, and what several keys say together."""
+    """Return the values that conditions and sentences may name: groups of keys, and facts that follow from keys."""
     return {field.name: getattr(config, field.name) for field in fields(config)} | {
         "checkpointing": config.checkpointing,
         "engines": has_engines(config),

@@ -206,7 +206,7 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def hpz_problem(config: Config, group: str, ranks: int) -> Iterator[str]:
-    """Check that the copies of parameters that ZeRO-3 keeps within a node of `ranks` ranks divide over these."""
+    """Check that ds.hpz_size divides the `ranks` ranks of a node, if ZeRO-3 keeps copies of parameters there."""
     inside = config.ds.hpz_size
     if config.ds.zero_stage == 3 and ranks % inside:
         yield f"ds.hpz_size = {inside} does not divide {group}.num_gpus_per_node = {ranks}: change one of them"

@@ -147,8 +147,8 @@ class Vllm:
     num_nodes: Annotated[int, NOT_NEGATIVE] = 0
     """Nodes the engines are spread over; 0: as few as hold them."""
     gpu_memory_utilization: Annotated[float, Range(0, 1, above=True)] = 0.9
-    """Share of a GPU's memory for weights and KV cache. With train.colocate_all: while the engine is awake; the other
-    roles keep some, so about 0.5."""
+    """Share of a GPU's memory for weights and KV cache. With train.colocate_all the other roles keep some of it while
+    the engine is awake, so take about 0.5."""
     cpu_kvcache_gib: Annotated[float, POSITIVE] = 1.0
     """KV cache of one engine rank where there is no GPU, in GiB."""
     max_num_seqs: Annotated[int, COUNT] = 256
@@ -170,9 +170,9 @@ class Vllm:
 @dataclass(slots=True)
 class Train:
     batch_size: Annotated[int, COUNT] = 128
-    """Responses per optimizer step, over all ranks. By default one step of them per rollout, so that every update is
-    on-policy; OpenRLHF's defaults make 8 (rollout.batch_size 1024), which learns more from a response and strays
-    further from the policy that sampled it."""
+    """Responses per optimizer step, over all ranks. By default a rollout is one step, so that every update is
+    on-policy; with OpenRLHF's defaults it is 8 (rollout.batch_size 1024), which learn more from each response, but
+    stray further from the policy that sampled it."""
     max_epochs: Annotated[int, COUNT] = 1
     """Passes over the experience of a step."""
     num_episodes: Annotated[int, COUNT] = 1
@@ -186,7 +186,7 @@ class Train:
     """The same in passes without gradients (old log-probs, reference, values, reward model), which keep no activations;
     0: four times train.max_tokens_per_gpu."""
     gradient_checkpointing: Literal["auto", "full", "selective", "off"] = "auto"
-    """What the backward passes of actor and critic compute again: full (all of a layer but its input), selective
+    """Recomputation in the backward passes of actor and critic: full (all of a layer but its input), selective
     (norms, rotations and activations; results of matrix products and attention are kept; not under ZeRO-3) or off. On
     an H200 updates with selective and full took 1.16 and 1.18 times as long as with off, in 28, 19 and 39 GiB. auto:
     full with actor.gradient_checkpointing_enable; else on GPUs off if it fits by estimate, or full, which the run
@@ -220,14 +220,14 @@ class Train:
     """Memory of a GPU, as it is sold (80), where the kind is unknown; 0: found out."""
     self_check: bool = True
     """Look at the first batch before training on it: actor, reference and engine agree, forwards repeat, rewards and
-    prompts are sane. What fails ends the run; later steps watch for drift. `slurm-rlhf docs trouble`."""
+    prompts are sane. A failed check ends the run; later steps watch for drift. `slurm-rlhf docs trouble`."""
     self_check_stop: Annotated[float, NOT_NEGATIVE] = 10.0
     """A later step beyond a bound of the self-check warns; beyond this multiple of the bound the run ends. 0: never."""
     on_hang: Literal["restart", "stop"] = "stop"
-    """When nothing has moved for timeout.hang_grace seconds after the report of a hang: stop ends the run with an
-    error, saved where the trainers can save; restart starts the trainers again from the newest checkpoint
-    where they hang (train.max_restarts), and else ends it as the end of an allocation does, so that it goes on from its
-    last checkpoint."""
+    """If nothing moves for timeout.hang_grace seconds after the report of a hang: stop ends the run with an error, and
+    saves first if the trainers can; restart starts the trainers again from the newest checkpoint if they hang
+    (train.max_restarts), and otherwise ends the run as at the end of an allocation, to go on from its last checkpoint.
+    """
     max_restarts: Annotated[int, NOT_NEGATIVE] = 3
     """When a rank of a trainer or its node dies, all roles except engines start again from the newest checkpoint in the
     same job, at most this many times in one start of the run; 0: the run ends. `slurm-rlhf docs resume`. In a stage all

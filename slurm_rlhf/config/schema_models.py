@@ -68,7 +68,7 @@ class Actor:
     """Weight of the negative log-likelihood of the responses with a positive reward, a mean over their tokens in the
     optimizer step: imitates what went well (VAPO: 0.1). The reward is the one before normalisation and clipping."""
     gradient_checkpointing_enable: bool = False
-    """Recompute activations in the backward pass; train.gradient_checkpointing knows a cheaper way."""
+    """Recompute activations in the backward pass; train.gradient_checkpointing = selective is cheaper."""
 
 
 @dataclass(slots=True)
@@ -172,8 +172,8 @@ class Reward:
     """Keep the parameters in host memory and fetch layer by layer; needs zero_stage 3."""
     pooling: Literal["auto", "last", "last_not_pad"] = "auto"
     """Token whose score counts: last (the end-of-sequence token included; OpenRLHF, TRL's value head) or last_not_pad
-    (transformers' sequence classification). They differ where pad and end-of-sequence token are one. auto: by whoever
-    saved the model."""
+    (transformers' sequence classification). They differ where pad and end-of-sequence token are one. auto: the rule of
+    the library that saved the model."""
     normalize_enable: bool = False
     """Bring rewards to mean 0 and standard deviation 1: by `mean` and `std` in the reward model's config.json, and
     without them by all rewards of the run so far (kept in checkpoints). `reward` in the metrics stays as it was."""
@@ -226,15 +226,15 @@ class Ds:
     """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
     packing_samples: Literal["auto", "always", "never"] = "auto"
     """Lay the sequences of a micro-batch end to end in one row, so that no padding is computed. auto: for models that
-    were compared (not with recurrent or linear layers); others have a row for each sequence. always: any model; what
-    its tokens see of their neighbours is looked at when it is loaded."""
+    were compared (not with recurrent or linear layers); others have a row for each sequence. always: for those, too;
+    loading a model fails if sequences of one row can see each other."""
     ulysses_size: Annotated[int, COUNT] = 1
-    """So many neighbouring ranks of each role compute a micro-batch together, a part of its tokens each, and exchange
+    """Neighbouring ranks of each role that compute a micro-batch together, a part of its tokens each, and exchange
     heads for attention: long sequences then take that much less memory for activations. The model's attention heads,
     and the ranks of actor, critic, reference and reward model, must be multiples of it. `slurm-rlhf docs models`."""
     hpz_size: Annotated[int, COUNT] = 1
-    """With zero_stage = 3: in the first forward pass after an optimizer step, so many neighbouring ranks keep a copy of
-    all parameters, cut over themselves alone, and all further passes gather inside their node (ZeRO++'s hpZ). Costs
+    """With zero_stage = 3: in the first forward pass after an optimizer step, this many neighbouring ranks keep a copy
+    of all parameters, cut over themselves alone, and all further passes gather inside their node (ZeRO++'s hpZ). Costs
     the bytes of a parameter / hpz_size on every GPU. It must divide the ranks of a node of actor and critic."""
     compile: bool = False
     """Compile the layers of all models but engines' (torch.compile): fewer, larger kernels, at the price of minutes at
@@ -250,9 +250,9 @@ class Ds:
 @dataclass(slots=True)
 class Lora:
     rank: Annotated[int, Range(0, 512)] = 0
-    """Train low-rank adapters of this rank, and nothing else of the policy and of the critic but its head; 0: train all
-    parameters. The reference is the policy without its adapter, so no role runs for it, and the adapter alone goes to
-    the engines. Needs about ten times the learning rate: `slurm-rlhf docs models`."""
+    """Train low-rank adapters of this rank in policy and critic, and of other parameters the critic's head alone; 0:
+    train all parameters. The reference is the policy without its adapter, so no role runs for it, and the adapter
+    alone goes to the engines. Needs about ten times the learning rate: `slurm-rlhf docs models`."""
     alpha: Annotated[float, POSITIVE] = 16.0
     """An adapter's output is multiplied by lora.alpha / lora.rank."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])

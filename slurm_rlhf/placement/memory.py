@@ -102,7 +102,7 @@ class Account:
     pinned: int  # bytes of host memory for each GPU while the engines work
 
     def fits(self, role: str = "") -> bool:
-        """Tell whether `role` always fits, or every role; an engine's KV cache must hold a whole sequence, too."""
+        """Tell whether `role` (empty: every role) always fits; an engine's KV cache must hold a whole sequence, too."""
         rows = [row for row in self.rows if not role or row.role == role]
         holds = self.engine is None or self.engine.sequences >= 1 or role not in ("", ROLLOUT)
         return holds and all(row.fits for row in rows)
@@ -120,7 +120,7 @@ def of_stage(config: Config, stage: str) -> Config:
 
 
 def headless(shape: ModelShape) -> ModelShape:
-    """Return the shape of a model whose head has one row, which does not count."""
+    """Return the shape of a model whose head has a single row; the row is not counted."""
     return replace(shape, vocab=0, tensors=tuple(tensor for tensor in shape.tensors if tensor.kind != "head"))
 
 
@@ -253,7 +253,7 @@ def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
     module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
     awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
-    # Updates bring adapters alone, so the weights of an engine that sleeps stay, in host memory.
+    # With adapters, updates bring no base weights, so an engine that sleeps keeps them in host memory.
     pinned = rank.weights if config.train.colocate_all and config.lora.rank else 0
     return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}}, pinned=pinned)
 

@@ -20,7 +20,7 @@ from slurm_rlhf.errors import ModelError
 class Family:
     """Describe what config.json leaves unsaid about an architecture: its biases, norms and the names of its fields.
 
-    A pair in place of a flag is the field of config.json that decides, and its default.
+    In place of a flag there may be a pair: the field of config.json that decides, and its default.
     """
 
     qkv_bias: bool | Sequence[Any] = False

@@ -66,7 +66,7 @@ class _Space:
         self.buckets = dict(buckets)
 
     def take(self, number: int, choice: _Choice) -> None:
-        """Place block `number` there."""
+        """Place block `number` on the nodes of `choice`."""
         for bucket, slots, nodes in choice:
             here, gone = self.buckets.pop(bucket), set(nodes)
             if left := [node for node in here if node not in gone]:

@@ -78,7 +78,7 @@ class CalledRewards(ABC):
         alone = [(item, self._ask([item], step, True)) for item in items]
         parts = [part for item, call in alone for part in self._taken([item], call, step)]
         if whole.kind == RAISED and not any(part.failed is not None for part in parts):
-            raise RewardError(f"{whole}, for {len(items)} responses to a prompt, and for none of them alone")
+            raise RewardError(f"{whole}, for {len(items)} responses to a prompt together, but for none of them alone")
         return parts
 
     def _read(self, call: Future[Any], count: int) -> Rewards:

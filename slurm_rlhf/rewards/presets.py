@@ -75,7 +75,7 @@ def _length(value: str) -> Score:
 def _math(value: str) -> Score:
     """Compare the answer in the response with the label as mathematics, by math-verify; None: the row has no label.
 
-    What takes too long to be read or compared gets 0.
+    An answer that takes too long to be read or compared gets 0.
     """
     import math_verify
 

@@ -1,4 +1,4 @@
-"""Make the source of rewards that the configuration names; an environment's rewards are one of several.
+"""Make the source of rewards that the configuration names; the rewards of an environment count as a source.
 
 Several are added up: sum of weight_i * clip(reward_i) over those that apply to a response.
 """

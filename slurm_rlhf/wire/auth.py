@@ -117,7 +117,7 @@ class Authenticator:
     speaks to the port. A refused zmq client that tries again counts again.
 
     A handshake has 5 s. When too many are pending, the oldest connections that have said nothing are ended: the run
-    needs descriptors for its files, and a rank that comes needs milliseconds.
+    needs descriptors for its files, and the handshake of a rank takes milliseconds.
     """
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], keys: RunKeys) -> None:

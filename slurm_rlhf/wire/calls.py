@@ -309,7 +309,7 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
 
     @call(deadline="generate")
     def generate(self, batch: ActorBatch) -> GenerateAnswer:
-        """Sample responses (rollout.engine = hf). Every rank gets as many of these calls, in the same order."""
+        """Sample responses (rollout.engine = hf). Every rank gets the same number of these calls, in the same order."""
 
     @call(deadline="generate")
     def drop(self) -> None:

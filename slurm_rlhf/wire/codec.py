@@ -111,7 +111,7 @@ def _refusal(what: str) -> Iterator[None]:
     except WireError:
         raise
     except Exception as error:
-        # msgspec and numpy raise many kinds on malformed input; at this border all of them mean the same.
+        # msgspec and numpy raise many kinds of errors for malformed input; here all of them mean the same.
         raise WireError(f"{what}: {error if isinstance(error, msgspec.MsgspecError) else repr(error)}") from error
 
 

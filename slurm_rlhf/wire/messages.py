@@ -154,7 +154,7 @@ class Request:
         self._answer("error", encode(CallFailure.of(error)))
 
     def answer_with(self, work: Callable[[], Any]) -> None:
-        """Answer with what `work` returns, or raises."""
+        """Answer with the result of `work`, or with its exception."""
         try:
             self.reply(work())
         except Exception as error:

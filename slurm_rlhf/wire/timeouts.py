@@ -14,17 +14,17 @@ HANDSHAKE_MS = 5_000  # the handshake of a connection to the conductor: a strang
 CONNECT_HANDSHAKE_MS = 30_000  # the handshake as a rank sees it: the conductor may be busy
 LINGER_MS = 1_000  # the sending of the last messages, once a socket is closed
 CONTEXT_END_S = 5.0  # the end of ZeroMQ's thread: libzmq 4.3.5 may wait without end if ranks are killed as they connect
-PREEMPTION_S = 1.0  # the conductor's own SIGTERM, after those of all ranks: `scancel` sends both, and then it decides
+PREEMPTION_S = 1.0  # the conductor's own SIGTERM, after all ranks had one: `scancel` sends it, too, and then it decides
 LAST_WORDS_S = 1.0  # the sending of the last messages, before an engine's rank ends
 FOLLOWER_S = 5.0  # the leader's report why an engine does not start, before its follower ends
-TORCHRUN_S = 600  # the meeting of a torchrun's nodes, as torch has it; the conductor gives up sooner (timeout.connect)
+TORCHRUN_S = 600  # the rendezvous of a torchrun's nodes (torch's default); timeout.connect ends the wait sooner
 
 # --- programs that are asked ---
 SLURM_S = 30.0  # a command of Slurm
 SLURM_STATUS_S = 5.0  # a command of Slurm in `status`; scontrol itself tries for 18 s while slurmctld is down
 GPU_QUERY_S = 30.0  # an answer of nvidia-smi and its like
-GPU_HEALTH_S = 10.0  # an answer about the health of GPUs, without which a run starts too
-QUOTA_S = 5.0  # the command that tells a quota
+GPU_HEALTH_S = 10.0  # an answer about the health of GPUs; without it the run starts all the same
+QUOTA_S = 5.0  # the command that shows a quota
 KERNEL_LOCK_S = 20.0  # the lock of a kernel cache that another rank holds
 SERVER_RETRY_S = 10.0  # the longest pause between two requests to servers of rewards or environments that do not answer
 SERVER_ASKED_S = 3600.0  # the longest pause that a server may ask for (Retry-After)
@@ -40,7 +40,7 @@ SANDBOX_S = 10.0  # the unit tests of a response, all together
 SANDBOX_PROBE_S = 10.0  # a program that only prints, in a sandbox that may not work
 
 # --- start and end of processes ---
-SECOND_TERM_S = 2.0  # a second SIGTERM after which a stop still counts as one by Slurm
+SECOND_TERM_S = 2.0  # a SIGTERM sooner after the first is the same stop; a later one ends the process at once
 SIGNAL_HANDLED_S = 0.1  # Python's handler of a signal, which usually runs by then
 TORCHRUN_END_S = 3  # the ranks of a torchrun that has to end, before it kills them
 STEP_KILL_S = 3.0  # the end of a step's processes after they were killed
@@ -70,10 +70,10 @@ GROUP_LEAVE_S = 10.0  # the other ranks of a group that was measured, until they
 GROUP_S = {"gloo": 6.0, "nccl": 15.0}  # operations of a group, which begin only if twice as much is left
 
 # --- failures and hangs ---
-VERDICT_S = 2.0  # the reason of a death, which others may tell before the process itself
+VERDICT_S = 2.0  # the reports on the reason of a death, which may come from other processes
 STACKS_S = 5.0  # the ranks' answer with their stacks, which needs no main thread
 LOOK_S = 5.0  # the look of the nodes at their processes from outside
-WATCHDOG_ROUND_S = 5.0  # a round of the watchdog's thread: what takes longer is a suspension, or its own report
+WATCHDOG_ROUND_S = 5.0  # a round of the watchdog's thread: a longer one was a suspension, or wrote a report
 
 # --- weight transfer ---
 TRANSFER_DEATH_S = 3.0  # the news that an engine has died, which is the usual reason why a member failed
