@@ -139,7 +139,7 @@ def _packed(
 def _padded(
     indices: Sequence[int], lengths: Sequence[int], max_tokens: int, layout: Layout, count: int
 ) -> list[list[int]]:
-    """Fill the fewest micro-batches, longest first: the first of each decides its padding; halve to reach `count`."""
+    """Fill the fewest micro-batches, longest first, since the longest sets the padding; halve some to get `count`."""
     micros: list[list[int]] = []
     for index in _largest_first(indices, lengths):
         if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= max_tokens:

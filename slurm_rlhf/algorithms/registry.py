@@ -52,7 +52,7 @@ class AdvantageInputs:
     clip_range: Sequence[float]
     gamma: float
     lambd: float
-    lambd_critic: float | None = None  # lambda of the returns that the critic learns; None: as lambd
+    lambd_critic: float | None = None  # lambda of the returns that the critic learns; None: `lambd`
     no_std_norm: bool = False  # do not divide by a standard deviation
     components: Mapping[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward, as returned
     component_weights: Mapping[str, float] = field(default_factory=dict)  # weights of those to use; empty: all, with 1

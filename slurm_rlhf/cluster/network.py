@@ -93,9 +93,9 @@ def listening(address: str) -> socket.socket:
 
 
 def unreachable(address: str, port: int, timeout_s: float = timeouts.CONNECT_S, listens: bool = True) -> str:
-    """Say why nobody answers at a port; empty: somebody does. Blocks for `timeout_s` at most.
+    """Say why a port cannot be reached; empty: it can. Blocks for `timeout_s` at most.
 
-    `listens`: somebody has to listen there. False: a refusal is an answer, too, as the machine is there.
+    `listens`: a process has to listen there. False: a refused connection will do, too, since the machine answered.
     """
     try:
         socket.create_connection((address, port), timeout_s).close()

@@ -122,8 +122,8 @@ class Timeout:
     heartbeat: Annotated[float, POSITIVE] = 20.0
     """Silence after which a rank is lost."""
     node_down: Annotated[float, POSITIVE] = 900.0
-    """From the silence of the job's first node until Slurm marks it down (SlurmdTimeout): then another node of a job
-    with --no-kill requeues it."""
+    """Until Slurm marks the job's silent first node down (SlurmdTimeout), so that another node can requeue the job, if
+    it has --no-kill."""
     hang: Annotated[float, POSITIVE] = 30.0
     """Shortest time without an answer or a change of phase that the watchdog calls a hang. Where longer waits are usual
     in a phase, it allows 10 times the usual one, but never more than the deadlines above."""
@@ -155,7 +155,7 @@ class EvalDataSet:
 
     @property
     def problem(self) -> str:
-        """Say what is wrong with it; empty: nothing."""
+        """Say what is wrong with this entry; empty: nothing."""
         return "" if self.path else "a data set has no path: name its JSONL file"
 
 

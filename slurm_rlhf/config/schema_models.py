@@ -37,7 +37,7 @@ class Actor:
     eps_clip_low_high: Annotated[list[float], POSITIVE] = field(default_factory=list)
     """Two values: separate clip ranges below and above (clip-higher), as distances from a ratio of 1; cispo's weights
     are clipped so, too: 4 above is a cap of 5 (TRL's epsilon_high of 5), 1 below is no bound. dppo_tv: how far a
-    token's probability may fall and rise. Empty: eps_clip for both with ppo, else what the loss is used with: gspo
+    token's probability may fall and rise. Empty: eps_clip for both with ppo, else the usual values of the loss: gspo
     0.0003 0.0004, cispo 1 4, dppo_tv 0.2 0.2."""
     policy_loss_type: Literal["ppo", "gspo", "cispo", "sapo", "dppo_tv"] = "ppo"
     """The loss of the policy: ppo (clipped ratio of each token), gspo (clipped ratio of whole responses), cispo
@@ -218,7 +218,7 @@ class Ds:
     loss_scale_window: Annotated[int, COUNT] = 1000
     """fp16: optimizer steps without an overflow after which the scale doubles."""
     min_loss_scale: Annotated[float, POSITIVE] = 1.0
-    """fp16: a step that overflows at this scale ends the run."""
+    """fp16: lowest loss scale; an optimizer step that overflows at it ends the run."""
     fp32_lm_head: bool = False
     """Take the product of hidden states and LM head in fp32, in actor, reference and engines, where a 16-bit one rounds
     every logit. In the trainer it costs an fp32 copy of the head and of its gradient during each micro-batch."""

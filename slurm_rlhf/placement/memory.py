@@ -298,7 +298,7 @@ def gib(size: float) -> str:
 LOWER, RAISE = "lower", "raise"
 
 WAYS: list[tuple[str, str, str, object]] = json.loads(Path(__file__).with_name("ways.json").read_text(encoding="utf-8"))
-"""Kinds of roles, their term, key that makes it smaller, and how: a value (a ZeRO stage: or above), lower or raise."""
+"""Rows of (kinds of roles, their term, key that makes it smaller, LOWER, RAISE or a value; a ZeRO stage: or above)."""
 
 _SHARE = ("vllm.gpu_memory_utilization", LOWER)
 _FOR_ONE_SEQUENCE: list[tuple[str, object]] = [
@@ -332,7 +332,7 @@ def _ways(row: Row) -> Iterator[list[tuple[str, object]]]:
 
 
 def ways_for(role: RoleSpec, term: str) -> list[tuple[str, object]]:
-    """List the keys, each with how, that make a term of a role smaller."""
+    """List (key, its new value, LOWER or RAISE) for the keys that make a term of a role smaller."""
     return [(key, how) for kinds, name, key, how in WAYS if role.kind in kinds.split() and term == name]
 
 

@@ -201,7 +201,7 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
 
 
 def _flag(config: Mapping[str, Any], value: bool | Sequence[Any]) -> bool:
-    """Return the constant of a family, or the field of config.json that decides."""
+    """Return a family's constant, or the value of the field of config.json (field, default) that it names."""
     return value if isinstance(value, bool) else bool(config.get(*value))
 
 

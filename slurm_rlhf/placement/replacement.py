@@ -209,7 +209,7 @@ def _around_engines(
 
 
 def _with_slots(left: Topology, sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> Topology:
-    """Return the topology with as many slots as the roles need, if slots are processes; GPUs stay as they are."""
+    """Return the topology; without GPUs its slots are processes, so it gets as many as the roles need."""
     return process_slots(left, sizes, colocate) if left.accelerator == CPU else left
 
 

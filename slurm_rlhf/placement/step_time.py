@@ -344,7 +344,7 @@ def sampling(
     seconds = prompts * batch_flops(shape, [prompt], backward=False, head_tokens=0) / peak
     sums = (rates.layer_s + 4e-9) * shape.layers if tp > 1 else 0.0
     waiting, now, context, held_tokens = [*share[::-1]], 0, 0.0, 0.0
-    running: list[int] = []  # the step in which each ends
+    running: list[int] = []  # step at whose end each running response is done
     while waiting or running:
         while waiting and len(running) < places:
             heapq.heappush(running, now + waiting.pop())

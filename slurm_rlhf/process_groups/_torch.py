@@ -285,8 +285,8 @@ def coalesced(group: Any, begin: Callable[[], None]) -> list[Work]:
     try:
         begin()
     except BaseException:
-        # NCCL counts open operations per thread. With one left open it would start nothing more in this thread, in any
-        # group, and call it completed.
+        # NCCL counts open operations per thread. While one is open, it starts no further operation of this thread, in
+        # any group, and reports all of them as completed.
         with suppress(RuntimeError):
             group._end_coalescing()
         raise

@@ -58,7 +58,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, directory: RunDirectory) -> RunFiles:
-        """Read everything."""
+        """Read all files of a run."""
         root, samples_of = directory.root.absolute(), run_log.count_lines(directory.samples)
         return cls(
             name=root.name,

@@ -201,7 +201,7 @@ class ModelServer(RewardServer):
             with self._lock:
                 self._calls += again * len(taken)
             for asked in taken:
-                if again:  # one of them is at fault, so each gets a call of its own
+                if again:  # one of them made the call fail, so each gets a call of its own
                     self._submit([asked])
                 else:
                     asked.answer.set_exception(error)
