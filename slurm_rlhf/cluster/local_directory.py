@@ -66,7 +66,7 @@ def take_directory(name: str, base: Path) -> LocalDirectory:
         own.mkdir(mode=0o700, exist_ok=True)
         lock = os.open(own / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_SH)
-        os.set_inheritable(lock, True)  # held until the last process that has it ends
+        os.set_inheritable(lock, True)  # children inherit the lock: it is held until the last of them ends
     return LocalDirectory(own, lock)
 
 

@@ -64,7 +64,7 @@ def metric_names(config: Config) -> list[str]:
 
 
 def eval_problems(config: Config) -> Iterator[str]:
-    """Find the broken rules of eval, and of ckpt.best_metric; wait until each number is in its range."""
+    """Find the broken rules of eval, and of ckpt.best_metric; ranges of numbers are checked elsewhere."""
     group = config.eval
     if group.dataset and group.datasets:
         yield "eval.dataset and eval.datasets are both set: put the one file into the list, or leave it out"

@@ -385,7 +385,7 @@ def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
             entry["shape"], int(entry["data_offsets"][1])
         return entries, length
     except FileNotFoundError:
-        raise ModelError(f"{file.parent} holds no {file.name}: only safetensors can be planned with") from None
+        raise ModelError(f"{file.parent} holds no {file.name}: shapes are read from safetensors files only") from None
     except struct.error:
         raise ModelError(f"{file} is not a safetensors file: it is empty, or ends within its header") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

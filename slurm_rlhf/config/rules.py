@@ -77,7 +77,7 @@ def before_update(config: Config) -> bool:
 
 
 def rule_problems(config: Config) -> Iterator[str]:
-    """Find the broken rules of a training run; rules over several numbers wait until each is in its range."""
+    """Find the broken rules of a training run. Some compare several numbers: first each has to be in its range."""
     algorithm = list(_algorithm_problems(config))
     yield from key_problems(config)
     for role in (row for row in ROLES.values() if row.kind == "frozen"):

@@ -329,9 +329,9 @@ class Correction:
     """Tokens with a negative advantage are dropped where log(pi_engine / pi_actor), averaged over the response, is
     above this; 0: never. DeepSeek-V3.2's off-policy sequence mask."""
     bypass: bool = False
-    """Use the engine's log-probs as the old ones: the actor's pass without gradients is left out. The clipped ratio is
-    then taken to the policy that sampled the token, and corrects by itself; with vllm.sync_mode = inflight it also
-    clips the change by the updates since."""
+    """Use the engine's log-probs as the old ones: the actor's pass without gradients is left out. The clipped ratio
+    then compares with the policy that sampled the token, so it corrects by itself; with vllm.sync_mode = inflight it
+    also clips the change by the updates since."""
 
 
 @dataclass(slots=True)

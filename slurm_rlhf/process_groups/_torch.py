@@ -217,8 +217,8 @@ ADMITTED = {
     ("_ctypes", "_unpickle"),
     ("flashinfer.comm.cuda_ipc", "cudaIpcMemHandle_t"),
 }
-"""Classes that vLLM's ranks pickle for each other, besides numbers, texts, bytes, lists and the like: names of shared
-memory, and with GPUs the handles of their memory for vLLM's own all-reduce, as tensors or C structures."""
+"""Classes that vLLM's ranks pickle for each other, besides built-in types: names of shared memory, and with GPUs the
+handles of their memory for vLLM's own all-reduce, as tensors or C structures."""
 
 
 class AdmittedUnpickler(distributed_c10d._unpickler):

@@ -223,7 +223,7 @@ class RoleHandle(Generic[C]):
     timeout: Timeout
     find_layout: Callable[[], Layout] = lambda: ROWS  # tells how its model reads micro-batches, when one is cut
     retired: Exception | None = field(default=None, init=False)
-    """Exception of every later call; the role goes on under another handle."""
+    """Exception that every later call raises; None while the handle is in use."""
     watchers: list[Callable[[int, str], Callable[[], None]]] = field(default_factory=list, init=False)
     """Functions (rank, name of a call) -> function to call when its answer is there; called for each call."""
 
