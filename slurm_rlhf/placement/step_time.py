@@ -37,8 +37,8 @@ PROMPT = 300  # mean tokens of a prompt, where none is given
 AGAIN = {"full": 0.53, "selective": 0.49, "off": 0.0}
 """Share of a forward pass by which recomputation makes the backward pass longer, by train.gradient_checkpointing.
 
-Updates took 1 / 0.85 and 1 / 0.86 times as long, and a forward pass is a third of one. With 0.49 and the rate below
-Llama 3 8B updates at 36 %, as in torchtitan. Source: a model of 0.8 B on an H200, docs/cluster.md.
+An update took 1 / 0.85 (full) and 1 / 0.86 (selective) times as long as with off, of which a forward pass is a third.
+0.49 and the rate below give torchtitan's 36 % for Llama 3 8B. Source: a model of 0.8 B on an H200, docs/cluster.md.
 """
 FASTER = (("ds.compile", 1.21), ("ds.use_liger_kernel", 1.17))
 """Key -> how many times as fast passes are with it; at most one is on. Measured for updates; source: as for AGAIN."""
@@ -123,7 +123,7 @@ class StepTime:
     phases: Mapping[str, float]  # sampling, forward, update, sync; reward, where a model gives it
     step: float
     binds: str  # name of the phase or part that a step waits for longest
-    idle: float  # share of all GPU seconds without work
+    idle: float  # share of all GPU seconds in which the GPU has no work
     mfu_update: float
     mfu: float
     tokens_per_gpu: float  # tokens of prompts and responses, a second and GPU
