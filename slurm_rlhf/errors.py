@@ -9,7 +9,7 @@ SlurmRlhfError                  anything this package raises on purpose
 │   ├── ModelError              a model directory that cannot be used
 │   ├── RewardError             the user's reward function
 │   ├── WorkerError             code of the user's that failed in a process of its own
-│   ├── SelfCheckError          what is about to be trained is not what was asked for
+│   ├── SelfCheckError          the run would train something else than it was asked to
 │   ├── PlacementError          roles that do not fit the nodes, an allocation that is too small
 │   ├── DiskError               a disk that is full, a run directory that has vanished
 │   └── CheckpointError         a checkpoint that is missing, partial or of another run
@@ -17,7 +17,7 @@ SlurmRlhfError                  anything this package raises on purpose
     ├── RoleDied                a role's process ended or fell silent
     ├── CallTimeout             a call passed its deadline
     ├── RemoteError             a role's handler raised; carries the remote traceback for the log
-    ├── EngineBroken            an engine that can do nothing more: another start of it can
+    ├── EngineBroken            an engine that cannot go on and has to be started again
     ├── RunHung                 nothing moved for longer than the watchdog allows
     ├── FilteredAway            dynamic sampling dropped nearly every group
     ├── WireError               a frame that does not decode, a peer that is not ours
@@ -40,7 +40,7 @@ class SlurmRlhfError(Exception):
 
     exit_code = 1
     hang = False
-    """Somebody was silent for too long; False: something ended, failed or was refused."""
+    """True: somebody was silent for too long; False: something ended, failed or was refused."""
 
 
 class UserError(SlurmRlhfError):
@@ -62,11 +62,11 @@ class ModelError(UserError):
 
 
 class RewardError(UserError):
-    """Report that the user's reward function failed or answered something that is not a reward."""
+    """Report that the user's reward function failed or returned something that is not a reward."""
 
 
 class EpisodeError(RewardError):
-    """Report that the user's environment failed or answered something that no episode can go on with."""
+    """Report that the user's environment failed or returned something with which no episode can go on."""
 
 
 class WorkerError(UserError):
@@ -143,11 +143,11 @@ class RemoteError(RunError):
 
 
 class EngineBroken(RunError):
-    """Report that an engine can do nothing more, because one of its ranks is gone or has done something else."""
+    """Report that an engine cannot go on, because one of its ranks is gone or out of step with the others."""
 
 
 class RunHung(RunError):
-    """Report that nothing moved for too long; names who is behind."""
+    """Report that nothing moved for too long; names the ranks that are behind."""
 
     hang = True
 
@@ -157,11 +157,11 @@ class FilteredAway(RunError):
 
 
 class WireError(RunError):
-    """Report a message that does not decode, or that came from nobody we know."""
+    """Report a message that does not decode, or whose sender is unknown."""
 
 
 class StrangerError(RunError, RuntimeError):
-    """Report what only somebody else on the network can have said; a RuntimeError, as all that torch's groups raise."""
+    """Report data that no process of this run sent; a RuntimeError, like all errors of torch's process groups."""
 
 
 class SyncError(RunError):
@@ -169,7 +169,7 @@ class SyncError(RunError):
 
 
 class SyncBroken(SyncError):
-    """Report a transfer that a connection or a member cut off, not what it carried: a new group may carry it."""
+    """Report a transfer that a connection or a member cut off; its data was not at fault, a new group may succeed."""
 
 
 def of_hang(hang: bool) -> dict[str, bool]:
@@ -191,7 +191,7 @@ def shortened_lines(lines: Sequence[str], most: int) -> str:
 
 
 def meant(name: str, valid: Iterable[str]) -> str:
-    """Ask whether the one of `valid` names that is nearest to `name` was meant, behind it; empty: none is near."""
+    """Return "; did you mean X?" with the one of `valid` that is nearest to `name`; empty if none is near."""
     near = difflib.get_close_matches(name, list(valid), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -200,13 +200,13 @@ _MEMORY = re.compile(
     r"\bMemoryError\b|\bstd::bad_alloc\b|[Cc]annot allocate memory|can't allocate memory|can't start new thread"
     r"|failed to map segment|Resource temporarily unavailable"
 )
-"""How Python, libraries written in C and the loader say that the system gave no memory, or no thread."""
+"""Error texts of Python, C libraries and the dynamic loader when the system refuses memory or a thread."""
 
 
 def system_cause(text: str) -> str:
-    """Say what around this process is behind the error in `text`, and what to do; empty where nothing is known.
+    """Say which limit or variable of this process caused the error in `text`, and what to do; empty if none did.
 
-    It is meant for what a process of the run has written as well: limits and variables are passed on to those.
+    `text` may come from another process of the run, which has inherited the limits and variables.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and _MEMORY.search(text):
@@ -221,7 +221,7 @@ def system_cause(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Write control characters as escapes, but for line ends and tabs: text of models, data or logs moves no cursor."""
+    """Escape control characters, except line ends and tabs, so that text of models, data or logs moves no cursor."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
     )

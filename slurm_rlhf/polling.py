@@ -1,4 +1,4 @@
-"""Wait for a condition without a message, or for a call that may never return; know the calls of users' code."""
+"""Poll for a condition, stop waiting for a call that may never return, and count calls of users' code in progress."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class CallsUnderWay:
 
     def __init__(self) -> None:
         self.ended = 0
-        """Count of the calls that have ended: while it stays the same, none of them gets on."""
+        """Number of calls that have ended: while it stays the same, none of them makes progress."""
         self._limits: list[float] = []
         self._lock = threading.Lock()
 
     @contextmanager
     def one(self, limit_s: float) -> Iterator[None]:
-        """Hold a call that ends within `limit_s`, whatever the user's code does."""
+        """Count a call as under way inside the block; it ends within `limit_s`, whatever the user's code does."""
         with self._lock:
             self._limits.append(limit_s)
         try:

@@ -22,14 +22,14 @@ Bool = NDArray[np.bool_]
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"
 MemoryPart = Literal["weights", "kv_cache"]
-"""Parts of the memory of an engine, which it gives up in its sleep."""
+"""Parts of an engine's GPU memory, which it frees when it goes to sleep."""
 
 STOP: Final = "stop"
 LENGTH: Final = "length"
 REPETITION: Final = "repetition"
 LOST: Final = "lost"
-"""Why a response ended: by itself (end-of-sequence token, stop string), or cut off at the length limit or because it
-repeated itself; lost: its environment failed, and nothing is learned from it."""
+"""Why a response ended. STOP: by itself (end-of-sequence token, stop string). LENGTH, REPETITION: it was cut off at the
+length limit, or because it repeated itself. LOST: its environment failed, and it is not trained on."""
 
 
 class Record(Struct, forbid_unknown_fields=True):
@@ -57,9 +57,9 @@ class Sampling(Record):
     top_k: int = -1  # -1: all
     max_new_tokens: int = 1024
     stop: list[str] = []
-    max_pattern_size: int = 0  # end at a pattern of up to so many tokens that repeats itself; 0: never
+    max_pattern_size: int = 0  # longest pattern in tokens whose repetition ends the response; 0: none does
     min_pattern_size: int = 1
-    min_count: int = 2  # times that the pattern stands there
+    min_count: int = 2  # times in a row that the pattern must occur
 
 
 class VersionSpan(Record):
@@ -86,13 +86,13 @@ class Trajectory(Record):
     key: str = ""  # name of the request that it answers
     reward: float = 0.0  # by the environment, summed over the turns
     turns: int = 1
-    began: str = ""  # the prompt that an environment has made; empty: that of the data
-    messages: str = ""  # JSON: the same as messages; empty: it is none
-    dialogue: str = ""  # with an environment, JSON: messages behind the prompt, the policy's as `assistant`
+    began: str = ""  # the prompt, if an environment wrote it; empty: the prompt is that of the data
+    messages: str = ""  # the same prompt as messages, in JSON; empty: the environment gave no messages
+    dialogue: str = ""  # with an environment: the messages after the prompt, in JSON; the policy's role is `assistant`
     score: float | None = None  # by the environment, by the task's own measure
     logs: dict[str, float] = {}  # by the environment, to be averaged and logged
     counts: dict[str, int] = {}  # calls of tools, and errors of tools by kind
-    digests: list[tuple[int, int]] = []  # checksum of each turn, made where it was sampled: `digest`
+    digests: list[tuple[int, int]] = []  # `digest` of each turn, computed where the turn was sampled
 
 
 def digest(token_ids: I32) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def digest(token_ids: I32) -> tuple[int, int]:
 
 
 class EngineLoad(Record):
-    """Sum up a stretch of time of one engine: measured by the rollout role, added up by the conductor."""
+    """Hold the load of one engine over a stretch of time; engines measure it, and the conductor adds it up."""
 
     tokens: int = 0  # sampled
     responses: int = 0  # finished
@@ -178,7 +178,7 @@ class Experience(Record):
     action_mask: Bool  # [A]
     rewards: F32  # [N], one number per response, before clipping and KL
     columns: dict[str, F32] = {}  # name -> [A]
-    finish_reasons: list[str] = []  # [N], as in Trajectory; empty where nobody sampled
+    finish_reasons: list[str] = []  # [N], as in Trajectory; empty for data that no engine sampled
 
     def __len__(self) -> int:
         return len(self.prompt_lens)

@@ -122,8 +122,8 @@ _FULL = ("No space left on device", "inline_container.cc", "PytorchStreamWriter"
 _QUOTA = "Disk quota exceeded"
 _LARGE = "File too large"
 _READ_ONLY = "Read-only file system"
-"""Texts of errors whose number a library or another process has dropped; torch's texts mean any short write. They may
-be about another disk of that process, so they count only if little is free on this one."""
+"""Error texts that stand for an errno which a library or another process has dropped. Torch's two texts mean any short
+write, perhaps to another disk, so those of _FULL count only if less than _LITTLE is free here."""
 
 
 def refusal(error: BaseException, place: Path, needed: int = 0) -> str:

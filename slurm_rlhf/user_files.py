@@ -16,7 +16,7 @@ from slurm_rlhf.errors import ConfigError, UserError
 
 
 def run_file(file: Path, key: str, error_class: type[UserError], fix: str = "") -> ModuleType:
-    """Run a Python file as a module; its directory is importable for it, and the package that it is a part of.
+    """Run a Python file as a module; it may import from its directory, and from the package that it is a part of.
 
     `key`: the key of the configuration that names the file, for messages. If the file raises an exception, this raises
     `error_class` with file and line, and with the advice `fix` at the end. Raises ConfigError for a file that is not

@@ -1,8 +1,8 @@
-"""The numbers of reinforcement learning as pure functions: no processes, no devices, no configuration objects.
+"""Compute advantages, losses, corrections and batches in pure functions: no processes, devices or config objects.
 
-What lives here: `registry` (the records of algorithms and corrections, and those of the user's files), `methods` (one
-file a family), advantages, `policy_losses` (the table of them), the other losses, KL and staleness, their aggregation,
-the correction between engine and trainer, reward scaling, and batching.
+Files: `registry` (the records of algorithms and corrections, also from the user's files), `methods` (one file per
+family), `advantages`, `policy_losses` (their table), `losses` (the others, KL, staleness, aggregation), `correction`
+(between engine and trainer), `reward_shaping`, `batching`.
 
 May import: records, errors, user files, numpy. Losses call methods of tensors and import torch for type checks only.
 

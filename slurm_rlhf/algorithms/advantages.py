@@ -1,7 +1,7 @@
 """Turn one reward per response into one advantage per token: KL in the reward, GAE, whitening.
 
-Flat packed columns of A tokens (see `packed`), float64 inside, float32 out. Whatever stands at masked positions of the
-inputs, NaN included, reaches no result.
+Flat packed columns of A tokens (see `packed`), float64 inside, float32 out. Values at masked positions of the inputs,
+NaN included, reach no result.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ MIN_VARIANCE = 1e-8
 def estimate(algorithm: Algorithm, inputs: AdvantageInputs, no_whitening: bool = False) -> dict[str, F32]:
     """Compute the columns `advantages` and, for a critic, `returns` of a batch as `algorithm` says.
 
-    Raises ConfigError when its advantage function raises, or answers anything but finite numbers [A].
+    Raises ConfigError when its advantage function raises, or returns anything but finite numbers [A].
     """
     source, mask = file_of(algorithm.advantages), inputs.action_mask
     what = f"the advantage function of algorithm {algorithm.name!r}"
     try:
         answer = algorithm.advantages(inputs)
         advantages, returns = answer
-    except ConfigError:  # it knows better which key is at fault
+    except ConfigError:  # its message names the key at fault
         raise
     except Exception as error:
         raise ConfigError(
-            f"{line_of(source, error)}: {what} raised {text_of(error)} (it answers two arrays: advantages, and "
+            f"{line_of(source, error)}: {what} raised {text_of(error)} (it has to return two arrays: advantages, and "
             "returns or None)"
         ) from error
     columns: dict[str, F32] = {}
@@ -44,13 +44,13 @@ def estimate(algorithm: Algorithm, inputs: AdvantageInputs, no_whitening: bool =
         column = np.asarray(found)
         if column.shape != mask.shape or column.dtype.kind not in "fiu":
             raise ConfigError(
-                f"{source}: {what} answered {name} of type {column.dtype} and shape {column.shape}; numbers of shape "
+                f"{source}: {what} returned {name} of type {column.dtype} and shape {column.shape}; numbers of shape "
                 f"{mask.shape} are needed, one per response token"
             )
         bad = int(np.count_nonzero(~np.isfinite(column[mask])))
         if bad:
             raise ConfigError(
-                f"{source}: {what} answered {bad} of {int(mask.sum())} {name} that are not finite: guard its "
+                f"{source}: {what} returned {bad} of {int(mask.sum())} {name} that are not finite: guard its "
                 "divisions, because a group may have one sample or no spread"
             )
         columns[name] = column.astype(np.float32, copy=False)
@@ -130,8 +130,8 @@ def gae(
 def teacher_advantages(logprobs: F32, teacher: F32, action_mask: Bool) -> F32:
     """Compute log p_teacher - log p_policy of each sampled token, [A]; zero at masked positions.
 
-    Its mean over the policy's tokens is the reverse KL divergence of a token with the other sign, and taken as the
-    advantage, without a discount, it lowers that. logprobs [A]: of the policy before the update.
+    Its mean over tokens that the policy sampled is minus the reverse KL divergence per token, so as an advantage,
+    without a discount, it lowers that divergence. logprobs [A]: of the policy before the update.
     Sources: Lu, On-Policy Distillation (Thinking Machines, 2025); Agarwal et al., GKD (2023), arXiv 2306.13649.
     """
     return np.where(action_mask, teacher - logprobs, np.float32(0.0)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Spread a batch over the ranks of a role and into micro-batches, and put the ranks' answers together again.
+"""Spread a batch over the ranks of a role and into micro-batches, and join the results of the ranks.
 
 Deterministic: the same lengths give the same parts.
 """
@@ -16,7 +16,7 @@ from slurm_rlhf.records import F32, Experience
 
 
 def mini_batches(n: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Draw the optimizer steps of an epoch: sequences 0 .. n-1 in an order of (seed, epoch), `batch_size` for each.
+    """Draw the optimizer steps of an epoch: sequences 0 .. n-1, shuffled by (seed, epoch), `batch_size` per step.
 
     Raises ValueError when batch_size does not divide n: a short last step would weigh its tokens more.
     """
@@ -27,9 +27,9 @@ def mini_batches(n: int, batch_size: int, seed: int, epoch: int) -> list[list[in
 
 
 def split_ranks(costs: Sequence[float], dp_size: int) -> list[list[int]]:
-    """Choose the sequences of each rank: as many for every rank and at about the same cost; indices ascending.
+    """Choose the sequences of each rank: the same number for every rank, at about the same cost; indices ascending.
 
-    costs [N]. The dearest sequence left goes to the rank with the least that still has room.
+    costs [N]. The most expensive sequence left goes to the rank with the lowest cost that still has room.
     Raises ValueError when dp_size does not divide N.
     Source: Graham, Bounds on Multiprocessing Timing Anomalies (1969), with a bound on the count.
     """
@@ -49,11 +49,11 @@ def split_ranks(costs: Sequence[float], dp_size: int) -> list[list[int]]:
 def micro_batches(
     per_rank: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int, layout: Layout = ROWS
 ) -> list[list[list[int]]]:
-    """Cut each rank's sequences into micro-batches: result[rank][micro] = indices, the dearest micro-batches first.
+    """Cut each rank's sequences into micro-batches: result[rank][micro] = indices, the most expensive ones first.
 
     A micro-batch has at most max_tokens tokens, padding included, unless it is a single sequence. All ranks have the
-    same number of micro-batches, none of them empty, because every backward is a collective: about the fewest that the
-    fullest rank can do with. Packed, those of a rank cost about the same.
+    same number of micro-batches, none of them empty, because every backward is a collective. The number is about the
+    fewest that the fullest rank needs. With a packed layout the micro-batches of a rank cost about the same.
     lengths [N] in tokens, per_rank as `split_ranks` returns it.
     """
 
@@ -66,7 +66,7 @@ def micro_batches(
     wanted = max((len(cut(indices, lengths, max_tokens, layout, 1)) for indices in per_rank if indices), default=0)
     while len(result) < len(per_rank):
         micros = cut(per_rank[len(result)], lengths, max_tokens, layout, wanted)
-        if len(micros) > wanted:  # this rank needs more bins than it did with fewer to choose from: all begin again
+        if len(micros) > wanted:  # to fill `wanted` evenly may take more than to fill the fewest: cut all ranks again
             result, wanted = [], len(micros)
             continue
         result.append(sorted(map(sorted, micros), key=lambda micro: (-size(micro), micro)))
@@ -79,13 +79,13 @@ class Shard:
 
     indices: list[int]  # rows of the whole batch, in the order of `experience`
     experience: Experience
-    micro: list[list[int]]  # micro-batches as rows of `experience`; equally many on every rank
+    micro: list[list[int]]  # micro-batches, each a list of rows of `experience`; the same number on every rank
 
 
 def shards(experience: Experience, ranks: int, max_tokens: int, layout: Layout = ROWS) -> list[Shard]:
-    """Split a batch over `ranks`, at about the same cost for each; a group of `layout.ranks` has one part.
+    """Split a batch over `ranks`, at about the same cost for each; the ranks of a group of `layout.ranks` share a part.
 
-    `max_tokens`: that a rank computes of a micro-batch.
+    `max_tokens`: tokens of a micro-batch that one rank computes.
     """
     lengths = [int(length) for length in experience.lengths]
     parts = []
@@ -98,16 +98,16 @@ def shards(experience: Experience, ranks: int, max_tokens: int, layout: Layout =
 def cut_batch(
     lengths: Sequence[int], ranks: int, max_tokens: int, layout: Layout
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """Choose the sequences of each group of `layout.ranks` ranks, and its micro-batches of them.
+    """Choose the sequences of each group of `layout.ranks` ranks, and cut them into micro-batches.
 
-    `max_tokens`: that a rank computes of a micro-batch. Raises ValueError as `split_ranks` does.
+    `max_tokens`: tokens of a micro-batch that one rank computes. Raises ValueError as `split_ranks` does.
     """
     groups = split_ranks(list(map(layout.cost, lengths)), ranks // layout.ranks)
     return groups, micro_batches(groups, lengths, max_tokens * layout.ranks, layout)
 
 
 def assemble(experience: Experience, parts: list[Shard], columns: list[F32]) -> F32:
-    """Put the ranks' columns over their own response tokens together: the column of the whole batch, [A]."""
+    """Build a column of the whole batch, [A], from the ranks' columns over their own response tokens."""
     whole = np.zeros(int(experience.action_offsets[-1]), dtype=np.float32)
     for shard, column in zip(parts, columns, strict=True):
         whole[experience.actions_of(shard.indices)] = column
@@ -139,7 +139,7 @@ def _packed(
 def _padded(
     indices: Sequence[int], lengths: Sequence[int], max_tokens: int, layout: Layout, count: int
 ) -> list[list[int]]:
-    """Fill the fewest micro-batches, longest first: the first of each decides its padding; halve to reach `count`."""
+    """Fill the fewest micro-batches, longest first, since the longest sets the padding; halve some to get `count`."""
     micros: list[list[int]] = []
     for index in _largest_first(indices, lengths):
         if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= max_tokens:

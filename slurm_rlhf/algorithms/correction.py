@@ -2,14 +2,14 @@
 
     rho_t = exp(logprobs_t - rollout_logprobs_t)
 
-logprobs: the actor's at the begin of the step. rollout_logprobs: the engine's, of the version that sampled the token.
-So rho holds what their programs compute differently, and with vllm.sync_mode = inflight the updates in between, too.
-The loss of a token is weighed by a bounded function of rho, while its clipped ratio stays that of the update alone.
+logprobs: the actor's at the beginning of the step. rollout_logprobs: the engine's, by the version that sampled the
+token. So rho measures how differently the two programs compute, and with vllm.sync_mode = inflight also the updates in
+between. The loss of a token is weighted by a bounded function of rho; its clipped ratio covers the update alone.
 Sources: Hilton et al., Batch size-invariance for policy optimization (2022), arXiv 2110.00641: the proximal policy is
 not the one that sampled; Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (2025).
 
-The loss still divides by all actions of the optimizer step, those that were dropped included: weights are importance
-weights of a sum over samples, and dividing by what is left of them would make up for the very tokens that are left out.
+The denominator of the loss still counts all actions of the optimizer step, dropped ones included: the weights are
+importance weights of a sum over samples, and a smaller denominator would raise the others in place of the dropped ones.
 
 Shapes as in `packed`: A tokens of N responses, C of them actions.
 """
@@ -52,9 +52,9 @@ class _Ratios:
 
 
 def mask_not_finite(experience: Experience) -> int:
-    """Take the actions whose log-prob of the engine is NaN or infinite out of the action mask; answer how many.
+    """Remove actions from the action mask whose log-prob by the engine is NaN or infinite; return how many.
 
-    What the engine's policy gave them is unknown, so there is no ratio: nothing is trained on them.
+    Without it there is no ratio, so nothing is trained on them.
     """
     lost = experience.action_mask & ~np.isfinite(experience.columns["rollout_logprobs"])
     experience.action_mask = experience.action_mask & ~lost
@@ -66,10 +66,10 @@ def correct(
 ) -> tuple[F32 | None, Metrics]:
     """Compute the weight of each token's loss, [A], and measure how far engine and actor are apart.
 
-    Of the columns: logprobs, the actor's at the begin of the step; rollout_logprobs, finite at actions
-    (`mask_not_finite`); advantages. age [A]: updates between the version that sampled a token and the actor's.
+    Reads the columns logprobs (the actor's at the beginning of the step), rollout_logprobs (finite at actions, by
+    `mask_not_finite`) and advantages. age [A]: updates between the version that sampled a token and the actor's.
     The weights are None without a rule and without `off_policy_delta`, and 0 at masked positions. Ratios are bounded by
-    exp(+-20), and what is dropped is chosen and not multiplied by 0, which would make NaN of an overflow.
+    exp(+-20), and dropped tokens are set to 0, not multiplied by 0, which would turn an overflow into NaN.
     Metrics: see `_describe`; also for each age, as `correction/age_<updates>/...`, where a token is stale.
     Raises ValueError where lengths disagree.
     """
@@ -105,7 +105,7 @@ def _weigh(rule: CorrectionRule, ratios: _Ratios) -> tuple[F64, Bool, Bool]:
         w = _bounded_exp(add(ratios.log_rho))[ratios.owner]
     none = np.zeros(len(w), dtype=np.bool_)
     if rule.mode == "mask":
-        # Written so that a NaN of the actor's stays in the weight, and ends the run with its step.
+        # A NaN among the actor's log-probs fails both comparisons: it stays in the weight, and ends the run.
         return ratios.rho, none, (w < rule.low) | (w > rule.high)
     bounded = np.clip(w, rule.low if rule.mode == "clip" else 0.0, rule.high)
     return bounded, bounded != w, none
@@ -118,7 +118,7 @@ def _off_policy(ratios: _Ratios, advantages: NDArray[Any], delta: float) -> Bool
 
     A response that the actor has left behind is no longer pushed away. Where all tokens of a response have one
     advantage, it is dropped whole; with a critic the tokens with a negative one are. The paper's pi_actor is that of
-    the optimizer step; here it is that of the training step's begin, and what follows is the clipped ratio's.
+    the optimizer step; here it is that of the training step's beginning, and the clipped ratio covers the rest.
     Source: DeepSeek-V3.2 (2025), arXiv 2512.02556, section 3.1.
     """
     behind = ratios.response_means(-ratios.log_rho) > delta

@@ -11,11 +11,11 @@ class Layout:
     """Say how a model reads a micro-batch, and what its sequences cost."""
 
     packed: bool = False  # end to end in one row; otherwise each has a row, padded to the longest
-    attention: float = 0.0  # cost of attention for each pair of tokens, in those of all else for one token
-    ranks: int = 1  # neighbours that compute a micro-batch together, a part of its tokens each
+    attention: float = 0.0  # cost of attention for a pair of tokens; unit: the cost of all else for one token
+    ranks: int = 1  # neighbouring ranks that compute a micro-batch together, a part of its tokens each
 
     def cost(self, length: int) -> float:
-        """Return the cost of a sequence, in tokens without attention."""
+        """Return the cost of a sequence; unit: one token without attention."""
         return length * (1.0 + self.attention * length)
 
     def size(self, lengths: Sequence[int]) -> int:
@@ -24,4 +24,4 @@ class Layout:
 
 
 ROWS = Layout()
-"""Every sequence has a row, and costs what its tokens do."""
+"""Layout with one row per sequence, whose cost is its number of tokens."""

@@ -11,7 +11,7 @@ from typing import Any
 from slurm_rlhf.errors import ModelError, shortened
 
 ALL_LINEAR = "all-linear"
-"""The target that stands for every linear layer but the head over the vocabulary."""
+"""The target that stands for every linear layer except the head over the vocabulary."""
 A, B = "lora_A.weight", "lora_B.weight"
 
 
@@ -26,7 +26,7 @@ def last_part(name: str) -> str:
 
 
 def target_layers(model: Any, targets: Sequence[str]) -> dict[str, Any]:
-    """Return the linear layers of `model`, one of transformers, that `targets` name by the last part, in its order.
+    """Return the linear layers of a transformers model that `targets` name by their last parts, in the model's order.
 
     Raises ModelError for a target without a layer, and for models with experts.
     """
@@ -38,9 +38,9 @@ def target_layers(model: Any, targets: Sequence[str]) -> dict[str, Any]:
 
 
 def check_targets(model: str, parts: Collection[str], known: Collection[str], targets: Sequence[str]) -> None:
-    """Check that the `known` last names of linear layers have all targets, and that there are no experts.
+    """Check that `known`, the last parts of the names of linear layers, has all targets, and that there are no experts.
 
-    `parts`: last names of all parts of the model. Raises ModelError.
+    `parts`: the last parts of the names of all modules. Raises ModelError.
     """
     if "experts" in parts:
         raise ModelError(f"lora.rank: {model} has experts, for which there are no adapters here: set it to 0")

@@ -5,8 +5,8 @@ micro-batches and data-parallel ranks (`loss_weights`): adding the gradients of 
 not a mean of means. Metrics are detached sums over actions: add them up over micro-batches and ranks, then divide by
 the number of actions of the step.
 
-What stands at masked positions reaches nothing (`masked`). A micro-batch without actions gives a loss of 0 that is
-still connected to its inputs, so that `backward` runs on it.
+Values at masked positions reach neither a loss nor a gradient (`packed.actions_only`). A micro-batch without actions
+gives a loss of 0 that is still connected to its inputs, so that `backward` runs on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from slurm_rlhf.algorithms.packed import I64, actions_only, find_actions, masked_sum, step_mean, weighed_sum
+from slurm_rlhf.algorithms.packed import I64, actions_only, find_actions, masked_sum, step_mean, weighted_sum
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.records import F32, I32, Bool, Trajectory
 from slurm_rlhf.user_files import file_of, line_of, text_of
@@ -88,7 +88,7 @@ class KLController:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved coefficient; a fixed one stays that of the configuration, to be changed over a resume."""
+        """Restore a saved coefficient; a fixed one comes from the configuration, which may change at a resume."""
         if self.target > 0.0:
             self.coef = float(state["coef"])
 
@@ -163,7 +163,7 @@ def entropy_bonus(
     Metrics: entropy.
     """
     clean = actions_only(entropy, action_mask)
-    mean = step_mean(weighed_sum(clean, weights, action_mask), denominator)
+    mean = step_mean(weighted_sum(clean, weights, action_mask), denominator)
     return -coef * mean, {"entropy": masked_sum(clean, action_mask).detach()}
 
 
@@ -175,7 +175,7 @@ def kl_loss(
     weights: Tensor,
     estimator: str,
 ) -> tuple[Tensor, Metrics]:
-    """Compute the weighed KL divergence of the policy from the reference, a scalar to add to the policy loss.
+    """Compute the weighted KL divergence of the policy from the reference, a scalar to add to the policy loss.
 
         sum over actions of  w kl  / denominator,  with r = ref_logprobs - logprobs:
         k2   r^2 / 2
@@ -189,7 +189,7 @@ def kl_loss(
     """
     log_ratio = actions_only(ref_logprobs, action_mask) - actions_only(logprobs, action_mask)
     kl = KL_LOSSES[estimator](log_ratio)
-    total = weighed_sum(kl, weights, action_mask)
+    total = weighted_sum(kl, weights, action_mask)
     return step_mean(total, denominator), {"kl_loss": masked_sum(kl.detach(), action_mask)}
 
 
@@ -225,7 +225,7 @@ def nll_loss(logprobs: Tensor, action_mask: Tensor, weights: Tensor, coef: float
     the whole optimizer step, else 0. Metrics: nll_loss, without coef; it adds up to the mean and is divided by nothing.
     Source: Yue et al., VAPO (2025), arXiv 2504.05118, there the language model loss of positive examples.
     """
-    mean = -weighed_sum(actions_only(logprobs, action_mask), weights, action_mask)
+    mean = -weighted_sum(actions_only(logprobs, action_mask), weights, action_mask)
     return coef * mean, {"nll_loss": mean.detach()}
 
 
@@ -249,7 +249,7 @@ def _seq_mean_token_sum(counts: I64, longest: int) -> tuple[float, NDArray[Any] 
 
 
 def _seq_mean_token_sum_norm(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
-    """Divide that by the longest length a response may have. Source: Liu et al., Dr. GRPO (2025), arXiv 2503.20783."""
+    """Divide `_seq_mean_token_sum` by the longest length of a response. Source: Dr. GRPO (2025), arXiv 2503.20783."""
     return float((counts > 0).sum()) * longest, None
 
 
@@ -275,7 +275,7 @@ def loss_weights(mode: str, action_mask: Bool, offsets: NDArray[Any], longest: i
 
 
 def positive_weights(rewards: F32, action_mask: Bool, offsets: NDArray[Any]) -> F32:
-    """Weigh the actions of responses with a positive reward by 1 / their number, [A]; all others by 0.
+    """Weight the actions of responses with a positive reward by 1 / their number, [A]; all others by 0.
 
     rewards [N], action_mask [A], offsets [N + 1] of the whole step over all ranks.
     """
@@ -309,7 +309,7 @@ PolicyLoss = Callable[[PolicyInputs], tuple["Tensor", Metrics]]
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """Hold the columns of a micro-batch that losses are made of, [A] each, zero at masked positions."""
+    """Hold the columns of a micro-batch from which losses are computed, [A] each, zero at masked positions."""
 
     logprobs: Tensor  # new log-probs, with gradient
     advantages: Tensor
@@ -317,7 +317,7 @@ class Ratios:
 
     @classmethod
     def of(cls, inputs: PolicyInputs) -> Ratios:
-        """Take the ratios; clamped, so that exp does not overflow: beyond +-20 a token gives no gradient through it."""
+        """Compute the ratios, clamped so that exp does not overflow: beyond +-20 a token gives no gradient."""
         mask = inputs.action_mask
         new, old = actions_only(inputs.logprobs, mask), actions_only(inputs.old_logprobs, mask)
         advantages = actions_only(inputs.advantages, mask)
@@ -327,7 +327,7 @@ class Ratios:
 def aggregated(
     inputs: PolicyInputs, losses: Tensor, log_ratio: Tensor, ratio: Tensor, clipped: Tensor | None
 ) -> tuple[Tensor, Metrics]:
-    """Weigh and add up the losses [A] of a micro-batch, and divide by the number of the whole optimizer step.
+    """Weight and add up the losses [A] of a micro-batch, and divide by the denominator of the whole optimizer step.
 
     Metrics, sums over actions without the weights: policy_loss; ratio, as it enters the loss; approx_kl (k3 of old
     against new policy); clip_fraction of `clipped` (bool [A]: tokens whose gradient is cut off; None: no such metric).
@@ -337,13 +337,13 @@ def aggregated(
     if clipped is not None:
         metrics["clip_fraction"] = masked_sum(clipped.to(ratio.dtype), mask)
     metrics["approx_kl"] = masked_sum(k3(log_ratio.detach()), mask)
-    return step_mean(weighed_sum(losses, inputs.weights, mask), inputs.denominator), metrics
+    return step_mean(weighted_sum(losses, inputs.weights, mask), inputs.denominator), metrics
 
 
 def checked_loss(name: str, function: PolicyLoss) -> PolicyLoss:
     """Guard the policy loss of algorithm `name`: errors name its file and line and say what to do.
 
-    The guarded loss raises ConfigError when `function` raises, or answers anything but (scalar with gradient, metrics).
+    The guarded loss raises ConfigError when `function` raises, or returns anything but (scalar with gradient, metrics).
     """
     source, what = file_of(function), f"the policy loss of algorithm {name!r}"
 
@@ -354,12 +354,12 @@ def checked_loss(name: str, function: PolicyLoss) -> PolicyLoss:
             sums = {key: value.detach() for key, value in metrics.items() if value.dim() == 0}
         except Exception as error:
             raise ConfigError(
-                f"{line_of(source, error)}: {what} raised {text_of(error)}. It answers the loss, and a dict of sums "
-                "over the actions, all of them tensors"
+                f"{line_of(source, error)}: {what} raised {text_of(error)}. It has to return the loss, and a dict of "
+                "sums over the actions, all of them tensors"
             ) from error
         if not scalar or len(sums) < len(metrics):
             raise ConfigError(
-                f"{source}: {what} must answer a scalar that has a gradient, and scalars as metrics; got a loss of "
+                f"{source}: {what} must return a scalar that has a gradient, and scalars as metrics; got a loss of "
                 f"shape {tuple(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}, metrics "
                 f"{sorted(metrics)}"
             )

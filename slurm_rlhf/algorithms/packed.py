@@ -3,7 +3,7 @@
 `offsets[N + 1]` says where each response starts (`Experience.action_offsets`); a response may be empty. Tokens with
 `action_mask` False were not chosen by the policy (a tool wrote them) and count in no sum.
 
-Tensors with a mask, bool [A]: what stands at masked positions reaches neither a result nor a gradient. A masked value,
+Tensors with a mask, bool [A]: values at masked positions reach neither a result nor a gradient. A masked value,
 NaN included, is replaced before anything is computed from it, since multiplying by zero would keep the NaN. Half
 precision is computed in fp32.
 """
@@ -76,7 +76,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     return x.where(mask, 0).sum()
 
 
-def weighed_sum(x: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:
+def weighted_sum(x: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:
     """Add up x * weights over the actions, a scalar; None: every weight is 1."""
     return masked_sum(x if weights is None else x * actions_only(weights, mask), mask)
 

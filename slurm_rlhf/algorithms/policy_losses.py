@@ -61,7 +61,7 @@ def gspo_loss(inputs: PolicyInputs) -> tuple[Tensor, Metrics]:
 def _surrogate(
     inputs: PolicyInputs, ratio: Tensor, advantages: Tensor, log_ratio: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Clip the surrogate; answers what `aggregated` takes: losses, log-ratio, ratio, and which were clipped."""
+    """Clip the surrogate; return the arguments of `aggregated`: losses, log-ratio, ratio, and which were clipped."""
     plain = ratio * advantages
     clipped = ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high) * advantages
     gain, cut = plain.minimum(clipped), clipped < plain
@@ -87,8 +87,8 @@ def cispo_loss(inputs: PolicyInputs) -> tuple[Tensor, Metrics]:
 
         sum over actions of  -w sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * logprobs  / denominator
 
-    sg stops the gradient. clip_high is a distance from 1, as in the paper: 4 caps the weight at 5, which is written 5
-    where the number is the cap itself (TRL). clip_low of 1 or more: no bound below.
+    sg stops the gradient. clip_high is a distance from 1, as in the paper: 4 caps the weight at 5. (TRL's epsilon_high
+    is the cap itself, 5.) clip_low of 1 or more: no bound below.
     Metrics: policy_loss, ratio, clip_fraction (actions whose weight was clipped; they still learn), approx_kl.
     Source: MiniMax-M1 (2025), arXiv 2506.13585, eq. 4 and 5.
     """
@@ -105,7 +105,7 @@ def sapo_loss(inputs: PolicyInputs) -> tuple[Tensor, Metrics]:
         sum over actions of  -w (4 / tau) sigmoid(tau * (ratio - 1)) * A  / denominator
 
     tau is the first of sapo_temperatures where A > 0, else the second. At ratio 1 the gradient is that of ratio * A;
-    it fades the faster, the larger tau. The log-ratio is clamped to +-20.
+    away from 1 it fades, the faster the larger tau is. The log-ratio is clamped to +-20.
     Metrics: policy_loss, ratio, approx_kl.
     Source: Gao et al., Soft Adaptive Policy Optimization (2025), arXiv 2511.20347, eq. 5 and 6.
     """
@@ -123,8 +123,8 @@ def dppo_tv_loss(inputs: PolicyInputs) -> tuple[Tensor, Metrics]:
         sum over kept actions of  -w ratio * A  / denominator
 
     p = exp(logprobs), without gradient. The range is of probabilities and not of their ratio: a rare token may move by
-    a large ratio, a likely one not. A token that comes back, so that its update would undo the move, is kept. The
-    log-ratio is clamped to +-20; beyond it a token gives no gradient.
+    a large ratio, a likely one not. A token whose update would undo its move is kept. The log-ratio is clamped to
+    +-20; beyond it a token gives no gradient.
     Metrics: policy_loss, ratio, clip_fraction (actions that were dropped), approx_kl.
     Source: Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning (2026), arXiv 2602.04879, DPPO with the
     binary total variation.
@@ -148,9 +148,9 @@ class PolicyLossRecord:
     """The value of `actor.policy_loss_type` that chooses it."""
     function: PolicyLoss
     keys: tuple[str, ...]
-    """Keys of the group actor that it depends on; any other loss's key has no effect with it."""
+    """Keys of the group actor that it depends on; the keys of the other losses have no effect with it."""
     clip_range: tuple[float, float] | None = None
-    """Below and above, where eps_clip_low_high is empty; None: eps_clip on both sides."""
+    """Default of actor.eps_clip_low_high; None: actor.eps_clip on both sides."""
     aggregation: str = ""
     """A name in `losses.AGGREGATIONS`; empty: what the algorithm says."""
 
@@ -172,15 +172,15 @@ POLICY_LOSSES: dict[str, PolicyLossRecord] = {row.name: row for row in _ROWS}
 
 
 def clip_range(loss_type: str, low_high: Sequence[float], both: float) -> tuple[float, float]:
-    """Choose how far below and above 1 (dppo_tv: a probability) a policy may move: the keys' values, else the usual."""
+    """Choose the clip range below and above 1 (dppo_tv: of a probability): `low_high`, the loss's own, or `both`."""
     if low_high:
         return low_high[0], low_high[1]
     return POLICY_LOSSES[loss_type].clip_range or (both, both)
 
 
 def aggregation_of(mode: str, loss_type: str, usual: str) -> str:
-    """Choose how losses of tokens become one number: `actor.loss_agg_mode`, else the loss, else `usual`, the algorithm.
+    """Choose how losses of tokens become one number: `mode` (actor.loss_agg_mode), or the loss's way, or `usual`.
 
-    All are names in `losses.AGGREGATIONS`; `mode` may be empty.
+    `usual` is the algorithm's way. All are names in `losses.AGGREGATIONS`; `mode` may be empty.
     """
     return mode or POLICY_LOSSES[loss_type].aggregation or usual

@@ -40,7 +40,7 @@ Loss = Callable[[Pairs, float, float, float], "Tensor"]
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """Compute -log(sigmoid(-x)) = log(1 + exp(x)) without overflow, also its slope at 0, where every DPO begins."""
+    """Compute -log(sigmoid(-x)) = log(1 + exp(x)) without overflow; the gradient at 0, where DPO begins, is right."""
     return x.logaddexp(x.new_zeros(()))
 
 
@@ -58,7 +58,7 @@ def _dpo(pairs: Pairs, beta: float, smoothing: float, gamma: float) -> Tensor:
 
 
 def _ipo(pairs: Pairs, beta: float, smoothing: float, gamma: float) -> Tensor:
-    """Compute (h - 1 / (2 beta))^2, with the log-probs of a token in the mean in h.
+    """Compute (h - 1 / (2 beta))^2, where h has the mean log-prob of an answer's tokens in place of the sum.
 
     Sources: Azar et al., A General Theoretical Paradigm (2023), eq. 17; the mean over tokens as in TRL.
     """
@@ -90,11 +90,11 @@ LOSSES: dict[str, Loss] = {"dpo": _dpo, "ipo": _ipo, "simpo": _simpo, "orpo": _o
 """`dpo.loss_type` -> its loss."""
 
 WITHOUT_REFERENCE = ("simpo", "orpo")
-"""Losses that compare with no reference."""
+"""Losses that need no reference model."""
 
 
 KTO = "kto"
-"""The `dpo.loss_type` whose answers come alone, each called good or bad: its loss is `kto`."""
+"""The `dpo.loss_type` that takes single answers labelled good or bad, in place of pairs; its loss is `kto`."""
 
 
 def kto(log_ratio: Tensor, good: Tensor, kl: Tensor, beta: float, weights: tuple[float, float]) -> Tensor:
@@ -131,10 +131,10 @@ BINS = 10
 def judged(scores: F32) -> dict[str, float]:
     """Measure the scores of held-out pairs, fp32 [2 N]: how often, how far and how surely the chosen answer is ahead.
 
-    accuracy: share of the pairs whose chosen answer has the higher score; half of one that are equal. margin: mean
-    difference. calibration_error: |probability - share that is right| of the score that is ahead, by BINS equal bins of
-    the probability sigmoid(|difference|) from 0.5 to 1, in the mean over pairs (Guo et al., On Calibration of Modern
-    Neural Networks (2017), eq. 3). mean, std: of all scores, which is what normalises them.
+    accuracy: share of the pairs whose chosen answer has the higher score; a pair with equal scores counts half. margin:
+    mean difference. calibration_error: |mean probability - share of right pairs| in each of BINS equal bins of the
+    probability sigmoid(|difference|) from 0.5 to 1, averaged over pairs (Guo et al., On Calibration of Modern Neural
+    Networks (2017), eq. 3). mean, std: of all scores; a trained reward model is normalised by them.
     """
     difference = scores[::2].astype(np.float64) - scores[1::2]
     sure = 1 / (1 + np.exp(-np.abs(difference)))

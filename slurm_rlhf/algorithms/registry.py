@@ -52,11 +52,11 @@ class AdvantageInputs:
     clip_range: Sequence[float]
     gamma: float
     lambd: float
-    lambd_critic: float | None = None  # lambda of the returns that the critic learns; None: as lambd
+    lambd_critic: float | None = None  # lambda of the returns that the critic learns; None: `lambd`
     no_std_norm: bool = False  # do not divide by a standard deviation
-    components: Mapping[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward, as answered
+    components: Mapping[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward, as returned
     component_weights: Mapping[str, float] = field(default_factory=dict)  # weights of those to use; empty: all, with 1
-    lengths: NDArray[np.int64] | None = None  # [N], actions of each response, in the loss or not; None: of action_mask
+    lengths: NDArray[np.int64] | None = None  # [N], actions of each response, left out or not; None: by action_mask
 
 
 AdvantageFunction = Callable[[AdvantageInputs], "tuple[F32, F32 | None]"]
@@ -71,9 +71,9 @@ class Algorithm:
     """The value of `algo.advantage.estimator` that chooses it."""
     advantages: AdvantageFunction
     needs_critic: bool = False
-    """A value model is trained along with the policy. Without it no critic is started."""
+    """True: a value model is trained along with the policy. False: no critic is started."""
     needs_reference: bool = False
-    """The reference model runs in any case. Without it, it runs where algo.kl.init_coef is not 0."""
+    """True: the reference model always runs. False: it runs where algo.kl.init_coef is not 0."""
     min_samples_per_prompt: int = 1
     """The smallest rollout.n_samples_per_prompt with which the advantages mean something."""
     whiten: bool = False
@@ -160,7 +160,7 @@ def policy_loss_of(name: str, loss_type: str) -> PolicyLoss:
 
 
 _LOADED: dict[str, str] = {}
-"""Path -> hash of the text that this process ran."""
+"""Path of a plugin -> hash of the text that this process has run."""
 
 
 def load_plugins(files: Sequence[str]) -> dict[str, str]:

@@ -88,7 +88,7 @@ def passes(values: F32, bounds: Sequence[float] = ()) -> bool:
 def refill(missing: int, passed: int, judged: int, most: int) -> int:
     """Count the prompts of the next round: as many as should bring the `missing` groups, at most `most`.
 
-    passed of judged groups were kept so far; one more is added to both, so that none of a few is not none for ever.
+    passed of judged groups were kept so far; one is added to both, so that the estimate is above 0 if none passed yet.
     """
     return min(most, math.ceil(missing * (judged + 1) / (passed + 1)))
 
@@ -151,7 +151,7 @@ def normalized(rewards: ArrayLike, scale: RewardScale) -> F32:
 
 
 def clipped_share(rewards: ArrayLike, clip_range: Sequence[float]) -> float:
-    """Count the share of rewards [N] outside `clip_range` (low, high), which a clip changes; 0 of none."""
+    """Compute the share of rewards [N] outside `clip_range` (low, high), which a clip changes; 0 for no rewards."""
     values = np.asarray(rewards, dtype=np.float64)
     return float(np.mean((values < clip_range[0]) | (values > clip_range[1]))) if values.size else 0.0
 
@@ -179,10 +179,10 @@ def shape(
 
     correct, groups [N]. longest: tokens that a response may have. how: the group `reward` of the configuration.
 
-    First `stop_properly` of the reward, then the overlong and the length penalty are added: they are not scaled with
-    it. (OpenRLHF scales last, so that with coefficient 0 a response that was cut off does better than one that almost
-    was.) A response that was cut off for repetition would have run to the limit, so it counts as one that did: as cut
-    off, and with `longest` tokens. The detection saves the tokens and is no way around a penalty.
+    First `stop_properly` scales the reward, then the overlong and the length penalty are added, which it does not
+    scale. (OpenRLHF scales last, so that with coefficient 0 a response that was cut off does better than one that
+    almost was.) A response that was cut off for repetition would have run to the limit, so it counts as one that did:
+    as cut off, and with `longest` tokens. So the detection saves tokens without avoiding a penalty.
 
     Metrics: `shaping/cut_off`, `shaping/overlong`, `shaping/length`: the share of responses whose reward the setting
     lowers; `shaping/reward`: the mean of the result.
@@ -221,7 +221,7 @@ def overlong_penalty(lengths: ArrayLike, longest: int, buffer: int, factor: floa
 def stop_properly(rewards: ArrayLike, ended: Bool, coef: float) -> F64:
     """Give responses that were cut off reward * coef for 0 <= coef <= 1, and coef itself for coef < 0; [N].
 
-    A negative reward comes nearer to 0 by the first. Source: OpenRLHF, `length_penalty`, after Liu et al., ProRL
+    With coef >= 0 a negative reward comes nearer to 0. Source: OpenRLHF, `length_penalty`, after Liu et al., ProRL
     (2025), arXiv 2505.24864.
     """
     values = np.asarray(rewards, dtype=np.float64)
@@ -230,7 +230,7 @@ def stop_properly(rewards: ArrayLike, ended: Bool, coef: float) -> F64:
 
 
 def length_reward(lengths: ArrayLike, correct: Bool, groups: Groups) -> F64:
-    """Reward the short among the responses to a prompt, and of those that are wrong only punish the long; [N].
+    """Reward short responses to a prompt and punish long ones; a wrong response is never rewarded; [N].
 
         l = 0.5 - (len - min) / (max - min);  l if correct, else min(0, l);  0 where max = min
 

@@ -1,9 +1,9 @@
 """Write the checkpoints of a run so that a kill at any moment leaves the previous one usable.
 
-step_000010.tmp/     roles and conductor write here; worth nothing until it is renamed
+step_000010.tmp/     roles and conductor write here; not a checkpoint until it is renamed
 step_000010/         whole, with its manifest
 step_000010.old/     the checkpoint that a new one of the same step is about to replace; still whole
-step_*.tmp           also what is being deleted: a directory is renamed before its first file is removed
+step_*.tmp           also a checkpoint that is being deleted: it is renamed before its first file is removed
 
 How often to save: a save costs the run C seconds. A failure, one in every M seconds, costs the work since the newest
 checkpoint: half an interval T on average. So a share C / T + T / (2 M) of the time is lost, least at T = sqrt(2 C M).
@@ -114,10 +114,10 @@ class CheckpointDir:
 
     @contextmanager
     def explained(self, step: int | None) -> Iterator[None]:
-        """Turn what a disk raises while checkpoint `step` is written (None: while old ones go) into CheckpointError.
+        """Turn errors of the disk into CheckpointError while checkpoint `step` is written (None: old ones are removed).
 
-        It says how full the disk is, what a checkpoint needs, and which one is still usable. A role's error counts too,
-        if it tells of a full disk.
+        It says how full the disk is, how much a checkpoint needs, and which one is still usable. An error of a role
+        counts, too, if its text says that a disk is full.
         """
         try:
             yield
@@ -149,7 +149,7 @@ def _old(final: Path) -> Path:
 
 
 def _make_way(final: Path) -> None:
-    """Free the final name without ever being short of a whole checkpoint."""
+    """Free the final name; at every moment a whole checkpoint exists, if one did before."""
     if not final.exists():
         return
     try:
@@ -183,15 +183,15 @@ def _flush(path: str | Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class WayBack:
-    """Remembers what was there when a run started."""
+    """Remembers which checkpoints existed when a run started, so that a restart in place goes back to the right one."""
 
     directory: CheckpointDir
-    first: Path | None  # the checkpoint that it started from; None: it began anew
-    serial: int  # number of the newest checkpoint of then
+    first: Path | None  # the checkpoint that the run started from; None: it began anew
+    serial: int  # serial of the newest checkpoint at that time
 
     @classmethod
     def of(cls, directory: CheckpointDir, first: Path | None) -> WayBack:
-        """Look at what is there now."""
+        """Note the checkpoints that exist now."""
         found = entries(directory.root)[0]
         return cls(directory, first, max((entry.manifest.serial for entry in found), default=0))
 
@@ -211,17 +211,17 @@ class WayBack:
 
 
 LONGEST_S = 3600.0
-"""No more work than this is at stake, however rare failures are ..."""
+"""Longest interval between saves, however rare failures are, unless LEAST_SHARE forbids it."""
 LEAST_SHARE = 0.05
-"""... unless saving so often took more than this share of the time."""
+"""Share of the time that saves may take; the interval becomes longer than LONGEST_S if they would take more."""
 
 
 def best_interval(cost_s: float, written_s: float, mtbf_s: float) -> float:
     """Return the seconds from save to save.
 
-    cost_s: that a save keeps the run from its steps; written_s: until it is on disk, with async_save more than that;
-    mtbf_s: mean time between failures. Never shorter than a save is written, nor longer than an hour where saving
-    every hour costs less than `LEAST_SHARE` of the time.
+    cost_s: seconds in which a save delays the steps; written_s: seconds until it is on disk, longer with async_save;
+    mtbf_s: mean time between failures. The result is at least `written_s`, and at most an hour, if saving every hour
+    costs less than `LEAST_SHARE` of the time.
     """
     best = math.sqrt(2.0 * cost_s * mtbf_s)
     longest = max(LONGEST_S, cost_s / LEAST_SHARE)
@@ -244,7 +244,7 @@ class Failures:
 
     @property
     def mtbf_s(self) -> float:
-        """Mean time between failures: what this run has seen, if it has seen any, else that of a node over nodes."""
+        """Return the mean time between failures: of this run if it had any, else ckpt.mtbf_hours over its nodes."""
         if self.stops:
             return self.observed_s / self.stops
         return self.mtbf_hours * 3600.0 / self.nodes
@@ -266,10 +266,11 @@ def span(seconds: float) -> str:
 
 
 def failures(events: Sequence[RunEvent], nodes: int, mtbf_hours: float) -> Failures:
-    """Read the failures of a run off its events; the last session is the one under way.
+    """Count the failures of a run in its events; the last session is the one under way.
 
-    A session counts as failed if it had done a step, and an error or a hang ended it, or nothing did: its conductor
-    was killed. One that got a signal to stop has saved. A restart of the trainers within a session is a failure, too.
+    A session has failed if it had done a step and was ended by an error, by a hang or without an event, because its
+    conductor was killed. A session that got a signal to stop has saved. A restart of the trainers within a session is a
+    failure, too.
     """
     stops = sum(event.event == RESTART for event in events)
     sessions = _sessions(events)

@@ -1,14 +1,14 @@
-"""Find the checkpoint to resume from; list its files, check that they are what was written, keep the conductor's state.
+"""Find the checkpoint to resume from; list its files in a manifest, verify them, write and read the conductor's state.
 
     checkpoints/step_000010/manifest.json
-        format, step, serial, files: {path: {size, sha256, whole}}, digest (SHA-256 of all that comes before)
+        format, step, serial, files: {path: {size, sha256, whole}}, digest (SHA-256 of the other fields)
     checkpoints/step_000010/state.json
         the state of the conductor
 
 `serial` counts the checkpoints of a run directory in the order in which they were written. The newest checkpoint is the
 one with the highest serial, not step: a run that was resumed from step 10 writes step 15 after the abandoned step 20.
 
-A run or a stage is compared with the one that wrote the checkpoint it goes on from: its keys, and its model.
+When a run or a stage goes on from a checkpoint, its keys and model are compared with those of the run that wrote it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Entry:
 
 
 def entries(root: Path) -> tuple[list[Entry], list[CheckpointError]]:
-    """Return the checkpoints under `root`, newest first, and what is wrong with directories that only look like one.
+    """Return the checkpoints under `root`, newest first, and an error for each directory that is named like one only.
 
     Raises CheckpointError when `root` cannot be listed.
     """
@@ -180,8 +180,8 @@ def latest(root: Path) -> Path | None:
 def load_state(path: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
     """Check all files of a checkpoint and return the state that was committed with it.
 
-    Raises CheckpointError that says what is wrong and names the checkpoint to use instead, if there is one; and where
-    it has no part of one of `roles`.
+    Raises CheckpointError if a file is damaged, and names the checkpoint to use instead, if there is one; also if the
+    checkpoint has no state of one of `roles`.
     """
     try:
         verify(path)
@@ -258,7 +258,7 @@ def _advice(path: Path) -> str:
 _MODEL = "actor.model_name_or_path"
 _ADAPTERS = ("lora.rank", "lora.alpha", "lora.target_modules")
 _OF_A_START = ("run_dir", "resume")
-"""Keys that say where a run is, and do not change its results."""
+"""Keys that may differ from start to start, and do not change the results."""
 
 
 def changed_keys(earlier: Path, config: Config) -> list[str]:
@@ -273,16 +273,15 @@ def changed_keys(earlier: Path, config: Config) -> list[str]:
 
 
 def refuse_other_adapters(changes: Iterable[str], directory: str = "run_dir") -> None:
-    """Raise ConfigError if the adapters would be others than before, or count more or less.
+    """Raise ConfigError if the adapters, or their weight (lora.alpha), would change.
 
-    `changes`: of `changed_keys`; `directory`: the key of what a new run needs another of.
+    `changes`: the result of `changed_keys`; `directory`: the key whose value a new run has to change.
     """
     for change in changes:
         if (key := change.partition(" ")[0]) in _ADAPTERS:
             raise ConfigError(
-                f"{change}: the adapters in the checkpoint were trained with the first value, and with the other one "
-                f"the policy would be another at once. Restore {key}, or give another --{directory} for a new "
-                "run"
+                f"{change}: the adapters in the checkpoint were trained with the first value, and the second one would "
+                f"change the policy at once. Restore {key}, or give another --{directory} for a new run"
             )
 
 

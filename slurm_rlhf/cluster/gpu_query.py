@@ -25,7 +25,7 @@ PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 """Fields of `nvidia-smi --help-query-compute-apps`; one line per process: `GPU-5f3a..., 4021, python, 12034`."""
 
 _IDLE_MIB, _IDLE_SHARE = 1024, 0.05
-"""Memory that is used on an idle GPU: by the driver, a display, a monitor."""
+"""Most memory in use on an idle GPU (driver, display, monitor): MiB, and a share of all; the larger one counts."""
 
 
 def local_gpus(environ: Mapping[str, str], proc: Path = _PROC) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class GpuProcess:
     pid: int
     name: str
     memory_mib: int  # 0: not reported
-    user: str = ""  # empty: not visible from here
+    user: str = ""  # empty: the process is not visible from here
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class GpuLook:
     gpus: tuple[GpuState, ...] = ()
     driver: str = ""
     cuda: str = ""  # newest version that the driver can run, such as 13.0; empty: not known
-    said: str = ""  # why there are no GPUs
+    said: str = ""  # why no GPU was found; empty if some were
 
     def chosen(self, names: tuple[str, ...]) -> tuple[GpuState, ...]:
         """Select GPUs by names as in CUDA_VISIBLE_DEVICES: numbers, or beginnings of UUIDs."""

@@ -1,4 +1,4 @@
-"""Take directories on a node's own disk, for this user alone: temporary ones, and those that keep compiled kernels.
+"""Make directories on a node's own disk, for this user alone: temporary ones, and those that keep compiled kernels.
 
 A directory is locked as long as the processes that use it live. Temporary directories are removed after that.
 
@@ -31,7 +31,7 @@ from slurm_rlhf.wire import timeouts
 
 _LOCK = ".lock"
 _LONGEST = 40
-"""Characters of a temporary directory below which sockets may be: a socket's path has 107 at most, a name 37."""
+"""Longest path of a temporary directory for sockets: a socket's path has at most 107 characters, its name up to 37."""
 
 
 @dataclass(slots=True)
@@ -66,12 +66,12 @@ def take_directory(name: str, base: Path) -> LocalDirectory:
         own.mkdir(mode=0o700, exist_ok=True)
         lock = os.open(own / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_SH)
-        os.set_inheritable(lock, True)  # held until the last process that has it ends
+        os.set_inheritable(lock, True)  # children inherit the lock: it is held until the last of them ends
     return LocalDirectory(own, lock)
 
 
 def take_temporary() -> LocalDirectory:
-    """Make the directory that processes of this one get as TMPDIR. Its path is short, for Unix sockets in it."""
+    """Make the directory that child processes get as TMPDIR. Its path is short, for Unix sockets in it."""
     place = tempfile.gettempdir()
     return take_directory(f"{os.getpid()}.{os.urandom(3).hex()}", Path(place if len(place) <= _LONGEST else "/tmp"))
 

@@ -69,8 +69,8 @@ def address_of(interface: str, key: str) -> str:
 def own_address(name: str, interfaces: str = "") -> str:
     """Return the address of this machine that others reach by `name`, to listen on that address alone.
 
-    If the name is none of this machine's addresses, or only loopback as Debian's 127.0.1.1: the address of the first of
-    `interfaces` (eth0,ib0), else the first that is not loopback. `localhost` and the like mean loopback.
+    If the name stands for none of this machine's addresses, or only for loopback, as Debian's 127.0.1.1: the address of
+    the first of `interfaces` (eth0,ib0), else the first that is not loopback. `localhost` and the like mean loopback.
     """
     if name in _LOOPBACK:
         return _LOOPBACK[name]
@@ -93,9 +93,9 @@ def listening(address: str) -> socket.socket:
 
 
 def unreachable(address: str, port: int, timeout_s: float = timeouts.CONNECT_S, listens: bool = True) -> str:
-    """Say why nobody answers at a port; empty: somebody does. Blocks for `timeout_s` at most.
+    """Say why a port cannot be reached; empty: it can. Blocks for `timeout_s` at most.
 
-    `listens`: somebody has to listen there. False: a refusal is an answer, too, as the machine is there.
+    `listens`: a process has to listen there. False: a refused connection will do, too, since the machine answered.
     """
     try:
         socket.create_connection((address, port), timeout_s).close()

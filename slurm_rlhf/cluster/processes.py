@@ -23,7 +23,7 @@ SESSION_FILE = "session.json"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Describe the newest conductor of a run. Outside Slurm the fields of the job are empty."""
+    """Identify the newest conductor of a run. Outside Slurm the fields of the job are empty."""
 
     host: str
     pid: int
@@ -113,24 +113,24 @@ CONDUCTOR_GONE = "the conductor is gone"
 """Last line in the log of a rank that ends itself because it has lost the conductor."""
 
 CONDUCTOR_GONE_STATUS = 75
-"""Exit status of such a rank."""
+"""Exit status of a rank that ends itself because it has lost the conductor."""
 
 KEYS = "SLURM_RLHF_RUN_KEYS"
 """Variable with the keys of the run, if they are not read from the run directory."""
 
 PARENT = "SLURM_RLHF_PARENT"
-"""Variable with the process id of the torchrun that starts a rank, which may end before the rank can ask for it."""
+"""Variable with the process id of the torchrun that starts a rank: if it ends early, the rank's getppid is another."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-_DESCRIPTORS = 65536  # no higher limit: some programs close all possible descriptors, one by one
+_DESCRIPTORS = 65536  # highest soft limit that is set: some programs close all possible descriptors, one by one
 _OF_A_RANK = 2  # connections of a rank to the conductor
 _OTHERS = 128
 
 
 def raise_descriptors(ranks: int = 0) -> None:
-    """Raise the soft limit of open files for this process, the first one on its node, and all that it starts.
+    """Raise the soft limit of open files for this process, the first of the run on its node, and all that it starts.
 
     `ranks`: the number of ranks that will connect to it. Raises ConfigError if the limit is too low for them.
     """

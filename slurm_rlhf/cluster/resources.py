@@ -92,7 +92,7 @@ def _this_machine(environ: Mapping[str, str]) -> Topology:
 
 
 def _gpus(slurm: SlurmEnvironment) -> tuple[int, ...]:
-    """Return the GPUs on each node. Asks Slurm if the environment does not tell; without an answer nodes are alike."""
+    """Return the number of GPUs on each node: from the environment, from Slurm, or as on this node if it is silent."""
     if (gpus := slurm.gpus()) is not None:
         return gpus
     try:
@@ -108,12 +108,12 @@ def _gpus(slurm: SlurmEnvironment) -> tuple[int, ...]:
 class Memory:
     """Hold the memory estimate; if there is none, `unknown` says why."""
 
-    config: Config  # with what memory decides
+    config: Config  # with the keys that depend on memory filled in
     size: GpuSize
     unknown: str = ""
     account: Account | None = None
     models: Models | None = None
-    chosen: bool = False  # train.gradient_checkpointing of `config`, which is auto to the user
+    chosen: bool = False  # train.gradient_checkpointing is auto, and `config` has the value that was chosen for it
 
 
 def memory_of(config: Config, found: GpuSize | None, command: str = "train") -> Memory:
@@ -183,7 +183,7 @@ class Partition:
     up: bool
 
     def describe(self) -> str:
-        """Write a line for a user who chooses."""
+        """Describe the partition in a line, for a user who chooses one."""
         gpus = f"{self.gpus} GPUs" if self.gpus else "no GPUs"
         mark = " (default)" if self.default else ""
         return f"{self.name}{mark}: {self.nodes} nodes of {gpus} and {self.cpus} CPUs, at most {self.time}"

@@ -35,7 +35,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 def expand(text: str) -> list[str]:
     """Expand the node list `text` to host names, in the order of `scontrol show hostnames`, repetitions included.
 
-    Raises PlacementError for what is no list, and on an empty one.
+    Raises PlacementError for text that is no list, and for an empty list.
     """
     if _ELEMENT.sub("", text).strip(" \t\n,"):
         raise PlacementError(f"invalid node list {text!r}: its elements are like login1 or gpu[001-003,007]")
@@ -178,8 +178,8 @@ class SlurmEnvironment:
     def gpus(self) -> tuple[int, ...] | None:
         """Return the GPUs of the job on each node; None if the variables do not tell, but `ask_scontrol` may.
 
-        They tell if each node was asked for as many as this one has: a job that is submitted inside another job
-        inherits that job's request. In a step the number of this node may be the step's.
+        They tell it if the request per node equals the number on this node; a job that was submitted inside another job
+        inherits the other's request. In a step the number on this node may be that of the step.
         """
         count, here, asked, outside = len(self.job_nodes), self.gpus_on_node, self.gpus_per_node, self.step_id is None
         if here is None and asked is None:

@@ -23,7 +23,7 @@ _FIELDS = (
     *("Partition", "StartTime", "BatchHost", "Requeue"),
 )
 """Fields of scontrol, in the order of `Job` from `state` on."""
-_FORGOTTEN = ("Invalid job id", "not found")
+_FORGOTTEN = ("Invalid job id", "not found")  # in errors of scontrol about a job that slurmctld does not know any more
 
 
 @dataclass(frozen=True, slots=True)

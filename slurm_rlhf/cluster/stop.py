@@ -23,14 +23,14 @@ from slurm_rlhf.wire import timeouts
 
 
 class Arrangement(NamedTuple):
-    """Say how a run goes on."""
+    """Say how a run continues after a stop."""
 
     text: str
     sure: bool  # False: nothing could be arranged, and the user has to act
 
 
 class Continuation:
-    """Let a scheduler continue a run. This class leaves that to the user; `nodes.requeue` has subclasses for Slurm."""
+    """Make a scheduler continue a run. This class leaves that to the user; `nodes.requeue` has subclasses for Slurm."""
 
     def end_time(self) -> float | None:
         """Return the end of the allocation in seconds since the epoch; None if unknown. Asks the scheduler once."""
@@ -53,7 +53,7 @@ SAVE_FILE = "save"
 _POLL_S = 1.0
 _TAKEN = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _KICK = signal.SIGURG
-"""Signal that only ends the main thread's wait."""
+"""Signal without effect, except that it interrupts a wait of the main thread."""
 _SAVES = b"\nCtrl-C: the run saves and ends; press it again to end it at once\n"
 
 
@@ -80,7 +80,7 @@ _early = threading.Event()
 
 
 def note_early() -> None:
-    """Keep SIGUSR1 for the first Stop, so that it does not end this process. Only the main thread may call it.
+    """Remember a SIGUSR1 until the first Stop, so that it does not end this process. Only the main thread may call it.
 
     While the interpreter ends, SIGUSR1 is ignored: `scancel --signal` on a task of an array repeats it until the end.
     """
@@ -91,7 +91,7 @@ def note_early() -> None:
 
 @contextmanager
 def termination() -> Iterator[threading.Event]:
-    """Let SIGTERM only set the event. Only the main thread may enter it."""
+    """Make SIGTERM only set the event inside the block. Only the main thread may enter it."""
     came = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.set())
     try:
@@ -114,7 +114,7 @@ class StopRequested(BaseException):
     """Interrupt the main thread where work may be dropped. Not an Exception, so that no handler catches it."""
 
     def __init__(self, reason: Reason, saved: bool = True) -> None:
-        """`saved`: a checkpoint has all that was done so far before the run ends."""
+        """`saved`: the run saves all work so far before it ends."""
         super().__init__(reason.what)
         self.reason = reason
         self.saved = saved
@@ -132,7 +132,7 @@ class Stop:
     def __init__(self, directory: Path, end: float | None = None, margin_s: float = 0.0) -> None:
         self.reason: Reason | None = None
         self._directory = directory
-        # By time.monotonic(): the clock of a node may be set meanwhile.
+        # By time.monotonic(), because the clock of a node may be changed meanwhile.
         self._end = None if end is None else time.monotonic() + end - time.time()
         self._margin_s = margin_s
         self.can_drop = False
@@ -141,7 +141,7 @@ class Stop:
         self._leaving = threading.Event()
 
     def __enter__(self) -> Stop:
-        # A file of an earlier session has had its effect.
+        # A file from an earlier session has had its effect already.
         _removed(self._directory / STOP_FILE)
         self._before = {number: signal.getsignal(number) for number in _TAKEN}
         for number, handler in self._before.items():
@@ -167,7 +167,7 @@ class Stop:
 
     @contextmanager
     def droppable(self) -> Iterator[None]:
-        """Let a stop raise StopRequested at once inside the block, or at its begin if it was requested before."""
+        """Make a stop raise StopRequested at once inside the block, or at its start if it was requested before."""
         self.can_drop = True
         try:
             self.check()
@@ -222,8 +222,8 @@ class Stop:
         while not self._leaving.is_set():
             with contextlib.suppress(TimeoutError):
                 if set(came.recv(64)) - {_KICK}:
-                    # Python's handler runs when the main thread runs. It does not if a wait of that thread begins just
-                    # when the signal comes, or if another thread gets the signal: one more signal ends the wait.
+                    # Python's handler runs only when the main thread runs. If that thread begins a wait just when the
+                    # signal comes, or if another thread gets the signal, a second signal has to end the wait.
                     self._leaving.wait(timeouts.SIGNAL_HANDLED_S)
                     if not self._leaving.is_set():
                         signal.pthread_kill(main, _KICK)

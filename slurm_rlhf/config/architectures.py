@@ -1,4 +1,4 @@
-"""Know models of transformers without importing any: how they change logits, what was compared, attention kernels.
+"""List facts about models of transformers, without importing it: changes to logits, comparisons, attention kernels.
 
 The tables by model are in `architectures.json`, each under the name that its constant has here.
 """
@@ -14,7 +14,7 @@ from slurm_rlhf.errors import meant
 
 @dataclass(frozen=True, slots=True)
 class HeadFields:
-    """Name the fields of a Hugging Face config by which a model changes its logits z behind the head.
+    """Name the fields of a Hugging Face config by which a model changes its logits z after the head.
 
     z' = z * config[factor] or z / config[divisor], then z'' = config[cap] * tanh(z' / config[cap]).
     """
@@ -56,7 +56,7 @@ class Compared:
     """
 
     model_type: str
-    note: str = ""  # features that were compared beyond the plain model, or needs of the model here
+    note: str = ""  # features that were compared beyond the plain model, or settings that the model needs here
     window_differs: bool = False  # transformers and vLLM disagree about the first token in its sliding window
 
 
@@ -74,7 +74,8 @@ in fp32, with gradients, by `pytest -m "" tests/trainer/test_packing.py`. Others
 token to token, or attention of their own: a row for each sequence."""
 
 ALONE: tuple[str, ...] = tuple(_TABLES["alone"])
-"""How a model_type, or a field of a config, begins where that is known: attention of its own, or fields of a state."""
+"""Beginnings of the model_type or of config fields of models that are known to need a row for each sequence: they have
+attention of their own, or carry a state from token to token."""
 
 
 NO_LINEAR = frozenset(_TABLES["no_linear"])

@@ -46,8 +46,8 @@ GENERATED_BY = "generate.model_name_or_path"
 def check(config: Config, unmade: Collection[str] = ()) -> None:
     """Check everything that `slurm-rlhf train` can know beforehand.
 
-    `unmade`: keys of models that are not made yet; they name the ones that these are made from, without their heads.
-    Raises one ConfigError with all that is wrong; ModelError where it is in model directories alone.
+    `unmade`: keys of models that do not exist yet; they name the models that these are trained from, whose heads are
+    not checked. Raises one ConfigError with all problems; ModelError if all of them are in model directories.
     """
     _raise(_training_problems(config), _model_problems(config, unmade))
 
@@ -90,7 +90,7 @@ def stage_shares_problem(config: Config, stage: str, ranks: int) -> Iterator[str
 
 
 def check_generate(config: Config) -> None:
-    """Check keys and files of `slurm-rlhf generate`, but for the model. Raises one ConfigError with all problems."""
+    """Check keys and files of `slurm-rlhf generate`, except the model. Raises one ConfigError with all problems."""
     problems = list(rules.key_problems(config))
     what = "a Hugging Face directory, a run directory or a checkpoint"
     problems += _needed(GENERATED_BY, config.generate.model_name_or_path, what)
@@ -116,7 +116,7 @@ def check_eval(config: Config) -> None:
 
 
 def _engines_alone(config: Config) -> Iterator[str]:
-    """Check what samples, and the source of rewards, where engines are the only ranks."""
+    """Check rules and rewards of commands whose only ranks are engines."""
     yield from row_problems("engines_alone", config)
     if not config.reward.model_name_or_path and has_reward(config):
         yield from reward_source(config)
@@ -141,7 +141,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def _model_problems(config: Config, unmade: Collection[str]) -> Iterator[UserError]:
-    """Check each directory that a role of the run starts from, and what the engines ask of the actor's."""
+    """Check each model directory that a role of the run starts from, and that engines can run the actor's model."""
     directories: dict[str, tuple[str, bool]] = {}
     adapted: set[str] = set()
     for role in running_roles(config):
@@ -323,7 +323,7 @@ def reward_statistics(path: str) -> tuple[float, float] | None:
 
 
 def check_reward_model(config: Config) -> None:
-    """Check what a reward model has beyond others; its tokenizer must be that of the actor. Raises ModelError."""
+    """Check what only a reward model needs: statistics of its scores, the actor's tokenizer. Raises ModelError."""
     path = config.reward.model_name_or_path
     if config.reward.normalize_enable:
         reward_statistics(path)
@@ -364,7 +364,7 @@ def tracker_problems(config: Config) -> Iterator[str]:
 
 _NAME = re.compile(r"(^|_)(API_?KEY|TOKEN|PASSWORD|SECRET|CREDENTIALS?)$")
 _SET = re.compile(r"\b([A-Z][A-Z0-9_]*)=\S")
-_SHORTEST = 6  # characters: a shorter value would blot out words
+_SHORTEST = 6  # characters of a secret; to replace shorter values would garble ordinary words
 
 
 def without_secrets(text: str, environment: Mapping[str, str]) -> str:

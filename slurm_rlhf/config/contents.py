@@ -13,8 +13,8 @@ from slurm_rlhf.config.user_data import data_files
 from slurm_rlhf.errors import ModelError
 
 _PIECES = 256
-"""Number of pieces of a file of weights that are compared, at even distances: training changes all of them, and to read
-a whole large model takes minutes."""
+"""Pieces of each file of weights that are hashed, at even distances: training changes every piece, and to hash all of a
+large model takes minutes."""
 _PIECE = 1 << 14
 """Bytes of a piece."""
 
@@ -40,13 +40,13 @@ def data_contents(path: Path | str) -> str:
 
 @cache
 def _file_contents(file: Path, size: int, changed_ns: int) -> str:
-    """Return the hash of a file, which is read once as long as it does not change: `status --watch` asks each time."""
+    """Return the hash of a file, cached until its size or time changes, because `status --watch` asks repeatedly."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "blake2b").hexdigest()
 
 
 def check_same_tokenizer(key: str, path: str, actor: str, remedy: str) -> None:
-    """Check that the model of `key` in `path` reads the tokens of the `actor`. Raises ModelError with the `remedy`."""
+    """Check that the model of `key` in `path` has the tokenizer of `actor`. Raises ModelError with the `remedy`."""
     difference = _difference(require_tokenizer(Path(path)), require_tokenizer(Path(actor)))
     if difference:
         raise ModelError(

@@ -34,10 +34,10 @@ class EvalSettings:
     source_key: str  # empty: none
     input_key: str
     label_key: str
-    needs_label: bool  # the data set names the column itself
+    needs_label: bool  # its own entry names label_key, so rows without that column are an error
 
     def reading(self, data: Data) -> Data:
-        """Return the keys with which its file is read: every row of it, by its own columns."""
+        """Return `data` as this data set is read: every row, by its own columns."""
         return replace(data, input_key=self.input_key, label_key=self.label_key, weights=[], filter=[])
 
 
@@ -53,7 +53,7 @@ def default_pass_k(samples: int) -> tuple[int, ...]:
 
 
 def metric_names(config: Config) -> list[str]:
-    """List the metrics of an evaluation of which more is better: those that ckpt.best_metric may name."""
+    """List the metrics of an evaluation for which higher is better: ckpt.best_metric may name them."""
     names = []
     for one in data_sets(config):
         figures = ["mean", *(f"pass@{k}" for k in one.pass_k)]
@@ -64,7 +64,7 @@ def metric_names(config: Config) -> list[str]:
 
 
 def eval_problems(config: Config) -> Iterator[str]:
-    """Find the broken rules of eval, and of ckpt.best_metric; wait until each number is in its range."""
+    """Find the broken rules of eval, and of ckpt.best_metric; ranges of numbers are checked elsewhere."""
     group = config.eval
     if group.dataset and group.datasets:
         yield "eval.dataset and eval.datasets are both set: put the one file into the list, or leave it out"

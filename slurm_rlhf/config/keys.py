@@ -1,16 +1,16 @@
 """Find every key of the schema by its dotted name or by a name that users of OpenRLHF, verl and TRL know.
 
-A key has a type, a range, a default and documentation. The tables of other names are in `migrate.json`, which is read
-when a name is met that is no key:
+A key has a type, a range, a default and documentation. A name that is not a key is looked up in `migrate.json`:
 
     openrlhf           the flags of OpenRLHF's PPO command: `now` is the spelling since April 2026 (`actor.adam.lr`),
-                       `before` the one until then (`actor_learning_rate`); `key` takes the same value here, or
-                       `instead` says what to do. Read from `openrlhf/cli/train_ppo_ray.py` of August and April 2026.
+                       `before` the one until then (`actor_learning_rate`); `key` is the key here that takes the same
+                       value, or `instead` says what to do. Source: `openrlhf/cli/train_ppo_ray.py` of August and April
+                       2026.
     unserved           PEFT's fields, as keys or as TRL's flags -> what vLLM's adapters do not have
     short              short name that people write -> the keys they mean, the most likely first
 
-`peers.toml` leads from names of verl and TRL to the keys that do their work here; values may differ, so errors name the
-key and nothing is read, but for `slurm-rlhf migrate`.
+`peers.toml` has the keys here for names of verl and TRL. Their values may differ, so `slurm-rlhf migrate` alone
+translates them; an error about such a name only says the key.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _walk(group: Any, prefix: str) -> Iterable[Key]:
 
 
 def _kind(hint: Any) -> str:
-    """Name a type; None in place of a value of it is nobody's to write."""
+    """Name a type, without `| None`: users never write None."""
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).removesuffix(" | None")
 
 
@@ -149,7 +149,7 @@ def changed(config: Config, change: Mapping[str, Any]) -> Config:
 
 
 def changed_keys(config: Config, *beginnings: str) -> list[str]:
-    """List the keys that have another value than their default, of those that start with one of `beginnings` if any."""
+    """List the keys that differ from their default; with `beginnings`, only those that start with one of them."""
     keys = [key for name, key in all_keys().items() if name.startswith(beginnings or "")]
     return [key.name for key in keys if get(config, key.name) != key.default]
 
@@ -212,10 +212,10 @@ VALUES = {
     "actor.policy_loss_type": {"vanilla": "ppo", "dapo": "ppo", "grpo": "ppo"},
     "ds.packing_samples": {"true": "auto", "false": "never"},
 }
-"""Key -> a value of OpenRLHF, verl or TRL -> what it is here. Named in errors and not read."""
+"""Key -> a value of OpenRLHF, verl or TRL -> the value here. Errors suggest it; it is not translated silently."""
 
 INTERVALS = ("ckpt.save_steps", "eval.steps")
-"""Keys for which -1 is never at OpenRLHF and verl, and 0 here."""
+"""Keys for which -1 means never in OpenRLHF and verl; here 0 does."""
 
 
 @cache
@@ -260,7 +260,7 @@ def begins_alias(name: str) -> bool:
 
 
 def meaning(name: str) -> str:
-    """Say what a name of a peer, or of PEFT, is here; empty if it is none of theirs, or the last part of a key."""
+    """Say which key a name of OpenRLHF, verl, TRL or PEFT is here; empty for others, and where the key ends in it."""
     if name in _instead():
         return f"OpenRLHF's {name} is no key here: {_instead()[name]}"
     if what := tables()["unserved"].get(name):

@@ -43,7 +43,7 @@ NOT_PATHS = {
     "env.path": URLS,
     "train.kernel_cache": ("auto", "none"),
 }
-"""Key of a path -> other words that it takes."""
+"""Key of a path -> beginnings of values that are no path."""
 
 
 GONE = {

@@ -1,7 +1,7 @@
 """Translate a script or a command of OpenRLHF, verl or TRL into a TOML file of keys here. Pure: text in, text out.
 
-One way for all: a reader finds the program and what is said to it (name, words), the tables in `peers.toml` lead from
-names to keys, functions here compute what several names say together, and what breaks a rule here is left out.
+The same steps for all three: `peer_script` finds the program and its settings (name, words), the tables in `peers.toml`
+map names to keys, functions here compute keys that follow from several names, and keys that break a rule are left out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from slurm_rlhf.config.text import BadValue, from_text, listed, toml_value
 from slurm_rlhf.errors import ConfigError
 
 Values = dict[str, Any]
-"""Key -> its value; None: it is not set, nan: a number that it follows from is not known."""
+"""Key -> its value; None: it is not set, nan: it follows from a number that is not known."""
 
 
 class PeerFigures:
-    """Holds what was said, the first of each name, and the peer's defaults."""
+    """Holds the settings of a script, the first one of each name, and the peer's defaults."""
 
     def __init__(self, said: Sequence[Setting]) -> None:
         self._words = {each.name: each.words or ["true"] for each in reversed(said)}
@@ -37,7 +37,7 @@ class PeerFigures:
         return self.text(name).lower() == "true"
 
     def number(self, name: str) -> float:
-        """Return a number; 0 where nothing is said, nan for what is no number."""
+        """Return a number; 0 if it is not set, nan if its text is no number."""
         try:
             return float(self.text(name) or 0)
         except ValueError:
@@ -49,10 +49,10 @@ def _over(whole: float, part: float) -> float:
 
 
 def openrlhf(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
-    """Choose the longest response where OpenRLHF gives it what its prompt leaves, and the default here is too long.
+    """Choose rollout.max_new_tokens where the default does not fit, because OpenRLHF gives a response all that is left.
 
-    A chat template is in the place of the template of a prompt there, and around it here. Frozen models are cut there
-    where the trained ones are, at stage 3.
+    There a chat template replaces the input template; here it is put around it. There frozen models are cut, too, when
+    trained ones are at stage 3.
     """
     if command != "train":
         return {"data.input_template": None} if values.get("data.apply_chat_template") else {}
@@ -113,7 +113,7 @@ def trl(said: PeerFigures, values: Mapping[str, Any], command: str) -> Values:
 
 
 FIGURES = {"openrlhf": openrlhf, "verl": verl, "trl": trl}
-"""Peer -> what it computes."""
+"""Peer -> function that computes the keys which follow from several of its names."""
 
 
 _PYTHON = re.compile(r"^(?:from|import) \w|Config\(", re.MULTILINE)
@@ -121,13 +121,13 @@ _PYTHON = re.compile(r"^(?:from|import) \w|Config\(", re.MULTILINE)
 
 @dataclass(slots=True)
 class Translation:
-    """Holds what a command says, sorted."""
+    """Holds the translation of a command."""
 
     peer: str = "OpenRLHF"
     command: str = "train"  # the command that reads the file
     values: dict[str, object] = field(default_factory=dict)  # key -> value
     flags: dict[str, str] = field(default_factory=dict)  # key -> what was written, where one flag says it
-    defaults: set[str] = field(default_factory=set)  # keys that the command does not say
+    defaults: set[str] = field(default_factory=set)  # keys whose value is a default of the peer
     left_out: list[str] = field(default_factory=list)  # a sentence for each flag without a key
 
     def toml(self) -> str:
@@ -152,7 +152,7 @@ class Translation:
 
 
 class Dictionary:
-    """Holds the tables of a peer for one program: its own, those of stages, of the command and of the program."""
+    """Holds the tables of a peer for one program: merged from general ones, and from those for its command."""
 
     def __init__(self, peer: str, program: str) -> None:
         table = peers()[peer]
@@ -226,7 +226,7 @@ def _words(value: object) -> list[str]:
 
 
 def _look_up(found: Translation, book: Dictionary, said: Setting, read: Collection[str]) -> None:
-    """Take what is said if a key here is that; else say why not, unless it is a default that nobody wrote."""
+    """Translate a setting if a key here takes it; else note why not, unless it is a default that nobody wrote."""
     key, why = book.find(said.name), ""
     if isinstance(key, str):
         why = key if said.name not in book.needs.values() else ""
@@ -267,7 +267,7 @@ def _take(found: Translation, key: Key, said: Setting, values: Mapping[str, str]
 
 
 def _put(found: Translation, name: str, value: Any) -> None:
-    """Set what several names say together; None: nothing, nan: one of them is not known."""
+    """Set a key that follows from several names. `value` None: it is not set; nan: one of the names is not known."""
     key = all_keys()[name]
     found.defaults.discard(name)
     found.values.pop(name, None)
@@ -298,9 +298,9 @@ def _share(found: Translation) -> None:
 
 
 def _fit(found: Translation) -> None:
-    """Leave out what breaks a rule here, so that `check` finds none: defaults, words and switches, then numbers.
+    """Leave out keys until no rule is broken, so that `check` accepts the file.
 
-    Before them what has no effect.
+    First keys that have no effect, then defaults, then words and switches, numbers last.
     """
     while said := _problems(found):
         named = [key for key in sorted(found.values, key=said[0].rfind, reverse=True) if key in said[0]]
@@ -308,7 +308,7 @@ def _fit(found: Translation) -> None:
         named.sort(key=lambda name: (name != idle, name not in found.defaults, all_keys()[name].kind in number))
         wrong = next((name for name in named if said[0] not in _problems(found, name)), None)
         if wrong is None:
-            return  # a rule about what is not set here, which `check` tells
+            return  # the rule is about a key that is not set here: `check` will say so
         value = toml_value(found.values.pop(wrong))
         if wrong not in found.defaults:
             found.left_out.append(f"{found.flags.get(wrong, wrong)} {value}: {said[0]}")
@@ -321,7 +321,7 @@ def _problems(found: Translation, without: str = "") -> list[str]:
 
 
 def _program(script: str, peer: str) -> tuple[str, list[Setting]]:
-    """Find the program of a peer in a script, and what is said to it. Raises ConfigError where there is none."""
+    """Find the program of a peer in a script, and its settings. Raises ConfigError where there is none."""
     table = peers()[peer]
     if "classes" in table and _PYTHON.search(script):
         return python_settings(script, table)

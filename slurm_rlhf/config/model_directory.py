@@ -90,9 +90,9 @@ def check_length(key: str, path: str, max_len: int) -> None:
 def check_architecture(key: str, path: str, *, head: bool = True, sampled_len: int = 0, engines: bool = True) -> None:
     """Check that the model can be trained. Raises ModelError, which names its architecture.
 
-    `architectures` has what is known. `head`: its own head gives log-probs; without, its body alone gives values or
-    scores. `sampled_len`: engines sample texts of up to so many tokens from it; 0: no engine does. `engines` False: nor
-    will any, so that REFUSED, whose models are refused because of them, does not count.
+    The tables are in `architectures`. `head`: its own head gives log-probs; False: its body alone gives values or
+    scores. `sampled_len`: engines sample texts of up to so many tokens from it; 0: no engine does. `engines` False: no
+    engine will ever run it, so REFUSED, whose models are refused because of engines, does not count.
     """
     config = read_config(key, Path(path))
     text = text_config(config)
@@ -113,7 +113,7 @@ def check_architecture(key: str, path: str, *, head: bool = True, sampled_len: i
         value = text.get(field)
         if value not in (None, 1, 1.0) and field not in known.fields:
             raise ModelError(
-                f"{key}: {path}/config.json has {field} = {value}, by which models change their logits behind the "
+                f"{key}: {path}/config.json has {field} = {value}, by which models change their logits after the "
                 f"head, and how a {outer} does it is not known here: use a model without {field}"
             )
 
@@ -141,8 +141,8 @@ def reward_head(names: Collection[str], path: str | Path) -> str:
 def check_head(key: str, path: str, *, language: bool, needed: bool = True) -> None:
     """Check that the weights have the head of a language model, or of a reward model. Raises ModelError.
 
-    `needed` False: a new head is made where there is none of a reward model. Reads headers of safetensors files; what
-    is in other files is known when they are loaded.
+    `needed` False: a missing reward head is no error, a new one is made. Reads headers of safetensors files; models
+    with files of other formats are checked only when they are loaded.
     """
     files, config = weight_files(Path(path)), read_config(key, Path(path))
     if any(file.suffix != ".safetensors" for file in files):
@@ -164,7 +164,7 @@ def check_head(key: str, path: str, *, language: bool, needed: bool = True) -> N
 def check_adapters(key: str, path: str, targets: Sequence[str]) -> None:
     """Check lora.target_modules by the headers of safetensors files. Raises ModelError.
 
-    transformers may rename the layers of models that were never compared: of these only experts are refused here.
+    For models that were never compared, whose layers transformers may rename, only experts are refused here.
     """
     files, config = weight_files(Path(path)), read_config(key, Path(path))
     headers = [_header(file)[0] for file in files if file.suffix == ".safetensors"]
@@ -187,7 +187,7 @@ def check_head_shape(where: str, head: str, shape: list[int], hidden: int | None
 
 
 def _check_causal(key: str, path: str, config: Mapping[str, Any], head: bool) -> None:
-    """Check that a token's state depends on the tokens before it alone, and that log-probs have a head."""
+    """Check that a token's state depends only on the tokens before it and, with `head`, that the model is causal."""
     names, kind = config.get("architectures") or [], str(config.get("model_type"))
     what = f"{key}: {path} is a {names[0] if names else kind}"
     if config.get("is_encoder_decoder"):
@@ -225,7 +225,7 @@ def check_tensor_parallel(key: str, path: str, size: int) -> None:
     heads, width = config.get("num_attention_heads"), config.get("intermediate_size")
     shared = config.get("num_key_value_heads") or heads
     if not (isinstance(heads, int) and isinstance(shared, int)):
-        return  # vLLM knows better how this model counts
+        return  # config.json does not say it here; vLLM checks this model itself
 
     def fits(ranks: int) -> bool:
         inner = not isinstance(width, int) or width % ranks == 0
@@ -253,7 +253,7 @@ def read_config(key: str, directory: Path) -> dict[str, Any]:
     return config
 
 
-_GGUF = "GGUF cannot be trained, give the Hugging Face model that it was made of"
+_GGUF = "GGUF cannot be trained, give the Hugging Face model that it was made from"
 
 
 def _instead_of_model(directory: Path, lacking: str) -> str:
@@ -349,7 +349,7 @@ def stored_parameters(path: str) -> list[tuple[str, list[int]]]:
 
 
 def sent_parameters(path: str, lora: Lora) -> list[tuple[str, list[int]]]:
-    """List name and shape of what an update brings to engines of the model in `path`: its tensors, or adapters.
+    """List name and shape of what a weight update sends to engines of the model in `path`: its tensors, or adapters.
 
     Raises ModelError as `stored_parameters` does.
     """
@@ -358,7 +358,7 @@ def sent_parameters(path: str, lora: Lora) -> list[tuple[str, list[int]]]:
 
 
 def adapters_of(stored: list[tuple[str, list[int]]], lora: Lora) -> list[tuple[str, list[int]]]:
-    """List name and shape of the adapters of the tensors `stored`: of matrices in numbered layers."""
+    """List name and shape of the adapters for the tensors `stored`; matrices in numbered layers have adapters."""
     sent = []
     for name, shape in stored:
         path = name.removesuffix(".weight").split(".")
@@ -385,7 +385,7 @@ def _header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
             entry["shape"], int(entry["data_offsets"][1])
         return entries, length
     except FileNotFoundError:
-        raise ModelError(f"{file.parent} holds no {file.name}: only safetensors can be planned with") from None
+        raise ModelError(f"{file.parent} holds no {file.name}: shapes are read from safetensors files only") from None
     except struct.error:
         raise ModelError(f"{file} is not a safetensors file: it is empty, or ends within its header") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

@@ -49,13 +49,13 @@ class _Branches:
     done: bool = False  # a branch is found
 
     def turn(self, wanted: bool) -> None:
-        """Begin a branch: of those that are wanted the first is run."""
+        """Begin a branch; the first branch that is `wanted` is run, no other."""
         self.now = wanted and not self.done
         self.done |= wanted
 
 
 class Setting(NamedTuple):
-    """Holds what is said to a program: a name and its words."""
+    """Holds a setting of a program: a name and its words."""
 
     name: str
     words: list[str]
@@ -63,12 +63,12 @@ class Setting(NamedTuple):
 
     @property
     def unknown(self) -> bool:
-        """Whether the script does not have the value, as of a variable of the shell that it does not assign."""
+        """Tell whether the script lacks the value, such as that of a shell variable which it does not assign."""
         return any("$" in word for word in self.words)
 
 
 def settings(words: list[str], program: int, table: Mapping[str, Any]) -> list[Setting]:
-    """Return the flags behind the program, which is the word number `program`, and those of its launcher in `table`.
+    """Return the flags after the program, which is word number `program`, and those of its launcher in `table`.
 
     They look like `--a.b=c`, `--a.b c d`, `--a.b`, `a.b=c` and `+a.b=c` (Hydra's).
     """
@@ -112,7 +112,7 @@ def commands(script: str) -> Iterator[list[str]]:
 def _taken(text: str, known: dict[str, list[str]]) -> Iterator[str]:
     """Yield the lines that are run, with sums computed, and put what they assign into `known`.
 
-    Of branches between which the script alone does not decide the first is run.
+    Where the script alone does not decide between branches, the first one is run.
     """
     levels: list[_Branches] = []
     for whole in _lines(_BREAK.sub(r"\n\1\2\n", text)):
@@ -138,9 +138,9 @@ def _taken(text: str, known: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _holds(condition: str, known: dict[str, list[str]]) -> bool:
-    """Judge a condition: a variable that the script does not assign is empty, and like no text.
+    """Judge a condition: a variable that the script does not assign is empty, and equal to no text.
 
-    What is no comparison of texts holds.
+    A condition that is no comparison of texts counts as true.
     """
     tests = []
     for kind, text, left, sign, right in _TEST.findall(_replaced(condition, known)):
@@ -150,7 +150,7 @@ def _holds(condition: str, known: dict[str, list[str]]) -> bool:
 
 
 def _computed(text: str, known: dict[str, list[str]]) -> str:
-    """Replace sums, `$((1024 * 8))`, by their numbers; one of what is not known stays, without its spaces."""
+    """Replace sums, `$((1024 * 8))`, by their numbers; one with an unknown variable stays, without its spaces."""
 
     def number(found: re.Match[str]) -> str:
         whole = _replaced(found[1], known).strip().replace("/", "//")
@@ -163,14 +163,14 @@ def _computed(text: str, known: dict[str, list[str]]) -> str:
 
 
 def _number(node: ast.expr, known: dict[str, list[str]]) -> int:
-    """Compute a sum. Raises ValueError or KeyError for what is no number, or no operator of whole numbers."""
+    """Compute a sum. Raises ValueError or KeyError for anything but whole numbers and their operators."""
     if isinstance(node, ast.BinOp):
         return int(_OPERATORS[type(node.op)](_number(node.left, known), _number(node.right, known)))
     return int(known[node.id][0] if isinstance(node, ast.Name) else ast.unparse(node))
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield logical lines: a quote that is open goes on over the end of a line."""
+    """Yield logical lines: a quote that is open at the end of a line continues in the next one."""
     pending = ""
     for line in text.splitlines():
         pending = f"{pending}\n{line}" if pending else line
@@ -217,7 +217,7 @@ def _value(found: re.Match[str], known: dict[str, list[str]]) -> str:
 
 
 def python_settings(script: str, table: Mapping[str, Any]) -> tuple[str, list[Setting]]:
-    """Return the program that a script's configuration class stands for, and what is said to it.
+    """Return the program that a script's configuration class stands for, and its settings.
 
     `table`: a peer's, with `classes`, `calls` and `uses`. Where the class is not called but made from the command line,
     the flags are those of the first command in the script's docstring. Raises ConfigError for a script that is no
@@ -249,9 +249,9 @@ def python_settings(script: str, table: Mapping[str, Any]) -> tuple[str, list[Se
 
 
 def _known(assigned: list[tuple[ast.expr, ast.expr]], options: list[ast.Call]) -> dict[str, Any]:
-    """Return the names that the script assigns, and assigns once, with the values of literals.
+    """Return the literal values of the names that the script assigns exactly once.
 
-    `args.NAME` has the default of the option of the script's own that is called so.
+    `args.NAME` has the default of the script's own option NAME.
     """
     known: dict[str, Any] = {}
     for call in options:
@@ -264,14 +264,14 @@ def _known(assigned: list[tuple[ast.expr, ast.expr]], options: list[ast.Call]) -
 
 
 def _attributes(assigned: list[tuple[ast.expr, ast.expr]], known: Mapping[str, Any]) -> Iterator[Setting]:
-    """Find what is set afterwards, as in `training_args.max_steps = 3`."""
+    """Find settings that are assigned afterwards, as in `training_args.max_steps = 3`."""
     for target, value in assigned:
         if isinstance(target, ast.Attribute) and "args" in ast.unparse(target.value):
             yield Setting(target.attr, _words(value, known), target.attr)
 
 
 def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:
-    """Return the value of a literal, of a name that has one, or of an f-string of them; None of anything else."""
+    """Return the value of a literal, of a name that has one, or of an f-string of these; None for anything else."""
     if isinstance(node, ast.Name | ast.Attribute):
         return known.get(ast.unparse(node))
     if isinstance(node, ast.JoinedStr):
@@ -286,7 +286,7 @@ def _literal(node: ast.expr, known: Mapping[str, Any]) -> Any:
 
 
 def _words(node: ast.expr, known: Mapping[str, Any]) -> list[str]:
-    """Return the words of an expression; of one that is computed its text, as a variable of a shell is written."""
+    """Return the words of an expression; one that has to be computed becomes `${EXPRESSION}`, as a shell variable."""
     value = _literal(node, known)
     if value is None and not (isinstance(node, ast.Constant) and node.value is None):
         return [f"${{{ast.unparse(node)}}}"]

@@ -1,4 +1,4 @@
-"""Read a pipeline: the stages of a TOML file, each a command of slurm-rlhf, and where each leaves what it makes."""
+"""Read a pipeline: the stages of a TOML file, each a command of slurm-rlhf, and the directories of their output."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PipelineStage:
 
     @property
     def model(self) -> Path:
-        """Return what `{name}` stands for: the model that it makes; of `eval` and `generate` its directory."""
+        """Return the path that `{name}` stands for: the trained model; for `eval` and `generate`, the directory."""
         last = "model" if self.trains else "final" if self.command == TRAIN else ""
         return self.directory / last
 
@@ -64,7 +64,7 @@ class PipelineStage:
 
     @property
     def made(self) -> bool:
-        """Tell whether what it makes is there: a stage that was stopped ends without an error, too."""
+        """Tell whether its output is there. An exit without an error does not say so: a stopped stage has one, too."""
         return (self.directory / EVALUATED if self.command == EVAL else self.model).exists()
 
     @property
@@ -115,15 +115,15 @@ class Pipeline:
         return found
 
     def foreseen(self) -> Iterator[tuple[PipelineStage, set[str]]]:
-        """Yield each stage as it can be checked before any has run, with the keys of its models that are not made yet.
+        """Yield each stage as it can be checked before any has run, and its keys that name models not made yet.
 
-        In the place of such a model is the one that it is made from, which has its shape and its tokenizer.
+        Such a key names the model that the missing one is trained from, which has the same shape and tokenizer.
         """
         sources: dict[str, str] = {}
         for stage in self.stages:
             given = {name: value for name, _, value in (word.partition("=") for word in stage.words)}
             words = [f"{name}={sources.get(value, value)}" for name, value in given.items()]
-            # What it has made with other keys is put aside when it runs.
+            # The stage moves an output that was made with other keys aside when it runs.
             directory = self.root / f"{stage.name}.next" if stage.made else stage.directory
             seen = replace(stage, words=words, directory=directory)
             if (stage.trains or stage.command == TRAIN) and not stage.made:
@@ -131,7 +131,7 @@ class Pipeline:
             yield seen, {name[2:] for name, value in given.items() if value in sources}
 
     def _inputs(self, config: Config, keys: Sequence[Key]) -> Iterator[str]:
-        """Hash the files that these keys name, but for what the pipeline makes itself."""
+        """Hash the files that these keys name, except those that the pipeline itself makes."""
         values = [get(config, key.name) for key in keys if key.kind in ("path", "list[path]")]
         values += [one.path for one in config.eval.datasets if any(key.name == "eval.datasets" for key in keys)]
         paths = [path for value in values for path in (value if isinstance(value, list) else [value]) if path]

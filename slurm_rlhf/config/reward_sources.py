@@ -1,4 +1,4 @@
-"""Check the entries of reward.sources, of which each is a part of the reward, and the presets."""
+"""Check the entries of reward.sources, each of which is a part of the reward, and the presets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import RewardPart
 
 ENVIRONMENT, OTHER_SOURCE = "environment", "source"
-"""Components of the reward where env.path has another source next to it: the environment's, and that of a source that
-is no entry of reward.sources."""
+"""Names of the components of the reward if env.path and another source are set: the environment's component, and that
+of a source which is not an entry of reward.sources."""
 SOURCES = ("remote_url", "function", "preset", "model")
 PRESET_LIBRARIES = {
     "math": ("math_verify", "math-verify"),
@@ -26,12 +26,12 @@ _NAME = re.compile(r"[A-Za-z0-9_.@+-]+")
 
 
 def runs_programs(config: Config) -> bool:
-    """Tell whether a reward of the run is by unit tests, in a sandbox."""
+    """Tell whether a reward of the run runs unit tests, in a sandbox."""
     return "code" in (config.reward.preset, *(part.preset for part in config.reward.sources))
 
 
 def in_workers(config: Config) -> dict[str, str]:
-    """Return what runs in workers: key -> the file or the name of a reward function, preset or environment."""
+    """Return the user code that runs in workers: key -> file or name of a reward function, preset or environment."""
     reward, found = config.reward, {"env.path": config.env.path}
     for part in [reward, *reward.sources] if reward.workers else ():
         where = f"reward.sources, {part.name}, " if isinstance(part, RewardPart) else "reward."
@@ -64,18 +64,18 @@ def part_problems(config: Config) -> Iterator[str]:
     if models != bool(reward.model_name_or_path):
         yield (
             f"reward.sources has {models} entries with model = true, and reward.model_name_or_path = "
-            f"{reward.model_name_or_path!r}: one entry belongs to one directory of a reward model"
+            f"{reward.model_name_or_path!r}: a reward model needs exactly one such entry, and its directory"
         )
 
 
 def settings_of(part: RewardPart) -> dict[str, Any]:
-    """Return the keys of `reward` for a source that is this entry alone."""
+    """Return the keys of `reward` by which this entry is the only source."""
     found = {f"reward.{name}": getattr(part, name) for name in ("remote_url", "function", "preset", "preset_value")}
     return {**found, "reward.sources": [], "reward.model_name_or_path": ""}
 
 
 def preset(config: Config) -> Iterator[str]:
-    """Check the preset of the reward: what it needs, and what it takes."""
+    """Check the preset of the reward: the package that it needs, and its preset_value."""
     name, value = config.reward.preset, config.reward.preset_value
     module, package = PRESET_LIBRARIES.get(name, ("", ""))
     if module and find_spec(module) is None:

@@ -68,7 +68,7 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def has_teacher(config: Config) -> bool:
-    """Tell whether a teacher stands in the place of the reference."""
+    """Tell whether a teacher takes the place of the reference."""
     return bool(config.algo.distill.model_name_or_path)
 
 
@@ -78,7 +78,7 @@ def has_reference(config: Config) -> bool:
 
 
 def has_reward(config: Config) -> bool:
-    """Tell whether anything but a teacher says what is good."""
+    """Tell whether the run has a source of rewards; a teacher is none."""
     named = any(getattr(config.reward, name) for name in REWARD_SOURCES)
     return bool(config.env.path or config.reward.sources or named)
 
@@ -105,7 +105,7 @@ class RoleSpec:
     name: str
     group: str  # group of the configuration with num_nodes, and num_gpus_per_node unless the role is made of engines
     letter: str  # letter of its ranks in the grid of `plan`
-    worker: str  # "module:name" of what `ranks.rank_process` calls with (config, rank info, client)
+    worker: str  # "module:name" of the callable that `ranks.rank_process` calls with (config, rank info, client)
     kind: Kind  # trained: checkpoints have its state, and ds.enable_sleep moves its optimizer states; frozen; engine
     model_keys: Sequence[str]  # name the directory of its model; the first that is set counts
     head: bool = False  # True: its model keeps the head over the vocabulary; False: it has one score for each token

@@ -1,4 +1,4 @@
-"""Read the rules over keys, the rows of `rules.toml`."""
+"""Evaluate the rules over keys that are rows of `rules.toml`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SIGNS = {
 
 
 def facts(config: Config) -> dict[str, Any]:
-    """Return what conditions and sentences may name: the groups of keys, and what several keys say together."""
+    """Return the values that conditions and sentences may name: groups of keys, and facts that follow from keys."""
     return {field.name: getattr(config, field.name) for field in fields(config)} | {
         "checkpointing": config.checkpointing,
         "engines": has_engines(config),
         "programs": runs_programs(config),
         "teacher": has_teacher(config),
-        "turns": config.train.colocate_all and has_engines(config),  # on the same accelerators
+        "turns": config.train.colocate_all and has_engines(config),  # roles and engines share GPUs and take turns
         "workers": in_workers(config),
     }
 
@@ -67,7 +67,7 @@ def _named(name: str, known: Mapping[str, Any]) -> Any:
 
 
 def where_set(config: Config, names: Iterable[str], says: str) -> Iterator[str]:
-    """Find those of the keys `names` that were set; `says` goes on behind `KEY = VALUE`."""
+    """Yield `KEY = VALUE {says}` for each of the keys `names` that is not at its default."""
     for name in names:
         value = get(config, name)
         if value != all_keys()[name].default:

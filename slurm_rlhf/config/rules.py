@@ -1,4 +1,4 @@
-"""The rules over the keys of a configuration, without a look at files: rows of `rules.toml`, and what computes.
+"""Check the rules over several keys, without reading files: rows of `rules.toml`, and rules that need code.
 
 The keys of algo.correction are read here, too: the rule that they choose, and where old log-probs come from.
 """
@@ -25,7 +25,7 @@ GROUP = "algo.correction"
 
 
 def correction_of(config: Config) -> CorrectionRule | None:
-    """Find the rule that the losses of `config` are weighed by; None: by none. The keys have no problem."""
+    """Find the rule by which losses are weighted; None: they are not. The keys have been checked before."""
     keys = config.algo.correction
     if keys.level:
         return CorrectionRule(cast(Level, keys.level), cast(Mode, keys.mode), *keys.thresholds)
@@ -36,7 +36,7 @@ def correction_of(config: Config) -> CorrectionRule | None:
 
 
 def corrects(config: Config) -> bool:
-    """Tell whether the loss knows of the policy that sampled, by weights or by its ratio."""
+    """Tell whether the loss corrects for the policy that sampled, by weights or by its ratio."""
     keys = config.algo.correction
     return bool(keys.bypass or keys.level or _preset(config) != "none" or keys.off_policy_delta)
 
@@ -61,9 +61,9 @@ def _preset(config: Config) -> str:
 def of_the_update(config: Config) -> bool:
     """Tell whether the old log-probs are those of the update's own forward pass, so that none is made before it.
 
-    They are where a batch is one optimizer step, which starts from the policy that they are of, and where nothing needs
-    them before: no correction, no reference to compare with. The ratio is 1 then, and its gradient is that of the
-    log-probs. TRL and verl leave out the same pass.
+    This needs a batch of one optimizer step, which starts from the policy whose log-probs they are, and nothing that
+    uses them earlier: a correction, a reference, or critic.freezing_steps. The ratio is 1 then, and its gradient is
+    that of the log-probs. TRL and verl leave out the same pass.
     """
     responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     one_step = config.train.max_epochs == 1 and config.train.batch_size == responses
@@ -72,12 +72,12 @@ def of_the_update(config: Config) -> bool:
 
 
 def before_update(config: Config) -> bool:
-    """Tell whether the actor computes log-probs before the update: not with the engines', and not `of_the_update`."""
+    """Tell whether the actor computes old log-probs in a pass of its own, before the update."""
     return not (config.algo.correction.bypass or of_the_update(config))
 
 
 def rule_problems(config: Config) -> Iterator[str]:
-    """Find the broken rules of a training run; rules over several numbers wait until each is in its range."""
+    """Find the broken rules of a training run. Some compare several numbers: first each has to be in its range."""
     algorithm = list(_algorithm_problems(config))
     yield from key_problems(config)
     for role in (row for row in ROLES.values() if row.kind == "frozen"):
@@ -128,7 +128,7 @@ def _loss_problems(config: Config) -> Iterator[str]:
     if algorithm.policy_loss is not None:
         return
     for leaf in dict.fromkeys(leaf for row in POLICY_LOSSES.values() for leaf in row.keys):
-        if leaf not in chosen.keys:  # the run would be another than its author thinks
+        if leaf not in chosen.keys:  # the author of the run may think that such a key has an effect
             name, users = f"actor.{leaf}", " and ".join(row.name for row in POLICY_LOSSES.values() if leaf in row.keys)
             own = ", set actor.eps_clip_low_high for its range" if leaf == "eps_clip" and chosen.clip_range else ""
             why = f"has no effect with actor.policy_loss_type = {chosen.name}, it belongs to {users}: leave it out{own}"
@@ -152,7 +152,7 @@ def key_problems(config: Config) -> Iterator[str]:
             yield f"data.map has {entry!r}: write NAME=COLUMN, as in input=question"
     for entry in data.filter:
         if condition(entry) is None:
-            signs = "or !=, or one of <, <=, >, >= with a number behind it"
+            signs = "or !=, or one of <, <=, >, >= with a number after it"
             yield f"data.filter has {entry!r}: write COLUMN=VALUE, {signs}"
 
 
@@ -206,14 +206,14 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def hpz_problem(config: Config, group: str, ranks: int) -> Iterator[str]:
-    """Check that the copies of parameters that ZeRO-3 keeps within a node of `ranks` ranks divide over these."""
+    """Check that ds.hpz_size divides the `ranks` ranks of a node, if ZeRO-3 keeps copies of parameters there."""
     inside = config.ds.hpz_size
     if config.ds.zero_stage == 3 and ranks % inside:
         yield f"ds.hpz_size = {inside} does not divide {group}.num_gpus_per_node = {ranks}: change one of them"
 
 
 def shares_problem(config: Config, what: str, rows: int, sizes: str, ranks: int) -> Iterator[str]:
-    """Check that `rows` divide over the ranks, or their groups; `what` and `sizes` call both, for the user."""
+    """Check that `rows` divide over the ranks or their groups. `what` and `sizes` describe rows and ranks for users."""
     together = config.ds.ulysses_size
     if ranks % together:
         yield f"ds.ulysses_size = {together} does not divide {sizes} ranks: change the one or the other"
@@ -223,7 +223,7 @@ def shares_problem(config: Config, what: str, rows: int, sizes: str, ranks: int)
 
 
 def _divisors(whole: int) -> list[int]:
-    """List the divisors of `whole`, for numbers above 1e12 those that a tenth of a second finds."""
+    """List the divisors of `whole`; above 1e12 only some of them, so that it takes a tenth of a second at most."""
     pairs = ((n, whole // n) for n in range(1, min(math.isqrt(whole), 1_000_000) + 1) if whole % n == 0)
     return sorted({n for pair in pairs for n in pair})
 

@@ -16,8 +16,8 @@ from slurm_rlhf.config.schema_jobs import Cluster, Dpo, Eval, Generate, Rm, Sft,
 from slurm_rlhf.config.schema_models import Actor, Algo, Critic, Ds, Lora, Ref, Reward
 
 FORWARD_SHARE = 4
-"""Tokens of a pass without gradients for one of a pass with them, unless the user says so: it keeps the states of one
-layer and not of all. Under ZeRO-3 each micro-batch gathers the model again, so fewer are faster."""
+"""Default of train.forward_max_tokens_per_gpu / train.max_tokens_per_gpu: a pass without gradients keeps the states of
+one layer only. Under ZeRO-3 each micro-batch gathers the model again, so fewer micro-batches are faster."""
 
 
 @dataclass(slots=True)
@@ -36,10 +36,10 @@ class Data:
     """Rows to take: those for which all of these hold, `COLUMN=VALUE` or with !=, <, <=, > or >= and a number, after
     data.map: ["source=math", "difficulty<3"]. Not for evaluations."""
     reasoning_gym: str = ""
-    """Names of tasks of reasoning-gym, by comma (basic_arithmetic,gcd), in place of data.prompt_dataset: prompts with
-    their answers, made on the spot; data.max_samples of them, 0: 5000. Needs the extra [rewards]."""
+    """Tasks of reasoning-gym, separated by commas (basic_arithmetic,gcd), in place of data.prompt_dataset: prompts with
+    their answers, generated at the start; data.max_samples of them, 0: 5000. Needs the extra [rewards]."""
     reasoning_gym_seed: Annotated[int, NOT_NEGATIVE] = 0
-    """Other tasks for each seed, the same for the same seed."""
+    """Seed of the generated tasks."""
     input_key: str = "input"
     """Column with the prompt text."""
     chosen_key: str = "chosen"
@@ -48,11 +48,11 @@ class Data:
     rejected_key: str = "rejected"
     """Column with the other answer."""
     margin_key: str = "margin"
-    """Column with the number by which the score of a pair's preferred answer is to be ahead, for `slurm-rlhf rm`; 0
-    where a row lacks it."""
+    """Column with the margin by which the score of the preferred answer should be higher, for `slurm-rlhf rm`; 0 where
+    a row lacks it."""
     output_key: str = "output"
     """Column with the answer; `slurm-rlhf sft` trains on it, and `dpo` with dpo.loss_type = kto. With
-    data.apply_chat_template sft takes messages, too: those behind the prompt, or a whole conversation, in which all
+    data.apply_chat_template sft takes messages, too: those after the prompt, or a whole conversation, in which all
     that the assistant says is trained on."""
     label_key: str = "label"
     """Column handed to the reward function as `labels` (None where a row lacks it); with dpo.loss_type = kto: true
@@ -77,7 +77,7 @@ class Data:
 class Rollout:
     engine: Literal["vllm", "hf"] = "vllm"
     """vllm: engines of their own. hf: the actor's ranks sample with transformers' `generate`, for models that vLLM does
-    not run: slower but for tiny models, without a rollout role and without weight transfers. Keys of vllm and sync
+    not run: slower except for tiny models, without a rollout role and without weight transfers. Keys of vllm and sync
     then have no effect."""
     hf_max_num_seqs: Annotated[int, NOT_NEGATIVE] = 0
     """With rollout.engine = hf: responses that a rank of the actor works on at once, at most; 0: 256, on GPUs 64."""
@@ -88,8 +88,8 @@ class Rollout:
     batch_size: Annotated[int, COUNT] = 128
     """Prompts per training step."""
     vllm_generate_batch_size: Annotated[int, NOT_NEGATIVE] = 0
-    """Prompts sampled at a time where algo.dynamic_filtering_enable may drop some, at least rollout.batch_size; 0: as
-    many. More keep the engines busy and cost responses that are not trained on."""
+    """Prompts sampled at a time where algo.dynamic_filtering_enable may drop some, at least rollout.batch_size; 0: that
+    many. A larger number keeps the engines busy, but wastes responses that are not trained on."""
     n_samples_per_prompt: Annotated[int, COUNT] = 1
     """Responses per prompt."""
     max_new_tokens: Annotated[int, COUNT] = 1024
@@ -98,21 +98,21 @@ class Rollout:
     """Sampling temperature, 0.01 to 2; log-probs and entropy are taken at the same temperature. 0, which is greedy, is
     for `slurm-rlhf generate` alone."""
     top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
-    """1: the trainer's log-probs are over the whole vocabulary, so nucleus sampling is refused, but for
-    `slurm-rlhf generate`."""
+    """Must be 1, except for `slurm-rlhf generate`: the trainer's log-probs are over the whole vocabulary, so nucleus
+    sampling is refused."""
     top_k: Annotated[int, Range(-1)] = -1
-    """-1 (all), for the same reason."""
+    """Must be -1 (all), for the same reason."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response."""
     mask_truncated: bool = False
     """Do not train on responses that were cut off. Their rewards still count in the mean of their group."""
     repetition_detection_max_pattern_size: Annotated[int, NOT_NEGATIVE] = 0
-    """End a response that repeats itself, by a pattern of up to so many tokens; 0: never. It counts as cut off
-    (`truncated`, `repetition` in the metrics). The engine looks at each size for every token, so stay below 100."""
+    """End a response that repeats a pattern of at most this many tokens; 0: never. It counts as cut off (`truncated`,
+    `repetition` in the metrics). The engine looks at each size for every token, so stay below 100."""
     repetition_detection_min_pattern_size: Annotated[int, COUNT] = 1
     """The smallest pattern that counts."""
     repetition_detection_min_count: Annotated[int, Range(2)] = 8
-    """Times that the pattern must stand there, one after the other."""
+    """Times in a row that the pattern must occur."""
 
     def hf_at_once(self, on_gpus: bool) -> int:
         """Return the responses that a rank of the actor works on at once: more on CPUs, where models are small."""
@@ -124,18 +124,18 @@ class Env:
     path: FilePath = ""
     """A Python file with a class `Environment`, which answers the policy between its turns, by tools or by text, and
     gives rewards; or FILE.py:NAME, a class or functions, which are tools; or servers of `slurm-rlhf serve-env`,
-    `http://HOST:PORT`, several by comma. With a source of rewards with it both count: `slurm-rlhf docs environments`.
-    rollout.max_new_tokens bounds each turn, data.max_len all turns of an episode."""
+    `http://HOST:PORT`, several by comma. If a source of rewards is set as well, both count: `slurm-rlhf docs
+    environments`. rollout.max_new_tokens bounds each turn, data.max_len all turns of an episode."""
     token: str = ""
     """Where the token for the servers is: `env:VARIABLE`, or a file."""
     workers: Annotated[int, COUNT] = 4
     """Processes in which environments live, many in each."""
     memory_mb: Annotated[int, NOT_NEGATIVE] = 0
-    """Memory of such a process in MB, beyond which it is ended, and its episodes are lost; 0: no limit."""
+    """Memory of such a process in MiB, past which it is ended, and its episodes are lost; 0: no limit."""
     max_turns: Annotated[int, COUNT] = 8
-    """Turns after which an episode ends, over or not."""
+    """Turns after which an episode ends, finished or not."""
     max_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Seconds after which an episode takes no further turn, with those in which it waits for engines; 0: no limit."""
+    """Seconds after which an episode takes no further turn, time spent waiting for engines included; 0: no limit."""
 
 
 @dataclass(slots=True)
@@ -147,8 +147,8 @@ class Vllm:
     num_nodes: Annotated[int, NOT_NEGATIVE] = 0
     """Nodes the engines are spread over; 0: as few as hold them."""
     gpu_memory_utilization: Annotated[float, Range(0, 1, above=True)] = 0.9
-    """Share of a GPU's memory for weights and KV cache. With train.colocate_all: while the engine is awake; the other
-    roles keep some, so about 0.5."""
+    """Share of a GPU's memory for weights and KV cache. With train.colocate_all the other roles keep some of it while
+    the engine is awake, so take about 0.5."""
     cpu_kvcache_gib: Annotated[float, POSITIVE] = 1.0
     """KV cache of one engine rank where there is no GPU, in GiB."""
     max_num_seqs: Annotated[int, COUNT] = 256
@@ -170,9 +170,9 @@ class Vllm:
 @dataclass(slots=True)
 class Train:
     batch_size: Annotated[int, COUNT] = 128
-    """Responses per optimizer step, over all ranks. By default one step of them per rollout, so that every update is
-    on-policy; OpenRLHF's defaults make 8 (rollout.batch_size 1024), which learns more from a response and strays
-    further from the policy that sampled it."""
+    """Responses per optimizer step, over all ranks. By default a rollout is one step, so that every update is
+    on-policy; with OpenRLHF's defaults it is 8 (rollout.batch_size 1024), which learn more from each response, but
+    stray further from the policy that sampled it."""
     max_epochs: Annotated[int, COUNT] = 1
     """Passes over the experience of a step."""
     num_episodes: Annotated[int, COUNT] = 1
@@ -181,12 +181,12 @@ class Train:
     """Stop after this many training steps, in a further episode if need be; 0: after train.num_episodes."""
     max_tokens_per_gpu: Annotated[int, COUNT] = 16384
     """Token budget of a micro-batch, with the padding that ds.packing_samples leaves; a longer single sequence is a
-    micro-batch of its own. Ranks that compute one together (ds.ulysses_size) have so many each."""
+    micro-batch of its own. Ranks that compute one together (ds.ulysses_size) have this budget each."""
     forward_max_tokens_per_gpu: Annotated[int, NOT_NEGATIVE] = 0
     """The same in passes without gradients (old log-probs, reference, values, reward model), which keep no activations;
     0: four times train.max_tokens_per_gpu."""
     gradient_checkpointing: Literal["auto", "full", "selective", "off"] = "auto"
-    """What the backward passes of actor and critic compute again: full (all of a layer but its input), selective
+    """Recomputation in the backward passes of actor and critic: full (all of a layer but its input), selective
     (norms, rotations and activations; results of matrix products and attention are kept; not under ZeRO-3) or off. On
     an H200 updates with selective and full took 1.16 and 1.18 times as long as with off, in 28, 19 and 39 GiB. auto:
     full with actor.gradient_checkpointing_enable; else on GPUs off if it fits by estimate, or full, which the run
@@ -206,12 +206,12 @@ class Train:
     """Python files of yours that register algorithms or rewards (slurm_rlhf.register_algorithm, register_reward).
     Conductor and actor ranks run them, so every node must see them. Relative paths as data.prompt_dataset."""
     async_queue_size: Annotated[int, Range(1, 8)] = 1
-    """With vllm.sync_mode = inflight no token is older than so many updates when trained on, 1 to 8. A batch is made of
-    whichever groups are finished; one whose response is long may come this many batches later."""
+    """With vllm.sync_mode = inflight: the most updates, 1 to 8, that a token may be old when it is trained on. A batch
+    is made of whichever groups are finished; a group with a long response may come this many batches later."""
     staleness_threshold: Annotated[float, Range(0, 8)] = 0.25
-    """With vllm.sync_mode = inflight at most this share of a batch's groups is begun by older policies than the one
-    that trains on it. 0: engines wait for the actor; 1: they sample one whole batch ahead; more: further ones, up to
-    train.async_queue_size."""
+    """With vllm.sync_mode = inflight: largest share of a batch's groups that may be begun by policies older than the
+    one that trains on it. 0: engines wait for the actor; 1: they sample one whole batch ahead; more: further batches,
+    up to train.async_queue_size."""
     full_determinism: bool = False
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
     gpu: str = ""
@@ -220,31 +220,31 @@ class Train:
     """Memory of a GPU, as it is sold (80), where the kind is unknown; 0: found out."""
     self_check: bool = True
     """Look at the first batch before training on it: actor, reference and engine agree, forwards repeat, rewards and
-    prompts are sane. What fails ends the run; later steps watch for drift. `slurm-rlhf docs trouble`."""
+    prompts are sane. A failed check ends the run; later steps watch for drift. `slurm-rlhf docs trouble`."""
     self_check_stop: Annotated[float, NOT_NEGATIVE] = 10.0
-    """A later step that is beyond a bound of the self-check warns; at this multiple of it the run ends. 0: never."""
+    """A later step beyond a bound of the self-check warns; beyond this multiple of the bound the run ends. 0: never."""
     on_hang: Literal["restart", "stop"] = "stop"
-    """When nothing has moved for timeout.hang_grace seconds after the report of a hang: stop ends the run with an
-    error, saved where the trainers can save; restart starts the trainers again from the newest checkpoint
-    where they hang (train.max_restarts), and else ends it as the end of an allocation does, so that it goes on from its
-    last checkpoint."""
+    """If nothing moves for timeout.hang_grace seconds after the report of a hang: stop ends the run with an error, and
+    saves first if the trainers can; restart starts the trainers again from the newest checkpoint if they hang
+    (train.max_restarts), and otherwise ends the run as at the end of an allocation, to go on from its last checkpoint.
+    """
     max_restarts: Annotated[int, NOT_NEGATIVE] = 3
-    """When a rank of a trainer or its node dies, all roles but the engines start again from the newest checkpoint, in
-    the same job, so often at most in one start of the run; 0: the run ends. `slurm-rlhf docs resume`. In a stage all
+    """When a rank of a trainer or its node dies, all roles except engines start again from the newest checkpoint in the
+    same job, at most this many times in one start of the run; 0: the run ends. `slurm-rlhf docs resume`. In a stage all
     ranks do, if it has trained since its start."""
     max_skipped_steps: Annotated[int, NOT_NEGATIVE] = 3
     """Optimizer steps in a row that may be skipped on all ranks because loss or gradient is not finite; one more ends
     the run. They are counted (actor_skipped_steps, critic_skipped_steps). In fp16 ds.min_loss_scale is the bound."""
     max_engine_restarts: Annotated[int, NOT_NEGATIVE] = 3
     """Times that an engine which died is started again, on its node or a spare one, while the others go on; then the
-    run goes on without it. So often, too, a node may lose engines. Not under MPI, nor with train.colocate_all."""
+    run goes on without it. A node that has lost engines more often gets none. Not under MPI or train.colocate_all."""
     threads_per_rank: Annotated[int, NOT_NEGATIVE] = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
     kernel_cache: FilePath = "auto"
     """Where ranks keep compiled kernels from run to run: auto (with GPUs: a disk of the node's own), none, or a
-    directory. Your own one below it, closed to others, with one for each set of versions and each rank."""
+    directory. Below it each user has a private one, with a directory for each set of versions and each rank."""
     kernel_cache_gib: Annotated[float, POSITIVE] = 20.0
-    """Size of all of them on a node; the longest unused go first."""
+    """Largest size of all these directories on a node; those unused for longest are removed first."""
 
     @property
     def forward_tokens(self) -> int:
@@ -255,14 +255,14 @@ class Train:
 @dataclass(slots=True)
 class Ckpt:
     save_steps: Annotated[int | Literal["auto"], NOT_NEGATIVE] = 20
-    """Checkpoint every so many steps; 0: only at the end and on a signal to stop, so that a node that fails costs all.
-    auto: as often as what saving takes and how often nodes fail make best (Young and Daly), once an hour at least."""
+    """Checkpoint every so many steps; 0: only at the end and on a signal to stop, so a node that fails costs all work.
+    auto: the best interval for how long a save takes and how often nodes fail (Young and Daly), at least every hour."""
     mtbf_hours: Annotated[float, POSITIVE] = 6000.0
     """For save_steps = auto, mean time between failures of one node; the default is about what Llama 3 saw (419 stops
-    in 54 days of 2,048 nodes). Once this run was stopped without having saved, what it has seen itself counts."""
+    in 54 days of 2,048 nodes). After the first failure of this run, its own mean time between failures counts."""
     async_save: bool = False
-    """Copy the state to host memory and write it during the next steps. Needs 12 bytes more of host memory for each
-    trained parameter, over the ranks of its role. What a resume finds is the same."""
+    """Copy the state to host memory and write it during the next steps. Needs 12 more bytes of host memory for each
+    trained parameter, divided over the ranks of its role. The checkpoint is the same."""
     max_num: Annotated[int, COUNT] = 3
     """The newest checkpoints that are kept."""
     best_metric: str = ""
@@ -275,11 +275,11 @@ class Sync:
     backend: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
     """auto, gloo, nccl, ipc (one device or node) or disk (files in run_dir). auto: by the members' nodes and GPUs."""
     bucket_mb: Annotated[int, NOT_NEGATIVE] = 0
-    """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much."""
+    """MiB of weights that are sent at a time; 0: 64, between GPUs 256. An engine rank needs 3 times as much memory."""
     interface: str = ""
     """Network interface of the weight transfer. Empty: one that connects."""
     fallback: Literal["none", "gloo"] = "none"
-    """gloo: go over to it where the backend cannot connect the members or keeps breaking; none: end the run."""
+    """gloo: use gloo if the backend cannot connect the members or keeps breaking; none: end the run then."""
 
     def bucket_size_mb(self, on_gpus: bool) -> int:
         """Return the MiB of a bucket. Between GPUs small buckets cost launches and waits."""
@@ -344,6 +344,6 @@ class Config:
 
     @property
     def checkpointing(self) -> str:
-        """What the backward pass computes again: full, selective or off."""
+        """Return what the backward pass computes again: full, selective or off."""
         chosen = self.train.gradient_checkpointing
         return ("full" if self.actor.gradient_checkpointing_enable else "off") if chosen == "auto" else chosen

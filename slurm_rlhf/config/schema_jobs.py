@@ -17,9 +17,9 @@ class Slurm:
     """The job, in sbatch's words."""
 
     partition: str = ""
-    """Empty: the cluster's default. From here to slurm.setup for `slurm-rlhf submit` only: scripts have headers."""
+    """Empty: the cluster's default. Keys from here to slurm.setup are for `slurm-rlhf submit`; scripts have headers."""
     account: str = ""
-    """Empty: yours by default."""
+    """Account to charge; empty: your default one."""
     qos: str = ""
     """Quality of service."""
     constraint: str = ""
@@ -29,7 +29,7 @@ class Slurm:
     reservation: str = ""
     """Reservation to run in."""
     job_name: str = ""
-    """Empty: the name of the run directory."""
+    """Name of the job; empty: the name of the run directory."""
     time: str = "24:00:00"
     """Time limit. Before it is over, the run saves and requeues itself."""
     nodes: Annotated[int, NOT_NEGATIVE] = 0
@@ -55,7 +55,7 @@ class Slurm:
     container_python: str = "python3"
     """The interpreter inside."""
     chain: bool = False
-    """The job is one of many that go on with one run (--array=1-10%1, --dependency=singleton): instead of requeueing
+    """The job is one of several that continue one run (--array=1-10%1, --dependency=singleton): instead of requeueing
     itself it leaves the rest to the next one, and when the run is finished it cancels those that still wait."""
     signal_lead_s: Annotated[float, NOT_NEGATIVE] = 600.0
     """Seconds before the end of the allocation at which a run saves and requeues itself, as in --signal=B:USR1@600."""
@@ -87,7 +87,7 @@ class Cluster:
 
     spares: Annotated[int, NOT_NEGATIVE] = 0
     """Nodes of a Slurm allocation that are kept in reserve: a node that preflight finds bad is left out, and the run
-    starts without it. `slurm-rlhf submit` asks for so many more."""
+    starts without it. `slurm-rlhf submit` asks for that many more nodes."""
 
 
 @dataclass(slots=True)
@@ -108,9 +108,9 @@ class Timeout:
     collective: Annotated[float, POSITIVE] = 1800.0
     """Any collective inside a role (training groups)."""
     sync: Annotated[float, POSITIVE] = 600.0
-    """One weight update, half of it for a single operation; with train.colocate_all, making room for another role."""
+    """One weight update (half of it: one operation of it); with train.colocate_all, also making room for a role."""
     sync_silence: Annotated[float, POSITIVE] = 15.0
-    """During a weight update: without a sign of life from a member, whatever it is waiting for, its link is cut."""
+    """During a weight update: silence of a member after which its connection is cut, whatever it is waiting for."""
     checkpoint: Annotated[float, POSITIVE] = 3600.0
     """Saving or loading one role's state."""
     reward: Annotated[float, POSITIVE] = 600.0
@@ -122,24 +122,24 @@ class Timeout:
     heartbeat: Annotated[float, POSITIVE] = 20.0
     """Silence after which a rank is lost."""
     node_down: Annotated[float, POSITIVE] = 900.0
-    """From the silence of the job's first node until Slurm marks it down (SlurmdTimeout): then what is left of a job
-    with --no-kill requeues it."""
+    """Until Slurm marks the job's silent first node down (SlurmdTimeout), so that another node can requeue the job, if
+    it has --no-kill."""
     hang: Annotated[float, POSITIVE] = 30.0
-    """The least time without an answer or a change of phase that the watchdog calls a hang. It learns 10 times what is
-    usual in the phase, and stays below the deadlines above."""
+    """Shortest time without an answer or a change of phase that the watchdog calls a hang. Where longer waits are usual
+    in a phase, it allows 10 times the usual one, but never more than the deadlines above."""
     hang_grace: Annotated[float, POSITIVE] = 300.0
     """From the watchdog's report of a hang to what train.on_hang says, unless something moves again."""
     preflight: Annotated[float, POSITIVE] = 60.0
-    """The look at all nodes before weights load."""
+    """The checks of all nodes before weights load."""
     tracker: Annotated[float, POSITIVE] = 60.0
-    """At the end of a run, until a tracker (wandb, trackio, mlflow) has taken what it was given."""
+    """At the end of a run, until a tracker (wandb, trackio, mlflow) has processed all that it received."""
     shutdown: Annotated[float, POSITIVE] = 8.0
-    """From the request to leave to SIGTERM, and again to SIGKILL (half each)."""
+    """From the request to end until SIGKILL; SIGTERM comes after half of it."""
 
 
 @dataclass(slots=True)
 class EvalDataSet:
-    """Is an entry of eval.datasets; what is None is as in the group eval, columns as in the group data."""
+    """Is an entry of eval.datasets. A field that is None has the value of eval, a column that of data."""
 
     path: FilePath = ""
     name: str = ""  # name in metrics and reports; empty: name of the file
@@ -155,7 +155,7 @@ class EvalDataSet:
 
     @property
     def problem(self) -> str:
-        """Say what is wrong with it; empty: nothing."""
+        """Say what is wrong with this entry; empty: nothing."""
         return "" if self.path else "a data set has no path: name its JSONL file"
 
 
@@ -176,12 +176,12 @@ class Eval:
     max_samples: Annotated[int, NOT_NEGATIVE] = 0
     """Use only the first rows of the file; 0: all."""
     pass_k: Annotated[list[int], COUNT] = field(default_factory=list)
-    """The k of pass@k; empty: 1, 2, 4, ... and the samples of a prompt."""
+    """The k of pass@k; empty: 1, 2, 4, ... and n_samples_per_prompt."""
     pass_score: Annotated[float, ANY] = 1.0
     """A response with at least this score counts as correct."""
     answer_pattern: str = ""
-    """Regular expression for the answer in a response, which the majority vote compares: its last match, or the group
-    of it. Empty: the whole response."""
+    """Regular expression for the answer in a response, which the majority vote compares: the last match, or its group.
+    Empty: the whole response."""
     source_key: str = ""
     """Column that says where a prompt comes from, for a table by source; empty: none."""
     overlap: bool = False
@@ -230,9 +230,8 @@ class StageKeys:
     max_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Stop after this many optimizer steps; 0: when the epochs are over."""
     eval_dataset: FilePath = ""
-    """Examples that it is not trained on, with the columns of dataset, by which the model is measured: all rows,
-    whatever data.filter, data.weights and data.max_samples say. rm normalises its scores by them, else by those of
-    dataset."""
+    """Held-out examples by which the model is measured, with the columns of dataset: all rows, whatever data.filter,
+    data.weights and data.max_samples say. rm normalises its scores by them, or by those of dataset if this is empty."""
     eval_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Measure every so many steps; 0: after the last only."""
     save_steps: Annotated[int, NOT_NEGATIVE] = 100
@@ -256,8 +255,8 @@ class Dpo(StageKeys):
     learning_rate: Annotated[float, POSITIVE] = 5e-7
     """Peak learning rate of AdamW."""
     loss_type: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = "dpo"
-    """dpo, ipo and kto compare with the model as it starts; simpo and orpo need no reference. kto takes no pairs, but
-    answers that are called good or bad."""
+    """dpo, ipo and kto compare with the model as it starts; simpo and orpo need no reference. kto takes single answers,
+    labelled good or bad, instead of pairs."""
     beta: Annotated[float, POSITIVE] = 0.1
     """How strongly dpo and kto hold to the reference; ipo's regularisation; simpo's scale (2 is usual); orpo's weight
     of the odds ratio."""

@@ -37,17 +37,17 @@ class Actor:
     eps_clip_low_high: Annotated[list[float], POSITIVE] = field(default_factory=list)
     """Two values: separate clip ranges below and above (clip-higher), as distances from a ratio of 1; cispo's weights
     are clipped so, too: 4 above is a cap of 5 (TRL's epsilon_high of 5), 1 below is no bound. dppo_tv: how far a
-    token's probability may fall and rise. Empty: eps_clip for both with ppo, else what the loss is used with: gspo
+    token's probability may fall and rise. Empty: eps_clip for both with ppo, else the usual values of the loss: gspo
     0.0003 0.0004, cispo 1 4, dppo_tv 0.2 0.2."""
     policy_loss_type: Literal["ppo", "gspo", "cispo", "sapo", "dppo_tv"] = "ppo"
     """The loss of the policy: ppo (clipped ratio of each token), gspo (clipped ratio of whole responses), cispo
     (clipped importance weight, every token learns), sapo (a soft gate in place of the range), dppo_tv (tokens whose
     probability moved too far are left out). slurm_rlhf/algorithms/policy_losses has formulas and sources."""
     old_logprobs: Literal["auto", "pass"] = "auto"
-    """The log-probs that the ratio is taken to. pass: of a forward pass before the update. auto: of the update's own
-    forward pass where a batch is one optimizer step (train.batch_size = rollout.batch_size x
-    rollout.n_samples_per_prompt, train.max_epochs = 1) and neither a correction, a reference nor critic.freezing_steps
-    needs them before; one pass less, the same gradient. The engine's: algo.correction.bypass."""
+    """Source of the old log-probs in the ratio. pass: a forward pass before the update. auto: the update's own forward
+    pass, if a batch is one optimizer step (train.batch_size = rollout.batch_size x rollout.n_samples_per_prompt,
+    train.max_epochs = 1) and no correction, reference or critic.freezing_steps needs them earlier: one pass less, the
+    same gradient. algo.correction.bypass takes the engine's instead."""
     loss_agg_mode: Literal["", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
         ""
     )
@@ -63,12 +63,12 @@ class Actor:
     sapo_temperature_neg: Annotated[float, POSITIVE] = 1.05
     """The same for the other tokens."""
     entropy_coef: Annotated[float, ANY] = 0.0
-    """Weight of the entropy bonus, which is added up as the policy loss is."""
+    """Weight of the entropy bonus, which is aggregated like the policy loss."""
     nll_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the negative log-likelihood of the responses with a positive reward, a mean over their tokens in the
     optimizer step: imitates what went well (VAPO: 0.1). The reward is the one before normalisation and clipping."""
     gradient_checkpointing_enable: bool = False
-    """Recompute activations in the backward pass; train.gradient_checkpointing knows a cheaper way."""
+    """Recompute activations in the backward pass; train.gradient_checkpointing = selective is cheaper."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Critic:
     value_clip: Annotated[float, NOT_NEGATIVE] = 0.5
     """Clip range of the value update; 0: not clipped."""
     freezing_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """The actor is not trained during the first steps, the critic is. They do not count in the actor's schedule."""
+    """Steps at the start that train the critic alone. They do not count in the actor's schedule."""
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ class RewardPart:
 @dataclass(slots=True)
 class Reward:
     sources: list[RewardPart] = field(default_factory=list)
-    """Several rewards, `[[reward.sources]]` each, of which the weighted sum counts: tables with name, weight (1), clip
+    """Several rewards, whose weighted sum counts: one table `[[reward.sources]]` for each, with name, weight (1), clip
     (two numbers) and one of remote_url, function, preset (and preset_value) or model = true, the model of
     reward.model_name_or_path. Each is a component and a metric, reward/NAME."""
     remote_url: FilePath = ""
@@ -141,9 +141,9 @@ class Reward:
     """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file; or
     MODULE:NAME of one that Python can import, as trl.rewards:accuracy_reward."""
     preset: Preset = ""
-    """A reward that needs no code, by the label: math (math-verify), exact; regex (its group is the label, or it is
-    found), json_schema, length; code: the share of the row's unit tests that the program in the response passes;
-    reasoning_gym: the scorer of the row's task. `slurm-rlhf docs rewards` and `sandbox` say what each takes."""
+    """A reward that needs no code. math (math-verify) and exact compare with the label; regex (its group is the label,
+    or it is found), json_schema, length; code: the share of the row's unit tests that the program in the response
+    passes; reasoning_gym: the scorer of the row's task. `slurm-rlhf docs rewards` and `sandbox` say what each takes."""
     preset_value: str = ""
     """The pattern of regex, the file of json_schema, the tokens of length."""
     model_name_or_path: FilePath = ""
@@ -153,7 +153,7 @@ class Reward:
     `slurm-rlhf docs sandbox` says what each can do. none: unprotected."""
     workers: Annotated[int, NOT_NEGATIVE] = 2
     """Processes next to the conductor that run the reward function; 0: the conductor runs it itself, where it can hang,
-    crash or fill the memory of the run. What a script itself defines needs 0."""
+    crash or fill the memory of the run. A function that your own script defines needs 0."""
     workers_num_nodes: Annotated[int, NOT_NEGATIVE] = 0
     """Nodes for workers alone: the last ones of the Slurm allocation, with reward.workers and env.workers processes on
     each, in a step `workers`, and no ranks. 0: workers run on the conductor's node."""
@@ -172,8 +172,8 @@ class Reward:
     """Keep the parameters in host memory and fetch layer by layer; needs zero_stage 3."""
     pooling: Literal["auto", "last", "last_not_pad"] = "auto"
     """Token whose score counts: last (the end-of-sequence token included; OpenRLHF, TRL's value head) or last_not_pad
-    (transformers' sequence classification). They differ where pad and end-of-sequence token are one. auto: by whoever
-    saved the model."""
+    (transformers' sequence classification). They differ where pad and end-of-sequence token are one. auto: the rule of
+    the library that saved the model."""
     normalize_enable: bool = False
     """Bring rewards to mean 0 and standard deviation 1: by `mean` and `std` in the reward model's config.json, and
     without them by all rewards of the run so far (kept in checkpoints). `reward` in the metrics stays as it was."""
@@ -181,15 +181,15 @@ class Reward:
     """Rewards are clipped to these two values, after normalisation, before they reach the advantages; `reward_clipped`
     in the metrics is the share of those that it changes."""
     overlong_buffer_len: Annotated[int, NOT_NEGATIVE] = 0
-    """DAPO's penalty for long responses: over the last so many tokens before rollout.max_new_tokens the reward falls by
+    """DAPO's penalty for long responses: over this many tokens before rollout.max_new_tokens the reward falls by
     reward.overlong_penalty_factor; 0: none."""
     overlong_penalty_factor: Annotated[float, POSITIVE] = 1.0
-    """Points that the reward of a response of rollout.max_new_tokens loses."""
+    """Amount that the reward of a response of rollout.max_new_tokens tokens loses."""
     stop_properly_penalty_coef: Annotated[float, Range(high=1)] = 1.0
     """The reward of a response that was cut off is multiplied by this; a value below 0 replaces it (ProRL)."""
     length_penalty_coef: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of Kimi k1.5's length reward: +0.5 for the shortest response to a prompt to -0.5 for the longest, where
-    it is wrong only the loss. Correct is a score (without scores, a reward) above 0."""
+    """Weight of Kimi k1.5's length reward: from +0.5 for the shortest response to a prompt to -0.5 for the longest; a
+    wrong response gets no positive one. Correct is a score (without scores, a reward) above 0."""
 
 
 REWARD_SOURCES = {
@@ -198,17 +198,17 @@ REWARD_SOURCES = {
     "preset": "one that needs no code",
     "model_name_or_path": "a reward model",
 }
-"""Keys of `reward` of which exactly one says where rewards come from -> what it names."""
+"""Keys of `reward`, exactly one of which names the source of rewards -> kind of the source, for messages."""
 
 
 @dataclass(slots=True)
 class Ds:
     zero_stage: Annotated[int, Range(0, 3)] = 2
     """DeepSpeed ZeRO stage of actor and critic. 1 keeps all gradients on every rank, 4 bytes a parameter, and adds them
-    up once per optimizer step; 2 keeps a rank's part and adds up in each micro-batch, behind the backward pass; 3 cuts
+    up once per optimizer step; 2 keeps a rank's part and adds up in each micro-batch, during the backward pass; 3 cuts
     the parameters, too. On a slow network 1 is the faster, where it fits."""
     grad_comm_dtype: Literal["fp32", "bf16"] = "fp32"
-    """In which ranks add up their gradients: bf16 halves the bytes and rounds the sums to 8 bits."""
+    """Precision in which ranks add up their gradients: bf16 halves the bytes and rounds the sums to 8 bits."""
     param_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too), fp16 (the same, and
     a loss scale: it rounds 8 times less than bf16, so log-probs of trainer and engine agree better) or fp32."""
@@ -218,23 +218,23 @@ class Ds:
     loss_scale_window: Annotated[int, COUNT] = 1000
     """fp16: optimizer steps without an overflow after which the scale doubles."""
     min_loss_scale: Annotated[float, POSITIVE] = 1.0
-    """fp16: a step that overflows at this scale ends the run."""
+    """fp16: lowest loss scale; an optimizer step that overflows at it ends the run."""
     fp32_lm_head: bool = False
     """Take the product of hidden states and LM head in fp32, in actor, reference and engines, where a 16-bit one rounds
-    every logit. In the trainer it costs an fp32 copy of the head and of its gradient while a micro-batch is in work."""
+    every logit. In the trainer it costs an fp32 copy of the head and of its gradient during each micro-batch."""
     enable_sleep: bool = False
     """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
     packing_samples: Literal["auto", "always", "never"] = "auto"
     """Lay the sequences of a micro-batch end to end in one row, so that no padding is computed. auto: for models that
-    were compared (not with recurrent or linear layers); others have a row for each sequence. always: any model; what
-    its tokens see of their neighbours is looked at when it is loaded."""
+    were compared (not with recurrent or linear layers); others have a row for each sequence. always: for those, too;
+    loading a model fails if sequences of one row can see each other."""
     ulysses_size: Annotated[int, COUNT] = 1
-    """So many neighbouring ranks of each role compute a micro-batch together, a part of its tokens each, and exchange
+    """Neighbouring ranks of each role that compute a micro-batch together, a part of its tokens each, and exchange
     heads for attention: long sequences then take that much less memory for activations. The model's attention heads,
     and the ranks of actor, critic, reference and reward model, must be multiples of it. `slurm-rlhf docs models`."""
     hpz_size: Annotated[int, COUNT] = 1
-    """With zero_stage = 3: in the first forward pass after an optimizer step, so many neighbouring ranks keep a copy of
-    all parameters, cut over themselves alone, and all further passes gather inside their node (ZeRO++'s hpZ). Costs
+    """With zero_stage = 3: in the first forward pass after an optimizer step, this many neighbouring ranks keep a copy
+    of all parameters, cut over themselves alone, and all further passes gather inside their node (ZeRO++'s hpZ). Costs
     the bytes of a parameter / hpz_size on every GPU. It must divide the ranks of a node of actor and critic."""
     compile: bool = False
     """Compile the layers of all models but engines' (torch.compile): fewer, larger kernels, at the price of minutes at
@@ -250,9 +250,9 @@ class Ds:
 @dataclass(slots=True)
 class Lora:
     rank: Annotated[int, Range(0, 512)] = 0
-    """Train low-rank adapters of this rank, and nothing else of the policy and of the critic but its head; 0: train all
-    parameters. The reference is the policy without its adapter, so no role runs for it, and the adapter alone goes to
-    the engines. Needs about ten times the learning rate: `slurm-rlhf docs models`."""
+    """Train low-rank adapters of this rank in policy and critic, and of other parameters the critic's head alone; 0:
+    train all parameters. The reference is the policy without its adapter, so no role runs for it, and the adapter
+    alone goes to the engines. Needs about ten times the learning rate: `slurm-rlhf docs models`."""
     alpha: Annotated[float, POSITIVE] = 16.0
     """An adapter's output is multiplied by lora.alpha / lora.rank."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
@@ -292,7 +292,7 @@ class Kl:
     """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020). With use_loss: k2, k3, or k3+ (the value of k3 with
     the gradient of k2, which is the right one); in the reward k3+ is k3."""
     use_loss: bool = False
-    """The KL penalty is a term of the actor's loss, added up as the policy loss is, and no part of the reward."""
+    """The KL penalty is a term of the actor's loss, aggregated like the policy loss, and no part of the reward."""
     target: Annotated[float, NOT_NEGATIVE] = 0.0
     """KL per response that the adaptive controller aims at; 0: the coefficient stays fixed."""
     horizon: Annotated[int, COUNT] = 10000
@@ -312,8 +312,8 @@ class Distill:
 @dataclass(slots=True)
 class Correction:
     preset: Literal["auto", "none", "tis", "icepop", "seq_mask"] = "auto"
-    """How the loss of a token is weighed by rho = its probability under the actor over that under the policy which
-    sampled it. tis: rho, at most 2. icepop: rho inside [0.5, 5], else 0. seq_mask: rho where the geometric mean over
+    """Weight of each token's loss, by rho = its probability under the actor over that under the policy which sampled
+    it. tis: rho, at most 2. icepop: rho inside [0.5, 5], else 0. seq_mask: rho where the geometric mean over
     the response is inside [0.99, 1.01], else 0. auto: tis with vllm.sync_mode = inflight, else none. Measured in any
     case: correction/... in the metrics."""
     level: Literal["", "token", "sequence", "geometric"] = ""
@@ -323,15 +323,15 @@ class Correction:
     """In place of a preset: truncate (the ratio, at most the high threshold), clip (into the thresholds), or mask (0
     outside of the thresholds, inside the token's own ratio). OpenRLHF's tis is token and clip with [0.5, 5]."""
     thresholds: Annotated[list[float], NOT_NEGATIVE] = field(default_factory=list)
-    """Two values, low below 1 and high above 1, or at 1: of level and mode, or in place of the preset's. The low one is
-    0 for truncate. Empty: the preset's."""
+    """Two values, low <= 1 <= high, for level and mode, or in place of the preset's. The low one is 0 for truncate.
+    Empty: the preset's."""
     off_policy_delta: Annotated[float, NOT_NEGATIVE] = 0.0
     """Tokens with a negative advantage are dropped where log(pi_engine / pi_actor), averaged over the response, is
     above this; 0: never. DeepSeek-V3.2's off-policy sequence mask."""
     bypass: bool = False
-    """Take the engine's log-probs for the old ones: the actor's pass without gradients is left out. The clipped ratio
-    is then that to the policy which sampled the token, and corrects by itself; with vllm.sync_mode = inflight it also
-    clips what the updates since have moved."""
+    """Use the engine's log-probs as the old ones: the actor's pass without gradients is left out. The clipped ratio
+    then compares with the policy that sampled the token, so it corrects by itself; with vllm.sync_mode = inflight it
+    also clips the change by the updates since."""
 
 
 @dataclass(slots=True)
@@ -344,7 +344,7 @@ class Algo:
     """Drop prompts whose responses all have the same score (DAPO's dynamic sampling), and sample others for them."""
     dynamic_filtering_range: Annotated[list[float], ANY] = field(default_factory=list)
     """Two numbers: drop groups whose mean score is not between them, too; empty: any. Scores are those that the reward
-    function answers with its rewards, or the rewards."""
+    function returns with its rewards, else the rewards."""
     dynamic_filtering_max_tries: Annotated[int, COUNT] = 10
-    """Times rollout.vllm_generate_batch_size prompts that are sampled for a step at most; then the run ends and says
-    what share passed."""
+    """At most this many times rollout.vllm_generate_batch_size prompts are sampled for a step; then the run ends and
+    says what share passed."""

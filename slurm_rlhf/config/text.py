@@ -33,7 +33,7 @@ class BadValue(ValueError):
     """Report a value that its key does not take: the key, what it takes and what it got."""
 
     def __init__(self, key: Key, got: object, message: str = "") -> None:
-        """`message` replaces the one made of key and value."""
+        """`message` replaces the message that is made from key and value."""
         super().__init__(message or f"{key.name} takes {key.expected}, got {_shown(got)}{_hint(key, got)}")
 
 
@@ -87,7 +87,7 @@ def _read_entry(key: Key, value: Any) -> EvalDataSet | RewardPart:
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""What no TOML file can hold: bytes of the command line that are not UTF-8 become these."""
+"""Characters that no TOML file can hold: Python puts them for bytes of the command line that are not UTF-8."""
 _PLAIN = re.compile(r"\[[\w ,./-]*\]")
 """A list without the quotes that TOML wants, as a shell leaves it."""
 _NAMES = ("logger.use",)
@@ -171,8 +171,8 @@ def _hint(key: Key, value: object) -> str:
 def split_overrides(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
     """Split overrides into (key as written, its words), in order, and words that belong to no key.
 
-    They look like `--a.b=c`, `--a.b c`, `--a.flag`, `--a.list 1 2`. A list takes all words up to the next `--`, a bool
-    one word if that is true or false, any other key one word. A word that starts with `--` is never a value unless
+    Overrides look like `--a.b=c`, `--a.b c`, `--a.flag`, `--a.list 1 2`. A list takes all words up to the next `--`, a
+    bool one word if that is true or false, any other key one word. A word that starts with `--` is never a value unless
     written `--a.b=--c`; `-1` is a value.
     """
     found: list[tuple[str, list[str]]] = []
@@ -217,7 +217,7 @@ def dump_toml(config: Config) -> str:
 
 
 def flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Name the values of nested tables by dotted keys."""
+    """Return the values of nested tables by dotted keys."""
     found: dict[str, Any] = {}
     for name, value in table.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
@@ -237,7 +237,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        # JSON escapes what TOML wants escaped, but for DEL.
+        # JSON escapes all characters that TOML wants escaped, except DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(toml_value(item) for item in value)}]"

@@ -29,7 +29,7 @@ KEYS = (
 )
 """Keys that take a name."""
 WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Files to download of a model, without weights in other formats, which are there a second time."""
+"""Files to download of a model; the hub has the same weights in other formats, too, which are left out."""
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -40,7 +40,7 @@ def is_hub_name(text: str) -> bool:
 
 
 def remote_name(text: str) -> str:
-    """Return OWNER/NAME where `text` may mean it: a name, or a path of which neither OWNER nor NAME is there."""
+    """Return OWNER/NAME if `text` is one, or a path that ends in one and has no such directory; else empty."""
     if is_hub_name(text):
         return text
     place = Path(text)
@@ -49,7 +49,7 @@ def remote_name(text: str) -> str:
 
 
 def named(text: str, base: Path) -> str:
-    """Return what a key of `KEYS` means: the directory of a cached model, a name, or empty: neither, but a path.
+    """Return the directory of the cached model that `text` names, the name if it is not cached; empty for a path.
 
     A path counts first: where `base` has the directory OWNER, a missing OWNER/NAME is a typing error.
     """
@@ -99,7 +99,7 @@ def download(
     at: dict[str, Any] = {"revision": revision} if revision else {}
     try:
         return str(snapshot_download(name, repo_type=kind, allow_patterns=list(wanted), etag_timeout=10, **at))
-    except Exception as error:  # the system and three libraries for networks have their own
+    except Exception as error:  # OSError, and the exceptions of three network libraries
         raise ModelError(f"{f'{key}: ' * bool(key)}{name}: {_trouble(error, name, kind)}") from error
 
 
@@ -130,9 +130,9 @@ _CONDITION = re.compile(r"\s*([^<>=!]*[^<>=!\s])\s*(!=|<=|>=|=|<|>)\s*(.*?)\s*",
 
 
 def condition(text: str) -> tuple[str, str, str] | None:
-    """Read an entry of data.filter or data.map: the column, =, !=, <, <=, > or >=, and the text behind it.
+    """Read an entry of data.filter or data.map: the column, =, !=, <, <=, > or >=, and the text after it.
 
-    None: it is none, as where a number is needed behind < and is not there.
+    None: it is not such an entry; < and > need a number after them.
     """
     found = _CONDITION.fullmatch(text)
     if found is None:
@@ -147,7 +147,7 @@ def condition(text: str) -> tuple[str, str, str] | None:
 
 
 def parts(path: Path | str) -> list[str]:
-    """Return the data sets that `path` joins by commas; a comma in the name of a file that is there joins none."""
+    """Split `path` at commas into data sets; a path that exists, commas included, is one data set."""
     return [str(path)] if os.path.exists(path) else [part.strip() for part in str(path).split(",")]
 
 
@@ -155,7 +155,7 @@ def data_files(path: Path | str) -> list[Path]:
     """List the files whose rows, one after the other, are the data set `path`, or the several that it joins.
 
     A directory is what `datasets` saves (`save_to_disk`), or holds files of one format and one split, as those of the
-    hub do. Raises DataError for a path without such files: what it is, and what to write instead.
+    hub do. Raises DataError for a path without such files, which says what the path is and what to write instead.
     """
     if len(several := parts(path)) > 1:
         return [file for part in several for file in data_files(part)]

@@ -20,7 +20,7 @@ class ChatTemplate:
     """Render messages with one template; `special` maps names such as bos_token, which templates use, to tokens."""
 
     def __init__(self, source: str, special: dict[str, str], file: str) -> None:
-        """`file`: where the template stands."""
+        """`file`: the file with the template, for messages."""
         self.source = source
         self.special = special
         self.file = file
@@ -36,14 +36,14 @@ class ChatTemplate:
     ) -> str:
         """Return the messages as text; with `add_generation_prompt` the header of the next answer ends it.
 
-        `tools`: the schemas of those that the model may call.
+        `tools`: the schemas of the tools that the model may call.
 
         Raises ModelError, naming `where`, when the template does not compile or refuses the messages.
         """
         return self._rendered(messages, where, add_generation_prompt, tools, marked=False)
 
     def marks(self, messages: Sequence[dict[str, Any]], where: str, tools: Sequence[dict[str, Any]] = ()) -> list[str]:
-        """Return the messages as `render` does, in parts: those between `{% generation %}` marks have odd places."""
+        """Return the text of `render` in parts; parts 1, 3, ... are those between `{% generation %}` marks."""
         return _MARK.split(self._rendered(messages, where, False, tools, marked=True))
 
     @property
@@ -79,13 +79,13 @@ class ChatTemplate:
 
 
 _START, _END = "\ufdd0", "\ufdd1"
-"""Stand at the marks of a template; Unicode has them for such uses, and no text holds them."""
+"""Noncharacters of Unicode, which no text holds; they take the place of a template's marks."""
 _MARK = re.compile(f"[{_START}{_END}]")
 
 
 @cache
 def _environment(marked: bool) -> Any:
-    """Return what compiles templates; where `marked`, they write `_START` and `_END` at `{% generation %}` marks."""
+    """Make the Jinja environment; `marked`: templates write `_START` and `_END` at `{% generation %}` marks."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols

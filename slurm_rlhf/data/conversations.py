@@ -1,7 +1,7 @@
 """Make examples of conversations: the tokens of a list of messages, and which of them are the assistant's words.
 
-Where the chat template has `{% generation %}` marks, they say so, as in transformers. Else a turn is what the template
-adds to the messages before it and the start of an answer. A sequence ends with the last words that are trained on.
+If the chat template has `{% generation %}` marks, they say which, as in transformers. Otherwise a turn is the text that
+the template adds after the earlier messages and the header of an answer. A sequence ends with the last assistant token.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Conversation(NamedTuple):
 
 
 def turn_end(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Return what the chat template ends an answer with, and what it writes behind the end.
+    """Return the text with which the chat template ends an answer, and the text that it writes after that end.
 
-    The end is the text up to the first token at which engines end a response. Where there is no such token, it is all
-    that the template writes, but for space; empty: it writes no end, or changes the messages. Raises ModelError.
+    The end goes up to the first token at which engines end a response. Without such a token it is all that the template
+    writes, except trailing space; empty: it writes no end, or changes the messages. Raises ModelError.
     """
     behind = behind_answer(tokenizer) or ""
     words = filter(None, map(tokenizer.backend.id_to_token, end_tokens(tokenizer)))
@@ -51,10 +51,10 @@ def converse(
     where: str,
     behind: str,
 ) -> Conversation:
-    """Render messages, of which the assistant's are trained on from number `first` on.
+    """Render messages; those of the assistant, from number `first` on, are trained on.
 
-    `behind`: what the template writes behind the end of a turn. Raises ModelError for a template without marks that
-    does not keep what it has written when messages follow, DataError where the assistant says nothing.
+    `behind`: text that the template writes after the end of a turn. Raises ModelError for a template without marks
+    that writes a message differently when others follow, DataError where the assistant says nothing.
     """
     template = tokenizer.chat_template
     if template is not None and template.has_marks:
@@ -82,7 +82,7 @@ def _turn(
     where: str,
     behind: str,
 ) -> tuple[int, int]:
-    """Return where the last of `messages` stands in the text of the conversation that they begin."""
+    """Return where the last of `messages` is in `text`, the conversation that begins with them."""
     start = tokenizer.chat(messages[:-1], where, tools=tools)
     whole = tokenizer.chat(messages, where, tools=tools, answer=False)
     if not (text.startswith(whole) and whole.startswith(start)):
@@ -96,9 +96,9 @@ def _turn(
 
 
 def encoded(conversations: Sequence[Conversation], tokenizer: Tokenizer, ends: bool) -> list[Lesson]:
-    """Encode conversations; with `ends` each gets the end-of-sequence token behind it.
+    """Encode conversations; with `ends` each gets an end-of-sequence token.
 
-    A token that holds a character of the assistant's is one of its words. The first token of all is never trained on.
+    A token with at least one character of the assistant's text is trained on, except the first token of the sequence.
     """
     texts = [one.text for one in conversations]
     found = []

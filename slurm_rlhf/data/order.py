@@ -18,7 +18,7 @@ from slurm_rlhf.errors import CheckpointError, DataError
 
 
 class OrderKeys(NamedTuple):
-    """Name the keys of the configuration that an order follows from, and the one of its directory."""
+    """Name the configuration keys that determine an order, and the key of the run's directory, for error messages."""
 
     dataset: str = "data.prompt_dataset"
     batch_size: str = "rollout.batch_size"
@@ -83,7 +83,7 @@ class PromptOrder:
         return [*places, *range(self.place - fresh, self.place)]
 
     def give_back(self, places: Iterable[int]) -> None:
-        """Take places back that nothing came of: they are handed out again, before all others."""
+        """Take back places whose prompts were not trained on: they are handed out again, before all others."""
         self.again = sorted({*self.again, *places})
         while self.again and self.again[-1] == self.place - 1:
             self.place = self.again.pop()
@@ -94,10 +94,10 @@ class PromptOrder:
         return int(drawn[place % (self.batches_per_episode * self.batch_size)])
 
     def state_dict(self, owed: Iterable[int] = ()) -> dict[str, Any]:
-        """Return where the order stands and the data it belongs to, ready for JSON.
+        """Return the position in the order and the data it belongs to, ready for JSON.
 
-        `owed`: places that were handed out and that a resumed run must hand out again. `taken` counts the batches
-        that are done with; where that does not say it all, `place` and `again` do.
+        `owed`: places that were handed out and that a resumed run must hand out again. `taken` counts the batches that
+        are done; if that does not determine the state, `place` and `again` are stored, too.
         """
         copy = PromptOrder(self.prompts, self.batch_size, self.episodes, self.seed)
         copy.place, copy.again = self.place, list(self.again)

@@ -47,7 +47,7 @@ class PromptSet:
     def of(
         cls, rows: Iterable[tuple[str, Row]], path: Path, tokenizer: Tokenizer, data: Data, max_prompt_tokens: int
     ) -> PromptSet:
-        """Read rows as `load` does, each after the place where it stands; `path` says where they are from."""
+        """Make the prompts of `rows`, (position for errors, row), as `load` does. `path`: their source, for errors."""
         kept: list[Prompt] = []
         dropped = 0
         numbered = ((index, *row) for index, row in enumerate(rows))
@@ -100,9 +100,9 @@ class BadRow:
 def prompts_of(
     rows: Iterable[tuple[int, str, Row]], tokenizer: Tokenizer, data: Data, max_tokens: int
 ) -> Iterator[Prompt | BadRow]:
-    """Make prompts of at most `max_tokens` tokens from rows, each with its number and where it stands.
+    """Make prompts of at most `max_tokens` tokens from rows: (number, position for errors, row).
 
-    Prompts come in the order of the rows, rows without a text before the prompts that are tokenized together with them.
+    Prompts come in the order of the rows. A bad row without a text comes before the prompts of its chunk.
     """
     texts: list[tuple[int, str, Row, str]] = []
     for index, where, row in rows:

@@ -19,12 +19,12 @@ Row = dict[str, Any] | DataError
 
 
 def read_rows(path: Path, max_rows: int = 0, data: Data | None = None) -> Iterator[tuple[str, Row]]:
-    """Yield where each row of a data set stands, and the row: at most `max_rows` (0: all).
+    """Yield (position for errors, row) for each row of a data set, at most `max_rows` (0: all).
 
     `path` is a file, a pattern or a directory, as `user_data.data_files` takes it, or several by comma. Blank lines are
     no rows; the values of a CSV file are text, those of its first line the columns. With `data` columns are renamed,
     rows filtered and data sets mixed as it says. Raises DataError for a file that cannot be read at all, and for files
-    with unlike columns; ConfigError where pyarrow is missing, and for weights of another number of data sets.
+    with unlike columns; ConfigError if pyarrow is missing, or weights and data sets differ in number.
     """
     sets, columns = parts(path), Columns(data or Data())
     if not (data and data.weights) or len(sets) == 1:
@@ -38,7 +38,7 @@ def read_rows(path: Path, max_rows: int = 0, data: Data | None = None) -> Iterat
 
 
 def _chosen(part: str, columns: Columns) -> Iterator[tuple[str, Row]]:
-    """Yield the rows of one data set that `columns` takes, with its names."""
+    """Yield the rows of one data set that pass data.filter, with columns renamed by data.map."""
     for file in data_files(part):
         try:
             yield from _of_file(file, columns)
@@ -65,7 +65,7 @@ def _of_file(file: Path, columns: Columns) -> Iterator[tuple[str, Row]]:
 
 
 def _mixed(sets: list[list[tuple[str, Row]]], weights: list[float]) -> Iterator[tuple[str, Row]]:
-    """Yield rows in the shares of the weights, each at most once and spread evenly, so that any beginning has them."""
+    """Mix rows in the shares of the weights, each at most once, spread evenly: any part has about these shares."""
     total = min(len(rows) / weight for rows, weight in zip(sets, weights, strict=True) if weight)
     counts = [min(round(total * weight), len(rows)) for rows, weight in zip(sets, weights, strict=True)]
     order = sorted(
@@ -86,7 +86,7 @@ def cell(row: Row, column: str, key: str, where: str) -> Any:
 
 
 def require_column(rows: list[tuple[str, Row]], column: str, path: Path) -> None:
-    """Raise DataError if no row has `column`, or every row is broken: then it is the job that is wrong, not a row."""
+    """Raise DataError if no row has `column`, or every row is broken: then the settings are wrong, not single rows."""
     if not rows:
         raise DataError(f"{path}: the file holds no rows")
     whole = [row for _, row in rows if not isinstance(row, DataError)]
@@ -131,7 +131,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _json(path: Path) -> Iterator[tuple[str, Row]]:
-    """Read an array of rows; a file that holds none is JSONL."""
+    """Read a JSON array of rows; a file without one is read as JSONL."""
     try:
         text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").strip()
         rows = json.loads(text) if text.startswith(b"[") else None
@@ -192,10 +192,10 @@ class Columns:
         self._first: tuple[Path, set[str]] | None = None
 
     def renamed(self, row: dict[str, Any], filled: bool = False) -> dict[str, Any]:
-        """Return the row with the names of data.map; a column that is not there is left out.
+        """Return the row with columns renamed by data.map; an entry whose column the row lacks does nothing.
 
-        Messages are as chat templates take them. `filled`: the file gives each message and tool the keys of all others,
-        without a value, as Parquet does; they are left out.
+        Messages get the form that chat templates take. `filled`: the file gives each message and tool the keys of all
+        others, with null values, as Parquet does; these keys are removed.
         """
         if filled:
             row = {name: _present(each) if name == self._tools or _said(each) else each for name, each in row.items()}
@@ -209,7 +209,7 @@ class Columns:
         return all(_holds(row, *entry, where) for entry in self._conditions)
 
     def compare(self, file: Path, row: dict[str, Any]) -> None:
-        """Raise DataError if the first row of a file has others of the columns that keys name than earlier files."""
+        """Raise DataError if the first row of a file has other columns, of those that keys name, than earlier files."""
         here = self._used.keys() & row.keys()
         first, before = self._first = self._first or (file, here)
         for lacks, has, missing in ((file, first, before - here), (first, file, here - before)):
@@ -233,7 +233,7 @@ def _said(value: Any) -> bool:
 
 
 def _messages(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with role and content, a text where it is in parts, and no other key without a value."""
+    """Return messages with role and content; parts of a content are joined to one text, keys without values removed."""
     found = []
     for one in value:
         named = one if "role" in one else {"role": _ROLES.get(one["from"], one["from"]), "content": one.get("value")}
@@ -246,7 +246,7 @@ def _messages(value: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _present(value: Any) -> Any:
-    """Return a value without keys that hold nothing, but for the content of a message."""
+    """Return a value without keys whose value is None, except the content of a message."""
     if isinstance(value, dict):
         return {key: _present(each) for key, each in value.items() if each is not None or key == "content"}
     return [_present(each) for each in value] if isinstance(value, list) else value
@@ -263,7 +263,7 @@ def _read(key: str, entries: list[str]) -> list[tuple[str, str, str]]:
 
 
 def _value(row: dict[str, Any], column: str) -> Any:
-    """Return the value of a column, or of one inside it behind a dot."""
+    """Return the value of a column; `column.name` is a value inside it."""
     found: Any = row
     for name in [column] if column in row else column.split("."):
         found = found.get(name, _MISSING) if isinstance(found, dict) else _MISSING

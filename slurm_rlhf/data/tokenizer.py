@@ -1,13 +1,13 @@
 """Encode and decode text as a model does, without torch and without transformers, whose import takes seconds.
 
-A generating model gets the tokens of the prompt alone, and its answer is what it puts behind them. So an answer to
-train on is a list of tokens that, behind those of the prompt, decode to the text of prompt and answer:
+A generating model gets the tokens of the prompt alone, and appends those of its answer. So an answer to train on must
+be a list of tokens that, appended to those of the prompt, decode to the text of prompt and answer. In this order:
 
-1. What follows the prompt's tokens when prompt and answer are tokenized as one text. SentencePiece puts a space before
-   a text that stands alone ("4" is `_4`), and none where the text goes on ("2+2=4" ends in `4`).
-2. Where the one text has other tokens at the border (a token that holds the end of the prompt and the beginning of the
-   answer), no such tokens exist. Then the tokens of the answer alone, if they decode to the text (byte-level BPE).
-3. If they do not (SentencePiece: the space), the tokens of the answer after a mark that ends in a token of its own.
+1. Tokenize prompt and answer as one text, and take what follows the prompt's tokens. SentencePiece puts a space before
+   a text that stands alone ("4" is `_4`), and none inside a text ("2+2=4" ends in `4`).
+2. If the one text has other tokens at the border (one token holds the end of the prompt and the beginning of the
+   answer), tokenize the answer alone. Its tokens are right if they decode to the text (byte-level BPE).
+3. If they do not (SentencePiece: the space), tokenize the answer after a mark that is a token of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slurm_rlhf.records import Prompt
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Names in tokenizer_config.json that chat templates refer to, as in transformers."""
 
-# Enough to show the decoder that it is not at the start of a text, in every tokenizer of an engine's own detokenizer.
+# Tokens of context with which a decoder knows that it is not at the start of a text; as many as vLLM's detokenizer has.
 CONTEXT_TOKENS = 5
 
 
@@ -82,7 +82,7 @@ class Tokenizer:
         return [list(encoding.ids) for encoding in self.encodings(texts, add_special_tokens=add_special_tokens)]
 
     def encodings(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tokenizers.Encoding]:
-        """Encode many texts; their tokens, and where these are in the texts."""
+        """Encode many texts; an encoding has the tokens, and their offsets in the text."""
         try:
             return list(self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens))
         except Exception as error:  # the library raises nothing narrower
@@ -93,10 +93,10 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def response_text(self, prompt_ids: list[int], response_ids: list[int]) -> str:
-        """Decode `response_ids` as what follows the prompt, without special tokens.
+        """Decode `response_ids` as the continuation of the prompt, without special tokens.
 
         Decoded alone, a response would lose its first space with tokenizers that write it at the start of every word
-        (SentencePiece). So it is the text with the prompt's last tokens, without the text of these.
+        (SentencePiece). So the prompt's last tokens are decoded with it, and their text is removed.
         """
         context = prompt_ids[-CONTEXT_TOKENS:]
         before, whole = self.decode(context), self.decode(context + response_ids)
@@ -105,7 +105,7 @@ class Tokenizer:
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token, special ones included; joined they are the whole text.
 
-        A character of several tokens stands at the last of them, and what is no whole character is left out.
+        A character that several tokens make up belongs to the last of them; incomplete characters are left out.
         """
         from tokenizers.decoders import DecodeStream
 
@@ -120,9 +120,9 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] = (),
         answer: bool = True,
     ) -> str:
-        """Render the messages, which stand at `where`, with the model's chat template.
+        """Render the messages with the model's chat template. `where`: their position in the data, for errors.
 
-        `tools`: the schemas of those that the model may call; `answer`: go on to where its answer starts.
+        `tools`: the schemas of the tools that the model may call; `answer`: append the header of its answer.
 
         Raises ModelError when the model has no chat template or the template refuses the messages.
         """
@@ -161,7 +161,7 @@ def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
 
 
 def _unmarked(backend: tokenizers.Tokenizer, words: Iterable[str]) -> list[str]:
-    """List those of the special tokens that tokenizer.json has as any other token; transformers marks them, too."""
+    """List the special tokens that tokenizer.json does not mark as special; transformers marks them itself."""
     marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     return [word for word in words if word not in marked and backend.token_to_id(word) is not None]
 
@@ -182,7 +182,7 @@ MARKS = ("\n", "=", ":", "0", "a")
 
 
 def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, templated: bool) -> list[list[int]]:
-    """Return the token ids of prompts, which may have an answer behind them.
+    """Return the token ids of prompts, or of prompts with their answers.
 
     They get the tokenizer's own special tokens, as `tokenizer(text)` adds them, but never a second
     beginning-of-sequence token. Texts made by a chat template (`templated`) get those of the template alone.
@@ -224,7 +224,7 @@ def end_tokens(tokenizer: Tokenizer) -> set[int]:
 
 
 def behind_answer(tokenizer: Tokenizer) -> str | None:
-    """Return what the chat template writes behind an answer; None: it changes the messages, nothing can be concluded.
+    """Return what the chat template writes after an answer; None: it changes the answer, so nothing can be concluded.
 
     Raises ModelError when there is no template, or it refuses a question and its answer.
     """
@@ -234,7 +234,7 @@ def behind_answer(tokenizer: Tokenizer) -> str | None:
 
 
 def missing_eos(tokenizer: Tokenizer) -> str:
-    """Say what is wrong with how the chat template ends an answer; "" if nothing is.
+    """Return a warning if engines do not recognise the end of an answer by the chat template; "" if none is needed.
 
     A model that was trained with the template ends its answers as the template does. If no token of `end_tokens` is
     among those, engines go on sampling after the answer, up to rollout.max_new_tokens. Raises ModelError when the
@@ -256,7 +256,7 @@ def missing_eos(tokenizer: Tokenizer) -> str:
 
 
 def ids_behind(before: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids of `text` behind the tokens `before`, which stay as they are."""
+    """Return the token ids of `text` as a continuation of the tokens `before`, which stay as they are."""
     context = before[-CONTEXT_TOKENS:]
     return _joining(context, text, tokenizer.decode(context, skip_special_tokens=False) + text, tokenizer)
 
@@ -264,7 +264,7 @@ def ids_behind(before: list[int], text: str, tokenizer: Tokenizer) -> list[int]:
 def continuations(
     prompts: Sequence[Prompt], answers: Sequence[str], tokenizer: Tokenizer, templated: bool
 ) -> list[list[int]]:
-    """Return the token ids of each answer behind its prompt; `templated` as in `encode_prompts`."""
+    """Return the token ids of each answer as a continuation of its prompt; `templated` as in `encode_prompts`."""
     wholes = [prompt.text + answer for prompt, answer in zip(prompts, answers, strict=True)]
     return [
         _behind(prompt.token_ids.tolist(), whole, answer, tokenizer)
@@ -284,7 +284,7 @@ def _joining(before: list[int], text: str, whole: str, tokenizer: Tokenizer) -> 
     for ids in (alone, *_after_marks(text, tokenizer)):
         if tokenizer.decode(before + ids, skip_special_tokens=False) == whole:
             return ids
-    return alone  # the tokenizer does not decode to what it encoded: nothing better is known
+    return alone  # this tokenizer does not decode to the text that it encoded: nothing better is known
 
 
 def _after_marks(answer: str, tokenizer: Tokenizer) -> list[list[int]]:

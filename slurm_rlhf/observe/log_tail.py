@@ -11,7 +11,7 @@ from slurm_rlhf.errors import system_cause
 
 _READ = 1 << 16  # bytes from the end
 
-# Output of torchrun and c10d when a process ends: it hides the line with the reason.
+# Output of torchrun and c10d when a process ends, which hides the line with the reason.
 _NOISE = re.compile(
     r"\*{20,}$"
     r"|Setting OMP_NUM_THREADS environment variable"
@@ -91,7 +91,7 @@ def ends_in_error(lines: list[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FailedProcess:
-    """Identify the process of a torchrun that failed first."""
+    """Identify the process of a torchrun which failed before the others."""
 
     rank: int  # in the process group of its torchrun
     pid: int

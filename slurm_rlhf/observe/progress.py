@@ -24,7 +24,7 @@ class Progress:
         """Begin to show steps; `done` of `total` steps were done before."""
 
     def phase(self, name: str, responses: int = 0) -> None:
-        """Show the phase that begins (empty: none), and how many responses it will have; 0: not known."""
+        """Show the phase `name` that begins (empty: none). `responses`: how many it will have; 0: not known."""
 
     def answered(self, responses: int, tokens: int) -> None:
         """Count responses that engines have finished in this phase, and sampled tokens. Any thread may call it."""

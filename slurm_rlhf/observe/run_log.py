@@ -44,7 +44,7 @@ def whole_lines(text: str, key: str = "step") -> Iterator[tuple[str, dict[str, A
 
 
 def read_rows(path: Path, key: str = "step", wanted: Container[int] | None = None) -> list[dict[str, Any]]:
-    """Read the whole lines of a file as far as it can be read; none if it is missing, or no file, such as /dev/full.
+    """Read the whole lines of a file as far as it can be read; none if it is missing, or not a regular file.
 
     `wanted`: the numbers of the lines to read, from 0 on; None: all.
     """
@@ -199,7 +199,7 @@ def workers_lost(events: Sequence[RunEvent]) -> list[str]:
 
 
 class WarningEvents(logging.Handler):
-    """Pass on what the package logs as a warning: ranks that are lost, updates that are repeated."""
+    """Pass on warnings that the package logs: ranks that are lost, updates that are repeated."""
 
     def __init__(self, tell: Callable[[str, str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -224,7 +224,7 @@ class Sample:
     prompt: str
     response: str
     label: Any  # as the reward function got it; as text if it is no plain value
-    reward: float | None  # the reward function's answer; None for NaN
+    reward: float | None  # as the reward function returned it; None for NaN
     score: float | None  # None: the reward function gives no scores
     advantage: float | None  # mean over the tokens of the response
     finish_reason: str

@@ -29,7 +29,7 @@ TIMED = ("time/", "perf/")
 def append_metrics(path: Path, step: int, metrics: dict[str, float]) -> None:
     """Append the line of a step: `step` comes first, then the other metrics by name, timings last.
 
-    A run that is killed after that does not lose it. Floats are written as their shortest exact representation
+    The line is safe if the run is killed after that. Floats are written as their shortest exact representation
     (Python's repr), so that numbers are equal bit for bit if lines are equal. NaN and infinities, which JSON lacks,
     become null. Raises OSError.
     """

@@ -1,12 +1,12 @@
-"""Take the stacks of processes: of this one, from what faulthandler writes, and when a process hangs.
+"""Take stacks: of this process, from the output of faulthandler, and of a process that hangs.
 
-A rank that hangs writes its own stack, even while a call into C holds the interpreter's lock.
-`faulthandler.dump_traceback_later` is made for that and not used: its thread reads the frames of all others without a
-lock. If Python runs nevertheless, and only the timer was late (a busy machine, a long import, a process that was
-stopped and goes on), it reads frames that are gone, and the process ends by SIGSEGV. A thread that is interrupted reads
-its own frames, and even these are half made for a moment at the begin of a call. So two timers of the kernel expire one
-after the other: at the first one Python writes the stacks, if it runs at all; at the second one, which Python stops,
-each thread is in C, where its frames do not move, and faulthandler's handler reads them.
+A rank that hangs writes its own stacks, even while a call into C holds the interpreter's lock (GIL).
+`faulthandler.dump_traceback_later` is made for that, but its thread reads the frames of all others without a lock. If
+Python does run, and only the timer was late (a busy machine, a long import, a process that was stopped and goes on), it
+reads frames that are gone, and the process ends by SIGSEGV. A signal handler reads the frames of its own thread only,
+but even these are incomplete for a moment at the beginning of a call. So there are two kernel timers. At the first one
+Python writes the stacks, if it runs, and stops the second one. If the second one expires, each thread is in C, where
+its frames do not change, and faulthandler's signal handler reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import ClassVar
 MAIN = "MainThread"
 """Name of a process's first thread, as in `threading`."""
 LATE = re.compile(r"^(?=Stack \(most recent call first\):$)", re.MULTILINE)
-"""Begin of a stack that `LateStacks` has let a thread write."""
+"""First line of a stack that a thread has written by order of `LateStacks`."""
 
 _THREAD = re.compile(r"^(?:Current thread|Thread|(?=Stack)) ?(?P<name>.+?) \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
@@ -97,9 +97,9 @@ def read_stacks(text: str) -> list[ThreadStack]:
 
 
 def last_late_dump(log: str) -> str:
-    """Return the stack that `LateStacks` has written, if a log ends with one; else an empty string.
+    """Return the stack by `LateStacks` at the end of a log; empty if the log does not end with one.
 
-    If the process has written more after it, it has gone on, and the stack is out of date.
+    If the process has written more after a stack, it has gone on, and the stack is out of date.
     """
     marks = list(LATE.finditer(log))
     if not marks:
@@ -113,9 +113,9 @@ def last_late_dump(log: str) -> str:
 
 
 SIGNAL = signal.SIGRTMAX - 3
-"""Signal that lets a thread write its stack; Python, torch, MPI and Slurm do not use it."""
+"""Signal at which a thread writes its stack; Python, torch, MPI and Slurm do not use it."""
 _FIRST = signal.SIGRTMAX - 4
-"""Signal that lets Python write the stacks, if it runs."""
+"""Signal at which Python writes the stacks, if it runs."""
 
 _GRACE_S = 1.0
 """Time that Python has to write the stacks, before each thread writes its own."""
@@ -143,13 +143,13 @@ class _Times(ctypes.Structure):
 
 
 class LateStacks:
-    """Let threads of this process write their stacks when `put_off` has not been called for some time.
+    """Makes threads of this process write their stacks when `put_off` has not been called for some time.
 
-    To be made in the main thread; a process has one.
+    Create it in the main thread, once per process.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # `_write` interrupts the main thread anywhere
+        self._lock = threading.RLock()  # reentrant: the handler `_write` may interrupt the main thread anywhere
         self._pid = 0
         self._timers: dict[tuple[int, int], ctypes.c_void_p] = {}  # by the kernel's id of the thread, and the signal
         self._threads: list[threading.Thread] = []

@@ -22,8 +22,8 @@ class Phases:
     """Add up wall time per phase: `with phases("rollout"): ...`, then `take()` once a step.
 
     Time in a phase inside another one counts only for the inner one, so that all phases together take at most the step.
-    `watch` is called with each phase that begins and, after its end, with the outer phase or ""; `ended` is called
-    before that with the phase that has ended.
+    `watch` is called with each phase that begins and, when it has ended, with the outer phase or ""; just before that,
+    `ended` is called with the phase that has ended.
     """
 
     watch: Callable[[str], None] = lambda name: None
@@ -64,10 +64,10 @@ FACTOR = 10.0
 LEARNED = 3
 """Passes through a phase until its usual wait is known."""
 UNSURE = 3.0
-"""Factor on the budget before that."""
+"""Factor on the budget until then."""
 UNKNOWN = 20.0
-"""Factor on the floor in the first pass. A longer wait is only reported, and the run ends at the ceiling: there is no
-earlier wait to compare with."""
+"""Factor on the floor in the first pass through a phase, which has no earlier wait to compare with. A longer wait is
+only reported; the run ends at the ceiling."""
 REMEMBERED = 50  # passes
 
 
@@ -158,9 +158,9 @@ class StepSpans:
         }
 
     def idle(self, slots: Mapping[str, Sequence[Sequence[Slot]]]) -> dict[Slot, float]:
-        """Return for how long no rank that uses an accelerator had a call in progress.
+        """Return the idle seconds of each accelerator: those in which no rank that uses it had a call in progress.
 
-        `slots`: role -> rank -> the accelerators that a call keeps busy; all of the engine for its leader.
+        `slots`: role -> rank -> the accelerators that a call keeps busy; for an engine's leader, all of the engine.
         """
         of = {(role, rank): used for role, ranks in slots.items() for rank, used in enumerate(ranks)}
         busy: dict[Slot, list[Span]] = {slot: [] for used in of.values() for slot in used}
@@ -214,7 +214,7 @@ class CallSpans:
         self._phase = (name, now)
 
     def take(self) -> StepSpans:
-        """Return what was since the last call. A call in progress is cut here, and continues in the next step."""
+        """Return the spans since the last `take`. A call in progress is cut here, and continues in the next step."""
         with self._lock:
             now, began = self._clock(), self._began
             for number, (call, start) in self._open.items():

@@ -57,7 +57,7 @@ class ProcessSink:
         self._note = self._failed = ""
 
     def open(self, run: TrackedRun) -> str:
-        """Start the process and return at once; `news` has its answer later."""
+        """Start the process and return at once; `news` returns its answer later."""
         with self._log.open("a") as log:
             # In a session of its own: Ctrl-C on the terminal and Slurm's signals are for the conductor.
             self._process = subprocess.Popen(
@@ -81,7 +81,7 @@ class ProcessSink:
         return note
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Without NaN, which JSON does not have and no tracker shows.
+        # JSON has no NaN, and no tracker shows it.
         plain = {name: finite(value) for name, value in metrics.items()}
         self._call(["metrics", step, {name: value for name, value in plain.items() if value is not None}])
 

@@ -1,4 +1,4 @@
-"""Know data-center GPUs by name: their memory and peak rates, and the memory that a run can count on."""
+"""Look up data-center GPUs by name: their memory and peak rates, and the memory that a run can count on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Gpu:
     memory_gib: float
     bf16_tflops: float
     bandwidth_gbs: float
-    model: str  # regular expression of the model in a name whose words are apart
-    words: Sequence[str] = ()  # one of them decides between kinds of one model; empty: what the model is by default
+    model: str  # regular expression for the model, in a name as `_spaced` writes it
+    words: Sequence[str] = ()  # the name must have one of them, to tell kinds of a model apart; empty: the usual kind
 
 
 _ROWS = json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def _says(text: str, words: Sequence[str]) -> bool:
 GIB = 1 << 30
 _USABLE = 0.985  # share of the memory in nvidia-smi that CUDA leaves to processes of an unknown GPU
 TELL = "--train.gpu=NAME (h100, a100_40gb, ...) or --train.gpu_memory_gb=GB"
-_UNLIKE = 0.02
+_UNLIKE = 0.02  # relative difference of memory above which GPUs count as unlike
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def size_by_keys(name: str, memory_gb: float) -> GpuSize | None:
 
 
 def found_size(local: Sequence[tuple[str, float]]) -> GpuSize:
-    """Return the size of the GPUs here, of which `local` has name and MiB; where they differ, the smallest counts."""
+    """Return the size of the GPUs here; `local`: name and MiB of each. If they differ, the smallest counts."""
     sizes = {size.name: size for size in (_local(name, mib) for name, mib in local)}
     if not sizes:
         return GpuSize(0, notes=(f"no GPU says its name: say {TELL}",))
@@ -129,7 +129,7 @@ def found_size(local: Sequence[tuple[str, float]]) -> GpuSize:
 
 
 def _local(name: str, mib: float) -> GpuSize:
-    """Return the size of a GPU of this machine. nvidia-smi knows the GPU, and the table what CUDA leaves of it."""
+    """Return the size of a GPU of this machine: from the table, if it has a GPU of this name and about this memory."""
     gpu, memory = find_gpu(name), mib * (1 << 20)
     if gpu is not None and abs(gpu.memory_gib * GIB - memory) < 0.05 * memory:
         return GpuSize(int(gpu.memory_gib * GIB), gpu.name, gpu=gpu)

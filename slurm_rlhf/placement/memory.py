@@ -1,4 +1,4 @@
-"""Estimate what a rank of each role holds, check whether a run fits its GPUs, and name the keys that help if not.
+"""Estimate the memory of a rank of each role, check whether a run fits its GPUs, and name the keys that help if not.
 
 An `Account` has a row for each use of a GPU.
 """
@@ -46,7 +46,7 @@ class RankMemory:
     resting: Bytes  # bytes held as long as the rank lives
     phases: Mapping[str, Bytes]  # phase -> bytes beyond `resting`, released afterwards
     parked: Bytes = field(default_factory=dict)  # the part of `resting` that is moved away while the engines work
-    pinned: int = 0  # bytes of host memory that it takes then
+    pinned: int = 0  # bytes of host memory that the parked part takes
 
     def at(self, phase: str) -> dict[str, int]:
         """Return all terms in `phase`; "" is rest, "parked" is while the engines work."""
@@ -65,9 +65,9 @@ class Row:
 
     name: str  # a role, or the use of a shared GPU
     ranks: int  # ranks of the role; 0 for a GPU shared by several
-    terms: tuple[tuple[str, int], ...]  # (what, bytes), largest first
-    there: int  # bytes of the GPU; 0 where others share it, and for rows of a part
-    role: str  # role that does the work
+    terms: tuple[tuple[str, int], ...]  # (name of the term, bytes), largest first
+    there: int  # bytes of the GPU; 0 for a role that shares its GPU, whose total is in another row
+    role: str  # role that works at that time
 
     @property
     def needed(self) -> int:
@@ -102,7 +102,7 @@ class Account:
     pinned: int  # bytes of host memory for each GPU while the engines work
 
     def fits(self, role: str = "") -> bool:
-        """Tell whether `role` always fits, or every role; an engine's KV cache must hold a whole sequence, too."""
+        """Tell whether `role` (empty: every role) always fits; an engine's KV cache must hold a whole sequence, too."""
         rows = [row for row in self.rows if not role or row.role == role]
         holds = self.engine is None or self.engine.sequences >= 1 or role not in ("", ROLLOUT)
         return holds and all(row.fits for row in rows)
@@ -120,7 +120,7 @@ def of_stage(config: Config, stage: str) -> Config:
 
 
 def headless(shape: ModelShape) -> ModelShape:
-    """Return the shape of a model whose head has one row, which does not count."""
+    """Return the shape of a model whose head has a single row; the row is not counted."""
     return replace(shape, vocab=0, tensors=tuple(tensor for tensor in shape.tensors if tensor.kind != "head"))
 
 
@@ -143,14 +143,14 @@ def account(config: Config, models: Models, gpu: int, samples: bool = True) -> A
 
 
 SAFE = 0.9
-"""Share of a GPU that trainers may need by estimate where train.gradient_checkpointing = auto chooses."""
+"""Largest estimated share of a GPU at which train.gradient_checkpointing = auto still chooses off."""
 
 
 def least_recomputed(config: Config, models: Models, gpu: int, samples: bool = True) -> tuple[Config, Account]:
     """Choose train.gradient_checkpointing where it is auto: off where that is safe for all trainers, else full.
 
     Selective took 1 % less time than full on an H200, for 8 GiB more (docs/cluster.md), so it is not chosen. Returns
-    the configuration with what is chosen, or `config` itself if there is nothing to choose, and its memory.
+    the configuration with the chosen value, or `config` itself if there is nothing to choose, and its memory.
     """
     if config.train.gradient_checkpointing != "auto" or config.actor.gradient_checkpointing_enable:
         return config, account(config, models, gpu, samples)
@@ -228,7 +228,7 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
         bucket = min(config.sync.bucket_size_mb(on_gpus=True) << 20, (2 if rank_memory.half(config) else 4) * elements)
         sent = {"sync buffers": 3 * bucket}
         if config.train.colocate_all:
-            resting |= sent  # slots that the engines of the GPU have mapped
+            resting |= sent  # engines on the same GPU keep these buffers mapped
         else:
             phases["sync"] = sent
     # torch pins powers of two: masters, and AdamW's two moments, are three tensors of the same size.
@@ -253,7 +253,7 @@ def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
     module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
     awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
-    # Updates bring adapters alone, so the weights of an engine that sleeps stay, in host memory.
+    # With adapters, updates bring no base weights, so an engine that sleeps keeps them in host memory.
     pinned = rank.weights if config.train.colocate_all and config.lora.rank else 0
     return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}}, pinned=pinned)
 
@@ -298,7 +298,7 @@ def gib(size: float) -> str:
 LOWER, RAISE = "lower", "raise"
 
 WAYS: list[tuple[str, str, str, object]] = json.loads(Path(__file__).with_name("ways.json").read_text(encoding="utf-8"))
-"""Kinds of roles, their term, the key that makes it smaller, and how: a value (of stages: or more), lower, or raise."""
+"""Rows of (kinds of roles, their term, key that makes it smaller, LOWER, RAISE or a value; a ZeRO stage: or above)."""
 
 _SHARE = ("vllm.gpu_memory_utilization", LOWER)
 _FOR_ONE_SEQUENCE: list[tuple[str, object]] = [
@@ -311,7 +311,7 @@ _FOR_ONE_SEQUENCE: list[tuple[str, object]] = [
 def help_for(config: Config, row: Row) -> list[str]:
     """Say which two keys help where the role of `row` does not fit: `lower train.max_tokens_per_gpu (now 16384)`.
 
-    One for each of the largest terms comes first; how much is needed is computed for the engines' share of a GPU alone.
+    One key for each of the largest terms comes first. The new value is computed for vllm.gpu_memory_utilization only.
     Empty: no key helps.
     """
     terms = [_FOR_ONE_SEQUENCE] if row.role == ROLLOUT and row.fits else _ways(row)
@@ -332,7 +332,7 @@ def _ways(row: Row) -> Iterator[list[tuple[str, object]]]:
 
 
 def ways_for(role: RoleSpec, term: str) -> list[tuple[str, object]]:
-    """List the keys, each with how, that make a term of a role smaller."""
+    """List (key, its new value, LOWER or RAISE) for the keys that make a term of a role smaller."""
     return [(key, how) for kinds, name, key, how in WAYS if role.kind in kinds.split() and term == name]
 
 

@@ -20,7 +20,7 @@ from slurm_rlhf.errors import ModelError
 class Family:
     """Describe what config.json leaves unsaid about an architecture: its biases, norms and the names of its fields.
 
-    A pair in place of a flag is the field of config.json that decides, and its default.
+    In place of a flag there may be a pair: the field of config.json that decides, and its default.
     """
 
     qkv_bias: bool | Sequence[Any] = False
@@ -201,7 +201,7 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
 
 
 def _flag(config: Mapping[str, Any], value: bool | Sequence[Any]) -> bool:
-    """Return the constant of a family, or the field of config.json that decides."""
+    """Return a family's constant, or the value of the field of config.json (field, default) that it names."""
     return value if isinstance(value, bool) else bool(config.get(*value))
 
 

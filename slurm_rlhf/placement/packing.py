@@ -1,8 +1,8 @@
 """Put blocks of slots on nodes, and choose the slots of each block there: a small bin packing.
 
 Nodes that look alike (same free slots, same blocks on them) are handled as one bucket, so that an attempt costs little
-on 10,000 nodes. Attempts go from the most to the least symmetric layout; the first that fits is taken. On nodes of
-three and more sizes a layout may exist that none of them finds. On a node trainers get neighbouring low slots, and
+on 10,000 nodes. Attempts go from the most to the least symmetric layout; the first that fits is taken. With three or
+more sizes of nodes, all attempts may fail although a layout exists. On a node trainers get neighbouring low slots, and
 engines slots that are aligned to their width.
 """
 
@@ -66,7 +66,7 @@ class _Space:
         self.buckets = dict(buckets)
 
     def take(self, number: int, choice: _Choice) -> None:
-        """Place block `number` there."""
+        """Place block `number` on the nodes of `choice`."""
         for bucket, slots, nodes in choice:
             here, gone = self.buckets.pop(bucket), set(nodes)
             if left := [node for node in here if node not in gone]:
@@ -134,9 +134,9 @@ def _spread(block: Block, taken: list[tuple[_Bucket, list[int]]]) -> _Choice:
 
 
 def _orders(blocks: Sequence[Block], thorough: bool) -> Iterator[tuple[int, ...]]:
-    """Choose orders in which to place blocks: the widest first, then all other orders.
+    """List orders in which to place blocks: first two that begin with the widest, then, if `thorough`, all others.
 
-    Engines that may go anywhere fill what the others leave, so they come last at first.
+    In the very first order, engines that may go on any node come last, to fill the slots that the others leave.
     """
 
     widest = tuple(sorted(range(len(blocks)), key=lambda n: (-blocks[n].widest, -blocks[n].slots, n)))
@@ -186,8 +186,8 @@ def assign_slots(capacity: int, wants: tuple[tuple[int, int], ...]) -> tuple[tup
     """Choose slots of a node for each (count, width) of `wants`.
 
     Width 0: `count` slots, the lowest. Width w > 0: `count` groups of w neighbouring slots, each starting at a multiple
-    of w, so that a group stays within one NVLink pair, quad or NUMA half: right above the others, else as high as
-    possible. None if they do not fit so.
+    of w, so that a group stays within one NVLink pair, quad or NUMA half: right above the slots of trainers, else as
+    high as possible. None if they do not fit in this way.
     """
     for above in (True, False):
         slots: dict[int, tuple[int, ...]] = {}

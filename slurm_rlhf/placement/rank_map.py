@@ -1,6 +1,6 @@
 """Make and draw the rank map: which rank of which role runs on which slot of which node.
 
-Pure: from a topology, sizes of roles and colocations follows the same map on every node.
+Pure: every node computes the same map from topology, sizes of roles and colocations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Estimate the bytes on one rank: of a trainer, of a vLLM engine with its KV cache, and of actors that sample.
 
-A token is one position of a padded micro-batch.
+Token counts include the padding of a micro-batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of it
 LAYERS: dict[str, dict[str, list[str]]] = json.loads(
     Path(__file__).with_name("layers.json").read_text(encoding="utf-8")
 )
-"""Linear layers by the names that most models have, and by those of others -> what their inputs and outputs are."""
+"""Name of a linear layer -> kinds of its inputs and outputs; `known`: names in most models, `others`: in some."""
 CUDA_GRAPHS = GIB  # graphs of the sizes that vLLM captures by default: an estimate
 TP_GROUP = GIB // 2  # buffers of a TP group's all-reduces: an estimate
 
@@ -48,7 +48,7 @@ def weights(shape: ModelShape, tp: int, dtype: int) -> int:
 
 
 def adapters(config: Config, shape: ModelShape, tp: int, dtype: int) -> int:
-    """Count the bytes of the adapters that one of `tp` ranks has room for: A on every rank, B cut.
+    """Count the bytes that one of `tp` ranks reserves for adapters: A on every rank, B cut.
 
     Queries, keys and values share the input, but each has an A.
     """
@@ -58,7 +58,7 @@ def adapters(config: Config, shape: ModelShape, tp: int, dtype: int) -> int:
 
 
 def policies_at_once(config: Config) -> int:
-    """Count the policies that the responses in an engine may be of, where each ends under the one it began with."""
+    """Count the policies that an engine needs at once, if each response keeps the adapter it began with."""
     return 1 + (config.train.async_queue_size if config.vllm.sync_mode == "inflight" else 0)
 
 
@@ -98,8 +98,8 @@ def blocks_of_sequence(shape: ModelShape, length: int, in_flight: int, block: in
 def profiled(shape: ModelShape, tp: int, dtype: int, tokens: int, sequences: int) -> int:
     """Estimate the bytes that vLLM reserves after a trial run of `tokens` and `sequences`; not measured.
 
-    They hold the widest place of the MLP and the residual stream, or the fp32 logits of all sequences with the
-    buffers of sampling.
+    That is the widest place of the MLP and the residual stream, or the fp32 logits of all sequences with the buffers of
+    sampling, whichever is larger.
     """
     wide = max(shape.width, shape.experts_per_token * shape.expert_width)
     body = tokens * dtype * (4 * shape.hidden + (3 * wide + 2 * shape.heads * shape.head_dim) // tp)
@@ -214,7 +214,7 @@ def trainer_states(config: Config, shape: ModelShape, role: str) -> States:
 
 
 def trained(config: Config, shape: ModelShape, head: bool) -> tuple[int, dict[int, int]]:
-    """Count the elements that are trained, and their tensors, as `tensors` does: with lora.rank those of adapters."""
+    """Count the trained elements, and the tensors of each size, as `tensors` does; with lora.rank those of adapters."""
     if not config.lora.rank:
         return tensors(shape, head)
     counts = {} if head else {shape.hidden: 1}
@@ -225,10 +225,7 @@ def trained(config: Config, shape: ModelShape, head: bool) -> tuple[int, dict[in
 
 
 def adapted(shape: ModelShape, targets: list[str]) -> list[tuple[int, int, int]]:
-    """List inputs, outputs and number of the linear layers that get adapters, by the names that most models have.
-
-    Layers of other names are not counted.
-    """
+    """List (inputs, outputs, number) of the linear layers that get adapters; unknown names are not counted."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {"hidden": shape.hidden, "width": shape.width, "gated": 2 * shape.width}
     sizes |= {"queries": queries, "keys": keys, "attention": queries + 2 * keys}
@@ -242,7 +239,7 @@ def adapted(shape: ModelShape, targets: list[str]) -> list[tuple[int, int, int]]
 def tensors(shape: ModelShape, head: bool) -> tuple[int, dict[int, int]]:
     """Count the elements of all parameters, and the tensors of each size.
 
-    A model without vocabulary head has one of a single row.
+    Without a vocabulary head, a model has a head of a single row.
     """
     counts = {} if head else {shape.hidden: 1}
     for tensor in shape.tensors:

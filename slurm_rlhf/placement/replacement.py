@@ -24,7 +24,7 @@ Change = dict[str, Any]
 """Key -> value."""
 
 MOST_LAYOUTS = 5000
-"""Layouts that are looked at."""
+"""Most smaller layouts that are tried."""
 
 Fits = Callable[[Config], bool]
 """Tells whether the roles of a configuration fit the memory of its GPUs."""
@@ -32,13 +32,13 @@ Fits = Callable[[Config], bool]
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """Says where the ranks go, and which keys of the configuration are others from then on."""
+    """Says where the ranks go, and which keys of the configuration change."""
 
     ranks: RankMap
     change: Change = field(default_factory=dict)  # empty: all roles keep their sizes
 
     def words(self, config: Config) -> str:
-        """Say what is smaller than in `config`; empty: nothing is."""
+        """List the keys that are smaller than in `config`, for the user; empty: none is."""
         return ", ".join(f"{key} = {value} (it was {get(config, key)})" for key, value in self.change.items())
 
 
@@ -50,11 +50,11 @@ def replaced(
     fits: Fits = lambda config: True,
     unfit: Mapping[str, str] | None = None,
 ) -> Replacement:
-    """Return a rank map without the nodes `bad`. `unfit`: nodes that take over nothing, and why.
+    """Return a rank map without the nodes `bad`. `unfit`: free nodes that may not be used, and why.
 
-    Where `allocation` has a free node for each of them, these take over their ranks, and all other ranks stay where
-    they are. Otherwise the roles are placed on the nodes that are left, as large as they fit there: at their sizes, or
-    at smaller ones that the rules of the configuration allow. Engines that live stay where they are if that can be.
+    If `allocation` has a free node for each bad one, the free nodes take over their ranks, and all other ranks stay
+    where they are. Otherwise the roles are placed on the nodes that are left: at their sizes, or at the largest smaller
+    ones that fit and that the rules of the configuration allow. Engines that live stay where they are if possible.
     Raises PlacementError that says what is missing.
     """
     used = ranks.used_nodes
@@ -80,14 +80,14 @@ def replaced(
 
 
 def passed_over(unfit: Mapping[str, str]) -> str:
-    """Say which nodes are free and take over nothing, and why."""
+    """Say which free nodes are not used, and why."""
     return "; ".join(f"{node} is free and not taken: {why}" for node, why in sorted(unfit.items()))
 
 
 def _on_fewer(ranks: RankMap, left: Topology, config: Config, fits: Fits) -> Replacement:
     """Find the largest layout that fits the nodes `left`. Raises PlacementError."""
     refused = ""
-    large = False  # a layout would fit, but for the memory of the GPUs
+    large = False  # True: a layout has enough slots, but needs more memory than the GPUs have
     sizes = group_sizes(config, len(left.nodes))
     for change in islice(smaller_layouts(sizes), MOST_LAYOUTS):
         candidate = changed(config, change)
@@ -107,9 +107,9 @@ def _on_fewer(ranks: RankMap, left: Topology, config: Config, fits: Fits) -> Rep
 
 
 def group_sizes(config: Config, nodes: int) -> list[list[tuple[int, Change]]]:
-    """List the sizes that the rules allow on `nodes` nodes for each group of roles that share slots.
+    """List, for each group of roles that share slots, the sizes that the rules allow on `nodes` nodes.
 
-    A size has its slots and what it changes; the largest comes first. Batches have to divide over the ranks, say.
+    A size is (slots, changed keys); the largest comes first. A rule may be that batches divide over the ranks.
     """
     found = []
     for names in roles_by_slots(config, [role.name for role in running_roles(config)]):
@@ -123,7 +123,7 @@ def group_sizes(config: Config, nodes: int) -> list[list[tuple[int, Change]]]:
 
 
 def _sizes(config: Config, names: Sequence[str], nodes: int) -> Iterator[tuple[int, Change]]:
-    """Yield slots and keys of fewer nodes, of fewer slots on each, of both; of fewer engines where these are alone."""
+    """Yield (slots, keys) for fewer nodes and fewer slots on each; for a group of engines alone, for fewer engines."""
     roles = [ROLES[name] for name in names]
     trainers, vllm = [role for role in roles if role.kind != "engine"], config.vllm
     if not trainers:
@@ -144,7 +144,7 @@ def _sizes(config: Config, names: Sequence[str], nodes: int) -> Iterator[tuple[i
 
 
 def smaller_layouts(groups: Sequence[Sequence[tuple[int, Change]]]) -> Iterator[Change]:
-    """Yield what each layout changes, those with most slots first, and of these what changes fewest groups."""
+    """Yield the changed keys of each layout: most slots first, and of equal ones the fewest changed groups first."""
     if not all(groups):
         return
 
@@ -166,7 +166,7 @@ def smaller_layouts(groups: Sequence[Sequence[tuple[int, Change]]]) -> Iterator[
 
 
 def _placed(ranks: RankMap, left: Topology, config: Config) -> RankMap | None:
-    """Place a layout, with the engines where they are if that can be; None: it does not fit."""
+    """Place a layout, with the engines where they are if possible; None: it does not fit."""
     sizes, colocate = role_sizes(config), colocations(config)
     if left.accelerator == GPU and sum(block.slots for block in make_blocks(sizes, colocate)) > left.slots:
         return None  # refused here, because `place` would look for the reason first
@@ -209,12 +209,12 @@ def _around_engines(
 
 
 def _with_slots(left: Topology, sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> Topology:
-    """Without GPUs slots are processes, as many as the roles need."""
+    """Return the topology; without GPUs its slots are processes, so it gets as many as the roles need."""
     return process_slots(left, sizes, colocate) if left.accelerator == CPU else left
 
 
 def _stand_ins(gone: Sequence[Node], free: Sequence[Node], accelerator: str) -> dict[str, Node] | None:
-    """Choose a free node for each that is gone, the smallest that has as many slots; None: there are too few."""
+    """Choose a free node for each node that is gone, the smallest with enough slots; None: there are too few."""
     found: dict[str, Node] = {}
     left = list(free)
     for node in sorted(gone, key=lambda node: -node.gpus):
@@ -239,9 +239,9 @@ def _renamed(ranks: RankMap, stand_ins: dict[str, Node]) -> RankMap:
 
 
 def chosen(nodes: Sequence[str], bad: Collection[str], failed: Collection[str], spares: int) -> list[str]:
-    """Return as many nodes as a run has without its `spares`: the first in the order of the allocation that are good.
+    """Return the nodes that a run starts on, all but `spares` of them: the first good ones, in the allocation's order.
 
-    Where too few are good, `bad` ones stay in, and `failed` ones last: what is wrong with them then ends the run.
+    If too few are good, `bad` ones are taken, `failed` ones last of all; their problem then ends the run.
     Raises PlacementError if the allocation has no more nodes than spares.
     """
     if spares >= len(nodes):
@@ -255,9 +255,9 @@ def chosen(nodes: Sequence[str], bad: Collection[str], failed: Collection[str], 
 
 
 def with_engine_on(ranks: RankMap, role: str, engine: int, node: str) -> RankMap:
-    """Return the map with an engine on another node, on the first slots there that no rank has.
+    """Return the map with an engine on another node, on the first free slots there.
 
-    A node that is not in the topology is taken to be like the engine's own. Raises PlacementError where there is no
+    A node that is not in the topology is assumed to be like the engine's own. Raises PlacementError if there is no
     room.
     """
     group = next(group for group in ranks.tp_groups if (group.role, group.engine) == (role, engine))
@@ -281,7 +281,7 @@ def with_engine_on(ranks: RankMap, role: str, engine: int, node: str) -> RankMap
 
 
 def _without(share: NodeShare, engine: int) -> NodeShare:
-    """Take an engine out of a share."""
+    """Return a share without an engine."""
     kept = [place for place, (other, _) in enumerate(share.engines) if other != engine]
     gpus, ranks = tuple(share.gpus[place] for place in kept), tuple(share.ranks[place] for place in kept)
     return NodeShare(share.node, gpus, ranks, tuple(share.engines[place] for place in kept))

@@ -1,13 +1,13 @@
-"""Predict the seconds of a training step, from the models' shapes and what the hardware does in a second: estimates.
+"""Estimate the seconds of a training step from the models' shapes and the rates of the hardware.
 
-A phase takes what its FLOPs take at a share of the card's peak, or what its bytes take at a share of its bandwidth,
+A phase takes the time of its FLOPs at a share of the card's peak, or of its bytes at a share of its bandwidth,
 whichever is longer. The shares (`Rates`) are round figures from published runs: torchtitan's Llama 3 8B on H100 updates
-at 36 to 41 % of the peak, decoding reads memory at about 80 % of the data sheet's rate. Of CPUs nothing is known
+at 36 to 41 % of the peak, decoding reads memory at about 80 % of the data sheet's rate. The rates of CPUs are not known
 beforehand: a run measures its own (`measured`).
 
 Lengths of responses follow a log-normal distribution that is cut off at rollout.max_new_tokens. Balance and padding are
-those of `algorithms.batching` for these lengths. Rewards by a function take no time of a GPU and are left out; of those
-by a model the seconds count that the other passes do not cover.
+those of `algorithms.batching` for these lengths. Rewards by a function need no GPU and are left out; for rewards by a
+model, only the seconds count in which no other forward pass runs.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from slurm_rlhf.placement.rank_memory import engine, half, tensors, trained, wei
 ADAM_BYTES = 36
 """Bytes of a parameter in a step of AdamW: gradient, parameter and two moments in fp32, read and written."""
 CPU_BLOCK = 128  # tokens of a block of vLLM's prefix cache on CPUs
-CPU_RESPONSE_S = 170e-6  # the conductor asks for a response, takes and decodes it: its CPU time, measured
+CPU_RESPONSE_S = 170e-6  # CPU time of the conductor to request, receive and decode a response, measured
 SIGMA = 0.7  # standard deviation of the logarithm of a response's length
 MEAN = 0.42  # mean length of responses, as a share of the longest, where none is given
 PROMPT = 300  # mean tokens of a prompt, where none is given
 AGAIN = {"full": 0.53, "selective": 0.49, "off": 0.0}
-"""Share of the seconds of a forward pass by which a backward pass is longer that computes again.
+"""Share of a forward pass by which recomputation makes the backward pass longer, by train.gradient_checkpointing.
 
-Updates took 1 / 0.85 and 1 / 0.86 times as long, and a forward pass is a third of one. With 0.49 and the rate below
-Llama 3 8B updates at 36 %, as in torchtitan. Source: a model of 0.8 B on an H200, docs/cluster.md.
+An update took 1 / 0.85 (full) and 1 / 0.86 (selective) times as long as with off, of which a forward pass is a third.
+0.49 and the rate below give torchtitan's 36 % for Llama 3 8B. Source: a model of 0.8 B on an H200, docs/cluster.md.
 """
 FASTER = (("ds.compile", 1.21), ("ds.use_liger_kernel", 1.17))
-"""Key -> how many times as fast passes are with it; at most one is on. Measured for updates; source: as of AGAIN."""
+"""Key -> how many times as fast passes are with it; at most one is on. Measured for updates; source: as for AGAIN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Rates:
     prefill: float = 0.50
     memory: float = 0.80
     optimizer: float = 0.80
-    step_s: float = 1.5e-3  # an engine's step takes so much more than its model
-    layer_s: float = 20e-6  # a layer's two sums over TP ranks take so much more than their bytes
-    block: int = 1  # tokens; of a prompt whole blocks are computed once for all of its responses
+    step_s: float = 1.5e-3  # seconds of an engine's step beyond those of the model
+    layer_s: float = 20e-6  # seconds of a layer's two all-reduces over TP ranks beyond those of their bytes
+    block: int = 1  # tokens; whole blocks of a prompt are computed once for all of its responses
     faster: Sequence[tuple[str, float]] = FASTER
     response_s: float = 0.0  # the conductor's work for a response, while it shares its cores with the engines
     overlap: bool = True  # ranks exchange gradients and parameters while layers compute
@@ -66,7 +66,7 @@ RATES = Rates()
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Count the CPU cores of all nodes, which the ranks share that compute at the same time."""
+    """Count the CPU cores of all nodes; ranks that compute at the same time share them."""
 
     count: int
     threads: int  # threads that a rank of a trained or frozen role has
@@ -74,7 +74,7 @@ class Cores:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Hold what a rank has done, and the seconds that this took."""
+    """Hold the work that a rank has done, and the seconds that it took."""
 
     work: float  # FLOPs
     seconds: float
@@ -82,7 +82,7 @@ class Probe:
 
     @staticmethod
     def line(small: Probe, large: Probe) -> tuple[float, float]:
-        """Return the FLOPs a second, and the seconds of a step without any, by which both took their seconds."""
+        """Fit seconds = work / rate + rest * steps to two probes; return (rate in FLOP/s, rest in seconds)."""
         apart = small.work * large.steps - large.work * small.steps or math.nan
         rate = apart / (small.seconds * large.steps - large.seconds * small.steps or math.nan)
         rest = (large.seconds - large.work / rate) / large.steps
@@ -92,13 +92,13 @@ class Probe:
 
 
 def measured(forward: Probe, update: Probe, sampling: tuple[Probe, Probe], optimizer: float) -> tuple[Gpu, Rates]:
-    """Describe CPUs by what a rank did: passes, and an engine's samples, a few and more of them.
+    """Describe CPUs by measured passes of a rank, and by two measurements of an engine, a small and a larger one.
 
     `optimizer`: bytes a second of AdamW.
     """
     peak, trained = (probe.work / probe.seconds for probe in (forward, update))
     decoded, step_s = Probe.line(*sampling)
-    # What an engine reads in each step is in `step_s`.
+    # `step_s` includes the time in which an engine reads weights and cache.
     shares = {"update": trained / peak, "forward": 1.0, "prefill": decoded / peak, "memory": math.inf, "optimizer": 1.0}
     rates = Rates(
         **shares, step_s=step_s, layer_s=0.0, block=CPU_BLOCK, faster=(), response_s=CPU_RESPONSE_S, overlap=False
@@ -116,7 +116,7 @@ class Links:
 
 GIGABIT = 125_000_000  # bytes
 USUAL_LINKS = Links(100 * GIGABIT, 800 * GIGABIT)
-"""Links where nothing is said about them: a node's of 100 Gbit/s, NVLink inside."""
+"""Links that are assumed where nothing is known: a network of 100 Gbit/s per node, NVLink inside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class StepTime:
     phases: Mapping[str, float]  # sampling, forward, update, sync; reward, where a model gives it
     step: float
     binds: str  # name of the phase or part that a step waits for longest
-    idle: float  # share of all GPU seconds without work
+    idle: float  # share of all GPU seconds in which the GPU has no work
     mfu_update: float
     mfu: float
     tokens_per_gpu: float  # tokens of prompts and responses, a second and GPU
@@ -136,7 +136,7 @@ class StepTime:
 
 
 def response_lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Return `count` lengths of about this mean, at most `longest`: quantiles of a log-normal distribution, mixed."""
+    """Return `count` lengths of about this mean, at most `longest`: quantiles of a log-normal, shuffled."""
     points = [NormalDist().inv_cdf((number + 0.5) / count) for number in range(count)]
     low, high = 0.0, 4.0 * math.log(longest + 1)
     for _ in range(60):
@@ -162,7 +162,7 @@ def predict(
 ) -> StepTime:
     """Predict a step of a run with engines. `sync_s`: seconds of a weight transfer.
 
-    `gpu` and `rates` may be of CPUs, by `measured`, with their `cores`.
+    For CPUs, `gpu` and `rates` are those of `measured`, and `cores` is given.
     """
     count, responses = len(batch.responses), batch.responses
     engines = min(config.vllm.num_engines, count)
@@ -176,13 +176,13 @@ def predict(
     shares = (responses[n::engines] for n in range(engines))
 
     def together(seconds: Mapping[str, float]) -> float:
-        """Return the seconds until all roles have worked for theirs."""
+        """Return the seconds until all roles are done, each after its own `seconds` of work."""
         crowd = sum(ROLES[role].ranks(config) * each for role, each in seconds.items())
         crowd *= cores.threads / cores.count if cores else 0.0
         return max(crowd, apart(seconds))
 
     def apart(seconds: Mapping[str, float]) -> float:
-        """Return them for roles that leave each other their slots, but share nothing else."""
+        """Return the same where roles on the same slots take turns, and roles share nothing else."""
         return max(sum(seconds.get(role, 0.0) for role in group) for group in slots)
 
     sampled = max(sampling(config, models[ROLLOUT], gpu, share, batch.prompt, rates) for share in shares)
@@ -231,7 +231,7 @@ class StepLengths:
 
     @classmethod
     def expected(cls, config: Config, mean_response: float = 0, prompt: int = PROMPT) -> StepLengths:
-        """Guess them from the means of responses and prompts; without one of responses, from their limit."""
+        """Guess the lengths from the means of responses and prompts; a missing mean of responses, from their limit."""
         count, longest = config.rollout.batch_size * config.rollout.n_samples_per_prompt, config.rollout.max_new_tokens
         prompt = max(1, min(prompt, config.data.max_len - longest))
         responses = response_lengths(count, mean_response or MEAN * longest, longest)
@@ -253,12 +253,12 @@ class Work:
     def flops(self, backward: bool = False) -> float:
         """Count the FLOPs of a pass over all sequences."""
         head = sum(self.batch.responses) if ROLES[self.role].head else 0
-        # Weights that stay as they are have no gradients, which are a third of an update.
+        # Frozen weights have no gradients of their own, which are a third of an update.
         share = 2 / 3 if backward and self.config.lora.rank else 1.0
         return share * batch_flops(self.shape, self.batch.lengths, backward, head)
 
     def update_flops(self) -> float:
-        """Count the FLOPs of a pass with gradients, and of what it computes again."""
+        """Count the FLOPs of a pass with gradients, recomputation included."""
         return self.flops(backward=True) + AGAIN[self.config.checkpointing] * self.flops()
 
     def forward(self) -> float:
@@ -266,7 +266,7 @@ class Work:
         return self._seconds(self.flops(), self.rates.forward, self.config.train.forward_tokens)
 
     def update(self) -> float:
-        """Return the seconds of all optimizer steps: passes, sums of gradients, the optimizer's own."""
+        """Return the seconds of all optimizer steps: passes, sums of gradients, and AdamW itself."""
         config, ds = self.config, self.config.ds
         flops = self.update_flops()
         ranks, tokens = ROLES[self.role].ranks(config), config.train.max_tokens_per_gpu
@@ -287,10 +287,9 @@ class Work:
         return config.train.max_epochs * (computed + steps * (own + sums))
 
     def _seconds(self, flops: float, share: float, tokens: int, least: float = 1, passes: int = 1) -> float:
-        """Return the seconds of `flops` over the ranks, of which the one with most work counts.
+        """Return the seconds of `flops` over the ranks; the rank with most work decides.
 
-        They are done in at least so many micro-batches, which go through the model in so many `passes`: forward,
-        backward.
+        `least`: the number of optimizer steps. `passes`: 1 for forward, 2 for forward and backward.
         """
         seconds = flops * self.imbalance(tokens) / ROLES[self.role].ranks(self.config)
         seconds /= share * self.gpu.bf16_tflops * 1e12
@@ -309,7 +308,7 @@ class Work:
         return max(computed, exchanged) if self.rates.overlap else computed + exchanged
 
     def _exchanged(self) -> float:
-        """Count the bytes that a rank sends in a pass for ds.ulysses_size: queries, keys, values, what attention gives.
+        """Count the bytes that a rank sends in a pass for ds.ulysses_size: queries, keys, values, attention's output.
 
         Keys and values are sent as often as the ranks need (`trainer.ulysses`), and layers wait for them.
         """
@@ -320,7 +319,7 @@ class Work:
         return tokens * of_token * (size - 1) / size
 
     def imbalance(self, tokens: int) -> float:
-        """Return the tokens on the critical path over the mean of the ranks, as batches are cut."""
+        """Return (tokens of the longest micro-batches) / (mean tokens of a rank), as `cut_batch` cuts a batch."""
         from slurm_rlhf.algorithms.batching import cut_batch
 
         layout, ranks = ROLES[self.role].layout(self.config), ROLES[self.role].ranks(self.config)
@@ -334,7 +333,7 @@ class Work:
         return path * len(micros) / sum(lengths)
 
     def _link(self) -> float:
-        """Return the bytes a second that a ring of the ranks moves: of a node's network where nodes are several."""
+        """Return the bytes a second of a ring over the ranks: by a node's network if there are several nodes."""
         group = ROLES[self.role].settings(self.config)
         return self.links.inside if group.num_nodes == 1 else self.links.network
 
@@ -342,7 +341,7 @@ class Work:
 def sampling(
     config: Config, shape: ModelShape, gpu: Gpu, share: Sequence[int], prompt: int, rates: Rates = RATES
 ) -> float:
-    """Return the seconds in which an engine samples responses of these lengths; one takes the place of another."""
+    """Return the seconds in which an engine samples responses of these lengths, with continuous batching."""
     tp, samples = config.vllm.tensor_parallel_size, config.rollout.n_samples_per_prompt
     width = 2 if half(config) else 4
     memory, peak = rates.memory * gpu.bandwidth_gbs * 1e9 * tp, rates.prefill * gpu.bf16_tflops * 1e12 * tp
@@ -355,7 +354,7 @@ def sampling(
     seconds = prompts * batch_flops(shape, [prompt], backward=False, head_tokens=0) / peak
     sums = (rates.layer_s + 4e-9) * shape.layers if tp > 1 else 0.0
     waiting, now, context, held_tokens = [*share[::-1]], 0, 0.0, 0.0
-    running: list[int] = []  # the step in which each ends
+    running: list[int] = []  # step at whose end each running response is done
     while waiting or running:
         while waiting and len(running) < places:
             heapq.heappush(running, now + waiting.pop())
@@ -371,14 +370,14 @@ def sampling(
         while running and running[0] == now:
             heapq.heappop(running)
             context -= context / (len(running) + 1)
-    # An update finds so many tokens in flight in the mean, whose keys and values are computed anew after it.
+    # The mean number of tokens in flight at an update, whose keys and values are computed anew after it.
     if config.vllm.sync_mode == "inflight" and not config.vllm.keep_kv_cache and not config.lora.rank:
         seconds += 2.0 * shape.active * held_tokens / now / peak
     return seconds
 
 
 def _touched(shape: ModelShape, tokens: int) -> float:
-    """Return the share of a model's weights that a step of `tokens` reads: of experts, those that one is sent to."""
+    """Return the share of a model's weights that a step of `tokens` reads; unused experts are not read."""
     if not shape.experts:
         return 1.0
     experts = shape.of_kind("experts") / shape.parameters

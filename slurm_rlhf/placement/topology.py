@@ -123,7 +123,7 @@ def role_sizes(config: Config) -> list[RoleSize]:
 
 
 def explain(topology: Topology, sizes: Sequence[RoleSize], blocks: Sequence[Block]) -> str:
-    """Write the message for `sizes`, in `blocks`, which do not fit `topology`."""
+    """Write the error message for role sizes that do not fit `topology`; `blocks` are made of them."""
     unit = "GPUs" if topology.accelerator == GPU else "slots"
     largest = max(node.gpus for node in topology.nodes)
     asked = ", ".join(f"{key} = {value}" for size in sizes for key, value in size.settings().items())

@@ -1,7 +1,7 @@
-"""Process groups that no stranger enters: their stores, the proof of each pair of ranks, and what is unpickled in them.
+"""Keep strangers out of process groups: sign values in stores, authenticate each pair of ranks, restrict unpickling.
 
-Torch's stores and gloo know no password. So what ranks write into a store carries an HMAC of the run's secret, gloo's
-ranks prove themselves to each other before a tensor travels, and torch's collectives of objects admit a few classes.
-Imported by `trainer`, `engine`, `weights` and `nodes`; may import `errors` and torch. All of it is in
-`_torch`, which has the private names of torch that it needs, those of the weight transfer included.
+Torch's stores and gloo know no password. So values that ranks write into a store carry an HMAC by the run's secret,
+gloo's ranks prove themselves to each other before a tensor travels, and torch's collectives of objects unpickle a few
+classes only. Imported by `trainer`, `engine`, `weights` and `nodes`; may import `errors` and torch. All code is in
+`_torch`, the fence for the private names of torch, also for those that the weight transfer needs.
 """

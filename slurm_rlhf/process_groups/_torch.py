@@ -1,4 +1,4 @@
-"""How process groups are made, their store, the proof, the unpickler, and shared GPU memory, written for torch 2.13.0.
+"""Build process groups, sign stores, authenticate ranks, unpickle, share GPU memory; written for torch 2.13.0.
 
 _C/_distributed_c10d.so ProcessGroupGloo.__init__(store, rank, size, options)
 _C/_distributed_c10d.so ProcessGroupGloo.create_device(*, hostname, lazy_init)
@@ -37,7 +37,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from slurm_rlhf.errors import StrangerError
 
 Transfer = Callable[[Tensor, int], Any]
-"""Begins to send bytes to a rank, or to receive them, and returns what waits for the end of it."""
+"""Starts to send bytes to a rank, or to receive them, and returns the Work to wait for."""
 
 OWN_ERRORS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -48,19 +48,22 @@ OWN_ERRORS = {
 switches off the library's watchdog thread, which would have the process's first group, the training's, dump its state
 and end the process, whatever ASYNC_ERROR_HANDLING says. Nothing here calls `wait` before an operation is over."""
 
-_BYTES = 32  # length of a number, and of an HMAC
+_BYTES = 32  # length of a nonce, and of an HMAC
 _secret = b""  # without `protect` anybody can sign and prove
 _held: list[SignedStore] = []  # groups hold the C++ half of a store, whose methods are in the Python half
 
 
 def protect(secret: str) -> None:
-    """Take the secret of the run, which all of its ranks have and nobody else; it comes before the first group."""
+    """Set the secret of the run, which its ranks alone know; call this before the first group is built."""
     global _secret
     _secret = secret.encode()
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Connect to the store at `host:port`, waiting for nobody else. Raises torch's DistStoreError after `timeout_s`."""
+    """Connect to the store at `host:port`, without waiting for other ranks.
+
+    Raises torch's DistStoreError after `timeout_s`.
+    """
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -70,14 +73,14 @@ def torchrun_store(timeout_s: float) -> TCPStore:
 
 
 def signed(store: Store, prefix: str) -> SignedStore:
-    """Return the part of `store` below `prefix`, of which only what ranks of this run have written is believed."""
+    """Return the part of `store` below `prefix`, which refuses values that no rank of this run has written."""
     return SignedStore(PrefixStore(prefix, store), hmac.digest(_secret, prefix.encode(), "sha256"))
 
 
 def meet(store: Store, rank: int, world: int) -> SignedStore:
     """Return the store for a group of `world` ranks that all call this, with a secret of this one meeting.
 
-    Every rank puts in a fresh number: what a stranger has recorded at an earlier meeting is worth nothing. From now on
+    Every rank contributes a nonce, so values that a stranger recorded at an earlier meeting are refused. From now on
     this process proves itself in each group that it forms with gloo, and unpickles no more than `ADMITTED`.
     """
     _guard()
@@ -89,9 +92,10 @@ def meet(store: Store, rank: int, world: int) -> SignedStore:
 
 
 class SignedStore(Store):
-    """Keep values in another store together with an HMAC of key and value; what has none raises StrangerError.
+    """Keep values in another store, each with an HMAC of key and value; a value without one raises StrangerError.
 
-    Counts (`add`) have none: with them, as by deleting keys, a stranger can keep ranks from meeting, and nothing more.
+    Counters (`add`) are not signed: by changing them, or by deleting keys, a stranger can keep ranks from meeting, and
+    do nothing more.
     """
 
     def __init__(self, store: Store, secret: bytes) -> None:
@@ -139,18 +143,18 @@ class SignedStore(Store):
         value = found[_BYTES:]
         if not hmac.compare_digest(found, self._sign(key, value)):
             raise StrangerError(
-                f"what the ranks' store has under {key!r} is by none of them: somebody else on the network, who knows "
-                "no secret of this run, has changed it. Put GLOO_SOCKET_IFNAME on a network that others do not reach, "
-                "and take whole nodes (--exclusive)"
+                f"the value of {key!r} in the ranks' store was written by none of them: somebody else on the network "
+                "has changed it, without the secret of this run. Put GLOO_SOCKET_IFNAME on a network that others do "
+                "not reach, and take whole nodes (--exclusive)"
             )
         return value
 
 
 def prove(receive: Transfer, send: Transfer, store: Store, rank: int, peers: Collection[int]) -> None:
-    """Prove to each of `peers` to be `rank` of this run, while they do the same. Raises StrangerError.
+    """Prove to each of `peers` that this process is `rank` of this run, and check their proofs. Raises StrangerError.
 
-    Gloo believes whoever connects first and names a rank. `store` is the group's own. An answer is the HMAC of the
-    group, both ranks, and both their fresh numbers.
+    Gloo believes whoever connects first and names a rank. `store` is the group's own. A proof is the HMAC of the
+    group, both ranks, and the nonces of both.
     """
 
     def exchange(mine: dict[int, bytes]) -> dict[int, bytes]:
@@ -172,14 +176,14 @@ def prove(receive: Transfer, send: Transfer, store: Store, rank: int, peers: Col
     for peer in peers:
         if not hmac.compare_digest(answers[peer], answer(peer, rank, theirs[peer], mine[peer])):
             raise StrangerError(
-                f"who connected to rank {rank} as rank {peer} of its process group knows no secret of this run: it is "
-                "somebody else on the network. Put GLOO_SOCKET_IFNAME on a network that others do not reach, and take "
-                "whole nodes (--exclusive)"
+                f"the process that connected to rank {rank} as rank {peer} of its process group does not know the "
+                "secret of this run: it belongs to somebody else on the network. Put GLOO_SOCKET_IFNAME on a network "
+                "that others do not reach, and take whole nodes (--exclusive)"
             )
 
 
 def prove_all(group: Any, store: Store, rank: int, world: int) -> None:
-    """Do as `prove` towards all other ranks of a gloo group."""
+    """Call `prove` with all other ranks of a gloo group."""
     others = set(range(world)) - {rank}
     prove(
         lambda data, peer: group.recv([data], peer, 0),
@@ -213,8 +217,8 @@ ADMITTED = {
     ("_ctypes", "_unpickle"),
     ("flashinfer.comm.cuda_ipc", "cudaIpcMemHandle_t"),
 }
-"""What vLLM's ranks send each other as pickles, besides numbers, texts, bytes, lists and the like: the names of shared
-memory, and with GPUs the handles of their memory for its own all-reduces, as tensors or C structures."""
+"""Classes that vLLM's ranks pickle for each other, besides built-in types: names of shared memory, and with GPUs the
+handles of their memory for vLLM's own all-reduce, as tensors or C structures."""
 
 
 class AdmittedUnpickler(distributed_c10d._unpickler):
@@ -225,8 +229,8 @@ class AdmittedUnpickler(distributed_c10d._unpickler):
             return lambda data: torch.load(io.BytesIO(data), weights_only=True)
         if (module, name) not in ADMITTED:
             raise StrangerError(
-                f"a rank was sent a pickle that wants {module}.{name}, which no rank sends: by somebody else on the "
-                "network; or, with a version of vLLM other than the one in sbatch/, by vLLM, and this is to be reported"
+                f"a rank was sent a pickle that asks for {module}.{name}, which no rank sends. It comes from somebody "
+                "else on the network or, with a version of vLLM other than the one in sbatch/, from vLLM: report that"
             )
         return super().find_class(module, name)
 
@@ -236,7 +240,7 @@ def gloo_group(
 ) -> ProcessGroupGloo:
     """Build a gloo group outside every WORLD; the others connect to `address` of this node. Raises RuntimeError.
 
-    `lazy`: two ranks connect when they exchange something first, which is for `prove`; else all with all, at once.
+    `lazy`: two ranks connect at their first exchange, and the caller has to `prove` them; else all connect at once.
     """
     options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -259,7 +263,7 @@ def nccl_group(store: Store, rank: int, world: int, timeout_s: float) -> Any:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables, inside the block, for what reads them; put back what there was."""
+    """Set environment variables inside the block, and restore the earlier values after it."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -273,7 +277,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def coalesced(group: Any, begin: Callable[[], None]) -> list[Work]:
-    """Start what `begin` asks of an NCCL group as one operation.
+    """Start all operations that `begin` issues on an NCCL group as one.
 
     A bare ProcessGroupNCCL is a `Backend`: unlike those of a `ProcessGroup`, the two calls take no argument.
     """
@@ -281,8 +285,8 @@ def coalesced(group: Any, begin: Callable[[], None]) -> list[Work]:
     try:
         begin()
     except BaseException:
-        # NCCL counts open operations per thread. With one left open it would start nothing more in this thread, in any
-        # group, and call it completed.
+        # NCCL counts open operations per thread. While one is open, it starts no further operation of this thread, in
+        # any group, and reports all of them as completed.
         with suppress(RuntimeError):
             group._end_coalescing()
         raise
@@ -291,13 +295,13 @@ def coalesced(group: Any, begin: Callable[[], None]) -> list[Work]:
 
 
 def all_gather(group: Any, whole: Tensor, mine: Tensor) -> Work:
-    """Start to send `mine`, a part of `whole` by the rank, to all others."""
+    """Start an all-gather: `whole` becomes every rank's `mine`, in the order of the ranks."""
     work: Work = group._allgather_base(whole, mine)
     return work
 
 
 def share_gpu_memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what another process needs to map the tensor's memory: the number of its GPU here, and seven more."""
+    """Return the fields by which another process maps the tensor's memory: the GPU's number here, and seven more."""
     fields: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()
     return fields
 

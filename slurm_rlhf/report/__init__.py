@@ -1,4 +1,4 @@
-"""Make a page that shows a run, or compares several: report.html, which needs no network and no other file.
+"""Make a page that shows a run or compares several: report.html, which needs no network and no other file.
 
 `pictures` computes the sections of the page, as pure functions; `page` reads run directories, puts sections and
 settings into one JSON document, and that into the HTML of `page/`, which it writes.

@@ -1,4 +1,4 @@
-"""Make the page of runs, or of what a model will see of its data: one HTML file, without other files or a network.
+"""Make the page of runs, or of data as a model will see it: one HTML file, without other files or a network.
 
 Missing and half-written parts of a run directory are left out, so that any run can have a report.
 """
@@ -47,7 +47,7 @@ class RunFiles:
     name: str  # the directory's name
     root: str
     rows: list[dict[str, Any]]  # the lines of metrics.jsonl
-    samples: list[run_log.Sample]  # chosen by `shown_places`
+    samples: list[run_log.Sample]  # some of samples.jsonl, chosen by `shown_places`
     samples_of: int  # number of samples in the file
     events: list[run_log.RunEvent]
     timeline: list[dict[str, Any]]  # as `StepSpans.line` returns them
@@ -58,7 +58,7 @@ class RunFiles:
 
     @classmethod
     def read(cls, directory: RunDirectory) -> RunFiles:
-        """Read everything."""
+        """Read all files of a run."""
         root, samples_of = directory.root.absolute(), run_log.count_lines(directory.samples)
         return cls(
             name=root.name,
@@ -82,7 +82,7 @@ MOST_EVALUATIONS = 8
 def read_evaluations(folder: Path) -> list[dict[str, Any]]:
     """Read the figures in `folder`, {"title", "eval", "datasets"}; skip files that are incomplete.
 
-    Next to it are those of a directory of `slurm-rlhf eval` alone, which has no other title.
+    In a directory of `slurm-rlhf eval` itself the figures are next to `folder`; their title is empty.
     """
     steps = sorted(folder.glob("step_*.json"))
     others = sorted(folder.glob(f"*/{EVALUATED}"), key=lambda path: path.stat().st_mtime)[-MOST_EVALUATIONS:]
@@ -269,7 +269,7 @@ class ShownRow:
 
 @dataclass(slots=True)
 class DataView:
-    """Describes one data set."""
+    """Describes one data set for the page of `slurm-rlhf data`."""
 
     key: str  # dotted key of the configuration
     path: str

@@ -36,7 +36,7 @@ LAST = 20
 def curves(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return {"steps", "tokens", "seconds", "values": {metric: [...]}}; a missing metric is None.
 
-    "tokens" of responses and "seconds" are sums from the first step on; empty if they were not recorded.
+    "tokens" (of responses) and "seconds" are sums from the first step on; empty if they were not recorded.
     """
     groups = grouped(rows)
     names = sorted({name for row in rows for name, value in row.items() if name != "step" and _is_number(value)})
@@ -93,7 +93,7 @@ def step_times(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def latest(rows: Sequence[dict[str, Any]], name: str) -> float | None:
-    """Average a metric over the last steps."""
+    """Average a metric over the `LAST` steps."""
     return mean([row.get(name) for row in rows[-LAST:]])
 
 

@@ -70,7 +70,7 @@ class RewardFunction:
 
     @classmethod
     def of(cls, config: Reward, input_key: str = "input") -> RewardFunction:
-        """Find the function that `config` names: one that is registered, or that of a file. Raises as `load`."""
+        """Find the function that `config` names, by reward.function or reward.remote_url. Raises as `load`."""
         return cls.named(config.function, input_key) if config.function else cls.load(config.remote_url, input_key)
 
     @classmethod
@@ -97,10 +97,10 @@ class RewardFunction:
 
     @classmethod
     def load(cls, source: str, input_key: str = "input") -> RewardFunction:
-        """Load the function in the Python file `source`, or FILE.py:NAME; its directory is importable for it.
+        """Load the function in the Python file `source`, or FILE.py:NAME; the file may import from its directory.
 
         Raises ConfigError when there is no such file or `source` is a URL, RewardError when the file cannot be run
-        (with the line), does not define the function, or its signature takes what is not passed.
+        (with the line), does not define the function, or the function needs an argument that is not passed.
         """
         path, name = file_and_name(source)
         file = Path(path).absolute()
@@ -110,7 +110,10 @@ class RewardFunction:
 
     @classmethod
     def _of(cls, module: ModuleType, place: str, name: str, input_key: str) -> RewardFunction:
-        """Find the function in what the user calls `place`; `name` is empty where there is one alone."""
+        """Find the function in a module, which the user calls `place`.
+
+        `name`: empty for reward_func, or for the only reward function for TRL in it.
+        """
         rewards = [] if name else of_trl(module)
         name = name or (rewards[0] if len(rewards) == 1 and not hasattr(module, FUNCTION) else FUNCTION)
         function = getattr(module, name, None)
@@ -129,7 +132,7 @@ class RewardFunction:
         return f"{self.file}: {self.name}"
 
     def answer(self, items: Sequence[Item], step: int) -> Any:
-        """Call the function for `items` and return what it returns. Raises RewardError with file and line."""
+        """Call the function for `items` and return its answer. Raises RewardError with file and line."""
         try:
             return self.arguments.call(self.function, items, step)
         except RewardError as error:
@@ -144,8 +147,8 @@ class RewardFunction:
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
         """Compute the rewards of `trajectories`, [N], in this process; `prompts[i]` is the prompt of `trajectories[i]`.
 
-        `step`: the training step that they are of; in an evaluation, the steps done before it. The function gets those
-        of `ARGUMENTS` that its signature takes. Raises RewardError for what it raises or answers.
+        `step`: the number of the training step; in an evaluation, of the steps done before it. The function gets those
+        of `ARGUMENTS` that its signature takes. Raises RewardError if it raises, or for an invalid answer.
         """
         from slurm_rlhf.rewards.scored import parse_answer
 
@@ -154,9 +157,9 @@ class RewardFunction:
 
 
 def importable(name: str) -> dict[str, Any]:
-    """Say how workers import a function that the script itself has registered: its place, and where modules are.
+    """Return the module and name of a function that the script itself has registered, and sys.path, for workers.
 
-    Raises ConfigError for one that only the script's own process has.
+    Raises ConfigError for a function that other processes cannot import.
     """
     function = _REGISTERED[name]
     module, known = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", "")
@@ -174,7 +177,7 @@ def served(
 ) -> RewardFunction:
     """Load the function in a worker: that of the file `source`, or one that a file of `plugins` registers.
 
-    `place`: the module and the name of one that a script has registered; `path`: where the script finds modules.
+    `place`: module and name of a function that a script has registered; `path`: the script's sys.path.
     """
     if place:
         sys.path += [one for one in path if one not in sys.path]

@@ -1,4 +1,4 @@
-"""What a reward is computed of: an item for each response. Plain values, which travel to workers and servers."""
+"""Make the input of reward functions: an item for each response, of plain values that travel to workers and servers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Item(TypedDict):
     """Describes a response, with the prompt that it answers."""
 
     prompt: str  # as the model got it, template included
-    messages: list[dict[str, Any]] | None  # None: the prompt is a plain text, without an environment
+    messages: list[dict[str, Any]] | None  # the prompt as messages; None: it is a plain text, without an environment
     response: str
-    dialogue: list[dict[str, Any]]  # messages behind the prompt, those of the policy as `assistant`
+    dialogue: list[dict[str, Any]]  # messages after the prompt, those of the policy as `assistant`
     prompt_ids: list[int]
     response_ids: list[int]
     label: Any
@@ -47,7 +47,7 @@ def items_of(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory], inpu
 
 
 def answered(text: str) -> list[dict[str, Any]]:
-    """Make the dialogue of one answer."""
+    """Return a dialogue that has one message of the policy."""
     return [{"role": "assistant", "content": text}]
 
 
@@ -63,7 +63,7 @@ def _messages(prompt: Prompt, found: Trajectory, given: Any) -> list[dict[str, A
 
 
 def by_prompt(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """List the places of the responses to each prompt; those to one prompt stand together."""
+    """List, for each prompt, the indices of its responses, which follow one another in `prompts`."""
     groups: list[list[int]] = []
     for place, prompt in enumerate(prompts):
         if not place or prompt is not prompts[place - 1]:

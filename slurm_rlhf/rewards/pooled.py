@@ -1,7 +1,7 @@
-"""Compute rewards by the user's function, in workers or on servers: a call for the responses to each prompt.
+"""Compute rewards by the user's function, in workers or on servers, with one call for all responses to a prompt.
 
-Responses whose call fails are asked again, each alone: so the one that is to blame is known, and the others get their
-rewards. A call of several has half of timeout.reward and one alone the other half, so nobody waits for longer.
+If a call fails, each of its responses is scored again by a call of its own, which shows the one at fault; the others
+get their rewards. Each of the two calls may take half of timeout.reward, so together they keep to it.
 
 `RewardServer` and `ModelServer` are what `slurm-rlhf serve-reward` runs, in the workers of its machine. OpenRLHF: POST
 {"query", "prompts", "labels"} -> {"rewards", "scores"?, "extra_logs"?}. Our request has `items`, `step` and
@@ -31,25 +31,25 @@ from slurm_rlhf.workers.pool import ENDED, GONE, LATE, MEMORY, RAISED, Code, Wor
 
 FAIL, SKIP = "fail", "skip"
 LONGEST = 300
-"""Characters of the reason that the report shows of a reward that failed."""
+"""Most characters of a failed reward's reason that the report shows."""
 
 
 class CalledRewards(ABC):
-    """Asks for the rewards of the responses to each prompt, and says by `reward.on_error` what those that fail get."""
+    """Requests the rewards of the responses to each prompt; `reward.on_error` decides the rewards of failed calls."""
 
     streams = True
-    """The responses to a prompt may be scored while others are sampled."""
+    """True: the responses to a prompt may be scored while others are sampled."""
     where = ""
-    """Names what is called, where an error does not; empty: each does."""
+    """Name of the called function, for errors without it; empty: all errors have a name."""
 
     def __init__(self, config: Config, printed: Path | None, limit_s: float) -> None:
-        """`printed`: the log of those that fail; None: there is none. `limit_s`: what a reward may take."""
+        """`printed`: the log of rewards that fail; None: no log. `limit_s`: seconds that a reward may take."""
         self._on_error, self._input_key = config.reward.on_error, config.data.input_key
         self._printed, self._timeout_s = printed, limit_s
 
     @abstractmethod
     def _begin(self, items: Sequence[Item], step: int, timeout_s: float) -> Future[Any]:
-        """Begin a call for `items`, which has that long. The future may raise WorkerError, and RewardError at once."""
+        """Begin a call for `items`. A WorkerError of its future is handled, a RewardError is not."""
 
     @abstractmethod
     def _parsed(self, answer: Any, count: int) -> Rewards:
@@ -76,7 +76,7 @@ class CalledRewards(ABC):
         try:
             found = self._read(call, len(items))
         except WorkerError as error:
-            if len(items) > 1 or error.kind == GONE:  # gone: no fault of theirs, their node is lost
+            if len(items) > 1 or error.kind == GONE:  # the node of the worker is lost, so try again
                 alone = [(item, self._ask([item], step, True)) for item in items]
                 return partial(self._apart, alone, step, error)
             found = self._failed(items[0], error)
@@ -86,7 +86,7 @@ class CalledRewards(ABC):
         """Return the rewards of items of which each is asked for alone, since their call together failed."""
         parts = [part for item, call in alone for part in self._taken([item], call, step)()]
         if whole.kind == RAISED and not any(part.failed is not None for part in parts):
-            raise RewardError(f"{whole}, for {len(alone)} responses to a prompt, and for none of them alone")
+            raise RewardError(f"{whole}, for {len(alone)} responses to a prompt together, but for none of them alone")
         return parts
 
     def _read(self, call: Future[Any], count: int) -> Rewards:
@@ -154,7 +154,7 @@ class RewardServer(WorkServer):
         return self.pool.submit("answer", items_in(body), int(body.get("step") or 0), timeout_s=self._limit_s(body))
 
     def _limit_s(self, body: dict[str, Any]) -> float:
-        """Return how long the call of a request may take: no longer than its client waits, if that says so."""
+        """Return how long the call of a request may take: not longer than its client waits, if it says how long."""
         return min(float(body.get("timeout_s") or self.timeout_s), self.timeout_s)
 
     def said(self, answer: Any) -> Any:
@@ -168,7 +168,7 @@ class _Asked(NamedTuple):
 
 
 class ModelServer(RewardServer):
-    """Joins the requests that wait into one call: a model takes a large batch faster than several small ones."""
+    """Joins all waiting requests into one call: a model computes one large batch faster than several small ones."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -183,7 +183,7 @@ class ModelServer(RewardServer):
         return asked.answer
 
     def _next(self) -> None:
-        """Submit what waits, if a worker is free."""
+        """Submit the waiting requests, if a worker is free."""
         with self._lock:
             if self._calls >= self.pool.count:
                 return
@@ -209,7 +209,7 @@ class ModelServer(RewardServer):
             with self._lock:
                 self._calls += again * len(taken)
             for asked in taken:
-                if again:  # one of them is to blame, the others are not
+                if again:  # one of them made the call fail, so each gets a call of its own
                     self._submit([asked])
                 else:
                     asked.answer.set_exception(error)
@@ -249,9 +249,9 @@ def items_in(body: dict[str, Any]) -> list[Item]:
 
 
 AT_ONCE = 32
-"""Requests in flight at most."""
+"""Most requests in flight."""
 OF_LIMIT = 0.9
-"""Share of timeout.reward that our server gets: it says that a reward is late before it counts as away itself."""
+"""Share of timeout.reward that a server gets for a call: it has to report a late reward before it counts as silent."""
 
 
 class RemoteRewards(CalledRewards):
@@ -268,7 +268,7 @@ class RemoteRewards(CalledRewards):
         self.servers = Servers(reward.remote_url, token, note, at_once=AT_ONCE, silence_s=limit_s, total_s=limit_s)
 
     def close(self) -> None:
-        """Give up what is asked, and close the connections."""
+        """Give up requests in flight, and close the connections."""
         self.servers.close()
 
     def _begin(self, items: Sequence[Item], step: int, timeout_s: float) -> Future[Any]:

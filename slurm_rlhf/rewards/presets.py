@@ -1,8 +1,8 @@
 """Rewards that need no code: reward.preset. They run in workers, as a user's function does.
 
-A reward is 1 or 0, but for `length`. Of an episode the last turn is judged: what its environment said is no answer. To
-add one: a function of `PRESETS`, its name in `reward.preset`, and the library that it needs, if any, in
-`config.reward_sources.PRESET_LIBRARIES` and the extra `rewards`.
+Most rewards are 1 or 0; those of length, code and reasoning_gym lie between. An episode is judged by its last turn, not
+by texts of its environment. To add one: a function in `PRESETS`, its name in `reward.preset`, and the library that it
+needs, if any, in `config.reward_sources.PRESET_LIBRARIES` and the extra `rewards`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Score = Callable[[Item], float | None]
 
 
 def _exact(value: str) -> Score:
-    """Compare the whole turn with the label, but for space around them."""
+    """Compare the whole turn with the label, without space around them."""
     return lambda item: float(last_turn(item).strip() == _label(item))
 
 
@@ -66,7 +66,7 @@ def _json_schema(value: str) -> Score:
 
 
 def _length(value: str) -> Score:
-    """Give 1 up to so many tokens, and less to 0 at twice as many."""
+    """Give 1 up to `value` tokens, then less, down to 0 at twice as many."""
     if not value.isdigit() or not int(value):
         raise RewardError(f"reward.preset_value = {value!r}: the preset length takes a number of tokens, from 1 up")
     return lambda item: min(1.0, max(0.0, 2.0 - len(item["response_ids"]) / int(value)))
@@ -75,7 +75,7 @@ def _length(value: str) -> Score:
 def _math(value: str) -> Score:
     """Compare the answer in the response with the label as mathematics, by math-verify; None: the row has no label.
 
-    What takes too long to be read or compared gets 0.
+    An answer that takes too long to be read or compared gets 0.
     """
     import math_verify
 
@@ -96,7 +96,7 @@ TESTS = "tests"
 
 
 def code_score(sandbox: str) -> Score:
-    """Find the kind of sandbox, and return what gives a response the share of its row's tests that it passes.
+    """Find the kind of sandbox, and return the function that scores a response by the share of its tests it passes.
 
     Raises ConfigError where this node has no such sandbox. The function raises RewardError for a row without tests, and
     OSError where the sandbox does not start.
@@ -125,7 +125,7 @@ PRESETS: dict[str, Callable[[str], Score]] = {
     "code": code_score,
     "reasoning_gym": lambda value: task_score,
 }
-"""Name -> what makes its function, from reward.preset_value; that of code from reward.sandbox."""
+"""Name -> function that makes the scorer, from reward.preset_value; for `code`, from reward.sandbox."""
 
 
 class Preset:
@@ -136,7 +136,7 @@ class Preset:
         self._name, self._score = name, PRESETS[name](value)
 
     def about(self) -> list[Any]:
-        """Name the preset, and say that a reward may be None."""
+        """Return the preset's name for messages, and True: a reward may be None."""
         return [f"reward.preset = {self._name}", True]
 
     def answer(self, items: Sequence[Item], step: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Tasks are made by a process of its own, `python -m slurm_rlhf.rewards.reasoning_gym NAMES SEED COUNT`: the library is
 heavy, and some of its tasks depend on the order of sets, which PYTHONHASHSEED fixes there. So the same keys give the
-same rows, and a run that goes on finds those that it began with.
+same rows, also when a run is resumed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEY = "data.reasoning_gym"
 TASK, ENTRY = "reasoning_gym_task", "reasoning_gym_entry"
 """Columns of a row: the task's name, and the library's own entry as Python text, which keeps its tuples."""
 ALL = 5000
-"""Rows where data.max_samples is 0: there is no end to them."""
+"""Number of rows where data.max_samples is 0; the library could make any number."""
 MISSING = (
     f"{KEY} needs the package reasoning-gym, which is not installed: pip install 'slurm_rlhf[rewards]' (or pip "
     "install reasoning-gym)"
@@ -34,9 +34,9 @@ MISSING = (
 
 
 def task_rows(data: Data) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where each row stands, and the row: question and answer in the columns that `data` names.
+    """Yield (position for errors, row) with question and answer in the columns that `data` names.
 
-    The tasks take turns. Raises ConfigError for a name that the library does not have, and where it is missing.
+    The tasks take turns. Raises ConfigError for an unknown task, and if the library is not installed.
     """
     if find_spec("reasoning_gym") is None:
         raise ConfigError(MISSING)
@@ -65,9 +65,9 @@ def task_rows(data: Data) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def task_score(item: Item) -> float:
-    """Score a response by the scorer of its row's task, 0 to 1; what stands in <answer> tags counts, else all of it.
+    """Score a response by the scorer of its row's task, 0 to 1; the text in <answer> tags counts, else all of it.
 
-    Raises RewardError for a row of no task, and what the library raises.
+    Raises RewardError for a row without a task, and whatever the library raises.
     """
     row = item["row"]
     if missing := [column for column in (TASK, ENTRY) if column not in row]:

@@ -1,6 +1,6 @@
-"""Read what a source of rewards answers into arrays; anything unexpected is an error that says where it is wrong.
+"""Check the answer of a source of rewards and convert it to arrays; an error says what is wrong in it, and where.
 
-Lists, tuples, numpy arrays and tensors of any library are known by their `tolist`.
+An answer may hold lists, tuples, numpy arrays, and tensors of any library that have `tolist`.
 
 `Scoring` computes rewards in the background, by a function or by the reward model's ranks, and waits until a deadline.
 """
@@ -45,7 +45,7 @@ class Rewards:
     failed: NDArray[np.str_] | None = None  # [N], `KIND: why` of each that could not be computed; empty: it could
 
     def select(self, rows: slice) -> Rewards:
-        """Return the entries of the responses `rows`, in that order; a value for all of them is that of each."""
+        """Return the entries of the responses `rows`, in that order; a value of length 1, for all, is kept."""
 
         def chosen(named: dict[str, F32]) -> dict[str, F32]:
             return {name: found[rows] if len(found) == len(self.rewards) else found for name, found in named.items()}
@@ -59,8 +59,8 @@ class Rewards:
 def joined(parts: Sequence[Rewards]) -> Rewards:
     """Join the rewards of several calls of one function; a value for all responses of a call becomes one for each.
 
-    One that failed has the score 0, and its reward is that of each component. Raises RewardError where the calls
-    answered different components, or scores in some of them only.
+    A failed reward gets the score 0, and counts as the value of each component. Raises RewardError if the calls
+    returned different components, or only some of them scores.
     """
     sound = [part for part in parts if part.failed is None] or parts
     kinds = {(part.scores is not None, tuple(sorted(part.components))) for part in sound}
@@ -68,7 +68,7 @@ def joined(parts: Sequence[Rewards]) -> Rewards:
         unlike = " and ".join(
             f"{'scores' if scored else 'no scores'}, components {list(names)}" for scored, names in kinds
         )
-        raise RewardError(f"calls of the reward function answered {unlike}: answer the same keys in each call")
+        raise RewardError(f"calls of the reward function returned {unlike}: return the same keys in each call")
     scored, names = sound[0].scores is not None, [*sound[0].components]
     scores = [np.zeros_like(part.rewards) if part.scores is None else part.scores for part in parts if scored]
     logs: dict[str, list[F32]] = {}
@@ -179,7 +179,7 @@ def _shown(value: Any) -> str:
 
 
 RewardSource = Callable[[list[Prompt], list[Trajectory], int], Rewards]
-"""Computes the rewards of responses, each with its prompt; the number is that of the training step."""
+"""(prompt of each response, responses, number of the training step) -> rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +190,12 @@ class ModelRewards:
     max_tokens: int  # tokens of a micro-batch at most
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-        """Compute the rewards of `trajectories`, [N], from any thread; a model knows no step.
+        """Compute the rewards of `trajectories`, [N], from any thread; a model ignores `step`.
 
         Raises RunError, and RewardError for a NaN.
         """
         experience = pack(trajectories, [0.0] * len(trajectories))
-        # An evaluation may have any number of responses, and ranks need equally many: the last fills up.
+        # All ranks need the same number of responses, and an evaluation may have any: the last one is repeated.
         count = len(experience)
         filled = [*range(count), *[count - 1] * (-count % self.role.world)]
         whole = experience.select(filled)
@@ -224,7 +224,7 @@ def episode_rewards(prompts: list[Prompt], trajectories: list[Trajectory], step:
 
 
 def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
-    """Make the scale that reward.normalize_enable asks for, and a line that says so. Raises ModelError."""
+    """Make the scale that reward.normalize_enable asks for, and a line about it for the user. Raises ModelError."""
     if not config.reward.normalize_enable:
         return None, ""
     model = config.reward.model_name_or_path
@@ -239,7 +239,7 @@ def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
 class Scoring:
     """Compute rewards for training and evaluation in the background, and wait for them until a deadline.
 
-    So a signal interrupts the main thread while it waits, whatever the user's function does.
+    So a signal can interrupt the main thread while it waits, whatever the user's function does.
     """
 
     source: RewardSource

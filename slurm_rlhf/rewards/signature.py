@@ -1,7 +1,8 @@
-"""Find what a user's reward function takes, and call it so: OpenRLHF's three by place, our names, or TRL's keywords.
+"""Find the arguments that a user's reward function takes, and call it with them, by one of three conventions.
 
-TRL's convention is known by a parameter `completions` or `completion_ids`: then every column of the data is passed by
-its name, and prompts and completions are messages where the data has messages. Source: TRL 1.16, `GRPOTrainer`.
+OpenRLHF's: queries, prompts and labels by position. Ours: the names in `ARGUMENTS`. TRL's, if there is a parameter
+`completions` or `completion_ids`: keywords, every column of the data is passed by its name, and prompts and completions
+are messages if the data has messages. Source: TRL 1.16, `GRPOTrainer`.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ ARGUMENTS: dict[str, Argument] = {
     "dialogues": lambda items, step: [copy.deepcopy(item["dialogue"]) for item in items],
     "step": lambda items, step: step,
 }
-"""Name -> how it is made. All but `step` are lists with one entry per response, and copies: what a function changes in
-them changes nothing else. `docs/rewards.md` says what each holds."""
+"""Name -> function that makes the argument. All but `step` are lists with one entry per response, and copies, which a
+reward function may change. `docs/rewards.md` describes each."""
 
 BY_PLACE = ("queries", "prompts", "labels")
-"""The order of OpenRLHF, for functions that call their first three parameters otherwise."""
+"""OpenRLHF's order of arguments, for functions whose first three parameters have other names."""
 
 
 def _completion(item: Item) -> Any:
-    """Return the response, or its messages; a list that a tool has returned is one, as in TRL."""
+    """Return the response, or its messages; a list that a tool has returned stays a list, as in TRL."""
     turns = [turn | {"content": turn.get("result", turn["content"])} for turn in copy.deepcopy(item["dialogue"])]
     return item["response"] if item["messages"] is None else turns
 
@@ -55,22 +56,22 @@ OF_TRL: dict[str, Argument] = {
     "log_extra": lambda items, step: _ignored,
     "log_metric": lambda items, step: _ignored,
 }
-"""Keyword of TRL -> how it is made; columns of the data come with them."""
+"""Keyword of TRL -> function that makes the argument; columns of the data are passed as well."""
 _MARKS = ("completions", "completion_ids")
 ENVIRONMENTS = "environments"
-"""Keyword of TRL for the objects that have played the episodes."""
+"""Keyword of TRL for the environments of the episodes."""
 
 
 def _ignored(*given: Any) -> None:
-    """Stand for TRL's functions that log: what a function answers is logged here."""
+    """Replace TRL's logging functions: here `extra_logs` in the answer are logged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
     """List the arguments that a function takes."""
 
-    places: tuple[str, ...]
-    names: tuple[str, ...]
+    places: tuple[str, ...]  # passed by position
+    names: tuple[str, ...]  # passed by name
     trl: bool = False  # names are keywords of TRL and columns of the data
     columns: tuple[str, ...] | None = ()  # columns that it gets, where the data has them; None: all
 
@@ -122,8 +123,8 @@ def taken(function: Callable[..., Any], where: str) -> Taken:
         name, given = function.__name__, ", ".join(f"{p.name}=..." for p in parameters if p.default is p.empty)
         module = ".".join([*function.__module__.split(".")[:-1], Path(file_of(function)).stem])
         raise RewardError(
-            f"{where} makes a reward function, and is none: call it in a file of your own, and name that one. Its "
-            f"lines: from {module} import {name}; reward_func = {name}({given})"
+            f"{where} makes a reward function and is not one itself: call it in a file of your own, with the lines "
+            f"`from {module} import {name}` and `reward_func = {name}({given})`, and name that file"
         )
     kinds = inspect.Parameter
     if any(p.name == ENVIRONMENTS and p.default is kinds.empty for p in parameters):
@@ -162,7 +163,7 @@ def of_trl(module: ModuleType) -> list[str]:
 
 
 def _places(placed: list[inspect.Parameter], open_places: bool) -> tuple[str, ...]:
-    """Return the three of OpenRLHF by place, unless the name of a parameter says that it means something else."""
+    """Return OpenRLHF's three arguments, unless the name of a parameter shows that it means something else."""
     first = placed[: len(BY_PLACE)]
     if len(first) < len(BY_PLACE) and not open_places:
         return ()

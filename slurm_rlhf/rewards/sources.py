@@ -1,4 +1,4 @@
-"""Make the source of rewards that the configuration names; an environment's rewards are one of several.
+"""Make the source of rewards that the configuration names; the rewards of an environment count as a source.
 
 Several are added up: sum of weight_i * clip(reward_i) over those that apply to a response.
 """
@@ -35,7 +35,7 @@ class WeightedRewards:
         self._parts, self.sources = parts, sources
         self.model: RewardSource | None = None
         self.streams = None not in sources
-        """The responses to a prompt may be scored while others are sampled."""
+        """True: the responses to a prompt may be scored while others are sampled."""
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
         """Compute the rewards of `trajectories`, [N]; blocks. Raises what a source raises."""
@@ -46,15 +46,16 @@ class WeightedRewards:
             asked.append(in_thread(partial(asking, prompts, trajectories, step), "reward"))
         found = weighted(self._parts, [call.result() for call in asked], by_prompt(prompts))
         lost = np.array([one.finish_reason == LOST for one in trajectories], dtype=np.bool_)
-        if lost.any():  # whatever other sources make of what is left of them
+        if lost.any():  # skip lost episodes even if another source has scored them
             found.skipped = lost if found.skipped is None else found.skipped | lost
         return found
 
 
 def weighted(parts: Sequence[RewardPart], found: Sequence[Rewards], groups: Sequence[Sequence[int]]) -> Rewards:
-    """Add up what the sources answered; where none applies the response is skipped, and a step names each failure.
+    """Add up the rewards of the sources. A response to which none applies is skipped; failures are kept in `failed`.
 
-    A component that does not apply is the mean of the others to the prompt, so that taken apart (gdpo) it adds nothing.
+    A component that does not apply to a response is set to the mean over the prompt's other responses, so that it adds
+    nothing where components are normalised one by one (gdpo).
     """
     count = len(found[0].rewards)
     total, logs, components = np.zeros(count), dict[str, F32](), dict[str, F32]()
@@ -93,8 +94,8 @@ def reward_source(
 ) -> RewardSource | None:
     """Make the source that `reward` and `env` name, None for a reward model alone; `close_source` ends it.
 
-    `printed`: the file for what functions print in workers; None: it is printed as usual. `note` tells the user of
-    servers that do not answer. `nodes`: where workers run; empty: here.
+    `printed`: the file that gets the output of functions in workers; None: it is printed as usual. `note` tells the
+    user of servers that do not answer. `nodes`: where workers run; empty: here.
     Raises ConfigError, RewardError.
     """
     reward = config.reward
@@ -133,13 +134,13 @@ def _one_source(
 
 
 def parts_of(source: RewardSource | None) -> list[RewardSource]:
-    """List the sources that a source is made of, but for a reward model."""
+    """List the sources that a source is made of, without a reward model."""
     parts = source.sources if isinstance(source, WeightedRewards) else [source]
     return [part for part in parts if part is not None]
 
 
 def servers_in(source: RewardSource | None) -> list[Servers]:
-    """List what asks the servers of a source."""
+    """List the clients of reward servers in a source."""
     return [part.servers for part in parts_of(source) if isinstance(part, RemoteRewards)]
 
 

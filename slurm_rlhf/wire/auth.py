@@ -107,7 +107,7 @@ log = logging.getLogger(__name__)
 _EVENTS_PER_ROUND = 200
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _QUIET_MS = 10  # no news for so long means that no connection is being made
-_SHARE = 4  # connections whose handshake is not done may take one descriptor in so many
+_SHARE = 4  # connections whose handshake is not done may take 1 / _SHARE of all descriptors
 
 
 class Authenticator:
@@ -117,7 +117,7 @@ class Authenticator:
     speaks to the port. A refused zmq client that tries again counts again.
 
     A handshake has 5 s. When too many are pending, the oldest connections that have said nothing are ended: the run
-    needs descriptors for its files, and a rank that comes needs milliseconds.
+    needs descriptors for its files, and the handshake of a rank takes milliseconds.
     """
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], keys: RunKeys) -> None:
@@ -139,7 +139,7 @@ class Authenticator:
         socket.zap_domain = b"slurm_rlhf"
         self._monitor = socket.get_monitor_socket(_WATCHED)
         self._monitored = socket
-        self._hand = os.dup(self._zap.fileno())  # for a look at a connection, so that nothing else is ended by mistake
+        self._hand = os.dup(self._zap.fileno())  # own descriptor for a connection that is checked before it is ended
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
@@ -147,7 +147,7 @@ class Authenticator:
         return [self._zap, self._monitor]
 
     def answer(self) -> None:
-        """I/O thread: answer and count what has come, the rest of a flood next time; does not block."""
+        """I/O thread: answer and count waiting requests and events, a limited number per call; does not block."""
         for _ in range(_EVENTS_PER_ROUND):
             if not self._zap.poll(0):
                 break
@@ -164,7 +164,7 @@ class Authenticator:
         self._unheard.pop(int(message.get(zmq.SRCFD)), None)
 
     def close(self) -> None:
-        """Close, before the socket does, what the end of the context would wait for."""
+        """Close the sockets for which the end of the context would wait; call this before `socket` is closed."""
         with contextlib.suppress(zmq.ZMQError):  # it was never bound
             self._monitored.unbind(self._monitored.getsockopt_string(zmq.LAST_ENDPOINT))
         # ZeroMQ without room for its events waits with a lock held, for which `disable_monitor` would wait.

@@ -41,7 +41,7 @@ class DeviceReport(Record):
 
 
 class StacksAnswer(Record):
-    """Says where a rank stands, whatever its main thread does."""
+    """Says where a rank is in its code, whatever its main thread does."""
 
     threads: str  # their stacks as faulthandler writes them, the main thread first
     node: str  # load and memory of its node
@@ -56,7 +56,7 @@ class ForwardBatch(Record):
     """Holds the part of a batch that one rank passes forward, without gradients."""
 
     experience: Experience
-    micro: list[list[int]]  # micro-batches as rows of `experience`; equally many on every rank
+    micro: list[list[int]]  # micro-batches, each a list of rows of `experience`; the same number on every rank
 
 
 class TrainBatch(Record):
@@ -75,7 +75,7 @@ class TrainAnswer(Record):
 
 
 class PassRequest(Record):
-    """Asks a rank for the seconds of passes over its part of a batch, which change nothing."""
+    """Asks a rank to time passes over its part of a batch; they change nothing."""
 
     experience: Experience
     micro: list[list[int]]  # see ForwardBatch
@@ -84,7 +84,7 @@ class PassRequest(Record):
 
 class PassAnswer(Record):
     seconds: float  # by the clock, median of three passes
-    busy: float  # CPU seconds of each thread, median of them
+    busy: float  # CPU seconds of each thread, median of the passes
     optimizer: float = 0.0  # bytes a second that AdamW reads and writes; 0: not measured
     link: float = 0.0  # bytes a second of sums over the ranks; 0: not measured
 
@@ -92,13 +92,13 @@ class PassAnswer(Record):
 class SamplingRequest(Record):
     """Asks an engine to sample responses that nobody gets, to measure its speed."""
 
-    token_ids: I32  # [P], prompt of which each response has its own rotation
+    token_ids: I32  # [P], a prompt; each response gets another rotation of it
     responses: int
     tokens: int  # the most that a response may have
 
 
 class SelfCheckAnswer(Record):
-    """Holds log-probs of the same rows, computed in ways that must not matter, [A] each."""
+    """Holds log-probs of the same rows, computed in several ways that must agree, [A] each."""
 
     first: F32
     again: F32  # a second time
@@ -125,7 +125,7 @@ class SyncGroupRequest(Record):
     interface: str | None = None  # None: sync.interface
 
     def described(self) -> dict[str, Any]:
-        """Return what describes the group, without what is left to the configuration."""
+        """Return the set fields by name, without `parameters`; fields that are None are left to the configuration."""
         known = asdict(self)
         return {name: value for name, value in known.items() if name != "parameters" and value is not None}
 
@@ -143,10 +143,10 @@ class Asked(NamedTuple):
 
 
 class PackedPrompts(Record):
-    """Packs what was asked for into two arrays; as a list, much of it would not fit into the header of a message.
+    """Packs requests into two arrays; a long list of them would not fit into the header of a message.
 
-    A row is eight numbers: those of its first response in the order of `Asked`, then how many responses there are,
-    which count on in `number` and `sample`, and P. So a prompt travels once for all of its samples.
+    A row is eight numbers: the six of its first request in the order of `Asked`, then how many requests the row stands
+    for, whose `number` and `sample` count up, and P. So a prompt travels once for all of its samples.
     """
 
     rows: I32  # [8 N]
@@ -178,7 +178,7 @@ class PackedPrompts(Record):
 
 
 class GenerateBatch(Record):
-    """Asks for responses, perhaps for none: then the call fetches what earlier ones have asked for."""
+    """Asks for responses, perhaps for none: then the call only fetches responses of earlier requests."""
 
     asked: PackedPrompts
     sampling: Sampling
@@ -187,7 +187,7 @@ class GenerateBatch(Record):
 
 
 class ActorBatch(Record):
-    """Asks a rank of the actor for responses, perhaps for none: it takes part in what all ranks do together."""
+    """Asks a rank of the actor for responses, perhaps for none: it takes part in the collectives all the same."""
 
     batch: GenerateBatch
     version: int  # number of the policy
@@ -219,7 +219,7 @@ class WakeUpRequest(Record):
 class RankCalls(Protocol):
     """Declares the calls that every rank of every role answers."""
 
-    @call(deadline="forward")  # it waits behind whatever the rank computes
+    @call(deadline="forward")  # a rank answers it after the work that it has begun
     def memory(self) -> DeviceReport:
         """Describe this rank's accelerator, and the memory in use."""
 
@@ -265,11 +265,11 @@ class TrainerCalls(StartCalls, Protocol):
 
     @call(deadline="checkpoint")
     def written(self) -> Future[None]:
-        """Answer, whatever else the rank does, once what `save` has copied is written; raises what went wrong."""
+        """Answer once the state that `save` has copied is written, whatever else the rank does; raises its errors."""
 
     @call(deadline="checkpoint")
     def finish_save(self) -> None:
-        """Do nothing else until what `save` has copied is written, or has failed."""
+        """Block the rank until the state that `save` has copied is written, or writing it has failed."""
 
     @call(deadline="checkpoint")
     def load(self, directory: str) -> None:
@@ -309,11 +309,11 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
 
     @call(deadline="generate")
     def generate(self, batch: ActorBatch) -> GenerateAnswer:
-        """Sample responses (rollout.engine = hf). Every rank gets as many of these calls, in the same order."""
+        """Sample responses (rollout.engine = hf). Every rank gets the same number of these calls, in the same order."""
 
     @call(deadline="generate")
     def drop(self) -> None:
-        """End sampling, also in the calls that came before: they are answered with nothing."""
+        """End sampling, also in earlier calls, whose answers then have no responses."""
 
     @call(deadline="sync")
     def sync_listen(self, host: str) -> int:
@@ -324,7 +324,7 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
 
     @call(deadline="heartbeat")
     def sync_abort(self) -> None:
-        """Give up the weight transfer group that is being formed; answered at once, whatever the rank does."""
+        """Abort forming the weight transfer group; answered at once, whatever the rank does."""
 
     @call(deadline="sync")
     def sync_push(self, version: int) -> SyncReport:
@@ -356,7 +356,7 @@ class EngineCalls(StartCalls, SyncCalls, Protocol):
 
     @call(deadline="generate")
     def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:
-        """Sample responses; answered when `batch.least` of all that were asked for are finished, or nothing is left."""
+        """Sample responses; answered when `batch.least` of all requested ones are finished, or none is left."""
 
     @call(deadline="generate")
     def measure(self, request: SamplingRequest) -> EngineLoad:
@@ -372,7 +372,7 @@ class EngineCalls(StartCalls, SyncCalls, Protocol):
 
     @call(deadline="sync")
     def sleep(self) -> int:
-        """Drop all requests and give up the engine's memory; the bytes that became free on its GPU."""
+        """Drop all requests and free the engine's memory; return the bytes that became free on its GPU."""
 
     @call(deadline="sync")
     def wake_up(self, request: WakeUpRequest) -> None:

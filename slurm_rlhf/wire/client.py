@@ -20,11 +20,11 @@ from slurm_rlhf.wire.io_thread import IoThread, Part, make_socket, to_parts
 from slurm_rlhf.wire.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Hello, Kind, Request, unpack
 
 THREAD_FAILED = "the thread that talks to the conductor has failed: the lines above say why"
-"""Why a rank leaves though its conductor is there."""
+"""Reason that a rank gives when it leaves although its conductor is still there."""
 
 
 class ControlClient(IoThread):
-    """Receives the conductor's calls for a rank; its I/O thread sends heartbeats while the others compute.
+    """Receives the conductor's calls for a rank; its I/O thread sends heartbeats while other threads compute.
 
     Any thread may use it.
 
@@ -52,12 +52,12 @@ class ControlClient(IoThread):
         """Start to connect, and return.
 
         host: this node's name in messages; None: what the node calls itself.
-        start: which start of the role this rank belongs to, as the conductor has said.
+        start: number of the start of the role that this rank belongs to, as given by the conductor.
         on_conductor_lost: called with the reason, on the I/O thread, when the conductor was silent for
             `heartbeat_limit` seconds, said goodbye or gave this rank up. For a rank whose main thread may hang.
         on_beat: called on the I/O thread with each heartbeat; it returns at once.
         threaded: calls without argument that never reach `receive`: a thread of their own answers each.
-        Raises RunError for an endpoint that is none.
+        Raises RunError for an invalid endpoint.
         """
         super().__init__(heartbeat_interval, heartbeat_limit)
         self.phase = "start"
@@ -143,7 +143,7 @@ class ControlClient(IoThread):
         self._send_queued()
 
     def _failed(self) -> None:
-        self._lose(THREAD_FAILED)  # a rank that nobody hears would pass for one that hangs
+        self._lose(THREAD_FAILED)  # else this rank, which sends no heartbeats now, would seem to hang
 
     def _finish(self) -> None:
         self._send_queued()

@@ -1,11 +1,11 @@
-"""Values to frames and back: a header in msgpack, by msgspec, then one raw frame per large numpy array.
+"""Encode values to frames and decode them: a header in msgpack, by msgspec, then one raw frame per large numpy array.
 
 `call` declares a method as a call; its signature says which values go out and come back.
 
 What travels: None, bool, int, float, str, bytes, lists, tuples, dicts, numpy numbers (arrive as Python's), numpy arrays
-of one axis, and records (`records.Record` and named tuples). The receiver says which
-type it expects: whatever else arrives is refused with a WireError that names the place. Nothing is converted silently,
-except an int where a float is declared. Nothing that is decoded is ever executed.
+of one axis, and records (`records.Record` and named tuples). The receiver declares the type that it expects: anything
+else is refused with a WireError that names the field. Nothing is converted silently, except an int where a float is
+declared. Nothing that is decoded is ever executed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def encode(value: Any) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer], declared: Any = Any, name: str = "a message") -> Any:
-    """Read the value of the type `declared` that `encode` made `frames` of; errors call it `name`.
+    """Read a value of the type `declared` from the frames that `encode` made; errors call it `name`.
 
     Arrays are aligned and writable; those of a frame of their own share its memory when it is writable and aligned.
     Raises WireError for anything else, never another exception.
@@ -98,20 +98,20 @@ def decode(frames: Sequence[Buffer], declared: Any = Any, name: str = "a message
 
 
 def read(declared: Any, value: Any, name: str) -> Any:
-    """Make what is `declared` of a part of a message that was decoded without its type. Raises WireError."""
+    """Convert a part of a message that was decoded without its type to the type `declared`. Raises WireError."""
     with _refusal(f"{name} is not what is declared"):
         return msgspec.convert(value, declared, dec_hook=_checked)
 
 
 @contextmanager
 def _refusal(what: str) -> Iterator[None]:
-    """Raise a WireError that begins with `what` in place of anything else."""
+    """Turn every exception into a WireError whose message begins with `what`."""
     try:
         yield
     except WireError:
         raise
     except Exception as error:
-        # msgspec and numpy raise many kinds on malformed input; at this border all of them mean the same.
+        # msgspec and numpy raise many kinds of errors for malformed input; here all of them mean the same.
         raise WireError(f"{what}: {error if isinstance(error, msgspec.MsgspecError) else repr(error)}") from error
 
 
@@ -125,7 +125,7 @@ def _declared_dtype(declared: Any) -> np.dtype[Any]:
 
 
 def _checked(declared: Any, value: Any) -> Any:
-    """Return `value` if it is an array as declared. msgspec adds the place."""
+    """Return `value` if it is an array as declared; msgspec adds the field's path to the error."""
     wanted = _declared_dtype(declared)
     found = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
     if found != wanted:

@@ -36,11 +36,11 @@ class ControlServer(IoLoop):
     """
 
     def endpoint(self, host: str | None = None) -> str:
-        """Return `tcp://host:port` for the ranks; `host` is their name for this node, None: what it listens on."""
+        """Return `tcp://host:port` for the ranks. `host`: their name for this node; None: the address it listens on."""
         return f"tcp://{host or self._host}:{self.port}"
 
     def counts(self) -> str:
-        """Describe for the log what came that should not have."""
+        """Count, for the log, connections and messages that were refused."""
         return (
             f"{self.auth.refused} connections refused, {self.garbage} messages of no use, {self.replayed} replayed, "
             f"{self.late} replies too late"
@@ -57,7 +57,7 @@ class ControlServer(IoLoop):
             return [peer for peer in self._by_name.values() if peer.host == host]
 
     def give_up(self, role: str, rank: int, why: str) -> None:
-        """Count a rank as lost because its launcher or its conductor says so, a moment after this returns.
+        """Count a rank as lost because its launcher or the conductor says so; takes effect soon after this returns.
 
         Its calls fail with RoleDied, and another process may say hello in its place. `on_lost` is not called.
         """
@@ -75,12 +75,12 @@ class ControlServer(IoLoop):
         return sorted(found, key=lambda peer: peer.heard)
 
     def flights(self) -> list[Flight]:
-        """Return the calls in flight, the longest first; but for those that only look."""
+        """Return the calls in flight, the longest first, except the calls `LOOKING`."""
         with self._lock:
             return self.pending.flights(self.now)
 
     def moves(self) -> int:
-        """Count the answers and events of ranks so far: while it stays the same, none of them gets on."""
+        """Count the answers and events of ranks so far: while it stays the same, none of them makes progress."""
         return self._moves
 
     def said(self) -> list[Said]:
@@ -159,7 +159,7 @@ class ControlServer(IoLoop):
             return self._starts.get(role, 0)
 
     def revive(self, role: str) -> None:
-        """Take back what `fail_role` has said: the ranks of `role` can be called again."""
+        """Undo `fail_role`: the ranks of `role` can be called again."""
         with self._lock:
             self._broken.pop(role, None)
 
@@ -223,13 +223,13 @@ class RoleHandle(Generic[C]):
     timeout: Timeout
     find_layout: Callable[[], Layout] = lambda: ROWS  # tells how its model reads micro-batches, when one is cut
     retired: Exception | None = field(default=None, init=False)
-    """What every later call raises: the role goes on under another handle."""
+    """Exception that every later call raises; None while the handle is in use."""
     watchers: list[Callable[[int, str], Callable[[], None]]] = field(default_factory=list, init=False)
-    """Each gets the rank and the name of every call, and returns what to call when the answer is there."""
+    """Functions (rank, name of a call) -> function to call when its answer is there; called for each call."""
 
     def __post_init__(self) -> None:
         self.ready = list(range(self.world))
-        """Those that can be called; of engines, who starts them keeps it up to date."""
+        """Numbers that can be called; for engines, the code that starts them keeps this list up to date."""
 
     @property
     def layout(self) -> Layout:
@@ -282,7 +282,7 @@ class RoleHandle(Generic[C]):
         return found[0] if found else f"{self.role} rank {rank}"
 
     def ask(self, rank: int, method: Callable[[Any], R]) -> Future[R]:
-        """Call a method of one process of the role, an engine's followers included, and tell no watcher of it."""
+        """Call a method of one process of the role, also of an engine's follower; `watchers` are not called."""
         return self._send(rank, spec_of(method))
 
     def _send(self, rank: int, spec: CallSpec, argument: Any = None) -> Future[Any]:
@@ -306,7 +306,7 @@ class EngineHandle(RoleHandle[EngineCalls]):
         super().__init__(server, role, ranks // width, timeout)
         self.width = width
         self.goes_on_without: Callable[[int, BaseException], bool] = lambda engine, error: False
-        """Tells whether the run goes on without an engine whose call has failed; `groups.engines` decides."""
+        """Returns whether the run goes on without an engine whose call has failed; `groups.engines` decides."""
         self.give_up: Callable[[int, str], bool] = lambda engine, why: False
         """Gives an engine up, and says why; False: the run cannot do without it."""
 
@@ -321,13 +321,13 @@ def send_shards(
     whole: Experience,
     max_tokens: int,
 ) -> tuple[list[Shard], list[Future[R]]]:
-    """Send every rank its part of a batch, cut by `shards` and packed by `request`; answer parts and calls in order."""
+    """Send every rank its part of a batch, cut by `shards` and packed by `request`; return parts and calls in order."""
     parts = shards(whole, role.world, max_tokens, role.layout)
     return parts, role.start_each(method, [request(part.experience, part.micro) for part in parts])
 
 
 def gather(futures: Sequence[Future[R]]) -> list[R]:
-    """Wait for results, in order. Raises as soon as one failed; of several failures a user's error, as the cause."""
+    """Wait for results, in order. Raises as soon as one failed; of several failures a user's error comes first."""
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     failures = [error for future in futures if future in done and (error := future.exception()) is not None]
     if failures:

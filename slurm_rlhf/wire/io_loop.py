@@ -74,7 +74,7 @@ class IoLoop(IoThread):
         self.late = 0  # dropped replies, to calls that had been given up
         self._starts: dict[str, int] = {}  # role -> number of its start whose ranks are admitted; 0 where it is missing
         self._said: deque[Said] = deque(maxlen=_REMEMBERED)
-        self._moves = 0  # answers to calls that do more than look, events
+        self._moves = 0  # count of events, and of answers to calls that are not in LOOKING
         self._lock = threading.Condition(threading.Lock())
         self._on_lost = on_lost
         self._on_event = on_event
@@ -134,7 +134,7 @@ class IoLoop(IoThread):
     def _send(self, peer: Peer, kind: Kind, parts: Sequence[Part] = (), call: int = 0, method: str = "") -> None:
         peer.sent += kind in NUMBERED
         message = [peer.route, Envelope(kind, peer.sent, call, method).pack(), *parts]
-        # Heartbeats are worth nothing later; the rest goes when the rank is heard again.
+        # A late heartbeat is useless; other messages are kept until the rank is heard again.
         if (peer.backlog or not self._transmit(message)) and kind != "beat":
             peer.backlog.append(message)
 

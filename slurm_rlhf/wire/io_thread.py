@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 _RECONNECT_MS = 100
 _RECONNECT_MAX_MS = 2_000
 _ROUNDS_PER_LIMIT = 4
-# So many messages in a row before timers and own messages get their turn: nobody can keep the thread to itself.
+# Most messages received in a row before timers and queued messages get their turn: no peer can occupy the thread.
 _MESSAGES_PER_ROUND = 200
 
 
 def make_socket(context: zmq.Context[Any], kind: int, linger_ms: int) -> zmq.Socket[Any]:
-    """Open a socket whose only limit is the size of a frame; callers limit what is in flight.
+    """Open a socket that limits only the size of a frame; callers limit the messages in flight.
 
-    linger_ms: how long messages may wait to go once the socket, or one of its connections, is closed. It is set at
-        once, since a connection that breaks keeps the value of that moment; ZeroMQ's own is without end.
+    linger_ms: how long unsent messages are kept once the socket, or one of its connections, is closed. It is set first
+        of all, because a connection keeps the value of the moment it breaks; ZeroMQ's default is without end.
     """
     socket = context.socket(kind)
     socket.linger = linger_ms
@@ -59,26 +59,26 @@ def end_context(context: zmq.Context[Any], patience_s: float = timeouts.CONTEXT_
 
 
 def to_parts(frames: list[Buffer]) -> list[Part]:
-    """Copy frames, so that what they were made of may change as soon as this returns.
+    """Copy frames, so that the arrays which they came from may change as soon as this returns.
 
     One copy, in the thread that makes the message. pyzmq could send the arrays' own memory, but then it frees that
-    memory at the interpreter's exit while ZeroMQ still reads it: processes crash in their last moment.
+    memory at the interpreter's exit while ZeroMQ still reads it, and processes crash while they end.
     """
     return [frame if isinstance(frame, bytes) else zmq.Frame(frame, copy=True) for frame in frames]
 
 
 class ListeningClock:
-    """Counts the seconds in which the I/O thread was able to hear others; it stands still while it was not.
+    """Counts the seconds in which the I/O thread was able to receive; it stops while the thread was not.
 
-    A process that was suspended (`scontrol suspend`), or whose interpreter lock was held, heard nobody during that
-    time: it must count neither as silence of the others nor against the deadlines of calls to them.
+    A process that was suspended (`scontrol suspend`), or whose interpreter lock was held, received nothing during that
+    time. It must count neither as silence of the others nor against the deadlines of calls to them.
 
-    The I/O thread judges silence and deadlines by what its last `tick` returned, never by `now`: a suspension in the
+    The I/O thread judges silence and deadlines by the result of its last `tick`, never by `now`: a suspension in the
     middle of a round is only known at the next tick.
     """
 
     def __init__(self, longest_round: float) -> None:
-        """`longest_round`: what a round of the I/O loop takes beyond this is not counted."""
+        """`longest_round`: seconds of a round of the I/O loop that count; time beyond them does not."""
         self._longest_round = longest_round
         self._missed = 0.0
         self._last = time.monotonic()
@@ -98,9 +98,10 @@ class ListeningClock:
         return real - self._missed
 
     def absence_s(self, within_s: float) -> float:
-        """Return how long nobody was heard at a stretch, if that lasts or ended within `within_s`; 0.0: no such time.
+        """Return the length of an absence that goes on, or ended within the last `within_s` seconds; 0.0: none.
 
-        For other threads; one that runs before the I/O thread does so again counts as well.
+        An absence is a time in which the I/O thread could not receive. For other threads, which may run again before
+        the I/O thread does: an absence counts even if that thread has not noticed it yet.
         """
         real = time.monotonic()
         lasting = real - self._last
@@ -123,12 +124,12 @@ class IoThread(ABC):
         self._interval = heartbeat_interval
         self._limit = heartbeat_limit
         self._next_beat = 0.0
-        # A round that took longer was held up, and heard nobody meanwhile.
+        # In a round that takes longer than this the thread was held up, and could not receive.
         self.clock = ListeningClock(heartbeat_limit / _ROUNDS_PER_LIMIT)
         self.now = self.clock.now()
         """Time at which the thread last listened."""
         self._context: zmq.Context[Any] = zmq.Context()
-        # A descriptor that is polled, too; it lives as long as somebody can wake the thread.
+        # The poll also waits for this descriptor; it lives as long as somebody can wake the thread.
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wakeup).atexit = False
         self._thread = threading.Thread(target=self._run, name=self.name.replace(" ", "-"), daemon=True)
@@ -171,7 +172,7 @@ class IoThread(ABC):
         except Exception:
             try:
                 log.exception("the %s's thread failed", self.name)
-            finally:  # without memory, that cannot be said
+            finally:  # logging fails if there is no memory
                 self._failed()
         finally:
             self._finish()
@@ -192,7 +193,7 @@ class IoThread(ABC):
                     log.warning("dropped a message: %s; %d so far", error, self.garbage)
 
     def _call_back(self, callback: Callable[..., None] | None, *args: Any) -> None:
-        """Call a callback, if there is one. What it raises would end all communication instead of reaching anybody."""
+        """Call a callback, if there is one; log its exceptions, which would end this thread and all communication."""
         try:
             if callback is not None:
                 callback(*args)
@@ -212,7 +213,7 @@ class IoThread(ABC):
 
     @abstractmethod
     def _beat(self) -> None:
-        """Send heartbeats, and look who was not heard for too long."""
+        """Send heartbeats, and find peers that were silent for too long."""
 
     @abstractmethod
     def _handle(self, frames: Sequence[zmq.Frame]) -> None:

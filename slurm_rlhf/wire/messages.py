@@ -47,7 +47,7 @@ _MAX_CHARACTERS = 100_000
 
 
 def sendable(text: str) -> str:
-    """Write out what no message can carry: halves of surrogate pairs, as in the name of a file that is no UTF-8."""
+    """Escape characters that no message can carry: lone surrogates, as in a file name that is not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -154,7 +154,7 @@ class Request:
         self._answer("error", encode(CallFailure.of(error)))
 
     def answer_with(self, work: Callable[[], Any]) -> None:
-        """Answer with what `work` returns, or raises."""
+        """Answer with the result of `work`, or with its exception."""
         try:
             self.reply(work())
         except Exception as error:
@@ -225,7 +225,7 @@ class Hello(Record):
 
 
 LOOKING = frozenset({"stacks", "written"})
-"""Calls that change nothing: their answers are no sign that the run makes progress."""
+"""Calls that change nothing: an answer to them does not show that the run makes progress."""
 
 
 @dataclass(slots=True)
@@ -284,7 +284,7 @@ class PendingCalls:
         return self.take(lambda call: max(call.since, heard((call.peer, call.method), 0.0)) + call.timeout_s <= now)
 
     def flights(self, now: float) -> list[Flight]:
-        """List the calls, the oldest first, but for those that only look."""
+        """List the calls, the oldest first, except the calls `LOOKING`."""
         calls = [call for call in self._calls.values() if call.method not in LOOKING]
         return [Flight(call.peer, call.method, now - call.since, call.timeout_s) for call in calls]
 
@@ -302,7 +302,7 @@ log = logging.getLogger(__name__)
 class Preemption:
     """Sends SIGUSR1, which saves and requeues, to this process once all ranks of a role got SIGTERM.
 
-    One rank alone was not preempted: somebody has sent it the signal. Used by one thread.
+    If one rank alone got it, that is no preemption: somebody has signalled that process. Used by one thread.
     """
 
     def __init__(self) -> None:
@@ -310,7 +310,7 @@ class Preemption:
         self._noticed = False
 
     def note(self, peer: Peer, ranks: Iterable[Peer], count: int) -> None:
-        """Note that `peer` got SIGTERM; `ranks`: those of its role now, of which `count` make a preemption."""
+        """Note that `peer` got SIGTERM. If `count` of `ranks`, the present ranks of its role, got it: a preemption."""
         log.info("%s was asked to terminate", peer)
         self._told.add(peer)
         if not self._noticed and sum(each in self._told for each in ranks) == count:

@@ -75,11 +75,11 @@ def test_a_loss_of_the_users_is_called_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (lambda x: 1 / 0, r"test_losses\.py:\d+: .* raised ZeroDivisionError: division by zero\. It answers the loss"),
+        (lambda x: 1 / 0, r"test_losses\.py:\d+: .* raised ZeroDivisionError: division by zero\. It has to return"),
         (lambda x: x.sum(), "raised TypeError: iteration over a 0-d tensor"),
         (lambda x: (1.0, {}), "raised AttributeError: 'float' object has no attribute 'dim'"),
         (lambda x: (x.sum(), {"loss": 1.0}), "raised AttributeError"),
-        (lambda x: (x, {}), r"must answer a scalar that has a gradient.*got a loss of shape \(2,\), metrics \[\]"),
+        (lambda x: (x, {}), r"must return a scalar that has a gradient.*got a loss of shape \(2,\), metrics \[\]"),
         (lambda x: (x.detach().sum(), {}), r"got a loss of shape \(\) without a gradient"),
         (lambda x: (x.sum(), {"all": x}), r"metrics \['all'\]"),
     ],

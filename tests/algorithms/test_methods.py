@@ -81,7 +81,7 @@ def test_max_rl_without_success_and_below_zero() -> None:
     assert_array_equal(advantages("max_rl", batch([1] + [0] * 7, [0] * 8, ["1"] * 8)), [7] + [-1] * 7)
     tiny = advantages("max_rl", batch([1e-38, 0.0], [0, 0], ["1", "1"]))
     assert_allclose(tiny, [1, -1])
-    with pytest.raises(ConfigError, match=r"^algo.advantage.estimator = max_rl divides .* lowest .* is -0\.5: answer"):
+    with pytest.raises(ConfigError, match=r"^algo.advantage.estimator = max_rl divides .* lowest .* is -0\.5: return"):
         advantages("max_rl", batch([1.0, -0.5], [0, 0], ["1", "1"]))
 
 

@@ -144,10 +144,10 @@ def inputs() -> AdvantageInputs:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ((np.zeros(2), None), r"answered advantages of type float64 and shape \(2,\); numbers of shape \(3,\) are"),
-        ((None, None), "answered advantages of type object"),
-        ((np.array([1.0, np.nan, np.inf]), None), "answered 1 of 2 advantages that are not finite: guard its"),
-        (np.zeros(3), r"raised ValueError: too many values.*it answers two arrays"),
+        ((np.zeros(2), None), r"returned advantages of type float64 and shape \(2,\); numbers of shape \(3,\) are"),
+        ((None, None), "returned advantages of type object"),
+        ((np.array([1.0, np.nan, np.inf]), None), "returned 1 of 2 advantages that are not finite: guard its"),
+        (np.zeros(3), r"raised ValueError: too many values.*it has to return two arrays"),
     ],
 )
 def test_what_an_advantage_function_may_not_answer(answer: Any, message: str) -> None:
@@ -168,5 +168,5 @@ def test_a_critic_needs_returns_and_others_get_none() -> None:
     assert set(estimate(Algorithm("mine", lambda _: (zeros, zeros)), inputs())) == {"advantages"}
     found = estimate(Algorithm("mine", lambda _: (zeros, zeros), needs_critic=True), inputs())
     assert {name: column.dtype for name, column in found.items()} == {"advantages": np.float32, "returns": np.float32}
-    with pytest.raises(ConfigError, match="answered returns of type object"):
+    with pytest.raises(ConfigError, match="returned returns of type object"):
         estimate(Algorithm("mine", lambda _: (zeros, None), needs_critic=True), inputs())

@@ -275,9 +275,9 @@ BROKEN = [
     ("vllm.dtype=fp16 ds.param_dtype=bf16", "would round the weights ... use auto or fp32"),
     ("ds.grad_comm_dtype=bf16 ds.param_dtype=fp16", "would round to 8 bits ... bf16 for both"),
     ("ds.hpz_size=2 ds.zero_stage=2", "it copies what ds.zero_stage = 3 cuts: leave it out"),
-    ("ds.loss_scale_window=9 ds.param_dtype=bf16", "it is of the loss scale of fp16"),
-    ("ds.min_loss_scale=2 ds.param_dtype=bf16", "it is of the loss scale of fp16"),
-    ("ds.initial_scale_power=9 ds.param_dtype=fp32", "it is of the loss scale of fp16"),
+    ("ds.loss_scale_window=9 ds.param_dtype=bf16", "it belongs to the loss scale of fp16"),
+    ("ds.min_loss_scale=2 ds.param_dtype=bf16", "it belongs to the loss scale of fp16"),
+    ("ds.initial_scale_power=9 ds.param_dtype=fp32", "it belongs to the loss scale of fp16"),
     ("ds.initial_scale_power=33 with ds.param_dtype=fp16", "must be at least 0 and at most"),
     ("ds.min_loss_scale=64 ds.initial_scale_power=5 with ds.param_dtype=fp16", "64 is above ... = 5"),
     # slots that are shared
@@ -302,7 +302,7 @@ BROKEN = [
     ("eval.temperature=2.1", "eval.temperature must be at least 0 and at most 2, got 2.1"),
     ("eval.dataset=a.jsonl eval.datasets=b.jsonl", "eval.dataset and eval.datasets are both set"),
     ("eval.steps=2", "eval.steps = 2 evaluates nothing without eval.dataset: name a JSONL file"),
-    ("ckpt.best_metric=eval", "ckpt.best_metric = 'eval' is of an evaluation, and there is none"),
+    ("ckpt.best_metric=eval", "ckpt.best_metric = 'eval' needs an evaluation, and there is none"),
     (
         "eval.n_samples_per_prompt=4 with eval.dataset=a.jsonl",
         "= 4 with temperature 0: greedy responses to a prompt are all the same",

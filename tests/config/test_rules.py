@@ -51,7 +51,7 @@ def test_the_rule_that_keys_choose(keys: list[str], rule: CorrectionRule | None)
     [
         ("ds.packing_samples=always ds.attn_implementation=eager", "has a row for each"),
         ("ds.packing_samples=always ds.attn_implementation=flex_attention", "has a row for each"),
-        ("ds.attn_implementation=flash_attention_3 ds.param_dtype=fp32", "computes 16 bits alone"),
+        ("ds.attn_implementation=flash_attention_3 ds.param_dtype=fp32", "computes in 16 bits only"),
         ("lora.target_modules=[] lora.rank=8", "gives no layer an adapter"),
         ("vllm.keep_kv_cache=true train.full_determinism=true", "excludes that: leave one of the two out"),
         ("vllm.keep_kv_cache=true train.full_determinism=true vllm.sync_mode=inflight", "excludes that: leave one"),

@@ -180,8 +180,8 @@ def test_a_file_of_a_package_is_read_as_its_module_and_a_module_by_its_name(tmp_
         found = RewardFunction.load(name) if ".py" in name else RewardFunction.named(name)
         assert found.function(["a"]) == [1.0]
     three_lines = (
-        r"get_soft makes a reward function.*from rewards_of_a_package.inner.more import get_soft; "
-        r"reward_func = get_soft\(longest=...\)"
+        r"get_soft makes a reward function.*`from rewards_of_a_package.inner.more import get_soft` and "
+        r"`reward_func = get_soft\(longest=...\)`"
     )
     with pytest.raises(RewardError, match=three_lines):
         RewardFunction.load(f"{file}:get_soft")

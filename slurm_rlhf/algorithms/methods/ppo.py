@@ -14,8 +14,8 @@ from slurm_rlhf.records import F32
 def gae_advantages(inputs: AdvantageInputs) -> tuple[F32, F32]:
     """Estimate advantages from the KL penalty and the clipped reward per token, by `advantages.gae`.
 
-    The returns for the critic may have a lambda of their own: with 1 it learns the reward without the bias of its own
-    guesses, while a smaller one keeps the noise of the policy's advantages low. Source: Yuan et al., What's Behind
+    The returns for the critic may have a lambda of their own. With 1 the critic learns the reward without the bias of
+    its own guesses; a smaller lambda for the policy keeps its advantages less noisy. Source: Yuan et al., What's Behind
     PPO's Collapse in Long-CoT? (2025), arXiv 2503.01491, and VAPO (2025), arXiv 2504.05118: decoupled GAE.
     """
     assert inputs.values is not None

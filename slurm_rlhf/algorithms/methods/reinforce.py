@@ -1,4 +1,4 @@
-"""Methods without a critic: the return of a response, less what the other responses to the same prompt got."""
+"""Methods without a critic: the baseline is made from the rewards of the other responses to the same prompt."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def max_rl(inputs: AdvantageInputs) -> tuple[F32, None]:
     if (rewards < 0).any():
         raise ConfigError(
             f"algo.advantage.estimator = max_rl divides by a group's mean reward, its share of successes, and the "
-            f"lowest of these rewards is {rewards.min():g}: answer rewards of 0 or more, or use group_norm"
+            f"lowest of these rewards is {rewards.min():g}: return rewards of 0 or more, or use group_norm"
         )
     mean = summed(rewards, inputs.groups) / counted(inputs.groups)
     return returns_to_go(inputs, centred(rewards, inputs.groups) / np.where(mean > 0, mean, 1.0))
@@ -97,8 +97,8 @@ DR_GRPO = Algorithm("dr_grpo", reinforce_baseline, min_samples_per_prompt=2, agg
 def gdpo(inputs: AdvantageInputs) -> tuple[F32, None]:
     """Add up the rewards after each was normalised in its group: A = sum_k w_k (R_k - mean_k) / (std_k + 1e-6).
 
-    Added first and normalised then, as in GRPO, different combinations of rewards fall together, and the reward with
-    the largest spread decides. A reward without spread in a group adds nothing there. The result is whitened over the
+    GRPO normalises the sum instead: different combinations of rewards get the same advantage, and the reward with the
+    largest spread decides. A reward without spread in a group adds nothing there. The result is whitened over the
     tokens of the batch, as in verl and in the authors' code for it; the paper and TRL take mean and standard deviation
     over the responses. Each component is clipped by reward.clip_range. Source: Liu et al., GDPO: Group reward-Decoupled
     Normalization Policy Optimization (2026), arXiv 2601.05242.
@@ -109,13 +109,13 @@ def gdpo(inputs: AdvantageInputs) -> tuple[F32, None]:
     names = list(inputs.component_weights or inputs.components)
     if not inputs.components:
         raise ConfigError(
-            "algo.advantage.estimator = gdpo takes several rewards for each response, and the reward function answered "
+            "algo.advantage.estimator = gdpo takes several rewards for each response, and the reward function returned "
             'one: let it return {"rewards": ..., "components": {"name": one number per response, ...}}'
         )
     for name in names:
         if name not in inputs.components:
             raise ConfigError(
-                f"algo.advantage.gdpo_reward_keys names the component {name!r}, and the reward function answered "
+                f"algo.advantage.gdpo_reward_keys names the component {name!r}, and the reward function returned "
                 f"{', '.join(map(repr, inputs.components))}: correct the key or the function"
             )
     total = np.zeros(len(inputs.groups))
