@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_TRIES = 3
-"""Times that an episode begins."""
+"""Attempts at an episode before it counts as lost."""
 FEW_LOST = 8
-"""Lost episodes from which on a run ends, if they are the greater part of all: then the environment is broken."""
+"""A run ends after this many lost episodes if they are more than half of all: the environment is broken then."""
 
 
 class Episode:
@@ -77,10 +77,10 @@ class Environments:
         note: Callable[[str], None] = lambda text: None,
         nodes: WorkerNodes = (),
     ) -> None:
-        """Load the environments; blocks, also while no server of env.path answers, of which `note` tells the user.
+        """Load the environments; blocks, also until a server of env.path answers: `note` tells the user that it waits.
 
         `nodes`: where their processes run; empty: here.
-        `printed`: the file for what they print; None: it is printed as usual.
+        `printed`: the file for their output; None: the output of this process.
         Raises EpisodeError for a file without usable environments, ModelError for a chat template without room for
         turns or tools.
         """
@@ -112,7 +112,7 @@ class Environments:
     def check_rows(self, prompts: Iterable[Prompt], where: str) -> None:
         """Raise EpisodeError for a row that names no environment, or lacks a column that its own needs.
 
-        Then it ends the processes.
+        Before it raises, it ends the processes.
         """
         for prompt in prompts:
             named = str(prompt.row.get(COLUMN, ""))
@@ -161,7 +161,7 @@ class Environments:
         self.host.close()
 
     async def encode(self, work: Callable[[], T]) -> T:
-        """Do work with tokenizer and chat template, in other threads than the loop's."""
+        """Do work with tokenizer and chat template, in another thread than the loop's."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def lose(self, error: UserError) -> None:
@@ -251,7 +251,7 @@ class Turns(Episode):
         self._home.leave()
 
     async def _anew(self) -> Trajectory | None:
-        """Begin anew, in another process: what another environment has done there is no fault of this one."""
+        """Begin again in another process, because another environment has ended the one they shared."""
         self._home.leave()
         self._begin_anew(self._tries + 1)
         if self._tries > MOST_TRIES:
@@ -325,7 +325,7 @@ class Turns(Episode):
         )
 
     def _lost(self, error: UserError) -> Trajectory:
-        """Make an episode that nothing is learned from."""
+        """Return the episode as lost: its action mask leaves all of it out of training."""
         self._environments.lose(error)
         if not self._ids:
             self._ids, self._logprobs, self._sampled = [self._environments.tokenizer.eos_token_id], [0.0], [True]
