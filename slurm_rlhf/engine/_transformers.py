@@ -1,4 +1,4 @@
-"""The private parts of transformers that the engine room uses, written for transformers 5.19.0.
+"""The private parts of transformers that this package uses, written for transformers 5.19.0.
 
 conversion_mapping.py get_model_conversion_mapping(model, *, add_legacy)
 core_model_loading.py revert_weight_conversion(model, state_dict)

@@ -1,4 +1,4 @@
-"""The private parts of vLLM that the engine room uses, written for vllm 0.32.0.
+"""The private parts of vLLM that this package uses, written for vllm 0.32.0.
 
 exceptions.py VLLMError
 sampling_params.py RepetitionDetectionParams

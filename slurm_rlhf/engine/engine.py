@@ -210,9 +210,9 @@ def backend(config: Config) -> Any:
 
     `prepare_environment()` sets the variables that the library reads while it is imported, so it is called first.
     Raises RuntimeError if the library was imported without them. `import_library()` imports what an engine starts with
-    and touches no GPU. `make_engine(config, number)` starts an engine on one rank, with the weights of the actor's model
-    directory as policy 0; its trajectories are marked with `number`. Raises ConfigError or ModelError if the library
-    cannot run this model with this configuration.
+    and touches no GPU. `make_engine(config, number)` starts an engine on one rank, with the weights in the actor's
+    model directory as policy 0; its trajectories are marked with `number`. Raises ConfigError or ModelError if the
+    library cannot run this model with this configuration.
     """
     return importlib.import_module(f"slurm_rlhf.engine.{config.rollout.engine}")
 

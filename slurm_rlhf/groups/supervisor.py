@@ -93,7 +93,7 @@ class Supervisor:
     def _start(self, roles: Collection[str], environment: Mapping[str, Environment]) -> None:
         for role in self._ranks.roles:
             if (old := self.roles.get(role)) is not None:
-                old.retired = RunError("the role goes on after a restart; this call is of before")
+                old.retired = RunError("the call is from before the restart of the role")
             if role in roles:
                 arguments = [
                     f"--role={role}",
@@ -286,7 +286,7 @@ class Supervisor:
         for engine, how in self._engine_ends.news(launcher.ended() if launcher else ()):
             node, ranks = engines.node(engine), [g.ranks for g in self._ranks.tp_groups if g.engine == engine]
             logs = self._logs.of_ranks(ROLLOUT, node, ranks[0])
-            # One that ends while it starts has not said why.
+            # The log of an engine that ends while it starts says why.
             why = f"{how}.\n{self._logs.quote(logs)}" if engine not in engines.up else how
             if not self._leaving.is_set() and not self._goes_on_without(engine, why):
                 self._fail(ROLLOUT, (node,), how, logs)
@@ -298,7 +298,7 @@ class Supervisor:
     def _judge(self, waited_s: float, known: list[RoleRanks]) -> None:
         """Name the process groups that ended by themselves, in their order, unless a dead node is the cause.
 
-        NCCL ends the processes whose peers are gone, and srun then says so of them, and nothing of the dead node.
+        NCCL ends the processes whose peers are gone, and srun reports these ends, and nothing of the dead node.
         """
         end = self._deaths.ends[0]
         if self._launcher.address == LOOPBACK:

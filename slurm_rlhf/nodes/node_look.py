@@ -1,7 +1,7 @@
 """Look at a node: at what it has before a run starts, and at its processes from outside when a run hangs.
 
-In a hang: the node's load, and the state of each process. A rank may be stopped, or in the kernel: this needs nothing
-of it.
+In a hang: the node's load, and the state of each process. A rank may be stopped, or in the kernel: it is asked for
+nothing.
 
 Imports no torch: what a node has takes a second.
 """

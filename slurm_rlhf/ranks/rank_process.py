@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 SHUTDOWN = RankCalls.shutdown.__name__
 
 _USUAL = gc.get_threshold()[0]
-_RARELY = 100_000  # new objects
+_RARELY = 100_000  # new objects between two collections of garbage
 _ARENA = 1 << 20  # bytes: what Python asks the system for at once
 
 
@@ -74,7 +74,7 @@ def crash_at_once() -> None:
 
 
 def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
-    """Name in the environment where compiled kernels are kept; it comes before anything is compiled."""
+    """Set the variables that name the directory of compiled kernels; to be called before anything is compiled."""
     train = config.train
     cache, note = take_kernel_cache(train.kernel_cache, info.role, info.local_rank, train.kernel_cache_gib)
     print(note, flush=True)
@@ -176,10 +176,10 @@ def _leave(reason: str) -> None:
 
 
 def beat(late: float) -> None:
-    """Do what comes with each heartbeat: put off the stacks that appear `late` seconds after the last one.
+    """Put off, with each heartbeat, the stacks that are written `late` seconds after the last one.
 
-    A process that has used up its address space ends here. A thread that gets none to begin with leaves the one that
-    starts it waiting for ever, and Python code cannot run in it.
+    A process that has used up its address space ends here: a new thread without memory can run no Python code, and the
+    thread that starts it waits for ever.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit - _address_space() < _ARENA:

@@ -96,7 +96,7 @@ class BoundRendezvous(RendezvousHandler):
 
 
 def make(parameters: RendezvousParameters) -> BoundRendezvous:
-    """Return what torchrun's options ask for."""
+    """Make the rendezvous that torchrun's options describe."""
     host, _, port = parameters.endpoint.rpartition(":")
     node = parameters.get_as_int("rank", 0) or 0
     return BoundRendezvous(host, int(port), parameters.run_id, node, parameters.max_nodes)

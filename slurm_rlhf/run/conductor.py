@@ -68,8 +68,8 @@ class Inputs:
     ) -> Inputs:
         """Read and check the user's files; `note` informs the user. `close` ends what it has started.
 
-        `printed`: the file for what reward functions print; None: it is printed as usual. `nodes`: where workers run;
-        empty: here. Raises UserError.
+        `printed`: the file for the output of reward functions; None: this process's output. `nodes`: where workers
+        run; empty: here. Raises UserError.
         """
         for message in warnings(config):
             note(f"warning: {message}")
@@ -109,7 +109,7 @@ class Inputs:
         return cls(prompts, evaluation, order, reward, environments, total, findings, tokenizer, model)
 
     def servers(self) -> list[Servers]:
-        """List what asks servers of rewards and environments."""
+        """List the connections to servers of rewards and environments."""
         own = self.environments and self.environments.host.servers
         return [*servers_in(self.reward), *([own] if own else [])]
 
@@ -150,7 +150,7 @@ class Conductor:
     started: float = field(default_factory=time.monotonic)
 
     def stopped(self, request: StopRequested) -> bool:
-        """Tell that the run stops; answer whether it did a step."""
+        """Tell that the run stops; return whether it did a step."""
         newest = None if request.saved else CheckpointDir(self.directory.root).resolve("auto")
         self.reporting.stopped(request.reason.what, request.saved, newest, request.reason.requeue)
         return self.reporting.moved

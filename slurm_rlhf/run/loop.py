@@ -58,7 +58,7 @@ class TrainingLoop:
         self.checkpoints.count_wall()
 
     def _begin(self) -> None:
-        """Give the engines their first weights; inflight and colocated, evaluate before training."""
+        """Give the engines their first weights; if they are inflight or colocated, evaluate before training."""
         self.step.sync(self.state.policy_version)
         if self.reporting.prediction is not None and self.step.pool is not None:
             self.reporting.prediction.measure_sync(partial(self.step.pool.update, self.state.policy_version))

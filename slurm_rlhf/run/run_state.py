@@ -113,7 +113,7 @@ def better(best: Best | None, metric: str, metrics: Mapping[str, float], step: i
 
 
 def resumed(state: Mapping[str, Any] | None, metric: str, present: bool) -> tuple[Best | None, str]:
-    """Read the best step of a checkpoint's state, or say why it is none any more; `present`: its checkpoint exists."""
+    """Read the best step of a checkpoint's state, or say why it no longer counts; `present`: its checkpoint exists."""
     if not metric or not state:
         return None, ""
     best = Best(**state)
@@ -160,7 +160,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunState:
-        """Read it from a checkpoint. Raises CheckpointError when another version of this class did."""
+        """Read it from a checkpoint. Raises CheckpointError if another version of this class wrote it."""
         known = {field.name for field in fields(cls)}
         if set(data) != known:
             raise CheckpointError(

@@ -61,7 +61,7 @@ class Startup:
     watchdog: Watchdog
     _sync: WeightSync | None = field(default=None, init=False)
     _checkpoints: RunCheckpoints | None = field(default=None, init=False)
-    _gpu_sums: dict[str, float] = field(default_factory=dict, init=False)  # sums of before a restart
+    _gpu_sums: dict[str, float] = field(default_factory=dict, init=False)  # sums from before a restart
 
     def begin(self, checkpoint: Path | None) -> TrainingLoop:
         """Start everything, and take it back to `checkpoint`, whose state the run has already."""
@@ -115,7 +115,7 @@ class Startup:
             weight_sync = self._weight_sync(engines)
             self.run.reporting.recorder.transfer = lambda: weight_sync.connection
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
-            # Begin to start them; colocated ones before the trainers, which find them asleep.
+            # Engines begin to start; colocated ones sleep before the trainers start.
             all_at_once = config.train.full_determinism or config.train.colocate_all
             pool = EnginePool(self.supervisor, units, engines, weight_sync, all_at_once)
             units.begin(all_at_once, self.run.reporting.note)
@@ -168,7 +168,7 @@ class Startup:
         return report.gpus
 
     def _measure_cpus(self) -> None:
-        """Measure what the CPUs do in a second, once; a rank that fails in it fails again where that is handled."""
+        """Measure the speed of the CPUs, once; a rank that fails here fails again later, where that is handled."""
         run, report, roles = self.run, self.run.reporting, self.supervisor.roles
         engines = self.supervisor.engines
         if report.prediction is not None or engines is None:

@@ -167,7 +167,7 @@ class Batch:
     seconds: float  # time from the first request to the last response
     order: dict[str, Any]  # state of the prompt order once a step has trained on this batch
     rewards: Rewards | None = None  # rewards by dynamic sampling; None: not known yet
-    asked: list[Future[Rewards]] = field(default_factory=list)  # pending rewards of each group; empty: none were asked for
+    asked: list[Future[Rewards]] = field(default_factory=list)  # pending rewards of each group; empty: not asked for
     scored: Rewards | None = None  # rewards of the step, once they are there
     metrics: dict[str, float] = field(default_factory=dict)
     judged: int = 0  # groups that dynamic sampling looked at since the batch before; 0: it is off
