@@ -28,7 +28,7 @@ Read = Callable[[str, Schemas], list[ToolCall]]
 
 THINKING, END_OF_THINKING = "<think>", "</think>"
 DEEPEST = 100
-"""Levels of nesting of a call at most."""
+"""Most levels of nesting in a call."""
 _STRINGS = re.compile(r'"(?:\\.|[^"\\])*+"?', re.DOTALL)
 PROBE = ToolCall("look_up", {"text": "slurm-rlhf", "count": 7})
 PROBE_SCHEMA: dict[str, Any] = {

@@ -83,7 +83,7 @@ def compare(
     """
     bound = BOUNDS[param_dtype][check]
     apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
-    # A single token has other causes than all of them.
+    # How many tokens are beyond the bound tells the causes apart: a single one has others than all of them.
     beyond = int((~(apart[mask] <= bound.limit)).sum()) if bound.statistic == "largest" else 0
     found = f", {beyond} of them beyond; mean {apart[mask].mean():.2g}" if beyond else ""
     detail = f"{bound.statistic} of {int(mask.sum())} tokens{found}{_worst(apart, mask, engines, bound)}"

@@ -240,7 +240,7 @@ class Conductor:
         supervisor, roles, spent_s = startup.supervisor, plan.roles, startup.spent_s()
         self.reporting.restarting(plan.why, plan.words(self.config.train.max_restarts))
         supervisor.end(roles, plan.ranks)
-        if plan.keeps_engines and not startup.engines_are_idle():
+        if plan.keeps_engines and not startup.drop_engine_work():
             self.reporting.note("not all engines answer: they start again, too")
             supervisor.end((ROLLOUT,), plan.ranks)
             roles = tuple(plan.ranks.roles)

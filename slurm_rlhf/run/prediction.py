@@ -198,7 +198,7 @@ class _Measurement:
         )
 
     def _pass(self, count: int, backward: bool) -> tuple[step_time.Probe, float, float]:
-        """Have each rank of the trained roles pass `count` sequences; return the actor's slowest pass, and two rates."""
+        """Have each rank of the trained roles pass `count` sequences; return the actor's slowest pass and two rates."""
         answers = {}
         for role in self._trained:
             rows = count * self.roles[role].world

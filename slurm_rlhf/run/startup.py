@@ -71,10 +71,10 @@ class Startup:
         self.run.reporting.note("roles: " + ", ".join(roles))
         return self._lead(checkpoint)
 
-    def engines_are_idle(self) -> bool:
+    def drop_engine_work(self) -> bool:
         """Let the engines drop their work, because the trainers have ended; engines that cannot do so are lost.
 
-        Blocks while they find out that a weight update has broken. Returns False if all engines have to start again.
+        Blocks while they find out that a weight update has broken. Returns False if it cannot: all start again then.
         """
         engines, handle = self.supervisor.engines, self.supervisor.roles.get(ROLLOUT)
         if engines is None or not engines.armed or handle is None:

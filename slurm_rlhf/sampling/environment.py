@@ -27,9 +27,9 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import prompt_messages
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.environments.executor import EXECUTOR
-from slurm_rlhf.environments.host import Homeless, Host
+from slurm_rlhf.environments.host import Host, ProcessLost
 from slurm_rlhf.environments.kinds import COLUMN
-from slurm_rlhf.environments.records import Answer, Begun, Messages, Start, ToolCall, Tools, Turn
+from slurm_rlhf.environments.records import Answer, Begun, EnvironmentInfo, Messages, Start, ToolCall, Turn
 from slurm_rlhf.environments.tool_calls import tool_reader
 from slurm_rlhf.environments.turn_tokens import TurnTokens
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut, meant
@@ -179,14 +179,14 @@ class Turns(Episode):
         super().__init__(prompt, sampling, sample)
         self._environments, self._prompt, self._sampling, self._sample = environments, prompt, sampling, sample
         self._most = sampling.max_new_tokens
-        self._tools: Tools
+        self._info: EnvironmentInfo
         self._tokens: TurnTokens
         self._began = time.monotonic()
         self._begin_anew(1)
 
     def _begin_anew(self, tries: int) -> None:
         self._tries = tries
-        self._home = self._environments.host.home(next(self._environments.numbers))
+        self._calls = self._environments.host.calls_of(next(self._environments.numbers))
         self._prompt_ids: I32 = self._prompt.token_ids
         self.text = self._messages = ""  # an environment that makes the prompt sets both
         self._ids: list[int] = []  # sampled tokens and tokens of observations, in their order
@@ -201,19 +201,19 @@ class Turns(Episode):
     async def start(self) -> Trajectory | None:
         try:
             await self.reset()
-        except Homeless:
+        except ProcessLost:
             return await self._anew()
         except (EpisodeError, ModelError) as error:
             return self._lost(error)
         return None
 
     async def reset(self) -> None:
-        """Have the environment begin, and make the prompt. Raises Homeless, EpisodeError or ModelError."""
+        """Have the environment begin, and make the prompt. Raises ProcessLost, EpisodeError or ModelError."""
         environments, row = self._environments, self._prompt.row
         data = replaced(environments.config.data, input_key=self._prompt.input_key)
         plain = [{"role": "user", "content": self._prompt.text}]
         messages = prompt_messages(row, data) if data.input_key in row else plain
-        begun = await self._home.begin(self._started(row, messages))
+        begun = await self._calls.begin(self._started(row, messages))
         await environments.encode(partial(self._begin, begun))
 
     def _started(self, row: dict[str, Any], messages: Messages) -> Start:
@@ -230,29 +230,29 @@ class Turns(Episode):
         calls, message = [], {"role": "assistant", "content": found.text}
         if (reader := self._tokens.reader) is not None:
             text = reader.cut(environments.tokenizer.decode(found.response_ids.tolist(), skip_special_tokens=False))
-            calls = reader.read(text, self._tools.schemas)
+            calls = reader.read(text, self._info.schemas)
             message = reader.written(text, found.text, calls)
         self._dialogue.append(message)
         try:
-            answer = await self._home.turn(Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason))
+            answer = await self._calls.turn(Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason))
             self._add(answer)
             over = answer.done or found.finish_reason == REPETITION or self._turns == env.max_turns
             late = env.max_seconds and time.monotonic() - self._began > env.max_seconds
             if over or late or not await environments.encode(partial(self._observe, answer, calls)):
-                self._add(await self._home.end())
+                self._add(await self._calls.end())
                 return self._whole(found, found.finish_reason if over else LENGTH)
-        except Homeless:
+        except ProcessLost:
             return await self._anew()
         except (EpisodeError, ModelError) as error:
             return self._lost(error)
         return None
 
     def drop(self) -> None:
-        self._home.leave()
+        self._calls.leave()
 
     async def _anew(self) -> Trajectory | None:
         """Begin again in another process, because another environment has ended the one they shared."""
-        self._home.leave()
+        self._calls.leave()
         self._begin_anew(self._tries + 1)
         if self._tries > MOST_TRIES:
             return self._lost(EpisodeError(f"its process was ended by other environments {MOST_TRIES} times"))
@@ -260,14 +260,14 @@ class Turns(Episode):
 
     def _begin(self, begun: Begun) -> None:
         environments = self._environments
-        self._tools = environments.described[begun.name]
-        self._tokens = environments.tokens[self._tools.kind]
+        self._info = environments.described[begun.name]
+        self._tokens = environments.tokens[self._info.kind]
         if begun.ids is not None:
             ids = begun.ids
         elif begun.text is not None:
             ids = environments.tokenizer.encode(begun.text)
         elif begun.messages is not None:
-            ids = self._tokens.prompt(begun.messages, self._tools.schemas, environments.file)
+            ids = self._tokens.prompt(begun.messages, self._info.schemas, environments.file)
             self._messages = json.dumps(begun.messages)
         else:
             self._go_on()
@@ -290,7 +290,7 @@ class Turns(Episode):
         elif answer.text is not None:
             ids = self._tokens.text_behind(before, answer.text)
         else:
-            ids = self._tokens.behind(before, answer.messages or [], calls, self._tools.schemas)
+            ids = self._tokens.behind(before, answer.messages or [], calls, self._info.schemas)
         if len(before) + len(ids) >= self._environments.config.data.max_len:
             return False
         text = answer.text if answer.ids is None else self._environments.tokenizer.decode(ids)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
-"""Machine -> its place in the numbers of a call, its number for seccomp, its number of `clone`."""
+"""Machine -> index of its number among a call's numbers, seccomp's number of it, its number of `clone`."""
 CLONE3, PRLIMIT = 435, (302, 261)
 NEW_NAMESPACES = 0x7E020000
 KEEP_CAPABILITIES, AMBIENT, AMBIENT_RAISE, READ_ALL = 8, 47, 2, 2

@@ -47,7 +47,7 @@ def _printed(program: str, given: str, seconds: float) -> list[str | None]:
             stdout=stdout,
             stderr=subprocess.DEVNULL,
             check=False,
-            preexec_fn=lambda: signal.setitimer(signal.ITIMER_REAL, seconds),  # ends it without a signal of ours
+            preexec_fn=lambda: signal.setitimer(signal.ITIMER_REAL, seconds),  # the kernel ends it then, by SIGALRM
         )
         stdout.seek(0)
         return _lines(stdout.read().decode(errors="replace")) + ([None] if process.returncode else [])

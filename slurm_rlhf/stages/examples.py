@@ -26,7 +26,7 @@ from slurm_rlhf.trainer.distributed import divided
 RowAnswers = tuple[dict[str, Any], list[str] | Conversation, float]
 """(a row with its prompt, the answers to it or a whole conversation, the number that the row gives them)."""
 NAMED = 5
-"""Rows that cannot be used, of those that a message names."""
+"""Most kinds of unusable rows that a message names."""
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 PART = 1024

@@ -139,7 +139,7 @@ class StageRecord:
         return (self.root / STOP_FILE).exists()
 
     def stopped(self, step: int) -> None:
-        """Tell that the training stops behind `step`, which is saved. Collective."""
+        """Tell that the training stops after `step`, which is saved. Collective."""
         self._summarize("stopped", step)
         barrier()
         if self._world.rank == 0:

@@ -23,7 +23,7 @@ from slurm_rlhf.rewards.reasoning_gym import KEY as TASKS
 from slurm_rlhf.rewards.reasoning_gym import task_rows
 
 _LINES = 5
-"""Rows that are left out, of those that are named."""
+"""Most rows that are named of those that are left out."""
 
 
 def views(config: Config, rows: int) -> Iterator[DataView]:
