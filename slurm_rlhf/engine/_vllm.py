@@ -257,7 +257,7 @@ class EngineCore:
         with suppress(Exception):
             self.abort(names)
         while self._core.batch_queue:
-            # After a failed step the batches behind it fail, too; each attempt takes one out of the queue.
+            # After a failed step the batches queued after it fail, too; each attempt takes one out of the queue.
             with suppress(Exception):
                 self.finish_batches(len)
 

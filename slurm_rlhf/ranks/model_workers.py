@@ -97,7 +97,7 @@ class TrainerWorker(ModelWorker, TrainerCalls):
         return PassAnswer(*self.trainer.measure(request.experience, request.micro, request.backward))
 
     def save(self, request: SaveRequest) -> None:
-        self.pending = self.trainer.save(Path(request.path), request.behind)
+        self.pending = self.trainer.save(Path(request.path), request.async_save)
 
     def written(self) -> Future[None]:
         return self.pending

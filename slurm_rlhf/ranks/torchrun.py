@@ -1,7 +1,7 @@
 """torchrun with a store that listens on one address: `python -m slurm_rlhf.ranks.torchrun` takes torchrun's options.
 
 torch's own ways for torchruns to meet open the store on all addresses of the node, and whoever reaches a store can
-change it: it knows no password. This one is bound to the address that the others connect to.
+change it: it has no authentication. This one is bound to the address that the others connect to.
 
 When a rank ends, torchrun ends the others by SIGTERM and waits for them. In a Slurm step that signal means preemption,
 and ranks block it. This one kills them, so that the end of the first is reported at once.

@@ -124,7 +124,7 @@ class TrainingLoop:
         due = self.checkpoints.cadence.due(self.state.step) or self.checkpoints.candidate
         if self.step.stop.save_wanted() or (not last and due):
             with self.step.phases("checkpoint"):
-                self.checkpoints.save(behind=self.step.config.ckpt.async_save and not last)
+                self.checkpoints.save(async_save=self.step.config.ckpt.async_save and not last)
         if not last:
             self.step.stop.check()
         self.checkpoints.cadence.begin()

@@ -309,7 +309,7 @@ def described(kind: str) -> str:
 
 
 Test = str | tuple[str, str]
-"""Lines of Python that come behind the program, or its standard input and the output that is wanted."""
+"""Lines of Python that run after the program, or its standard input and the output that is wanted."""
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LONGEST = 4

@@ -2,7 +2,7 @@
 
 Imports the standard library alone, because it runs as a file inside the sandbox. ORDER is JSON: the program's text, its
 tests, and the seconds that one may take. Each test is a fresh process of Python. A test is a pair of texts, standard
-input and the output that is wanted, or lines of Python that come behind the program's. Prints one digit for each test,
+input and the output that is wanted, or lines of Python that run after the program's. Prints one digit for each test,
 as it ends: 1 passed, 0 failed.
 """
 

@@ -84,7 +84,7 @@ def of_held_out(data: Data) -> Data:
 def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
     """Load the rows' `data.input_key` and `data.output_key`; prompts are tokenized as PPO's prompts are.
 
-    With `data.apply_chat_template` the answer may be messages. Those that begin with the assistant's stand behind the
+    With `data.apply_chat_template` the answer may be messages. Those that begin with the assistant's follow the
     prompt, others are the whole conversation, which may be in `data.input_key`, too, in a row without an answer.
     Raises RefusedRows for rows that are not examples, DataError when none is left.
     """
@@ -275,7 +275,7 @@ def _part(
 def _continued(
     prompts: Sequence[Prompt], answers: dict[int, list[str]], tokenizer: Tokenizer, templated: bool, end: str
 ) -> dict[int, list[Lesson]]:
-    """Encode the answers of each row behind its prompt; each ends with `end`, or the end-of-sequence token."""
+    """Encode the answers of each row after its prompt; each ends with `end`, or the end-of-sequence token."""
     repeated = [prompt for prompt in prompts for _ in answers[prompt.index]]
     texts = [text if text.endswith(end) else text + end for prompt in prompts for text in answers[prompt.index]]
     found: dict[int, list[Lesson]] = {}

@@ -32,7 +32,7 @@ _CONFIG = "config.toml"
 class StageRecord:
     """Writes metrics, a log and, until the model is written, checkpoints to `<output_dir>.run`.
 
-    Rank 0 writes; `save` is collective. Metrics go to trackers, too, inside a `with` block behind `begin`.
+    Rank 0 writes; `save` is collective. Metrics go to trackers, too, inside a `with` block after `begin`.
     """
 
     def __init__(self, name: str, config: Config, world: World) -> None:

@@ -77,7 +77,7 @@ def collate(
 
     The last token of a response predicts nothing: it is in `targets` alone. With `read`, [N], all tokens are in the
     rows, and each sequence has one action: its token at index `read`. `group`: ranks that compute the row together;
-    then there may be a few tokens of padding behind its sequences.
+    then a few tokens of padding may follow its sequences.
     Raises ValueError for a response without a prompt before it.
     """
     if np.any((exp.prompt_lens == 0) & (exp.response_lens > 0)):

@@ -1,4 +1,4 @@
-"""AdamW's state and its fp32 masters: the fragments that this rank owns, their files, and saves behind the next steps.
+"""AdamW's state and its fp32 masters: the fragments that this rank owns, their files, and asynchronous saves.
 
 A fragment says which elements of a named parameter it has, so a checkpoint can be read by any number of ranks, any ZeRO
 stage and any trainer, whichever wrote it. A file of a checkpoint has:
@@ -181,7 +181,7 @@ def move_moments(state: dict[str, Tensor], device: torch.device) -> None:
             state[moment].data = moved(state[moment].data, device)
 
 
-# --- behind the next steps -------------------------------------------------------------------------------------------
+# --- asynchronous saves ----------------------------------------------------------------------------------------------
 
 
 def done() -> Future[None]:

@@ -200,10 +200,10 @@ class Trainer(ABC):
         Collective only if `sharded`: then a parameter is whole until the next one is asked for.
         """
 
-    def save(self, directory: Path, behind: bool = False) -> Future[None]:
+    def save(self, directory: Path, async_save: bool = False) -> Future[None]:
         """Write all that the next steps depend on; every rank gives the same directory. Raises OSError.
 
-        Called by a rank's worker and by `stages`. With `behind` it only copies, and a thread writes the same files
+        Called by a rank's worker and by `stages`. With `async_save` it only copies, and a thread writes the same files
         while the next steps are taken: not collective, and it waits for an earlier write, whose errors the Future has.
         """
         state = self._state()
@@ -214,7 +214,7 @@ class Trainer(ABC):
             flush(directory.glob(f"rank_{self.world.rank:05d}.*"))
 
         fragments = self.shards(self.module, "optimizer")
-        if behind:
+        if async_save:
             return self._saver.begin(fragments, self.world.device, write)
         self._saver.wait()
         write(fragments)

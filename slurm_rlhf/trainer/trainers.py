@@ -84,9 +84,9 @@ class TrainedModel(ABC):
     def _per_action(self, exp: Experience, micro: list[list[int]], answer: Callable[[TokenBatch], Tensor]) -> F32:
         return per_action(exp, micro, self.world.device, answer, self.layout.packed, self.group)
 
-    def save(self, directory: Path, behind: bool = False) -> Future[None]:
-        """Write the state for an exact resume into a directory that all ranks see; `behind`: see `Trainer.save`."""
-        return self.backend.save(directory, behind)
+    def save(self, directory: Path, async_save: bool = False) -> Future[None]:
+        """Write the state for an exact resume into a directory that all ranks see; `async_save`: see `Trainer.save`."""
+        return self.backend.save(directory, async_save)
 
     def load(self, directory: Path) -> None:
         """Continue where `save` was called. Raises CheckpointError."""

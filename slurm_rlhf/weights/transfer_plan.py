@@ -267,7 +267,7 @@ def _place_empty(spans: Sequence[Span], owned: list[list[Span]]) -> None:
 
 
 def _apart(spans: Sequence[Span], owned: Sequence[Sequence[Span]]) -> tuple[dict[int, int], int]:
-    """Return the offset in the buffer of the first byte of each large parameter, and that of the rest behind them.
+    """Return the offset in the buffer of the first byte of each large parameter, and that of the rest after them.
 
     The offset is negative if the parameter begins in an earlier bucket. One in many small shards is not large.
     """
