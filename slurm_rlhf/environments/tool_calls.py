@@ -136,7 +136,7 @@ class ToolReader:
     read: Read
     as_text: bool  # the template takes arguments as JSON text
     outside: Callable[[str], dict[str, Any]] = lambda text: {}  # reads the text outside calls into fields of a message
-    cut: Callable[[str], str] = str  # makes what `read` and `outside` take of a turn with its special tokens
+    cut: Callable[[str], str] = str  # turn with its special tokens -> text that `read` and `outside` take
 
     def written(self, text: str, plain: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Make the message of a turn as TRL's rewards get it; its content is `plain` where a call is broken."""

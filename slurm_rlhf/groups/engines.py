@@ -57,9 +57,9 @@ class Engines:
         self._left_out: set[str] = set()  # nodes that the run has given up
         self._lock = threading.RLock()
         self._begun = False  # engines are asked to start
-        self._late = False  # it was said that some have not come
+        self._late = False  # True: the user was warned of engines that have not started
         self._all_at_once = False
-        self._apart = False  # True: no engine that dies ends the run
+        self._apart = False  # True: the run goes on even if an engine dies while it starts, or the last one dies
         self._version: int | None = None  # version of the policy that each engine has from its start
         self._note: Callable[[str], None] = lambda text: None
         self._started_once = False

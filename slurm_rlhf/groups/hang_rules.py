@@ -68,7 +68,7 @@ class RankState:
     """Says what a rank does."""
 
     kind: Kind
-    at: Frame | None = None  # innermost call that shows it
+    at: Frame | None = None  # innermost call; unless it is busy, outside of the standard library
     by: Frame | None = None  # innermost call outside of libraries
 
 

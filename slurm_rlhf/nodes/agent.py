@@ -115,7 +115,7 @@ class EngineRanks:
             ranks = zip(engine.ranks, engine.group.ranks, strict=True)
             gone = [(code, rank, process.pid) for process, rank in ranks if (code := process.poll()) is not None]
             if gone:
-                code, rank, pid = min(gone)  # a signal (negative) first: a rank whose peer is gone ends by itself
+                code, rank, pid = min(gone)  # killed by a signal (negative): it ended before its peers
                 engine.how = (
                     f"rank {rank} of engine {engine.group.engine} on {self._node} (pid {pid}) {exit_text(code)}"
                 )
@@ -215,7 +215,7 @@ class Agent:
                 del self._processes[role]
                 yield role, None, exit_text(code)
             elif process_state(process.pid).startswith("T"):
-                # A torchrun has the store of its ranks, which would wait for ever while they start.
+                # torchrun serves the store of its ranks: without it those that start would wait for ever.
                 print(f"{self._node}: a signal has stopped the process of {role}: it goes on", flush=True)
                 process.send_signal(signal.SIGCONT)
         for engine, how in (news for engines in self._engines for news in engines.ended()):
@@ -237,7 +237,7 @@ class Agent:
             case "start":
                 spec, ranks = request.argument(tuple[StepSpec, dict[str, Any]])
                 request.reply(self._start(spec, RankMap.from_json(ranks)))
-            case "end":  # a process that is stopped does not hear its conductor
+            case "end":  # for an engine whose processes are stopped, and do not hear the conductor
                 engine = request.argument(int)
                 for engines in self._with(engine):
                     engines.end(engine)
@@ -363,7 +363,7 @@ def _absence(client: ControlClient, orders: Orders) -> str:
             said = str(error)
         if why := unreachable(orders.address, orders.port):
             return why
-    return said  # it is there, and does not answer
+    return said  # its port is open, but it does not answer
 
 
 def main() -> None:

@@ -294,4 +294,4 @@ class GroupHost:
     def end(self) -> None:
         """End the process and what it started."""
         with self._process, self._reports:
-            self._process.kill()  # its children go with it
+            self._process.kill()  # its children end with it

@@ -104,7 +104,7 @@ class NodeFacts:
     most_files: int = UNKNOWN  # files that a process may open; UNKNOWN: no limit
     infiniband: bool = False
     compiler: str = ""  # parts that are missing to compile for Python; empty: none
-    locks: tuple[str, ...] = ()  # locks of torch extensions that nobody builds there
+    locks: tuple[str, ...] = ()  # stale locks of torch extensions: nobody builds these now
     addresses: tuple[str, ...] = ()
     interface: str = ""  # interface on the way to the conductor
     address: str = ""
@@ -114,7 +114,7 @@ class NodeFacts:
     unhealthy: tuple[str, ...] = ()  # GPUs with errors of memory, or throttled
     sandbox: str = ""  # kind that programs run in; empty: not asked, or none
     no_sandbox: str = ""  # why there is none
-    skew_s: float = 0.0  # its clock minus the conductor's, beyond the error of measuring
+    skew_s: float = 0.0  # its clock minus the conductor's, less the error of measuring
     reached: tuple[Reach, ...] = ()
 
 

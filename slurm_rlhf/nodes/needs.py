@@ -279,9 +279,9 @@ def quota_on(directory: Path) -> Quota | None:
     if kind == "lustre":
         words, place = ["lfs", "quota", "-q", "-u", str(os.getuid()), str(point)], str(point)
     else:
-        # Long lines and no words for the grace time: each line has all of its fields.
+        # -w: a file system is one line; -p: the grace time is a number. So each line has all of its fields.
         words, place = ["quota", "-w", "-p", "-u"], device
-    # A quota that is used up gives the same exit status.
+    # The exit status says nothing: it is a failure, too, where a quota is used up.
     said = command(words, timeout_s=timeouts.QUOTA_S).stdout
     return read_quota(said, place, " ".join(words[:2] if kind == "lustre" else words[:1]))
 

@@ -32,7 +32,7 @@ class NodeView:
 
     node: str
     load: str
-    states: dict[int, str]  # process id -> what it does; empty: there is no such process
+    states: dict[int, str]  # process id -> its state, as "T (stopped)"; empty: there is no such process
 
 
 def look(node: str, pids: Sequence[int]) -> NodeView:

@@ -303,7 +303,7 @@ def mark(run_dir: Path, job: str, restarts: int) -> Path:
 def last_words(run_dir: Path, job: Job) -> str:
     """Return what ended the newest start of a job that has lost its first node; empty: nothing has."""
     count = int(job.restarts or 0)
-    for restarts in (count, count - 1):  # cancelled, requeued
+    for restarts in (count, count - 1):  # the first if it was cancelled, the second if it was requeued
         with suppress(OSError):
             return mark(run_dir, job.number, restarts).read_text(encoding="utf-8").strip()
     return ""

@@ -69,7 +69,7 @@ def crash_at_once() -> None:
 
     A library that engines load (tvm_ffi) writes C stacks first, for up to 14 s, in which a dead engine seems alive.
     """
-    if not faulthandler.is_enabled():  # a user wants the Python stacks, which takes no time
+    if not faulthandler.is_enabled():  # enabled by the user: Python stacks, which take no time
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
 
 
@@ -171,7 +171,7 @@ def _leave(reason: str) -> None:
     own = reason == THREAD_FAILED
     try:
         print(reason if own else f"{CONDUCTOR_GONE}: {reason}", file=sys.stderr, flush=True)
-    finally:  # without memory, nothing can be said
+    finally:  # without memory, `print` fails
         os._exit(1 if own else CONDUCTOR_GONE_STATUS)
 
 
@@ -198,7 +198,7 @@ def run_program(program: str, words: list[str], config: Config, held: bool) -> N
     from slurm_rlhf.trainer.distributed import join_world
 
     join_world(config.timeout.collective, config.timeout.connect)
-    LATE.stop()  # no heartbeat leaves from here
+    LATE.stop()  # no stacks are due: no heartbeats follow to put them off
     if held:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # it is ignored until the program takes it
     module, _, name = program.partition(":")

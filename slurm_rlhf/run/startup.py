@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TYPICAL = 1024  # prompts, of which the middle one is typical
+_TYPICAL = 1024  # prompts, whose median by length is the typical one
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ class Episodes:
         self._thread = threading.Thread(target=self._work, name="episodes", daemon=True)
         self._thread.start()
 
-    # From the main thread, or one that evaluates.
+    # Called from the main thread, or from one that evaluates.
 
     def sample(
         self, prompts: Sequence[Prompt], sampling: Sampling, version: int, admits: bool = True
@@ -112,7 +112,7 @@ class Episodes:
         with suppress(RuntimeError):  # it is closed
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    # From any thread.
+    # Called from any thread.
 
     def post(self, task: Callable[..., object], *arguments: Any) -> None:
         """Have the loop run a task, and then let every source advance."""
@@ -120,7 +120,7 @@ class Episodes:
         with suppress(RuntimeError):  # it is closed
             (self._loop.call_soon if here else self._loop.call_soon_threadsafe)(self._do, task, *arguments)
 
-    # On the loop.
+    # Called on the event loop.
 
     def attach(self, source: GroupSource) -> None:
         """Let a source begin groups, unless it may already."""

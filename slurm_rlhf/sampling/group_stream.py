@@ -120,7 +120,7 @@ class GroupStream:
         """Begin no further group. Groups in flight are dropped with the engines; they can be sampled again."""
         self.episodes.close()
 
-    # On the loop.
+    # Called on the event loop.
 
     def _want(self, step: int) -> None:
         self.episodes.attach(self)

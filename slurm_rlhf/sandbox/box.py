@@ -328,7 +328,7 @@ def read_tests(value: Any) -> list[Test]:
     A test is a text (`assert add(1, 2) == 3`) or `{"input": ..., "output": ...}`. Raises RewardError for anything else.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError):  # lines of Python may begin so
+        with suppress(ValueError):  # not JSON: lines of Python may begin so, too
             value = json.loads(value)
     if isinstance(value, str):
         value = [value]

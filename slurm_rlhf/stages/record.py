@@ -72,7 +72,7 @@ class StageRecord:
                 f"follows their number. Restore {self._name}.max_steps, {self._name}.max_epochs and the examples, or "
                 "add --resume=never"
             )
-        barrier()  # all have read before anything is written
+        barrier()  # rank 0 writes only when all ranks have read the checkpoint
         if self._world.rank == 0:
             self._paths.root.mkdir(parents=True, exist_ok=True)
             self._paths.config.write_text(dump_toml(self._config), encoding="utf-8")
@@ -103,7 +103,7 @@ class StageRecord:
             )
             try:
                 write_page(self._paths.report, [self._paths])
-            except Exception as error:  # whatever it is, the model counts
+            except Exception as error:  # no error of the page may end the training
                 self.say(f"warning: {self._paths.report.name} was not written: {type(error).__name__}: {error}")
 
     def say(self, text: str) -> None:

@@ -46,7 +46,7 @@ class PackedRow:
 
 @dataclass(slots=True)
 class TokenBatch:
-    """Sequences for A response tokens, in the order of the experience: one packed row, or a row of L tokens each.
+    """Sequences with A response tokens, in the order of the experience: one packed row, or a row of L tokens each.
 
     Sequences with a row each are right-padded, and the models are causal: real tokens see no padding, so there is no
     attention mask, and position ids are 0 .. L-1. Ranks that compute a row together have a batch of their own tokens.
@@ -84,7 +84,7 @@ def collate(
         index = int(np.flatnonzero((exp.prompt_lens == 0) & (exp.response_lens > 0))[0])
         raise ValueError(f"sequence {index} has a response but no prompt: nothing predicts its first token")
     responses = exp.response_lens.astype(np.int64)
-    lengths = exp.prompt_lens + (np.maximum(responses - 1, 0) if read is None else responses)  # read by the model
+    lengths = exp.prompt_lens + (np.maximum(responses - 1, 0) if read is None else responses)  # the model's tokens
     filled = -int(lengths.sum()) % group.size if group else 0
     width = int(lengths.sum()) + filled if packed else int(lengths.max(initial=1))
     starts = np.array(np.cumsum(lengths) - lengths if packed else np.arange(len(exp)) * width, dtype=np.int64)

@@ -76,7 +76,7 @@ def base_model(model: nn.Module) -> Iterator[None]:
 
 
 def settings_of(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments with which `attach` gave `model` its adapters, but for the seed; empty if it has none."""
+    """Return the arguments with which `attach` gave `model` its adapters, without the seed; empty if it has none."""
     layers = adapted_layers(model)
     if not layers:
         return {}

@@ -70,7 +70,7 @@ def zero_moments(adamw: Any, masters: Iterable[Tensor], steps: int) -> None:
     """Give AdamW the zero moments of `masters` that its first step would make, and count `steps` steps as taken."""
     for master in masters:
         moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
-        # Fused kernels count where they compute, others on the host.
+        # Fused kernels keep `step` on the device, others on the host.
         device = master.device if adamw.param_groups[0]["fused"] else HOST
         adamw.state[master] = {**moments, "step": torch.tensor(float(steps), device=device)}
 

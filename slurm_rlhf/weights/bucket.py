@@ -76,7 +76,7 @@ SpanSource = Callable[[Span], torch.Tensor]
 """A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""
 
 _NOTHING: Mapping[int, int] = {}
-_WASTE = 2  # a block of memory serves requests of at least its size divided by this
+_WASTE = 2  # most times that a block may be as large as the request that gets it
 
 
 class Pool:
@@ -86,9 +86,9 @@ class Pool:
     """
 
     def __init__(self, device: torch.device, others: int = 0) -> None:
-        """`others`: bytes that its owner has besides, in shared memory."""
+        """`others`: bytes of the owner's shared memory, which count, too."""
         self.device = device
-        self.peak = others  # most bytes held at a time, those that wait to be used again included
+        self.peak = others  # most bytes held at a time, free blocks included
         self._held = others
         self._lock = threading.Lock()
         self._returned: deque[torch.Tensor] = deque()

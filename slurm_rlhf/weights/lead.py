@@ -152,7 +152,7 @@ class _Transfer:
     given_up: set[int] = field(default_factory=set)
     failed: bool = False  # a call failed, and no engine is known to be lost
     aborts: int = 0
-    broken_at: float = 0.0  # the first call failed, or reported that the transfer was cut off
+    broken_at: float = 0.0  # time when the first call failed, or reported that the transfer was cut off
 
     def take(self, call: Call) -> bool:
         """Note the end of a call; False: it failed for a reason of its own, and ends the run."""

@@ -226,7 +226,7 @@ class Member:
     interface: str
     backend: str  # sync.backend, as this member has it
     device: str  # its GPU; empty without one
-    port: int = 0  # open while the others test whether they can reach the rank
+    port: int = 0  # port that is open while the others test whether they can reach the rank
     heartbeat_port: int = 0  # port to which its peers send heartbeats
 
     def __str__(self) -> str:

@@ -58,7 +58,7 @@ class DeviceIpc:
         self._mapped: dict[int, list[torch.Tensor]] = {}  # an engine rank's, by their owner
         self._filling: deque[tuple[int, int, list[Work], Any]] = deque()
         self._copied: deque[tuple[int, Any]] = deque()
-        torch.cuda.ipc_collect()  # frees memory of an earlier group, which its peers have let go of
+        torch.cuda.ipc_collect()  # frees memory of an earlier group that its peers have released
         if rank < len(actors) and (self._readers or gather):
             largest = max(plan.nbytes(bucket, self._stream) for bucket in range(len(plan.buckets)))
             self._slots = [self.pool.take(largest) for _ in range(DEPTH)]

@@ -97,8 +97,8 @@ class GlooTransport:
     def abort(self) -> None:
         """Fail whatever is pending, here and, because connections close, at the peers. Any thread, at any time."""
         # ProcessGroupGloo.abort() does nothing (torch 2.13). But a receive that times out closes every connection of
-        # its group, which ends pending operations here and at the peers, except those that have transferred a part of
-        # their bytes: `stop` ends these.
+        # its group, which ends pending operations here and at the peers. Those that have transferred a part of their
+        # bytes go on: `stop` ends the waiting for them.
         nothing = torch.zeros(1, dtype=torch.uint8)
         for peer in list(self._met):
             with suppress(RuntimeError):
@@ -279,7 +279,7 @@ class Gloo:
         handed_on: list[PendingTransfer] = [
             self._transport.send(view, taker, route.tag) for taker in route.takers(self._rank)
         ]
-        if sums is not None:  # now that it is in the processor's cache, and the next chunks come meanwhile
+        if sums is not None:  # while the bytes are in the processor's cache, and the next chunks arrive
             sums[route.low] = host_checksum(view)
         return handed_on
 
@@ -325,7 +325,7 @@ class _Task:
     """Do the work on a chunk, and count the chunk."""
 
     counted: _Counted
-    work: Callable[[], list[PendingTransfer] | None]  # returns what it hands on
+    work: Callable[[], list[PendingTransfer] | None]  # returns the sends that it has started, of bytes that it forwards
 
     def run(self) -> None:
         handed_on = self.work()
