@@ -41,7 +41,7 @@ class LlmEngine:
         """Asks of the episode; None: `execute` has ended."""
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any = None, multi_modal_data: Any = None) -> Any:
-        """Wait for a turn of the policy behind `prompt_token_ids`; return it as vLLM's RequestOutput has it."""
+        """Wait for a turn of the policy after `prompt_token_ids`; return it as vLLM's RequestOutput has it."""
         if multi_modal_data:
             raise EpisodeError("multi_modal_data: models see no images here")
         if (limit := getattr(sampling_params, "max_tokens", None)) is not None and limit < 1:

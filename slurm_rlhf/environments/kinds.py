@@ -41,7 +41,7 @@ class ToolEnvironment(UserClass):
     def begin(self, start: Start) -> Begun:
         self.row = start.row
         if not isinstance(said := self.reset(start), str | None):
-            raise self.wrong("reset", said, "a string, which goes behind the last message, or None")
+            raise self.wrong("reset", said, "a string, which goes after the last message, or None")
         messages = [dict(one) for one in start.messages]
         messages[-1]["content"] += said or ""
         return Begun(messages)
@@ -286,7 +286,7 @@ class Instances:
 
 
 def _required(method: Callable[..., Any]) -> list[str]:
-    """List the parameters of a method, but for self, that have no default."""
+    """List the parameters of a method that have no default, without self."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [one.name for one in parameters if one.default is one.empty and one.kind not in variable]

@@ -58,7 +58,7 @@ class ToolFormat:
     pair: re.Pattern[str] | None
 
     def read(self, text: str, schemas: Schemas) -> list[ToolCall]:
-        """Read the calls behind the thinking; one that is broken has an error in place of arguments."""
+        """Read the calls after the thinking; one that is broken has an error in place of arguments."""
         text = text.rpartition(END_OF_THINKING)[2]
         matches = list(self.call.finditer(text))
         found = [call for match in matches for call in self._calls(match.groupdict(), schemas)]

@@ -307,7 +307,7 @@ class Engines:
             self.fail(RoleDied(f"no engine is left: the last one, engine {engine} on {unit.node}, died: {last.why}."))
 
     def _put(self, engine: int, **changes: Any) -> None:
-        """Change what is known of an engine, but for its state."""
+        """Change what is known of an engine, except its state."""
         with self._lock:
             self._set(engine, replace(self._units[engine], **changes))
 

@@ -105,7 +105,7 @@ def exclusive(directory: RunDirectory) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """Writes what the disk takes: when it is full, the run says so itself."""
+    """Writes the log, and drops lines when the disk is full: the run itself reports that."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Drop the record, without the traceback that the library would print."""

@@ -68,7 +68,7 @@ class Supervisor:
         self.failure: Exception | None = None
         """Error that broke the run; None: it is not broken."""
         self.units = {role: Unit(role, nodes, began=time.monotonic()) for role, nodes in _nodes_of(ranks).items()}
-        """State of each role. Of those that fail only the first is lost: the others may miss a member."""
+        """State of each role. Only the first that fails becomes lost: others may fail because they miss its ranks."""
         self._failure_lock = threading.Lock()
         self.roles: dict[str, RoleHandle[Any]] = {}
         self.engines: Engines | None = None
@@ -172,7 +172,7 @@ class Supervisor:
 
     @property
     def failed_role(self) -> Unit | None:
-        """Return the role whose failure `failure` is; None: that is not a role's."""
+        """Return the role whose failure broke the run; None: no role's did."""
         return next((unit for unit in self.units.values() if unit.gone), None)
 
     def here(self, role: str) -> set[int]:
@@ -263,7 +263,7 @@ class Supervisor:
                 self._watch_lost_nodes()
 
     def _known(self) -> list[RoleRanks]:
-        """Return what is known of the ranks of each role whose end `Launcher.ended` tells."""
+        """Return what is known of the ranks of each role whose end `Launcher.ended` reports."""
         here, engines = self._launcher.address == LOOPBACK, self._launcher.engines is not None
         roles = [role for role, handle in self.roles.items() if not (engines and isinstance(handle, EngineHandle))]
         return [RoleRanks(role, self._ranks.world(role), self.server.peers(role), here) for role in roles]

@@ -160,7 +160,7 @@ class Watchdog:
         self._late.stop()
 
     def _learn(self) -> float:
-        """Learn how long nothing had moved, if something has since; returns how long nothing moves now."""
+        """If something has moved, learn how long nothing had before; return how long nothing has moved now."""
         now, moves = self._clock.now(), self.supervisor.server.moves() + UNDER_WAY.ended
         if moves != self._moves:
             self._budgets.waited(self._phase, now - self._moved)

@@ -129,7 +129,7 @@ class AgentEngines:
             self._agents.write_map(self._ranks)
 
     def ended(self) -> list[tuple[int, str]]:
-        """Return (engine, how) of the engines that ended since the last call, but by `end`. Does not block."""
+        """Return (engine, how) of the engines that ended by themselves since the last call. Does not block."""
         with self._lock:
             self._look()
             news, self._news = self._news, {}

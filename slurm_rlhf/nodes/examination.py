@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slurm_rlhf.nodes.interview import Interview
 
 INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.75, 0.95
-"""Parts of the time limit at which the next stage begins, whoever is missing."""
+"""Shares of the time limit after which the next stage begins, without the nodes that are missing."""
 _PEERS = 8  # nodes that a node tries to reach on either side of it in the list
 
 

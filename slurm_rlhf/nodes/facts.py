@@ -18,7 +18,7 @@ VARIABLE = "SLURM_RLHF_AGENT"
 
 
 NODES, WORKERS = "nodes", "workers"
-"""Names of the steps whose agents stay to the end of a run: from before it, on all nodes, and those with workers."""
+"""Names of the two steps whose agents stay to the end of a run: one on all nodes, from before it; one for workers."""
 
 
 @dataclass(frozen=True, slots=True)

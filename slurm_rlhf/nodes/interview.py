@@ -103,7 +103,7 @@ class Interview:
         first = lineup.processes[0].node
         known = {node.name: node for node in topology.nodes}
         taking_part = dict.fromkeys(process.node for process in lineup.processes)
-        # Ranks compute on GPUs where there are some, and torch is built for them everywhere.
+        # NCCL only where the run has GPUs and every node has torch with CUDA.
         on_gpus = topology.accelerator == GPU and all(each.equipment.get("cuda_build") for each in self.facts.values())
         calls = {}
         for node in taking_part:

@@ -51,7 +51,7 @@ class Launcher(Protocol):
     """Why no role can be started again; empty: roles can."""
 
     unfit: Mapping[str, str]
-    """Node of the allocation -> why it is to take over no ranks, though it has none."""
+    """Node of the allocation without ranks -> why none may move to it."""
 
     @property
     def agents(self) -> AgentServer:

@@ -15,9 +15,9 @@ from slurm_rlhf.workers.http import Health
 Facts = Mapping[str, NodeFacts]
 
 SKEW_S = 2.0
-"""Clocks of a cluster with NTP agree to milliseconds; file systems keep times in seconds."""
+"""Difference of clocks that is a warning: with NTP they agree to milliseconds; file systems keep times in seconds."""
 SKEW_FAILS_S = 300.0
-"""Munge and Kerberos refuse credentials that are five minutes old, or from the future."""
+"""Difference of clocks that is an error: Munge and Kerberos refuse credentials of five minutes ago, or ahead."""
 
 
 def answers(facts: Facts, nodes: Sequence[str], said: str, started: str) -> Check:
@@ -36,7 +36,7 @@ def answers(facts: Facts, nodes: Sequence[str], said: str, started: str) -> Chec
 
 
 def names(facts: Facts) -> Check:
-    """Name nodes whose names lead nowhere, or to another node."""
+    """Name nodes whose names do not resolve, or resolve to another node."""
     found: list[Finding] = []
     for culprit in facts:
         seen = {by: each for by, there in facts.items() for each in there.reached if each.node == culprit}

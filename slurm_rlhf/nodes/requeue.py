@@ -48,7 +48,7 @@ SCRIPT = "successor.sh"
 """Name of the copy of the batch script, in `.control` of the run directory."""
 
 PARENT_REQUEUES = "SLURM_RLHF_PARENT_REQUEUES"
-"""Variable that a parent sets that requeues the job itself: number of the signal that makes it do so."""
+"""Variable set by a parent that requeues the job itself: number of the signal that asks it to."""
 
 
 class SlurmContinuation(Continuation):
@@ -268,7 +268,7 @@ def _field(shown: str, name: str) -> str:
 
 
 SUCCESSORS = 2
-"""Nodes that wait: one acts where the other is down, too."""
+"""Number of nodes that watch the first one: one acts even if the other is down, too."""
 _FIRST_S = 2.0
 _LONGEST_S = 15.0
 """First and longest pause in seconds between two queries of slurmctld."""
@@ -296,7 +296,7 @@ def decide(job: Job | None, restarts: int, chain: bool) -> str:
 
 
 def mark(run_dir: Path, job: str, restarts: int) -> Path:
-    """Name the file that the one process makes which ends or requeues this start of a job; it says what was done."""
+    """Name the file that says what was done after this start of a job; the process that makes it may do it."""
     return run_dir / ".control" / f"headless.{job}.{restarts}"
 
 

@@ -103,7 +103,7 @@ def make(parameters: RendezvousParameters) -> BoundRendezvous:
 
 
 def kill_all(ranks: SubprocessContext, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
-    """Replace `SubprocessContext.close`: end the ranks by force, and do not wait for what the kernel holds."""
+    """Replace `SubprocessContext.close`: end the ranks by force, and do not wait for those that the kernel keeps."""
     for rank in ranks.subprocess_handlers.values():
         if rank.proc.poll() is None:
             rank.close(signal.SIGKILL)

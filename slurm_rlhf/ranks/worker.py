@@ -113,7 +113,7 @@ class Worker(RankCalls):
         return "done"
 
     def handle(self, request: Request) -> None:
-        """Answer one call. What the method raises goes to the caller, not to the end of this process."""
+        """Answer one call. An exception of the method goes to the caller, and does not end this process."""
         try:
             spec = calls_of(type(self))[request.method]
             arguments = [] if spec.argument is None else [request.argument(spec.argument)]

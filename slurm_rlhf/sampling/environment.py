@@ -1,7 +1,7 @@
 """Plays episodes, and makes one trajectory of all turns of an episode.
 
 A plain prompt is the environment with one turn. With `env.path` the user's environments answer between the turns, in
-processes of their own. Sampled tokens are never encoded again: the next turn goes on behind the prompt, what was
+processes of their own. Sampled tokens are never encoded again: the next turn goes on after the prompt, what was
 sampled, and the tokens of the observation, which the action mask leaves out of training.
 """
 
@@ -50,7 +50,7 @@ class Episode:
 
     def __init__(self, prompt: Prompt, sampling: Sampling, sample: int) -> None:
         self.token_ids: I32 = prompt.token_ids
-        """Tokens that the turn goes on behind, [P]."""
+        """Tokens after which the turn is sampled, [P]."""
         self.limit = sampling.max_new_tokens
         """Most tokens that the turn may sample."""
 
@@ -283,7 +283,7 @@ class Turns(Episode):
         self._go_on(begun.limit)
 
     def _observe(self, answer: Answer, calls: list[ToolCall]) -> bool:
-        """Append the observation; return False if no turn fits behind it."""
+        """Append the observation; return False if no turn fits after it."""
         before = [*self._prompt_ids.tolist(), *self._ids]
         if answer.ids is not None:
             ids = answer.ids

@@ -102,7 +102,7 @@ def close_files(libc: Any, readable: list[str], writable: str) -> None:
 
 
 def filter_calls(libc: Any, refused: list[list[int]]) -> None:
-    """Refuse calls from here on (seccomp): numbers of each on every machine."""
+    """Refuse system calls from here on (seccomp); `refused`: numbers of each, one per machine of `MACHINES`."""
     column, machine, clone = MACHINES[os.uname().machine]
     load, equal, above, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
     no, missing, kill, yes = 0x50000 | EPERM, 0x50000 | ENOSYS, 0x80000000, 0x7FFF0000

@@ -77,7 +77,7 @@ class RefusedRows(DataError):
 
 
 def of_held_out(data: Data) -> Data:
-    """Return the keys by which examples are read that are not trained on: all rows of their file."""
+    """Return the keys for reading examples that are not trained on: all rows of their file."""
     return replace(data, filter=[], weights=[], max_samples=0)
 
 

@@ -49,7 +49,7 @@ class Generation:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The model in eval mode, a copy."""
+        """Return the model in eval mode, a copy."""
         module = self._module
         if self.whole:
             copy = bare_copy(module, self._own).eval()

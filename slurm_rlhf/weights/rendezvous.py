@@ -194,7 +194,7 @@ def _objection(members: list[Member], joining: Membership) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Say how a rank joins a group; the same on all members but for `rank`, `label` and `node`."""
+    """Say how a rank joins a group; the same on all members except `rank`, `label` and `node`."""
 
     name: str
     rank: int  # the actor's ranks count first

@@ -104,7 +104,7 @@ def partners(plan: SyncPlan, rank: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes of one update, headers left out. Owners, and ranks that take turns, count as having equal parts."""
+    """Hold the bytes of one update, headers left out. Owners, and ranks that take turns, count as equal parts."""
 
     payload: int  # bytes of the parameters
     sent: dict[int, float]  # rank of the group -> bytes, copies inside the node included

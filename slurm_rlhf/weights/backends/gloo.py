@@ -132,7 +132,7 @@ class _Stop:
 
 
 class _Counted:
-    """Wait for chunks on their way; threads count them down, and keep what they handed on."""
+    """Wait for chunks on their way: threads count them down, and leave here the sends by which they forward them."""
 
     def __init__(self, chunks: int, stop: _Stop) -> None:
         self._left = chunks
@@ -234,7 +234,7 @@ class Gloo:
         return self._shared(number, len(taken), nbytes, counted)
 
     def _shared(self, number: int, chunks: int, nbytes: int, counted: _Counted) -> Incoming:
-        """A bucket in the node's shared memory."""
+        """Receive a bucket in the node's shared memory."""
         memory, reader = self._memory, self._mates.index(self._rank)
         assert memory is not None
 

@@ -24,7 +24,7 @@ _PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class SharedMemorySizes:
-    """How much a `SharedMemory` holds."""
+    """Say how much a `SharedMemory` holds."""
 
     slots: int  # buckets at a time
     slot_bytes: int
@@ -33,7 +33,7 @@ class SharedMemorySizes:
 
     @property
     def start(self) -> int:
-        """Bytes of the marks, before the first slot."""
+        """Return the bytes of the marks, which come before the first slot."""
         return -(-(self.slots * self.chunks + self.readers) * 8 // _PAGE) * _PAGE
 
     @property
